@@ -222,7 +222,7 @@ class BufferContract(KnobsContract):
 
     @call(deadline=60)
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
-        """Payloads of claimed groups, in the order asked for."""
+        """Payloads of claimed groups, in the order asked for. Raises MessageTooLarge where no reply holds them."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -276,11 +276,6 @@ class BufferContract(KnobsContract):
     @call(deadline=10, reentrant=True)
     async def dumps(self) -> tuple[DumpReport, ...]:
         """The newest dumps that this process of the buffer was asked for, oldest first."""
-        raise NotImplementedError
-
-    @call(deadline=10)
-    async def stop_drawing(self) -> None:
-        """No new prompts; claims end with `finished` once a whole batch cannot be formed any more."""
         raise NotImplementedError
 
     @call(deadline=10)

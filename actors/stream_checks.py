@@ -26,7 +26,7 @@ from ..core.errors import EngineError, EngineLied, UserCodeError
 from ..core.protocols import Delta, GenerateRequest
 from ..core.samples import Prompt, Sample, check_sample
 from .user_code.functions import what_was_raised, words_of
-from .workflows.episode import Generate, closing
+from .workflows.episode import Generate, closed
 
 MAX_LOGPROB = 1e-3
 """Rounding may put a certain token's a little above 0."""
@@ -64,11 +64,14 @@ class StreamChecks:
 
         async def watched(request: GenerateRequest) -> AsyncGenerator[Delta, None]:
             stream = _Stream(request, 0 if self._may_be_older else max(self._num_served - 1, 0))
-            async with closing(generate(request)) as deltas:
+            deltas = generate(request)
+            try:
                 async for delta in deltas:
                     if wrong := stream.wrong(delta, self.vocab_size, self._orders):
                         raise self._lie(request, stream, wrong)
                     yield delta
+            finally:
+                await closed(deltas)
 
         return watched
 

@@ -36,15 +36,14 @@ With x = train - behaviour and q = exp(x), exponents bounded to +-20:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.config.learning import (
     LOSS_OF_KIND,
-    TRUST_REGION_LOSSES,
     AlgoConfig,
     AlgoKind,
     Correction,
@@ -54,32 +53,18 @@ from ..core.config.learning import (
     Reduction,
     resolve_correction,
 )
-from ..core.errors import ConfigError, TrainError
+from ..core.errors import TrainError
 from . import losses, ratios
 from .advantages import WHITENED
 from .kl import MAX_EXPONENT, kl_terms
 from .ratios import Level, Mode, TokenWeights
 from .segments import Segments
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "kind": get_args(AlgoKind),
-    "loss": get_args(LossName),
-    "correction": get_args(Correction),
-    "reduction": get_args(Reduction),
-    "kl_in": get_args(KlPlace),
-    "kl_kind": get_args(KlKind),
-    "mis_level": get_args(Level),
-    "mis_mode": get_args(Mode),
-    "reject_level": get_args(Level),
-}
-NOT_NEGATIVE = ("clip_low", "clip_high", "dual_clip", "tis_cap", "tis_floor", "mis_low", "reject_low", "veto",
-                "kl_coef", "entropy_coef", "opsm_delta")  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
-    """What `policy_objective` does. "auto" for loss and correction is replaced by its meaning on construction. Raises
-    ConfigError for values that do not exist or do not go together."""
+    """What `policy_objective` does: options of `AlgoConfig`, which judges them. "auto" for loss and correction is
+    replaced by its meaning on construction."""
 
     kind: AlgoKind = "grpo"
     loss: LossName = "auto"
@@ -127,43 +112,12 @@ class ObjectiveConfig:
     """The loss per token is a function of the user's; `loss` says what the metrics' ratio is."""
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f'{name} = "{value}" is not known', remedy=f"use one of {', '.join(allowed)}")
-        for name in NOT_NEGATIVE:
-            value = float(getattr(self, name))
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} = {value}", remedy="it must be a finite number, not negative")
         if self.loss == "auto":
             object.__setattr__(self, "loss", LOSS_OF_KIND.get(self.kind, "ppo"))
-        if self.minibatches < 1:
-            raise ConfigError(f"minibatches = {self.minibatches}", remedy="it must be at least 1")
         # A demonstration has no behaviour policy, so there is nothing to correct for.
         resolved = resolve_correction(self.correction, self.minibatches, self.loss)
         resolved = "none" if self.loss == "sft" else resolved
         object.__setattr__(self, "correction", resolved)
-        self._check_together()
-
-    def _check_together(self) -> None:
-        for name, low, high in (("mis", self.mis_low, self.mis_high), ("reject", self.reject_low, self.reject_high)):
-            if high and low >= high:
-                raise ConfigError(f"{name}_low = {low} is not below {name}_high = {high}", remedy="swap or widen them")
-        if self.dual_clip and (self.dual_clip <= 1 or self.loss not in ("ppo", "gspo")):
-            raise ConfigError(
-                f'dual_clip = {self.dual_clip} with loss "{self.loss}"', remedy="more than 1, for ppo and gspo only"
-            )
-        if self.loss in TRUST_REGION_LOSSES and self.correction != "behaviour":
-            raise ConfigError(
-                f'loss "{self.loss}" has its trust region around the sampling policy, not correction '
-                f'"{self.correction}"',
-                remedy='use correction = "auto" or "behaviour"',
-            )
-        for name in ("sapo_tau_pos", "sapo_tau_neg"):
-            if not 0 < float(getattr(self, name)) < float("inf"):
-                raise ConfigError(f"{name} = {getattr(self, name)}", remedy="it must be a finite number above 0")
-        if self.mis_normalise and self.mis_level == "geometric":
-            raise ConfigError("geometric weights have no batch mean", remedy='use mis_level = "token" or "sequence"')
 
 
 def needs_proximal(config: ObjectiveConfig) -> bool:
@@ -186,37 +140,9 @@ def needs_reference(config: ObjectiveConfig) -> bool:
 
 
 def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> ObjectiveConfig:
-    return ObjectiveConfig(
-        kind=algo.kind,
-        loss=algo.loss,
-        correction=algo.correction,
-        minibatches=algo.minibatches if minibatches is None else minibatches,
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
-        dual_clip=algo.dual_clip,
-        sapo_tau_pos=algo.sapo_tau_pos,
-        sapo_tau_neg=algo.sapo_tau_neg,
-        tis_cap=algo.tis_cap,
-        tis_floor=algo.tis_floor,
-        mis_level=algo.mis_level,
-        mis_mode=algo.mis_mode,
-        mis_low=algo.mis_low,
-        mis_high=algo.mis_high,
-        mis_normalise=algo.mis_normalise,
-        reject_level=algo.reject_level,
-        reject_low=algo.reject_low,
-        reject_high=algo.reject_high,
-        veto=algo.veto,
-        kl_coef=algo.kl_coef,
-        kl_in=algo.kl_in,
-        kl_kind=algo.kl_estimator,
-        kl_unbiased=algo.kl_unbiased,
-        entropy_coef=algo.entropy_coef,
-        whiten=algo.whiten,
-        reduction=algo.reduction,
-        opsm_delta=algo.opsm_delta,
-        has_loss_fn=bool(algo.loss_fn),
-    )
+    same: dict[str, Any] = {one.name: getattr(algo, one.name, None) for one in fields(ObjectiveConfig)}
+    same.update(kl_kind=algo.kl_estimator, has_loss_fn=bool(algo.loss_fn), minibatches=minibatches or algo.minibatches)
+    return ObjectiveConfig(**same)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,23 +140,12 @@ class PutResult(Record, frozen=True):
     reason: str = ""
 
 
-class GroupMeta(Record, frozen=True):
-    """What the trainer's leader needs to plan a step, without the tokens."""
-
-    group_id: int
-    num_tokens: tuple[int, ...]
-    """P + R per member."""
-    loss_tokens: tuple[int, ...]
-    """Tokens with loss mask 1 per member."""
-    rewards: tuple[float, ...]
-    oldest_version: int
-
-
 class Claim(Record, frozen=True):
-    """Groups claimed for one step; `None` groups mean: not yet (ask again) or never (`finished`)."""
+    """Groups claimed for one step; no groups mean: not yet (ask again) or never (`finished`)."""
 
     step: int
-    groups: tuple[GroupMeta, ...] = ()
+    groups: dict[int, int] = {}
+    """Group -> version of its oldest token, as admission counts it; in the order of their draws."""
     max_staleness: int = 0
     """The bound under which these groups were chosen."""
     finished: bool = False

@@ -45,7 +45,7 @@ _SIGNALS: Final[Mapping[int, tuple[str, str]]] = {
 }
 _OUT_OF_MEMORY: Final = ("MemoryError", "can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory")
 _MORE_MEMORY: Final = f"it ran out of memory: raise its limit, or give it {_LESS}"
-_NO_WORD: Final = "it ended without a word, so something in it called exit: a reward, a workflow or a library"
+_NO_WORD: Final = "it ended without a word, so something in it called exit: a filter or a library"
 
 
 def meaning(status: int) -> str:

@@ -1,7 +1,6 @@
 """The buffer role: hands out prompts, takes finished groups, forms batches; the ledger behind it survives everything.
 
 `draw` and `claim` are long polls: they hold until something changes, until their own time is over or shortly before the
-caller's deadline. All other calls answer at once. `store.py` decides and never waits. Knows contracts, ledger and
 caller's deadline. All other calls answer at once. `store.py` decides and never waits.
 
 A disk that refuses to be written is a pause. All parts that were made from the ledger are dropped, and are made again,
@@ -16,7 +15,6 @@ import copy
 import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +23,16 @@ import msgspec
 from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
-from ...core.errors import BadRequest, CallError, DataError, DiskRefused, Draining, LedgerError, UserCodeError
+from ...core.errors import (
+    BadRequest,
+    CallError,
+    DataError,
+    DiskRefused,
+    Draining,
+    LedgerError,
+    MessageTooLarge,
+    UserCodeError,
+)
 from ...core.files import (
     REFUSED_EVENT,
     WAITS,
@@ -61,7 +68,7 @@ from ..knobs.process import process_knobs
 from ..ledger.ledger import Ledger
 from ..ledger.resume import continue_ledger, copy_ledger
 from ..telemetry import ReportPace, report_forever
-from ..weights.engine_versions import EngineVersions, Rewind, ServedWeights
+from ..weights.engine_versions import ServedWeights
 from .dumps import BufferDumps
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups
@@ -74,9 +81,10 @@ from .store import BufferStore
 LONGEST_WAIT_S = 600.0
 DEADLINE_SHARE = 0.9
 """A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""
+MAX_SAMPLES = 8192
+"""In one message, which holds at most 65,536 arrays."""
 CANARY_ID = -1_000_000
 """Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
-_REWINDS = "rewinds"
 _NO_STATS = BufferStats(
     states={}, drawn=0, trained=0, dropped={}, slots_total=0, slots_used=0, max_staleness=0, policy=""
 )
@@ -112,8 +120,9 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._filters = group_filter
         self._limits = limits or BufferLimits()
         self._resume_from = resume_from
-        self._books: _Books | None = None
-        """None: before the start, and while the disk refuses."""
+        self._opened: tuple[BufferStore, BufferKnobs] | None = None
+        """All that is made from the ledger, each time that it is opened; None: before the start, and while the disk
+        refuses."""
         self._refused: DiskRefused | None = None
         self._last_stats: BufferStats | None = None
         self._draw_wait_s = 0.0
@@ -144,32 +153,38 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         )
         is_new = not self._ledger_path.exists()
         try:
-            books = self._open()
+            opened = self._open()
         except LedgerError as error:
             if is_new or refusal(error) is None:
                 raise
             self._close_for(refused(self._ledger_path, error))
         else:
-            await self._catch_up(books, waits=has_begun)
-            self._begin_with(books)
+            await self._catch_up(opened, waits=has_begun)
+            self._begin_with(opened)
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
-    def _open(self) -> _Books:
+    def _open(self) -> tuple[BufferStore, BufferKnobs]:
         clock = self.ctx.clock
         ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
         try:
-            return self._books_of(ledger)
+            return self._made_of(ledger)
         except BaseException:
             ledger.close()
             raise
 
-    def _books_of(self, ledger: Ledger) -> _Books:
+    def _made_of(self, ledger: Ledger) -> tuple[BufferStore, BufferKnobs]:
         clock, admission = self.ctx.clock, copy.deepcopy(self._admission)
-        values = BufferValues.first(admission, self._sampling, self._num_samples, self._filters.chosen)
-        values = values.with_draws(Sources(self._source).weights, self._limits.difficulty)
+        values = BufferValues.first(
+            admission,
+            self._sampling,
+            self._num_samples,
+            self._filters.chosen,
+            Sources(self._source).weights,
+            self._limits.difficulty,
+        )
         settings = LiveSettings(ledger, admission, values, self._sampling)
         store = BufferStore(
             source=self._source,
@@ -188,34 +203,33 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         knobs = BufferKnobs(
             self.ctx.name,
             settings,
-            admission,
             filters=tuple(self._filters.by_name),
             limits=self._limits,
             retune=partial(self._retune, store),  # also while it is not in use yet: it catches up first
             telemetry=self._telemetry,
         )
         knobs.add(process_knobs(self._pace))
-        versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
-        return _Books(ledger, store, versions, knobs)
+        return store, knobs
 
-    async def _catch_up(self, books: _Books, *, waits: bool) -> None:
+    async def _catch_up(self, opened: tuple[BufferStore, BufferKnobs], *, waits: bool) -> None:
         """What was decided about knobs, before the first draw. Where it fails, the ledger is closed."""
+        store, knobs = opened
         try:
-            await catch_up(self.ctx, books.knobs, waits=waits)
+            await catch_up(self.ctx, knobs, waits=waits)
         except BaseException:
-            books.ledger.close()
+            store.ledger.close()
             raise
 
-    def _begin_with(self, books: _Books) -> None:
-        self._books, self._refused = books, None
-        self._recent.ledger = books.ledger
+    def _begin_with(self, opened: tuple[BufferStore, BufferKnobs]) -> None:
+        self._opened, self._refused = opened, None
+        self._recent.ledger = opened[0].ledger
         self._book_waiting()
         self._polls.ring()
 
     async def on_stop(self, why: str) -> None:
-        if self._books is not None:
+        if self._opened is not None:
             self._dumps.close()
-            self._books.ledger.close()
+            self._store.ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
         """The groups of a rollout actor that died are requeued. While the disk refuses, nothing is recorded: the next
@@ -229,28 +243,24 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     @property
     def _store(self) -> BufferStore:
         """Raises DiskRefused while the ledger is closed."""
-        return self._open_books.store
+        return self._parts[0]
 
     @property
     def knob_owner(self) -> BufferKnobs:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._open_books.knobs
+        return self._parts[1]
 
     @property
-    def _versions(self) -> EngineVersions:
-        return self._open_books.versions
-
-    @property
-    def _open_books(self) -> _Books:
-        if self._books is None:
+    def _parts(self) -> tuple[BufferStore, BufferKnobs]:
+        if self._opened is None:
             raise self._refused or Draining(f"{self.ctx.name} was not started")
-        return self._books
+        return self._opened
 
     def _close_for(self, why: DiskRefused) -> None:
         """The ledger is closed until it can be written again. Nothing of what failed was written."""
-        if self._books is not None:
-            self._last_stats = self._books.store.stats()
-            self._books.ledger.close()
-        self._books, self._refused = None, why
+        if self._opened is not None:
+            self._last_stats = self._store.stats()
+            self._store.ledger.close()
+        self._opened, self._refused = None, why
         self._tell(REFUSED_EVENT, str(why))
         self._meter.switch(*WAITS)
         self._polls.ring()
@@ -262,7 +272,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             if not may_have_room(self._ledger_path.parent):
                 continue
             try:
-                books = self._open()
+                opened = self._open()
             except LedgerError as error:
                 if refusal(error) is None:
                     self.ctx.fail(error)
@@ -270,13 +280,13 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 self._refused = refused(self._ledger_path, error)
                 continue
             try:
-                await self._catch_up(books, waits=True)
+                await self._catch_up(opened, waits=True)
             except CallError as error:  # the coordinator is away too
                 self.ctx.log.warning("the ledger can be written again, but %s", error)
                 continue
             except LedgerError:
                 continue
-            self._begin_with(books)
+            self._begin_with(opened)
             self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run continues")
             return
 
@@ -290,21 +300,22 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             with self._at_work("draw"):
                 self._store.hear(request)
                 self._mind_losses()
-                self._versions.reported(request.rollout, request.epoch, ServedWeights(request.lineage, request.version))
+                weights = ServedWeights(request.lineage, request.version)
+                self._store.versions.reported(request.rollout, request.epoch, weights)
             return await self._answer(request, until_s)
         except DiskRefused:
             if request.blocked_by == "disk":
-                while self._books is None and await self._polls.wait(until_s) is not None:
+                while self._opened is None and await self._polls.wait(until_s) is not None:
                     pass
             return DrawReply(blocked_by="disk")
         finally:
-            if self._books is not None:
+            if self._opened is not None:
                 self._store.shares.leaves(request.rollout)
 
     async def _answer(self, request: DrawRequest, until_s: float) -> DrawReply:
-        books = self._books
+        opened = self._opened
         while True:
-            if self._books is not books:  # the actor must report again which groups it holds
+            if self._opened is not opened:  # the actor must report again which groups it holds
                 return DrawReply(blocked_by="disk")
             assignments, blocked_by = self._draw_now(request)
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
@@ -320,26 +331,20 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         store = self._store
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         with self._at_work("draw"):
-            announced = ServedWeights(request.lineage, request.version)
-            newest = store.admission.newest_version
-            served = self._versions.serving(request.rollout, request.epoch, announced, newest)
-            version, is_undone = served.version, served.is_undone
-            assignments = [] if store.is_finished else store.draw(request, version, started_s, is_undone=is_undone)
+            served = store.serving(request)
+            assignments = [] if store.is_finished else store.draw(request, served, started_s)
             if assignments:
                 ids = [assignment.prompt.group_id for assignment in assignments]
                 self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
                 return assignments, ""
             is_hungry = request.max_groups > 0 or store.is_finished
-            return [], store.why_no_work(request, version, started_s) if is_hungry else ""
+            return [], store.why_no_work(request, served.version, started_s) if is_hungry else ""
 
     async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
         with self._at_work("put"):
-            result = self._store.put(group, attempt, rollout)
+            result, group = self._store.put(group, attempt, rollout)
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
-        kept = self._store.payloads.newest
-        if result.outcome == "ready" and kept is not None and kept.group_id == group.group_id:
-            group = kept  # people are to see which of its members are masked
         self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
         if result.outcome == "filtered":
             self._samples.left_out(group, self._store.ledger.next_step, result.reason, rollout)
@@ -348,7 +353,9 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return result
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
-        if self._books is not None and self._versions.reported(rollout, epoch, ServedWeights(lineage, version)):
+        if self._opened is None:
+            return
+        if self._store.versions.reported(rollout, epoch, ServedWeights(lineage, version)):
             self._store.shares.follows(rollout)
             self._polls.ring()
 
@@ -412,15 +419,15 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return Claim(step=step, blocked_by="paused")
         with self._at_work("claim"):
             groups = self._store.claim(step)
-        if groups is not None:
-            ids = [meta.group_id for meta in groups]
+        if groups:
+            ids = list(groups)
             self._telemetry.hop("claim", ids, wall_s, self.ctx.clock.monotonic() - started_s)
             if is_new:
                 self._dumps.claimed(ids)
             self._polls.ring()
             bound = self._store.admission.max_staleness
             if not is_new:  # chosen under a bound that may have been another
-                bound = max(bound, *(step - meta.oldest_version for meta in groups if meta.oldest_version >= 0), 0)
+                bound = max(bound, *(step - oldest for oldest in groups.values() if oldest >= 0), 0)
             return Claim(step=step, groups=groups, max_staleness=bound)
         if not self._store.is_finished:
             return Claim(step=step, blocked_by="wait-data")
@@ -431,7 +438,11 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         with self._at_work("fetch"):
-            return self._store.fetch(group_ids)
+            groups = self._store.fetch(group_ids)
+        num_samples = sum(len(group.samples) for group in groups)
+        if num_samples > MAX_SAMPLES and len(groups) > 1:
+            raise MessageTooLarge(f"a reply of {num_samples} samples is over the limit", remedy="ask for fewer groups")
+        return groups
 
     async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
         with self._at_work("trained"):
@@ -456,9 +467,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def rewind(self, version: int, lineage: int) -> int:
         with self._at_work("rewind"):
-            num_groups = self._store.rewind(version)
-            self._versions.rewound(version, lineage)
-            self._store.ledger.remember(_REWINDS, msgspec.json.encode(self._versions.rewinds).decode())
+            num_groups = self._store.rewind(version, lineage)
         self._tell("rewind", f"training continues from version {version}; {num_groups} groups are ready again")
         self._polls.ring()
         return num_groups
@@ -479,15 +488,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return max(next_step, settings.until_step or 0)
 
     def _book_waiting(self) -> None:
-        if self._books is None:
+        if self._opened is None:
             return
         is_resting = not self._store.settings.serves(self._store.ledger.next_step)
         self._meter.switch(*(("paused", "paused") if is_resting else ("wait-data", "messages")))
-
-    async def stop_drawing(self) -> None:
-        with self._at_work("stop"):
-            self._store.settings.stop()
-        self._polls.ring()
 
     async def stats(self) -> BufferStats:
         if self._refused is None:
@@ -529,10 +533,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 self.ctx.fail(error)
                 raise
             except LedgerError as error:
-                if self._books is not None and refusal(error) is not None:
+                if self._opened is not None and refusal(error) is not None:
                     self._close_for(why := refused(self._ledger_path, error))
                     raise why from error
-                if self._books is not None and not self._books.ledger.is_broken:
+                if self._opened is not None and not self._store.ledger.is_broken:
                     raise
                 self.ctx.fail(error)
                 # Nothing was written, and the next buffer can. An actor that takes this for a refusal would drop the
@@ -546,22 +550,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def _gauge_forever(self) -> None:
         while True:
             await self._pace.pause()
-            if self._books is None:
+            if self._opened is None:
                 continue
             self._book_waiting()
             values = self._store.gauges()
             values |= {"buffer/draw_wait_s": self._draw_wait_s, "buffer/claim_wait_s": self._claim_wait_s}
             self._telemetry.metric(-1, values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Books:
-    """All parts that are made from the ledger, each time that it is opened."""
-
-    ledger: Ledger
-    store: BufferStore
-    versions: EngineVersions
-    knobs: BufferKnobs
 
 
 class LongPolls:

@@ -32,8 +32,7 @@ from ...core.messages import DumpReport, Record
 from ...core.samples import Group, Sample
 from ..daemon_thread import in_daemon_thread
 from ..ledger.resume import LedgerEntry, entries_in, entries_of
-from ..ledger.states import State, decode_group, decode_partial
-from .knobs import Terms
+from ..ledger.states import State, Terms, decode_group, decode_partial
 
 FOLDER = "dumps"
 MAX_NAMES = 10_000

@@ -1,5 +1,4 @@
-"""The live knobs of the buffer: how prompts are drawn, admitted and judged from a moment on. Beside them whether it is
-paused or stopping, which the ledger keeps; a restarted buffer asks the coordinator for the knobs.
+"""The live knobs of the buffer: how prompts are drawn, admitted and judged from a moment on.
 
 All are used at once ("request": the next draw; "now": the next finished group). Values that only make sense together
 (bound, policy and window; group size and filter) are judged together and come into force together.
@@ -15,21 +14,16 @@ import msgspec
 from ...algos.staleness import POLICIES, Admission, Overdue, make_policy
 from ...core.activity import TelemetryBuffer
 from ...core.config.data import MAX_SKIPS
-from ...core.errors import ConfigError, LedgerError
+from ...core.errors import ConfigError
 from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
 from ...core.messages import Record, SamplingParams
 from ..knobs.owner import Knob, KnobOwner
 from ..ledger.ledger import Ledger
+from ..ledger.states import Terms
 from .difficulty import NO_WINDOW, Window
 from .sources import mix_text, parse_mix
 
-OWNER = "buffer"
-MAX_TOKENS = 1 << 20
-MAX_STOPS = 64
-COLDEST = 1e-3
-"""Below it engines draw greedily, whatever the temperature says."""
-
-_PAUSED, _STOPPING = "paused", "stopping"
+_PAUSED = "paused"
 NO_IDS = "none"
 MAX_ID = (1 << 31) - 1
 MAX_DIGITS = len(str(MAX_ID))
@@ -60,8 +54,21 @@ class BufferValues(Record, frozen=True):
     def difficulty(self) -> Window:
         return Window(low=self.difficulty_low, high=self.difficulty_high, skips=self.difficulty_skips)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(part.partition(":")[0] for part in self.mix.split(",")) if self.mix else ()
+
     @classmethod
-    def first(cls, admission: Admission, sampling: SamplingParams, num_samples: int, group_filter: str) -> BufferValues:
+    def first(
+        cls,
+        admission: Admission,
+        sampling: SamplingParams,
+        num_samples: int,
+        group_filter: str,
+        weights: Mapping[str, float],
+        window: Window,
+    ) -> BufferValues:
+        """What the run file says. `weights`: of the sources, where there are several."""
         return cls(
             max_staleness=admission.max_staleness,
             on_stale=admission.policy,
@@ -73,16 +80,6 @@ class BufferValues(Record, frozen=True):
             num_samples=num_samples,
             group_filter=group_filter,
             stop_token_ids=",".join(map(str, sampling.stop_token_ids)) or NO_IDS,
-        )
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(part.partition(":")[0] for part in self.mix.split(",")) if self.mix else ()
-
-    def with_draws(self, weights: Mapping[str, float], window: Window) -> BufferValues:
-        """The same, drawing by these. `weights`: of the sources, where there are several."""
-        return msgspec.structs.replace(
-            self,
             mix=mix_text(weights),
             difficulty_low=window.low,
             difficulty_high=window.high,
@@ -104,26 +101,18 @@ def stop_ids(text: str) -> tuple[int, ...]:
     return ids
 
 
-class Terms(Record, frozen=True):
-    """What a group is dispatched under first: a sample that continues on another engine keeps its temperature."""
-
-    knobs: int
-    """Epoch of the live knobs."""
-    sampling: SamplingParams
-
-
 class LiveSettings:
-    """The switches of one buffer."""
+    """What of a buffer changes during the run: its knobs, and whether it is paused. The ledger keeps the latter; a
+    restarted buffer asks the coordinator for the knobs."""
 
     def __init__(self, ledger: Ledger, admission: Admission, first: BufferValues, sampling: SamplingParams) -> None:
         """`first`: what the run file says; `sampling`: what of it no knob changes."""
         self._ledger = ledger
-        self._admission = admission
+        self.admission = admission
         self._sampling = sampling
         self.values = first
         self.epoch = 0
         """Of the newest change of a knob; 0: none yet."""
-        self.is_stopping = bool(ledger.recall(_STOPPING))
         paused = ledger.recall(_PAUSED)
         self.is_paused = bool(paused)
         """No work is handed out and no batch formed, but for steps below `until_step`."""
@@ -135,18 +124,15 @@ class LiveSettings:
         new = msgspec.structs.replace(self.values, **values)
         overdue: tuple[Overdue, ...] = ()
         if any(getattr(new, name) != getattr(self.values, name) for name in _TOGETHER):
-            overdue = self._admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
+            overdue = self.admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
         self.values = new
         self.epoch = max(self.epoch, epoch)
         return overdue
 
-    def newest_epoch_kept(self) -> int:
-        """Of the groups in the ledger, of earlier runs too. Raises LedgerError when it cannot be read."""
-        try:
-            kept = [msgspec.json.decode(text, type=Terms).knobs for text in self._ledger.all_terms()]
-        except msgspec.MsgspecError as error:
-            raise LedgerError(f"the terms of groups in the ledger are damaged: {error}") from error
-        return max(self.epoch, *kept, 0)
+    @property
+    def newest_epoch(self) -> int:
+        """Of groups in the ledger too, of earlier runs."""
+        return max(self.epoch, self._ledger.newest_epoch)
 
     @property
     def terms(self) -> Terms:
@@ -171,11 +157,12 @@ class LiveSettings:
     def serves(self, step: int) -> bool:
         return not self.is_paused or (self.until_step is not None and step < self.until_step)
 
-    def stop(self, is_stopping: bool = True) -> None:
-        """No new prompts; False after a rewind."""
-        if is_stopping != self.is_stopping:
-            self._ledger.remember(_STOPPING, "yes" if is_stopping else "")
-        self.is_stopping = is_stopping
+
+OWNER = "buffer"
+MAX_TOKENS = 1 << 20
+MAX_STOPS = 64
+COLDEST = 1e-3
+"""Below it engines draw greedily, whatever the temperature says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +197,6 @@ class BufferKnobs(KnobOwner):
         self,
         name: str,
         settings: LiveSettings,
-        admission: Admission,
         *,
         filters: Sequence[str],
         limits: BufferLimits,
@@ -219,13 +205,13 @@ class BufferKnobs(KnobOwner):
     ) -> None:
         """`filters`: names of the group filters. `retune(values, epoch)`: use these values from now on."""
         self._settings = settings
-        self._admission = admission
+        self._admission = settings.admission
         self._retune = retune
         self._vocab_size = limits.vocab_size
         self._only_temperature = limits.only_temperature
         self._sources = settings.values.sources
         super().__init__(name, (self._knob(t) for t in buffer_tunables(filters, limits, self._sources)), telemetry)
-        self._past_epoch = settings.newest_epoch_kept()
+        self._past_epoch = settings.newest_epoch
 
     def _knob(self, tunable: Tunable) -> Knob:
         name = tunable.name

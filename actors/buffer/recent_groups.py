@@ -19,7 +19,6 @@ from ...core.errors import LedgerError
 from ...core.messages import PutResult, RecentGroup
 from ...core.samples import F32, Group, Sample, ScoredSample
 from ..ledger.ledger import Ledger
-from ..ledger.states import decode_group
 from ..telemetry import group_text
 
 MAX_GROUPS = 64
@@ -93,7 +92,7 @@ class RecentGroups:
             return None
         try:
             row = self.ledger.find(group_id)
-            group = decode_group(group_id, self.ledger.payload(group_id) or b"")
+            group = self.ledger.group(group_id)
         except LedgerError:  # given away since, or damaged: nothing that training depends on is looked at here
             return None
         return RecentGroup(

@@ -9,21 +9,21 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from ...algos.staleness import Admission, LinePlace, LineStage, Overdue
 from ...core.errors import DataError, LedgerError
 from ...core.knobs import KnobValue
-from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
+from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupReturned, PutResult
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Sample
 from ..ledger.ledger import Ledger, masked_text
-from ..ledger.states import LEFTOVER, OPEN, Row, State, decode_group, decode_partial, encode
+from ..ledger.states import LEFTOVER, OPEN, Row, State, encode
+from ..weights.engine_versions import EngineVersions, JudgedVersion, Rewind, ServedWeights
 from .cursor import Draft, PromptCursor
-from .dispatch_queue import DispatchQueue, FairShare
 from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
 from .finished_groups import (
     INVALID,
@@ -34,7 +34,7 @@ from .finished_groups import (
     refusal,
     wrong_in_partial,
 )
-from .knobs import LiveSettings, Terms
+from .knobs import LiveSettings
 from .quarantine import POISON, PoisonTracker, Quarantine
 
 REATTACH_S = 10.0
@@ -48,7 +48,10 @@ REMEDIES = {
     "is constant"
 }
 OTHER_REMEDY = "the events of kind group-dropped, the ledger and the actors' logs say more"
+RESERVED_S = 15.0
+"""How long new groups are kept for an actor that waits while its engine is behind the newest weights."""
 _MAX_REASONS = 8
+_REWINDS = "rewinds"
 _STAGES = {State.DISPATCHED: LineStage.UNDER_WAY, State.REQUEUED: LineStage.WAITING, State.READY: LineStage.READY}
 
 
@@ -70,16 +73,14 @@ class BufferStore:
     ) -> None:
         """`max_deaths`: of actors, that one group may bring about (`PoisonTracker`)."""
         self.ledger = ledger
+        self.versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
         self.admission = admission
         self.settings = settings
-        self.payloads = Payloads(ledger)
         self.cursor = PromptCursor(source, ledger, quarantine)
         self.cursor.use(settings.values.mix, settings.values.difficulty)
         self.poison = PoisonTracker(ledger, max_deaths)
         self.shares = FairShare()
-        self._queue = DispatchQueue(
-            ledger, admission, settings, self.cursor, self.poison, self.shares, started_s + REATTACH_S
-        )
+        self._reattach_until_s = started_s + REATTACH_S
         self._filters = filters
         self._log = log
         self.is_finished = False
@@ -102,22 +103,27 @@ class BufferStore:
             for row in kept:
                 self.admission.dispatched(row.group_id, row.version)
 
-    def draw(self, request: DrawRequest, version: int, now_s: float, *, is_undone: bool = False) -> list[Assignment]:
-        """Groups for an engine that serves `version`: first what was handed back, then new draws. `is_undone`: it only
-        counts as serving it; see `engine_versions.py`."""
+    def serving(self, request: DrawRequest) -> JudgedVersion:
+        """What the engine that asks counts as serving."""
+        announced = ServedWeights(request.lineage, request.version)
+        return self.versions.serving(request.rollout, request.epoch, announced, self.admission.newest_version)
+
+    def draw(self, request: DrawRequest, served: JudgedVersion, now_s: float) -> list[Assignment]:
+        """Groups for an engine that serves that: first what was handed back, then new draws."""
+        version, is_undone = served.version, served.is_undone
         draft = self.cursor.draft(self.settings.values.num_samples)  # first: no search while nothing is given
-        if not self._queue.is_open:
+        if not self.settings.serves(self.ledger.next_step):
             return []
         again: list[Row] = []
         try:
-            waiting, max_groups = self._queue.turn(request, version, now_s)
+            waiting, max_groups = self._turn(request, version, now_s)
             for row in waiting:
                 if len(again) < max_groups and self.admission.may_dispatch(version, row.group_id):
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again.append(row)
-            num_new = min(max_groups - len(again), self._queue.num_new(request, now_s))
+            num_new = min(max_groups - len(again), self._num_new(request, now_s))
             while len(draft.prompts) < num_new and self.admission.may_dispatch(version):
-                drawn = draft.next() if self._queue.wants_new else None
+                drawn = None if self._has_enough else draft.next()
                 if drawn is None:
                     break
                 self.admission.dispatched(drawn.group_id, version, is_undone=is_undone)
@@ -141,16 +147,16 @@ class BufferStore:
     def _dispatch(self, again: list[Row], draft: Draft, request: DrawRequest, version: int) -> list[Assignment]:
         if not (again or draft.rows):
             return []
-        partials = {row.group_id: self.payloads.partial(row.group_id) for row in again}
+        partials = {row.group_id: self.ledger.partial(row.group_id) for row in again}
         theirs = {"rollout": request.rollout, "epoch": request.epoch}
         started = [replace(row, **theirs, version=self.admission.version_of(row.group_id)) for row in again]
-        number = self.payloads.number_terms(self.settings.terms) if draft.prompts else 0
+        number = self.ledger.number_terms(self.settings.terms) if draft.prompts else 0
         given = {"version": version, "terms": number, **theirs}
         drawn = [row if row.reason else replace(row, **given) for row in draft.rows]
         fresh = [row for row in drawn if not row.reason]
         prompts = {row.group_id: self.cursor.prompt_of(row) for row in again} | draft.prompts
         self.ledger.dispatch(drawn, started, draft.stretch)
-        terms = {row.group_id: self.payloads.terms_of(row) for row in (*started, *fresh)}
+        terms = {row.group_id: self.ledger.terms_of(row) for row in (*started, *fresh)}
         return [
             Assignment(
                 prompt=prompts[row.group_id],
@@ -164,20 +170,71 @@ class BufferStore:
         ]
 
     def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
-        return "finished" if self.is_finished else self._queue.why_none(request, version, now_s)
+        if self.is_finished:
+            return "finished"
+        if not self.settings.serves(self.ledger.next_step) or self._has_enough:
+            return "paused"
+        allowed, max_groups = self._turn(request, version, now_s)
+        handed_back = self._handed_back(request, now_s)
+        if not max_groups:
+            return "suspect"
+        if not self.cursor.has_next or self.cursor.is_waiting:
+            if not handed_back:
+                return "data-exhausted"
+            if not allowed and self._dispatchable(handed_back, version):  # for others: its engine is in doubt
+                return "suspect"
+        newest = self.admission.newest_version
+        return "weights" if version < newest and self.admission.may_dispatch(newest) else "staleness"
 
-    def put(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        """A finished group; only the attempt and actor that have it now are heard."""
+    def _turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
+        """Groups handed back that this actor may get, and how many groups in all."""
+        rollout, rows = request.rollout, self._handed_back(request, now_s)
+        if not self.poison:  # every look of every draw that waits comes by here
+            return rows, request.max_groups
+        waiting = {row.group_id: row for row in self._dispatchable(rows, version)}
+        holding = {row.group_id for row in self.ledger.rows(State.DISPATCHED) if row.rollout == rollout}
+        holding.update(request.holding or ())
+        actor = (rollout, request.epoch)
+        allowed, max_groups = self.poison.turn(actor, holding, list(waiting), request.max_groups, now_s)
+        return [waiting[group_id] for group_id in allowed], max_groups
+
+    def _num_new(self, request: DrawRequest, now_s: float) -> int:
+        """Groups that this actor may begin beside the reserved shares of others. Admission bounds the sum of all."""
+        num_free = max(0, self.admission.slots_total - self.admission.slots_used)
+        return self.shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held_by, now_s)
+
+    @property
+    def _has_enough(self) -> bool:
+        """Paused, and all groups of the steps that are still to be made are drawn."""
+        if (until := self.settings.until_step) is None:
+            return False
+        return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
+
+    def _held_by(self) -> Counter[str]:
+        return Counter(row.rollout for row in self.ledger.rows(State.DISPATCHED))
+
+    def _dispatchable(self, rows: list[Row], version: int) -> list[Row]:
+        return [row for row in rows if self.admission.may_dispatch(version, row.group_id)]
+
+    def _handed_back(self, request: DrawRequest, now_s: float) -> list[Row]:
+        """Groups that are not kept for another actor, which may run them still."""
+        rows, is_late = self.ledger.rows(State.REQUEUED), now_s >= self._reattach_until_s
+        return [row for row in rows if is_late or row.rollout in ("", request.rollout)]
+
+    def put(self, group: Group, attempt: int, rollout: str) -> tuple[PutResult, Group]:
+        """A finished group, and as it is kept: some of its members may be masked. Only the attempt and actor that have
+        it now are heard."""
         group_id = group.group_id
         row = self.ledger.find(group_id)
         if row is None:
-            return PutResult(outcome="stale-attempt", reason=f"group {group_id} was never drawn")
+            return PutResult(outcome="stale-attempt", reason=f"group {group_id} was never drawn"), group
         is_theirs = (row.attempt, row.rollout) == (attempt, rollout)
         if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
-            return self._answer_again(row, group, is_theirs)
+            return self._answer_again(row, group, is_theirs), group
         self.poison.finished((rollout, row.epoch), group_id)
         group_filter = self._filters.by_name[self.settings.values.group_filter]
         reason, detail = refusal(group, self.cursor.prompt_of(row), row.num_samples, group_filter)
+        whole = group
         if reason == INVALID:
             self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
         payload, note = b"", ""
@@ -193,11 +250,11 @@ class BufferStore:
         if reason is None:
             result = self._keep(group, payload, row.version, reward, note)
         else:
-            result = self._refuse(row, reason, detail or note, num_response_tokens(group), reward)
+            result, group = self._refuse(row, reason, detail or note, num_response_tokens(group), reward), whole
         if reward is not None:
             self.cursor.finished(row, reward)
             self.finished.add(row.source, group, is_left_out=result.outcome == "filtered")
-        return result
+        return result, group
 
     def _refuse(self, row: Row, reason: str, detail: str, num_tokens: int, reward: float | None) -> PutResult:
         group_id = row.group_id
@@ -212,7 +269,6 @@ class BufferStore:
         self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward, note=note)
         self.admission.ready(group_id, version)
         self.starvation.kept()
-        self.payloads.keep_meta(group, version)
         return PutResult(outcome="ready")
 
     def _answer_again(self, row: Row, group: Group, is_theirs: bool) -> PutResult:
@@ -244,11 +300,13 @@ class BufferStore:
         row = self._held(group_id, returned.attempt, rollout)
         if row is None:
             return False
+        wrong = wrong_in_partial(partial, group_id, row.num_samples)
         if returned.goes_on:
-            if is_saved := self.payloads.save_partial(row, partial):
+            if is_saved := bool(partial) and wrong is None:
+                self.ledger.save_partial(group_id, encode(partial))
                 self.poison.has_tokens(group_id, num_tokens_of(partial))
             return is_saved
-        if (wrong := wrong_in_partial(partial, group_id, row.num_samples)) is not None:
+        if wrong is not None:
             self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
             partial = ()
         self.poison.has_tokens(group_id, num_tokens_of(partial))
@@ -277,71 +335,71 @@ class BufferStore:
         if not rows:
             return
         data = encode(partial) if partial else None
-        held = {row.group_id: partial or self.payloads.partial(row.group_id) for row in rows}
+        held = {row.group_id: partial or self.ledger.partial(row.group_id) for row in rows}
         stamps = {group_id: oldest_version(samples, NO_VERSION) for group_id, samples in held.items()}
         oldest = {group_id: self.admission.counted(group_id, stamp) for group_id, stamp in stamps.items()}
         self.ledger.requeue([(row.group_id, data, oldest[row.group_id]) for row in rows], detail)
         for row in rows:
             self.admission.requeued(row.group_id, oldest[row.group_id])
 
-    def claim(self, step: int) -> tuple[GroupMeta, ...] | None:
-        """The batch of `step`, now or again; None while it cannot be formed. Sets `is_finished` when it never will."""
-        if held := self.ledger.claim_of(step):
-            return tuple(self.payloads.meta_of(row) for row in held)
+    def claim(self, step: int) -> dict[int, int]:
+        """The batch of `step`, now or again: group -> version of its oldest token; empty while it cannot be formed.
+        Sets `is_finished` when it never will."""
+        if held := self._batch(step):
+            return held
         if step != self.ledger.next_step:
             raise LedgerError(
                 f"step {step} asks for a batch, but the next step is {self.ledger.next_step}",
                 remedy="a trainer that starts from a checkpoint first calls rewind with its version",
             )
         if self.is_finished:
-            return None
+            return {}
         try:
             selection = self.admission.select(step)
             self._drop_overdue(selection.overdue)
             if selection.claim is not None:
                 self.ledger.claim(step, selection.claim)
-                return tuple(self.payloads.meta_of(row) for row in self.ledger.claim_of(step))
+                return self._batch(step)
         except BaseException:
             self._rebuild()
             raise
-        if self.admission.num_open < self.admission.batch_size and not self.may_draw:
+        if self.admission.num_open < self.admission.batch_size and not self.cursor.has_next:
             leftovers = self.ledger.rows(*OPEN)
             self.ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
             for row in leftovers:
                 self.admission.filtered(row.group_id)
-                self.payloads.forget(row.group_id)
             self.is_finished = True
-        return None
+        return {}
+
+    def _batch(self, step: int) -> dict[int, int]:
+        return {row.group_id: row.version for row in self.ledger.claim_of(step)}
 
     def fetch(self, group_ids: Iterable[int]) -> tuple[Group, ...]:
         """Payloads in the order asked for. Raises LedgerError naming the first group that has none."""
-        return tuple(self.payloads.group(group_id) for group_id in group_ids)
+        return tuple(self.ledger.group(group_id) for group_id in group_ids)
 
     def first_of_batch(self, step: int, num_groups: int) -> tuple[Group, ...]:
         """So many groups of the batch of `step` that was claimed, as far as they can be read: for people."""
         try:
-            return self.fetch([row.group_id for row in self.ledger.claim_of(step)[:num_groups]])
+            return self.fetch(list(self._batch(step))[:num_groups])
         except LedgerError as error:
             self._log.info("step %d: its samples cannot be shown: %s", step, error)
             return ()
 
     def trained(self, step: int) -> bool:
         """The batch of `step` was trained; False if that was known."""
-        held = self.ledger.claim_of(step)
-        if not self.ledger.trained(step):
-            return False
-        self.admission.trained(step)
-        for row in held:
-            self.payloads.forget(row.group_id)
-        return True
+        is_new = self.ledger.trained(step)
+        if is_new:
+            self.admission.trained(step)
+        return is_new
 
-    def rewind(self, version: int) -> int:
-        """Training continues from `version`; returns how many groups are READY again."""
+    def rewind(self, version: int, lineage: int) -> int:
+        """Training continues from `version`, with a leader of that epoch; returns how many groups are READY again."""
         num_ready = self.ledger.rewind(version)
         self.is_finished = False
-        self.settings.stop(False)
-        self.payloads.forget_all()
         self._rebuild()
+        self.versions.rewound(version, lineage)
+        self.ledger.remember(_REWINDS, msgspec.json.encode(self.versions.rewinds).decode())
         return num_ready
 
     def retune(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
@@ -355,7 +413,6 @@ class BufferStore:
         if overdue:
             self.ledger.drop([(item.group_id, item.reason) for item in overdue])
         for item in overdue:
-            self.payloads.forget(item.group_id)
             self.poison.forget(item.group_id)
 
     def stats(self) -> BufferStats:
@@ -407,10 +464,6 @@ class BufferStore:
         left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
         return f"{self.ledger.next_draw} prompts drawn{left_out}"
 
-    @property
-    def may_draw(self) -> bool:
-        return self._queue.may_draw
-
     def _rebuild(self) -> None:
         """Admission from the ledger: at the start, after a rewind, and when the ledger could not be written."""
         places = [
@@ -435,83 +488,10 @@ class BufferStore:
         return row if (row.attempt, row.rollout) == (attempt, rollout) else None
 
 
-class Payloads:
-    """What groups hold, as records, and the short account of each by which the trainer's leader plans. Raises
-    LedgerError naming a group whose payload is damaged or missing."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._metas: dict[int, GroupMeta] = {}
-        self._terms: dict[int, Terms] = {}
-        self.newest: Group | None = None
-        """The group that was kept last, as it is kept: some of its members may be masked."""
-
-    def partial(self, group_id: int) -> tuple[Sample, ...]:
-        data = self._ledger.payload(group_id)
-        return () if data is None else decode_partial(group_id, data)
-
-    def save_partial(self, row: Row, partial: tuple[Sample, ...]) -> bool:
-        """Keep unfinished samples of a group that is under way; False if something is wrong with them."""
-        if not partial or wrong_in_partial(partial, row.group_id, row.num_samples) is not None:
-            return False
-        self._ledger.save_partial(row.group_id, encode(partial))
-        return True
-
-    def group(self, group_id: int) -> Group:
-        row = self._ledger.find(group_id)
-        if row is None:
-            raise LedgerError(f"group {group_id} was never drawn")
-        if row.state not in (State.READY, State.CLAIMED, State.TRAINED):
-            raise LedgerError(f"group {group_id} is {row.state}: it has no payload to fetch")
-        return decode_group(group_id, self._ledger.payload(group_id) or b"")
-
-    def meta_of(self, row: Row) -> GroupMeta:
-        meta = self._metas.get(row.group_id)
-        return meta or self.keep_meta(self.group(row.group_id), row.version)
-
-    def keep_meta(self, group: Group, version: int) -> GroupMeta:
-        """A group that has just arrived; `version`: of its oldest token."""
-        meta = self._metas[group.group_id] = _meta(group, version)
-        self.newest = group
-        return meta
-
-    def forget(self, group_id: int) -> None:
-        self._metas.pop(group_id, None)
-
-    def forget_all(self) -> None:
-        """After the rows were changed behind these accounts."""
-        self._metas.clear()
-
-    def number_terms(self, terms: Terms) -> int:
-        number = self._ledger.number_terms(msgspec.json.encode(terms).decode())
-        self._terms[number] = terms
-        return number
-
-    def terms_of(self, row: Row) -> Terms:
-        if row.terms not in self._terms:
-            text = self._ledger.terms(row.terms)
-            try:
-                terms = msgspec.json.decode(text, type=Terms)
-            except msgspec.MsgspecError as error:
-                raise LedgerError(f"the terms of group {row.group_id} are damaged: {error}") from error
-            self._terms[row.terms] = terms
-        return self._terms[row.terms]
-
-
 def oldest_version(partial: tuple[Sample, ...], version: int) -> int:
     """Oldest stamp of unfinished samples, or of what starts now at `version`."""
     stamps = [stamp for stamp in (sample.oldest_version() for sample in partial) if stamp >= 0]
     return min([*stamps, version]) if version >= 0 else min(stamps, default=NO_VERSION)
-
-
-def _meta(group: Group, version: int) -> GroupMeta:
-    return GroupMeta(
-        group_id=group.group_id,
-        num_tokens=tuple(sample.num_tokens for sample in group.samples),
-        loss_tokens=tuple(int(sample.loss_mask.sum()) for sample in group.samples),
-        rewards=tuple(float(reward) for reward in group.rewards),
-        oldest_version=version,
-    )
 
 
 class StarvationCheck:
@@ -557,3 +537,93 @@ class StarvationCheck:
         if num < self._limit or set(self._reasons) != {UNUSABLE}:
             return None
         return DataError(f"none of the last {num} prompts could be used; the last one: {self._last_detail}")
+
+
+class FairShare:
+    """How many new groups each rollout actor may take while others wait for some too. Pure: time is passed in.
+
+    Slots come back a whole step at a time, and to the engine that adopts the step's weights first; where it has room
+    for all of them, the others would get none, step after step. So each waiting actor has a reserved share: as many
+    groups as bring all actors to the same number of groups that they run. A quicker actor still does more, for its
+    groups are finished sooner. The share of an engine that does not follow the weights is free again after
+    `RESERVED_S`, until it follows or gets a group."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Waiting] = {}
+
+    def waits(self, rollout: str, room: int) -> None:
+        """Its draw is held until there is something for it. Its reserved share counts from an earlier draw on."""
+        known = self._waiting.get(rollout)
+        self._waiting[rollout] = _Waiting(room, known.reserved_since_s if known else None)
+
+    def leaves(self, rollout: str) -> None:
+        if rollout in self._waiting:
+            self._waiting[rollout].room = 0
+
+    def follows(self, rollout: str) -> None:
+        """Its engine serves another version: it may take its reserved share."""
+        if rollout in self._waiting:
+            self._waiting[rollout].reserved_since_s = None
+
+    def served(self, rollout: str) -> None:
+        """It was given something, or is gone."""
+        self._waiting.pop(rollout, None)
+
+    def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]], now_s: float) -> int:
+        """New groups that `rollout`, which has `room` for so many, may take of `num_free`. `held`: the groups that each
+        actor runs."""
+        others = self._others(rollout, now_s)
+        if not others or num_free < 1:
+            return num_free
+        running = held()
+        wanted = [(running.get(name, 0), each.room) for name, each in others.items()]
+        level = _level([*wanted, (running.get(rollout, 0), room)], num_free)
+        num_kept = 0
+        for name, each in others.items():
+            num_reserved = _fill(running.get(name, 0), each.room, level)
+            if num_reserved and each.reserved_since_s is None:
+                each.reserved_since_s = now_s
+            num_kept += num_reserved
+        return num_free - num_kept
+
+    def next_change_s(self, rollout: str, now_s: float) -> float | None:
+        """When something that is kept for others becomes free for `rollout`; None: nothing is kept."""
+        since = [each.reserved_since_s for each in self._others(rollout, now_s).values()]
+        return min((at_s + RESERVED_S for at_s in since if at_s is not None), default=None)
+
+    def _others(self, rollout: str, now_s: float) -> dict[str, _Waiting]:
+        """For whom something is kept, if they have less than `rollout`."""
+        return {
+            name: each
+            for name, each in self._waiting.items()
+            if each.room and name != rollout and not each.is_over(now_s)
+        }
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An actor whose draw is held."""
+
+    room: int
+    """Groups that it could take; 0: it takes none now, and is only remembered."""
+    reserved_since_s: float | None = None
+    """When something was first kept for it that it did not take."""
+
+    def is_over(self, now_s: float) -> bool:
+        return self.reserved_since_s is not None and now_s >= self.reserved_since_s + RESERVED_S
+
+
+def _fill(running: int, room: int, level: int) -> int:
+    return min(room, max(0, level - running))
+
+
+def _level(wanted: Sequence[tuple[int, int]], num_free: int) -> int:
+    """The highest level to which `num_free` groups bring everybody; what they leave over is whose who comes first."""
+    low, high = 0, max(running for running, _ in wanted) + num_free + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sum(_fill(running, room, middle) for running, room in wanted) <= num_free:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -12,7 +12,7 @@ position: after a restart, or in another actor, a row has the same answers. Weig
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from ...core.samples import F32, I32, FinishReason, Prompt, Sample
 from ..daemon_thread import in_daemon_thread
 from ..data.recorded import RecordedGroups, model_runs
 from ..data.row_file import RowError
+from ..rewards.guard import Reference
 
 KEPT_GROUPS = 64
 """In memory: their samples are asked for side by side, and turn by turn."""
@@ -263,12 +264,11 @@ def _rest(request: GenerateRequest, sample: Sample, end_ids: frozenset[int]) -> 
     return _Rest(ids, sample.logprobs[begun:end], sample.finish if end == runs[-1][1] else earlier)
 
 
-class RecordedReference:
+class RecordedReference(Reference):
     """One per rollout actor."""
 
-    too_many_errors = ""
-
     def __init__(self, engine: RecordedEngine) -> None:
+        super().__init__()
         self._engine = engine
 
     async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
@@ -289,16 +289,3 @@ class RecordedReference:
                 remedy="use a dump of a run with algo.ref_urls, and the workflow that it was recorded with",
             )
         return replace(sample, reference_logprobs=np.where(sample.loss_mask != 0, logprobs[:size], np.float32(0)))
-
-    def allow(self, max_error_rate: float) -> None:
-        """Nothing to fail."""
-
-    def listen(self, tell: Callable[[str, str], None]) -> None:
-        """Nothing to report."""
-
-    def gauges(self) -> dict[str, float]:
-        """Nothing to show."""
-        return {}
-
-    async def close(self) -> None:
-        """The engine is closed by its owner."""

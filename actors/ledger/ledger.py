@@ -17,11 +17,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import orjson
 
 from ...core.errors import LedgerError
+from ...core.samples import Group, Sample
 from .file import LIVE, LedgerChange, LedgerFile, LedgerReader
-from .states import LEFTOVER, OPEN, PASSED_OVER, REDRAWN, REWIND, TRANSITIONS, Row, State, check_path
+from .states import (
+    LEFTOVER,
+    OPEN,
+    PASSED_OVER,
+    REDRAWN,
+    REWIND,
+    TRANSITIONS,
+    Row,
+    State,
+    Terms,
+    check_path,
+    decode_group,
+    decode_partial,
+)
 
 TRAINED_LENGTH = "trained"
 _MASKED = "masked "
@@ -198,7 +213,11 @@ class Ledger:
         self.next_step = max(self.newest_version, claimed)
         """The first without a claim."""
         self.tally = GroupTally(query(GroupTally.SQL), query(GroupTally.MASKED_SQL))
-        self._terms = self._file.terms()
+        try:
+            texts = self._file.terms().items()
+            self._terms = {number: msgspec.json.decode(text, type=Terms) for number, text in texts}
+        except msgspec.MsgspecError as error:
+            raise LedgerError(f"the terms of groups in the ledger are damaged: {error}") from error
         change = LedgerChange(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
         for row in movable:
             if row.state is State.DISPATCHED:
@@ -262,20 +281,35 @@ class Ledger:
         found = self._file.payload(group_id)
         return None if found is None else found[1]
 
-    def terms(self, number: int) -> str:
-        """Terms that groups were dispatched under (`Row.terms`); empty for 0."""
-        return self._terms.get(number, "")
+    def group(self, group_id: int) -> Group:
+        """A whole group. Raises LedgerError naming it if it has none, or a damaged one."""
+        row = self._get(group_id)
+        if row.state not in (State.READY, State.CLAIMED, State.TRAINED):
+            raise LedgerError(f"group {group_id} is {row.state}: it has no payload to fetch")
+        return decode_group(group_id, self.payload(group_id) or b"")
 
-    def all_terms(self) -> tuple[str, ...]:
-        """All terms that groups were dispatched under, also in a run that this one continues."""
-        return tuple(self._terms.values())
+    def partial(self, group_id: int) -> tuple[Sample, ...]:
+        """Unfinished samples of a group. Raises LedgerError naming it if they are damaged."""
+        data = self.payload(group_id)
+        return () if data is None else decode_partial(group_id, data)
 
-    def number_terms(self, data: str) -> int:
+    def terms_of(self, row: Row) -> Terms:
+        """Raises LedgerError for a group that was never dispatched."""
+        if row.terms not in self._terms:
+            raise LedgerError(f"group {row.group_id} was dispatched under unknown terms")
+        return self._terms[row.terms]
+
+    @property
+    def newest_epoch(self) -> int:
+        """Of the knobs that groups were dispatched under, also in a run that this one continues."""
+        return max((terms.knobs for terms in self._terms.values()), default=0)
+
+    def number_terms(self, terms: Terms) -> int:
         """The number under which these terms are kept, for the rows of `dispatch`."""
-        number = next((known for known, text in reversed(self._terms.items()) if text == data), 0)
+        number = next((known for known, other in reversed(self._terms.items()) if other == terms), 0)
         if not number:
-            number = self._file.add_terms(data)
-            self._terms[number] = data
+            number = self._file.add_terms(msgspec.json.encode(terms).decode())
+            self._terms[number] = terms
         return number
 
     def recall(self, key: str) -> str:

@@ -16,7 +16,16 @@ import numpy as np
 
 from ...algos.staleness import STALE, STALE_AFTER_RETUNE, STALE_STAMP
 from ...core.errors import LedgerError
+from ...core.messages import Record, SamplingParams
 from ...core.samples import Group, Sample
+
+
+class Terms(Record, frozen=True):
+    """What a group is dispatched under first: a sample that continues on another engine keeps its temperature."""
+
+    knobs: int
+    """Epoch of the live knobs."""
+    sampling: SamplingParams
 
 
 class State(enum.StrEnum):

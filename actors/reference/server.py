@@ -3,6 +3,10 @@
 `ReferenceServer` is one of them: its vocabulary is checked before its first answer is used, and it gets no calls for a
 while after it failed. `ReferenceServers` asks the one with the fewest open calls among those that did not fail lately.
 If it fails, the others are asked once each; then all again after a pause, until the tries are used up.
+
+`ServedReference` gives finished samples their reference log-probs; failures are handled by the same policy as those of
+rewards. A sample whose servers fail loses its group; failures in a row are an outage, and samples wait (`[reward]` sets
+how many and for how long).
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
+from msgspec.structs import replace
 
-from ...core.errors import ConfigError
+from ...core.clock import Clock
+from ...core.config import RewardSettings
+from ...core.errors import ConfigError, MyxaError, ReferenceFailed, UserCodeError
 from ...core.protocols import Tokenizer
-from ...core.samples import F32
+from ...core.samples import F32, Prompt, Sample
 from ..http_client import client_session
-from .wire import BadAnswer, Probes, WantedScores, question, scores_in
+from ..rewards.guard import MAX_PROBES, CallGuard, GaveUp, Reference
+from .wire import BadAnswer, Probes, WantedScores, in_response, question, scores_in, wanted_of
 
 BYTES_PER_TOKEN = 512
 """Of an answer, texts included."""
@@ -222,3 +230,83 @@ def key_from(environment: Mapping[str, str], name: str) -> str:
             remedy="set it in the environment of `myxa up`",
         )
     return environment.get(name, "") if name else ""
+
+
+REMEDY = "start or mend the servers of algo.ref_urls; reward.max_error_rate says how many failures a run bears"
+REFUSED = "serve a model over the policy's vocabulary, with a context longer than the longest sample by a token"
+SERVED_AT = 1.0
+"""Temperature of the log-probs that servers give for given tokens."""
+
+
+class ServedReference(Reference):
+    """One per rollout actor; `judged` may be called concurrently."""
+
+    def __init__(self, servers: ReferenceServers, settings: RewardSettings, clock: Clock) -> None:
+        """`settings`: what failures mean."""
+        self._servers = servers
+        self._clock = clock
+        self._guard = CallGuard(settings, "the reference model of algo.ref_urls", "reference")
+        super().__init__(self._guard)
+        self._num_calls = 0
+        self._call_s = 0.0
+        """Seconds of calls that worked, since the last report."""
+
+    async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
+        """The sample with its reference log-probs. Raises ReferenceFailed, and UserCodeError for a sample that was
+        drawn at another temperature than the servers' log-probs are of."""
+        wanted = wanted_of(sample)
+        if wanted is None:
+            return sample
+        if sample.temperature not in (0.0, SERVED_AT):
+            raise UserCodeError(
+                f"workflow drew a sample at temperature {sample.temperature:g} (group {prompt.group_id}, sample "
+                f"{sample.index}), and the reference log-probs of algo.ref_urls are those at temperature {SERVED_AT:g}",
+                remedy="draw at temperature 1, or keep the reference model in the trainer: algo.ref_path",
+            )
+        logprobs = await self._asked(wanted, f"group {prompt.group_id}, sample {sample.index}", prompt.group_id)
+        return replace(sample, reference_logprobs=in_response(sample, wanted, logprobs))
+
+    async def _asked(self, wanted: WantedScores, place: str, group_id: int) -> F32:
+        guard, num_failed, is_probe = self._guard, 0, False
+        while True:
+            try:
+                is_probe = await guard.enter()
+                started_s = self._clock.monotonic()
+                found = await self._servers.logprobs(wanted)
+            except GaveUp:
+                raise _failure(f"is not asked any more; it last {guard.last_error}", place) from None
+            except Refused as no:
+                guard.refused(f"refused: {no}", group_id, is_probe=is_probe)
+                raise _failure(f"refused: {no}", place, REFUSED) from no
+            except NoScore as no:
+                num_failed += 1
+                if guard.failed(f"could not be asked: {no}", group_id, is_probe=is_probe) and num_failed <= MAX_PROBES:
+                    is_probe = False
+                    continue
+                raise _failure(f"could not be asked: {no}", place) from no
+            except MyxaError as error:
+                guard.ends(str(error), is_probe=is_probe)
+                raise ReferenceFailed(error.message, remedy=error.remedy) from error
+            except BaseException:
+                guard.abandon(is_probe=is_probe)
+                raise
+            guard.worked(group_id, is_probe=is_probe)
+            self._num_calls += 1
+            self._call_s += self._clock.monotonic() - started_s
+            return found
+
+    def gauges(self) -> dict[str, float]:
+        """What the monitor shows of it; seconds are the mean of calls since the last time."""
+        values = super().gauges()
+        if self._num_calls:
+            values["reference/s_mean"] = self._call_s / self._num_calls
+        self._num_calls, self._call_s = 0, 0.0
+        return values
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._servers.close()
+
+
+def _failure(words: str, place: str, remedy: str = REMEDY) -> ReferenceFailed:
+    return ReferenceFailed(f"the reference model of algo.ref_urls {words} ({place})", remedy=remedy)

@@ -1,9 +1,12 @@
-"""Calling a reward function, wherever it runs: load it by name, call it, judge the result, say what went wrong."""
+"""Calling a reward function, wherever it runs: load it by name, call it, judge the result, say what went wrong.
+
+Also what a rewarder and its worker processes say to each other, in the frames of `actors/user_code/process.py`.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,25 +78,18 @@ class RewardFn:
         return len(answers) if self.takes_group else None
 
 
-def load_reward(
-    name: str,
-    *,
-    pattern: str,
-    args: Mapping[str, Any],
-    takes_group: bool = False,
-    strip_thinking: bool = True,
-    keys: RewardKeys = ALONE,
-) -> RewardFn:
+def load_reward(of: RewardSpec) -> RewardFn:
     """The function with its arguments bound; built-ins judge single answers. Raises ConfigError or UserCodeError."""
+    name, keys = of.fn, of.keys
     if name in BUILTINS:
-        bound = bind_builtin(name, pattern=pattern, args=args, strip_thinking=strip_thinking, key=keys.args)
+        bound = bind_builtin(name, pattern=of.pattern, args=of.args, strip_thinking=of.strip_thinking, key=keys.args)
         bound = as_the_only_one(bound, name) if keys == ALONE else bound
         needs_process = BUILTINS[name].needs_process
-        return RewardFn(name, bound, is_light=not needs_process, needs_process=needs_process)
-    extra = {**args, "pattern": pattern} if pattern else dict(args)
-    found = load_function(name, reward_expected(keys.fn, takes_group=takes_group), extra)
+        return RewardFn(name, bound, is_light=not (needs_process or of.pattern), needs_process=needs_process)
+    extra = {**of.args, "pattern": of.pattern} if of.pattern else of.args
+    found = load_function(name, reward_expected(keys.fn, takes_group=of.takes_group), extra)
     bound, place = partial(found.fn, **extra), place_of(found.fn)
-    return RewardFn(name, bound, is_async=found.is_async, takes_group=takes_group, place=place)
+    return RewardFn(name, bound, is_async=found.is_async, takes_group=of.takes_group, place=place)
 
 
 def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
@@ -138,3 +134,53 @@ def raised(error: BaseException) -> BadReward:
     if isinstance(error, Blocked):
         return BadReward(f"{error}; a plain def may, and so may asyncio.to_thread")
     return BadReward(f"raised {what_was_raised(error)}")
+
+
+class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """First frame to a worker: what it is to call."""
+
+    fn: str
+    pattern: str
+    args: dict[str, Any]
+    takes_group: bool = False
+    strip_thinking: bool = True
+    keys: RewardKeys = ALONE
+    max_block_s: float = 0.0
+    """So long one of many calls may hold the loop of all; 0: there is one call at a time."""
+
+
+class Judge(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A call."""
+
+    number: int
+    answers: Answers
+    timeout_s: float
+
+
+class CancelJudge(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The result of that call is not wanted any more."""
+
+    number: int
+
+
+class Replied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """How a call ended."""
+
+    number: int
+    outcomes: Outcomes = ()
+    cause: str = ""
+    """Of its failure."""
+    is_hanging: bool = False
+    """Something of it runs all the same."""
+
+
+class JudgeStuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The call cannot be interrupted, and this process ends. `number`: negative if it is not known which."""
+
+    number: int
+    place: str
+
+
+spec_decoder = msgspec.msgpack.Decoder(RewardSpec)
+to_worker: msgspec.msgpack.Decoder[Judge | CancelJudge] = msgspec.msgpack.Decoder(Judge | CancelJudge)
+from_worker: msgspec.msgpack.Decoder[Replied | JudgeStuck] = msgspec.msgpack.Decoder(Replied | JudgeStuck)

@@ -1,6 +1,6 @@
 """When a reward function is called, when it is given a pause, and when its failures end the run.
 
-Consecutive failures are treated as an outage: calls wait at the `RewardGate` and are repeated. Until the outage is
+Consecutive failures are treated as an outage: calls wait in `CallGuard.enter` and are repeated. Until the outage is
 decided its failures count against no group. The breaker's states (pure: times are passed in):
 
     CLOSED ── `after` failures in a row, of as many groups ──> OPEN ── cool-down over ──> PROBING (one call)
@@ -16,12 +16,15 @@ Libraries considered: pybreaker, purgatory. They raise for the callers where our
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 
+from ...algos.rewards.outcome import RewardOutcome
+from ...core.completions import Completion
 from ...core.config import RewardSettings
 from ...core.errors import (
     DataError,
@@ -33,6 +36,7 @@ from ...core.errors import (
     RewardError,
     UserCodeError,
 )
+from ...core.samples import Prompt, Sample
 
 MAX_COOL_DOWN_S = 60.0
 
@@ -137,59 +141,6 @@ class GaveUp(Exception):
     """The breaker gave up; the text says after how long."""
 
 
-class RewardGate:
-    """One per rewarder, on its loop. The clock is the loop's."""
-
-    def __init__(self, breaker: Breaker) -> None:
-        self.breaker = breaker
-        self.num_waiting = 0
-        self._changed = asyncio.Event()
-
-    async def enter(self) -> bool:
-        """Wait until a call may be made; True if it is the probe. Raises GaveUp once there is no hope."""
-        self.num_waiting += 1
-        try:
-            while not self.breaker.may_call(_now_s()):
-                if self.breaker.state is BreakerState.GIVEN_UP:
-                    raise GaveUp
-                await self._wait(self.breaker.wait_s(_now_s()))
-        finally:
-            self.num_waiting -= 1
-        return self.breaker.state is BreakerState.PROBING
-
-    def worked(self, *, is_probe: bool) -> None:
-        self.breaker.worked(is_probe=is_probe)
-        if is_probe:
-            self._ring()
-
-    def failed(self, group_id: int, *, is_probe: bool) -> bool:
-        """A call failed; True if it is to `enter` again."""
-        is_for_later = self.breaker.failed(group_id, _now_s(), is_probe=is_probe)
-        if is_probe:
-            self._ring()
-        return is_for_later
-
-    def abandoned(self) -> None:
-        """The probe was cancelled."""
-        self.breaker.abandoned(_now_s())
-        self._ring()
-
-    @property
-    def open_for_s(self) -> float:
-        return _now_s() - self.breaker.opened_s
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-
-    def _ring(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
@@ -203,54 +154,29 @@ KINDS: tuple[type[MyxaError], ...] = (EngineError, DataError, ModelError)
 
 
 class ErrorBudget:
-    """Counts calls. Pure: no clock, no IO."""
+    """Which of the last calls, or groups, failed. Pure: no clock, no IO."""
 
     def __init__(self, max_rate: float) -> None:
         self.max_rate = max_rate
-        self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
-        self.num_calls = 0
-        self.num_errors = 0
+        self._recent: dict[object, bool] = {}
 
-    def note(self, *, has_failed: bool) -> None:
-        self._recent.append(has_failed)
-        self.num_calls += 1
-        self.num_errors += has_failed
+    def note(self, *, has_failed: bool, group_id: int | None = None) -> None:
+        """One more call; with `group_id` one for a group, which is lost by any of its calls."""
+        key = object() if group_id is None else group_id
+        self._recent[key] = self._recent.get(key, False) or has_failed
+        if len(self._recent) > WINDOW_CALLS:
+            del self._recent[next(iter(self._recent))]
 
     @property
     def recent(self) -> tuple[int, int]:
-        """Failures among the last calls, and how many those are."""
-        return sum(self._recent), len(self._recent)
+        """Failures among the last calls (groups), and how many those are."""
+        return sum(self._recent.values()), len(self._recent)
 
     @property
     def is_spent(self) -> bool:
         """Whether more than the allowed share failed."""
         failed, calls = self.recent
         return calls >= MIN_CALLS and failed / calls > self.max_rate
-
-
-class LostGroups:
-    """Which of the last groups were lost to a reward: with a few failed calls many groups may be. Pure."""
-
-    def __init__(self, max_rate: float) -> None:
-        self.max_rate = max_rate
-        self._recent: dict[int, bool] = {}
-
-    def note(self, group_id: int, *, is_lost: bool) -> None:
-        """One more call for a group; a group is lost by any of its calls."""
-        self._recent[group_id] = self._recent.get(group_id, False) or is_lost
-        if len(self._recent) > WINDOW_CALLS:
-            del self._recent[next(iter(self._recent))]
-
-    @property
-    def recent(self) -> tuple[int, int]:
-        """Lost ones among the last groups, and how many those are."""
-        return sum(self._recent.values()), len(self._recent)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether more than the allowed share was lost."""
-        lost, groups = self.recent
-        return groups >= MIN_CALLS and lost / groups > self.max_rate
 
 
 class GroupBudget:
@@ -318,25 +244,94 @@ def kind_of_cause(cause: str) -> str:
     return _VALUES.sub("...", cause)
 
 
-class CallGuard:
+class Guarded:
+    """What calls something that may fail: as one, for an actor's checks of errors, its reports and its end."""
+
+    def __init__(self, *parts: Guarded) -> None:
+        self._parts = parts
+
+    def listen(self, tell: Tell) -> None:
+        """`tell` (kind, text) is called when calls stop and when they resume."""
+        for one in self._parts:
+            one.listen(tell)
+
+    def allow(self, max_error_rate: float) -> None:
+        """Another share of failed calls from now on."""
+        for one in self._parts:
+            one.allow(max_error_rate)
+
+    @property
+    def num_errors(self) -> int:
+        return sum(one.num_errors for one in self._parts)
+
+    @property
+    def too_many_errors(self) -> str:
+        """Empty, or the sentence that ends the run."""
+        return next((words for one in self._parts if (words := one.too_many_errors)), "")
+
+    def gauges(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for one in self._parts:
+            for key, value in one.gauges().items():
+                values[key] = max(values.get(key, 0.0), value) if key in WORST else values.get(key, 0.0) + value
+        return values
+
+    async def close(self) -> None:
+        """No part waits for another, or fails by it."""
+        done = await asyncio.gather(*(one.close() for one in self._parts), return_exceptions=True)
+        for error in filter(None, done):
+            raise error
+
+
+class Scorer(Guarded, ABC):
+    """Judges samples."""
+
+    judges_groups = False
+    """Whether it gets all answers of a group at once."""
+
+    @abstractmethod
+    async def score(self, completion: Completion) -> RewardOutcome:
+        """Of one completion. Raises UserCodeError naming function, group, sample and cause."""
+
+    @abstractmethod
+    async def score_group(self, completions: Sequence[Completion]) -> Sequence[RewardOutcome]:
+        """Of all answers of a group. Raises as `score`."""
+
+
+class Reference(Guarded, ABC):
+    """A reference model that is not the trainer's."""
+
+    @abstractmethod
+    async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
+        """The sample with its reference log-probs. Raises ReferenceFailed."""
+
+
+WORST = frozenset({"reward/error_rate", "reward/is_paused"})
+"""Gauges of which the highest is shown; the others are added up."""
+
+
+class CallGuard(Guarded):
     """Of one thing that is called, in one rollout actor, on its loop."""
 
     def __init__(self, settings: RewardSettings, what: str, kind: str = "reward", place: str = "") -> None:
         """`what` is called; `kind`: first word of its events and gauges; `place`: file and line where it is defined."""
+        super().__init__()
         self._settings = settings
         self._what = what
         self._kind = kind
         self._place = place
         self._budget = ErrorBudget(settings.max_error_rate)
-        self._groups = LostGroups(settings.max_error_rate)
+        self._groups = ErrorBudget(settings.max_error_rate)
         self._is_reward = kind == "reward"
         """A reward's failures are reported by cause, and counted by the groups that they lose."""
         self._causes: dict[str, int] = {}
         """How often it failed, by kind of cause."""
-        self._gate = RewardGate(
-            Breaker(after=settings.pause_after, cool_down_s=settings.cool_down_s, max_wait_s=settings.max_outage_s)
+        self._breaker = Breaker(
+            after=settings.pause_after, cool_down_s=settings.cool_down_s, max_wait_s=settings.max_outage_s
         )
-        self.num_errors = 0
+        self._changed = asyncio.Event()
+        """Set, and replaced by a new one, when a probe has ended."""
+        self._num_waiting = self._num_errors = 0
         self._in_doubt: list[int] = []
         """Groups of failures in a row that are not held against it yet: it may be an outage."""
         self._tell: Tell = _ignore
@@ -347,9 +342,27 @@ class CallGuard:
     def listen(self, tell: Tell) -> None:
         self._tell = tell
 
+    @property
+    def num_errors(self) -> int:
+        return self._num_errors
+
     async def enter(self) -> bool:
         """Wait until it may be called; True if this call is the probe. Raises GaveUp once there is no hope."""
-        return await self._gate.enter()
+        self._num_waiting += 1
+        try:
+            while not self._breaker.may_call(_now_s()):
+                if self._breaker.state is BreakerState.GIVEN_UP:
+                    raise GaveUp
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._breaker.wait_s(_now_s())):
+                        await self._changed.wait()
+        finally:
+            self._num_waiting -= 1
+        return self._breaker.state is BreakerState.PROBING
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def worked(self, group_id: int, *, is_probe: bool) -> None:
         self._is_well(is_probe=is_probe)
@@ -358,15 +371,16 @@ class CallGuard:
     def _book(self, group_id: int, *, has_failed: bool) -> None:
         self._budget.note(has_failed=has_failed)
         if self._is_reward and self._settings.on_error == "drop":
-            self._groups.note(group_id, is_lost=has_failed)
+            self._groups.note(has_failed=has_failed, group_id=group_id)
 
     def _is_well(self, *, is_probe: bool) -> None:
-        breaker = self._gate.breaker
         if is_probe:
-            waited_s = self._gate.open_for_s
+            waited_s = _now_s() - self._breaker.opened_s
             self._tell(f"{self._kind}-works-again", f"{self._what} works again after {waited_s:.0f} s")
-        self._gate.worked(is_probe=is_probe)
-        if breaker.state is BreakerState.CLOSED:
+        self._breaker.worked(is_probe=is_probe)
+        if is_probe:
+            self._ring()
+        if self._breaker.state is BreakerState.CLOSED:
             for group_id in self._in_doubt:  # it was no outage: they count
                 self._book(group_id, has_failed=True)
             self._in_doubt.clear()
@@ -374,18 +388,20 @@ class CallGuard:
     def refused(self, cause: str, group_id: int, *, is_probe: bool) -> None:
         """It is well, and says no to these answers."""
         self._is_well(is_probe=is_probe)
-        self.num_errors += 1
+        self._num_errors += 1
         self.last_error = cause
         self._tell_cause(cause, group_id)
         self._book(group_id, has_failed=True)
 
     def failed(self, cause: str, group_id: int, *, is_probe: bool) -> bool:
         """A call failed: book it; True if the call is to be repeated later."""
-        breaker = self._gate.breaker
-        self.num_errors += 1
+        breaker = self._breaker
+        self._num_errors += 1
         self.last_error = cause
         is_in_doubt, num_opened = breaker.is_in_doubt, breaker.num_opened
-        is_for_later = self._gate.failed(group_id, is_probe=is_probe)
+        is_for_later = breaker.failed(group_id, _now_s(), is_probe=is_probe)
+        if is_probe:
+            self._ring()
         if breaker.num_opened > num_opened:
             self._in_doubt.clear()
             self._tell(
@@ -397,7 +413,7 @@ class CallGuard:
             self._in_doubt.append(group_id)
         elif breaker.state is BreakerState.GIVEN_UP and is_probe:
             self._fatal = (
-                f"{self._what} has not worked for {self._gate.open_for_s:.0f} s, more than "
+                f"{self._what} has not worked for {_now_s() - breaker.opened_s:.0f} s, more than "
                 f"reward.max_outage_s = {self._settings.max_outage_s:g} allows; last: it {cause}"
             )
             self._tell(f"{self._kind}-given-up", self._fatal)
@@ -422,23 +438,24 @@ class CallGuard:
     def ends(self, why: str, *, is_probe: bool) -> None:
         """No further call has any sense."""
         self.abandon(is_probe=is_probe)
-        self.num_errors += 1
+        self._num_errors += 1
         self._budget.note(has_failed=True)
         self._fatal = why
 
     def abandon(self, *, is_probe: bool) -> None:
         """The call was cancelled."""
         if is_probe:
-            self._gate.abandoned()
+            self._breaker.abandoned(_now_s())
+            self._ring()
 
     def gauges(self) -> dict[str, float]:
         failed, calls = self._budget.recent
-        is_paused = self._gate.breaker.state is not BreakerState.CLOSED
+        is_paused = self._breaker.state is not BreakerState.CLOSED
         return {
-            f"{self._kind}/num_errors": float(self.num_errors),
+            f"{self._kind}/num_errors": float(self._num_errors),
             f"{self._kind}/error_rate": failed / max(calls, 1),
             f"{self._kind}/is_paused": float(is_paused),
-            f"{self._kind}/waiting": float(self._gate.num_waiting),
+            f"{self._kind}/waiting": float(self._num_waiting),
         }
 
     def allow(self, max_error_rate: float) -> None:

@@ -6,10 +6,10 @@
 |---|---|---|
 | exact, numeric, format without a pattern | in the loop | n processes |
 | remote | in the loop | - |
-| regex, format with a pattern | up to 4 processes; with `isolate = false` in the loop | n processes |
+| regex, format with a pattern | up to 4 processes | n processes |
 | math | 1 process | n processes |
-| your own `async def` | 1 process, side by side; with `isolate = false` in the loop | n processes |
-| your own `def` | up to 4 processes; with `isolate = false` in threads | n processes |
+| your own `async def` | 1 process, side by side | n processes |
+| your own `def` | up to 4 processes | n processes |
 
 Consecutive failures are treated as an outage: the calls wait and are repeated (`guard.py`). `SeveralRewards` adds up
 functions by weight, or calls the one that the row names; each has its own workers, errors and outages.
@@ -27,7 +27,6 @@ from ...core.completions import Completion
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import OVERLONG
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
-from ..user_code.calls import TookTooLong, UserRaised, within
 from .call import (
     ALONE,
     REMOTE,
@@ -36,15 +35,13 @@ from .call import (
     Outcomes,
     RewardFn,
     RewardKeys,
-    await_reward,
+    RewardSpec,
     call_reward,
     checked,
     load_reward,
-    raised,
 )
-from .guard import MAX_PROBES, CallGuard, GaveUp, Tell
-from .pool import BlockingCalls, RewardPool, SideBySide, ThreadsBusy
-from .worker_messages import RewardWorkerSpec
+from .guard import MAX_PROBES, CallGuard, GaveUp, Scorer
+from .pool import RewardPool
 
 if TYPE_CHECKING:
     from .remote import RemoteReward
@@ -62,76 +59,50 @@ def by_length(of: RewardSettings, answers: Answers, outcomes: Outcomes) -> Outco
     return tuple(lowered)
 
 
-MAX_THREADS = 8
 MAX_WORKERS = 4
 """Processes for a function that should have some and was given no number; started as they are needed."""
 REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
 
 
-class Rewarder:
+class Rewarder(Scorer):
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
     def __init__(self, settings: RewardSettings, keys: RewardKeys = ALONE) -> None:
         """Load the function. `keys`: of the run file, that say so. Raises ConfigError or UserCodeError."""
         self._settings = settings
-        self._keys = keys
         self.judges_groups = settings.scope == "group"
         """Whether the function gets all answers of a group at once."""
         self._remote = _remote(settings, keys)
-        self._reward = (
-            RewardFn(settings.fn, self._remote.ask, is_async=True)
-            if self._remote is not None
-            else load_reward(
-                settings.fn,
-                pattern=settings.pattern,
-                args=settings.args,
-                takes_group=self.judges_groups,
-                strip_thinking=settings.strip_thinking,
-                keys=keys,
-            )
+        self._pool: RewardPool | None = None
+        spec = RewardSpec(
+            fn=settings.fn,
+            pattern=settings.pattern,
+            args=settings.args,
+            takes_group=self.judges_groups,
+            strip_thinking=settings.strip_thinking,
+            keys=keys,
+            max_block_s=settings.max_block_s,
         )
+        self._reward = RewardFn(settings.fn, self._remote.ask) if self._remote is not None else load_reward(spec)
         self._guard = CallGuard(settings, f'reward function "{self._reward.name}"', place=self._reward.place)
-        self._pool: RewardPool | SideBySide | None = None
-        self._run = self._way_to_run(self._reward)
+        super().__init__(self._guard)
+        self.run = self._way_to_run(spec)
 
-    def _way_to_run(self, reward: RewardFn) -> Callable[[Answers], Awaitable[Outcomes]]:
+    def _way_to_run(self, spec: RewardSpec) -> Callable[[Answers], Awaitable[Outcomes]]:
+        reward, num_workers = self._reward, self._settings.workers
         if self._remote is not None:
             return self._remote.ask
-        of = self._settings
-        spec = RewardWorkerSpec(
-            fn=of.fn,
-            pattern=of.pattern,
-            args=of.args,
-            takes_group=self.judges_groups,
-            strip_thinking=of.strip_thinking,
-            keys=self._keys,
-        )
-        if num_workers := self._num_workers(reward):
-            self._pool = RewardPool(num_workers, spec)
-            return self._in_process
-        if reward.is_async and of.isolate:
-            self._pool = SideBySide(spec, of.max_block_s)
-            return self._in_process
-        if reward.is_async:
-            return self._in_loop
-        if reward.is_light:
+        if reward.is_light and not num_workers:
             return self._at_once
-        self._threads = BlockingCalls[Outcomes](MAX_THREADS, "reward")
-        return self._in_thread
+        num_default = 1 if reward.needs_process else 0 if reward.is_async else MAX_WORKERS
+        pool = self._pool = RewardPool(spec, num_workers or num_default)
+        return lambda answers: pool.score(answers, self._settings.timeout_s)
 
-    def _num_workers(self, reward: RewardFn) -> int:
-        settings = self._settings
-        if settings.workers or reward.needs_process:
-            return max(settings.workers, 1)
-        is_harmless = reward.is_async or (reward.is_light and not settings.pattern)
-        return MAX_WORKERS if settings.isolate and not is_harmless else 0
-
-    def listen(self, tell: Tell) -> None:
-        self._guard.listen(tell)
+    async def _at_once(self, answers: Answers) -> Outcomes:
+        return call_reward(self._reward, answers)
 
     async def score(self, completion: Completion) -> RewardOutcome:
-        """The reward of one completion, after a while if the function is out of order. Raises UserCodeError naming
-        function, group, sample and cause, DeadlyReward if the call ended its worker."""
+        """After a while if the function is out of order. Raises DeadlyReward if the call ended its worker."""
         return (await self.score_group((completion,)))[0]
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
@@ -151,7 +122,7 @@ class Rewarder:
         while True:
             try:
                 is_probe = await self._guard.enter()
-                outcomes = await self._run(answers)
+                outcomes = await self.run(answers)
             except GaveUp:
                 raise self._failure(f"is not called any more; it last {self._guard.last_error}", answers) from None
             except BadReward as bad:
@@ -177,19 +148,7 @@ class Rewarder:
         return kind(f'reward function "{self._reward.name}" {words} ({place})', remedy=REMEDY)
 
     def gauges(self) -> dict[str, float]:
-        return {**self._guard.gauges(), "reward/workers": float(len(self.worker_pids))}
-
-    def allow(self, max_error_rate: float) -> None:
-        self._guard.allow(max_error_rate)
-
-    @property
-    def num_errors(self) -> int:
-        return self._guard.num_errors
-
-    @property
-    def too_many_errors(self) -> str:
-        """Empty, or the sentence that ends the run."""
-        return self._guard.too_many_errors
+        return {**super().gauges(), "reward/workers": float(len(self.worker_pids))}
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -200,34 +159,6 @@ class Rewarder:
             await self._remote.close()
         if self._pool is not None:
             await self._pool.close()
-
-    async def _at_once(self, answers: Answers) -> Outcomes:
-        return call_reward(self._reward, answers)
-
-    async def _in_loop(self, answers: Answers) -> Outcomes:
-        try:
-            return await within(await_reward(self._reward, answers), self._settings.timeout_s)
-        except TookTooLong as late:
-            more = ", and still runs although it was cancelled; with reward.workers it would be stopped"
-            raise BadReward(f"took longer than {self._settings.timeout_s:g} s{more if late.hangs else ''}") from None
-        except UserRaised as error:
-            raise raised(error.cause) from error
-
-    async def _in_thread(self, answers: Answers) -> Outcomes:
-        try:
-            return await self._threads.run(lambda: call_reward(self._reward, answers), self._settings.timeout_s)
-        except TimeoutError:
-            raise BadReward(
-                f"took longer than {self._settings.timeout_s:g} s in a thread, which cannot be stopped; "
-                "with reward.workers it would be"
-            ) from None
-        except ThreadsBusy as busy:
-            why = f": {busy.__cause__}" if busy.__cause__ else f": all {MAX_THREADS} threads hang in earlier calls"
-            raise BadReward(f"could not be called{why}; use reward.workers") from None
-
-    async def _in_process(self, answers: Answers) -> Outcomes:
-        assert self._pool is not None
-        return await self._pool.score(answers, self._settings.timeout_s)
 
 
 def _remote(settings: RewardSettings, keys: RewardKeys) -> RemoteReward | None:
@@ -249,17 +180,14 @@ def check_args(name: str, *, pattern: str, args: Mapping[str, Any], keys: Reward
         bind_builtin(name, pattern=pattern, args=args, key=keys.args)
 
 
-WORST = frozenset({"reward/error_rate", "reward/is_paused"})
-"""Gauges of which the highest is shown; the others are added up."""
-
-
-class SeveralRewards:
+class SeveralRewards(Scorer):
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
     def __init__(self, settings: RewardSettings) -> None:
         """Load all functions. Raises ConfigError or UserCodeError."""
         self._settings = settings
         self._by_name = {name: Rewarder(part, RewardKeys.of_one(name)) for name, part in settings.parts().items()}
+        super().__init__(*self._by_name.values())
         self.judges_groups = any(one.judges_groups for one in self._by_name.values())
         """Whether a function gets all answers of a group at once."""
 
@@ -313,43 +241,12 @@ class SeveralRewards:
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
         return RewardOutcome(total, parts)
 
-    @property
-    def num_errors(self) -> int:
-        return sum(one.num_errors for one in self._by_name.values())
 
-    @property
-    def too_many_errors(self) -> str:
-        """Empty, or the sentence that ends the run."""
-        return next((words for one in self._by_name.values() if (words := one.too_many_errors)), "")
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        return tuple(pid for one in self._by_name.values() for pid in one.worker_pids)
-
-    def listen(self, tell: Tell) -> None:
-        for one in self._by_name.values():
-            one.listen(tell)
-
-    def allow(self, max_error_rate: float) -> None:
-        for one in self._by_name.values():
-            one.allow(max_error_rate)
-
-    def gauges(self) -> dict[str, float]:
-        shown = [one.gauges() for one in self._by_name.values()]
-        return {key: (max if key in WORST else sum)(one[key] for one in shown) for key in shown[0]}
-
-    async def close(self) -> None:
-        await asyncio.gather(*(one.close() for one in self._by_name.values()))
-
-
-class FixedReward:
+class FixedReward(Scorer):
     """The same reward for everything: what demonstrations get in supervised fine-tuning."""
 
-    judges_groups = False
-    num_errors = 0
-    too_many_errors = ""
-
     def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
         self._outcome = RewardOutcome(value)
 
     async def score(self, completion: Completion) -> RewardOutcome:
@@ -357,19 +254,6 @@ class FixedReward:
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         return tuple(self._outcome for _ in completions)
-
-    def allow(self, max_error_rate: float) -> None:
-        """Nothing to fail."""
-
-    def listen(self, tell: Tell) -> None:
-        """Nothing to report."""
-
-    def gauges(self) -> dict[str, float]:
-        """Nothing to show."""
-        return {}
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
 
 def make_rewarder(config: RunConfig) -> Rewarder | SeveralRewards | FixedReward:

@@ -13,67 +13,57 @@ import threading
 from typing import Any, BinaryIO
 
 from ...algos.rewards.builtin import BUILTINS
-from ...core.errors import MyxaError
 from ..user_code.calls import TookTooLong, UserRaised, within
 from ..user_code.loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, read_in_thread
-from ..user_code.process import LoadFailed, Ready, own_pipes, read_frame, write_frame
-from .call import BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
-from .worker_messages import (
+from ..user_code.process import begin, read_frame, write_frame
+from .call import (
+    BadReward,
     Judge,
-    JudgeFailed,
     JudgeStuck,
+    Outcomes,
     Replied,
-    Reply,
-    Scored,
-    answers_decoder,
+    RewardFn,
+    await_reward,
+    call_reward,
+    load_reward,
+    raised,
     spec_decoder,
-    to_side_by_side,
+    to_worker,
 )
 
 
 def main() -> None:
     """Load what the first frame names, then judge frame by frame until the input ends."""
-    incoming, outgoing = own_pipes()
-    first = read_frame(incoming)
-    if first is None:
-        return
-    spec = spec_decoder.decode(first)
-    try:
-        reward = load_reward(
-            spec.fn,
-            pattern=spec.pattern,
-            args=spec.args,
-            takes_group=spec.takes_group,
-            strip_thinking=spec.strip_thinking,
-            keys=spec.keys,
-        )
-    except MyxaError as error:
-        write_frame(outgoing, LoadFailed.of(error))
-        return
-    if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
-        prepare()
-    write_frame(outgoing, Ready(os.getpid()))
-    if spec.max_block_s:
-        with asyncio.Runner() as runner:
-            runner.run(_SideBySide(reward, spec.max_block_s, Outgoing(outgoing)).run(incoming))
-        return
-    own_pid = os.getpid()
+    (reward, max_block_s), incoming, outgoing = begin(_loaded)
     with asyncio.Runner() as runner:
+        if max_block_s:
+            runner.run(_SideBySide(reward, max_block_s, Outgoing(outgoing)).run(incoming))
+            return
+        own_pid = os.getpid()
         while (body := read_frame(incoming)) is not None:
-            reply = _judge(reward, body, runner)
+            reply = _reply(reward, body, runner)
             if os.getpid() != own_pid:  # a copy that the function forked and let return
                 os._exit(0)
             write_frame(outgoing, reply)
 
 
-def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:
-    answers = answers_decoder.decode(body)
+def _loaded(first: bytes) -> tuple[RewardFn, float]:
+    spec = spec_decoder.decode(first)
+    reward = load_reward(spec)
+    if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
+        prepare()
+    return reward, spec.max_block_s
+
+
+def _reply(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Replied:
+    judge = to_worker.decode(body)
+    assert isinstance(judge, Judge)
     try:
-        if reward.is_async:
-            return Scored(runner.run(await_reward(reward, answers)))
-        return Scored(call_reward(reward, answers))
+        is_async, answers = reward.is_async, judge.answers
+        outcomes = runner.run(await_reward(reward, answers)) if is_async else call_reward(reward, answers)
+        return Replied(judge.number, outcomes)
     except BadReward as error:
-        return JudgeFailed(str(error))
+        return Replied(judge.number, cause=str(error))
 
 
 class _Call:
@@ -98,7 +88,7 @@ class _SideBySide:
         os._exit(0)  # results of running calls are not wanted any more
 
     def _take(self, body: bytes) -> None:
-        message = to_side_by_side.decode(body)
+        message = to_worker.decode(body)
         if isinstance(message, Judge):
             self._tasks[message.number] = self._loop.create_task(self._judge(message))
         elif (task := self._tasks.get(message.number)) is not None:
@@ -107,24 +97,24 @@ class _SideBySide:
     async def _judge(self, judge: Judge) -> None:
         call = _Call()
         CALL.set(call)
-        is_hanging = False
-        reply: Reply
+        outcomes: Outcomes = ()
+        cause, is_hanging = "", False
         try:
-            reply = Scored(await within(self._call(judge), judge.timeout_s))
+            outcomes = await within(self._call(judge), judge.timeout_s)
         except TookTooLong as late:
             is_hanging = late.hangs
             more = ", and still runs although it was cancelled; its process ends with the calls beside it"
-            reply = JudgeFailed(f"took longer than {judge.timeout_s:g} s{more if late.hangs else ''}")
+            cause = f"took longer than {judge.timeout_s:g} s{more if late.hangs else ''}"
         except UserRaised as error:
-            reply = JudgeFailed(str(raised(error.cause)))
+            cause = str(raised(error.cause))
         except (BadReward, Blocked) as error:
-            reply = JudgeFailed(str(error))
+            cause = str(error)
         except asyncio.CancelledError:
-            reply = JudgeFailed("was cancelled")
+            cause = "was cancelled"
         finally:
             self._tasks.pop(judge.number)
         is_hanging |= any(thread.is_alive() for thread in call.threads)
-        self._out.put(Replied(judge.number, reply, is_hanging))
+        self._out.put(Replied(judge.number, outcomes, cause, is_hanging))
 
     async def _call(self, judge: Judge) -> Outcomes:
         task = asyncio.current_task()

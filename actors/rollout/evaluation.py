@@ -10,25 +10,25 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
-import msgspec
+from msgspec.structs import replace
 
 from ...algos.rewards.outcome import pass_rates
 from ...core.errors import EngineError
 from ...core.messages import Assignment, CanaryAnswers, EvalRequest, EvalResult, GroupText
 from ...core.protocols import Tokenizer
-from ...core.samples import Group, Prompt, Sample
+from ...core.samples import I32, Group, Prompt, Sample
+from ..rewards.guard import Scorer
 from ..telemetry import group_text
 from ..workflows.episode import Episode, Interrupted, ModelAccess
-from .group_runner import GroupRunner
-from .judging import PooledScorer
+from ..workflows.turn_renderer import TurnRenderer
+from .group_runner import GroupRunner, all_or_first_error
 
 
 class Evaluation:
     """Of one rollout actor."""
 
-    def __init__(self, scorers: Mapping[str, PooledScorer] | None = None, *, num_shown: int = 0) -> None:
+    def __init__(self, scorers: Mapping[str, Scorer] | None = None, *, num_shown: int = 0) -> None:
         """`scorers`: of the evaluation sets that are not judged as training samples are. `num_shown`: prompts of each
         question whose answers people can read later."""
         self._num_shown = num_shown
@@ -87,7 +87,7 @@ class Evaluation:
             text = group_text(
                 group, step=version, outcome="held-out", wall_s=time.time(), source=name, eval_set=eval_set
             )
-            self._show(msgspec.structs.replace(text, step=max(text.newest_version, version)))
+            self._show(replace(text, step=max(text.newest_version, version)))
 
     async def close(self) -> None:
         closing = [scorer.close() for scorer in self._scorers.values()]
@@ -114,23 +114,18 @@ async def answer_canary(
     """One turn for every prompt, side by side; the first that fails ends the others. Raises what the engine raises,
     DataError for a prompt that is too long, EngineError when the actor had to stop. `prefix`: makes the request ids
     unique among all that this actor sends, also for the same question asked again."""
-    access = replace(model, sampling=request.sampling, request_prefix=prefix)
+    access, renderer = replace(model, sampling=request.sampling, request_prefix=prefix), TurnRenderer(tokenizer)
 
-    async def answer(prompt: Prompt, index: int) -> Sample:
-        episode = Episode(prompt=prompt, index=index, tokenizer=tokenizer, model=access)
+    async def answer(prompt: Prompt, prompt_ids: I32, index: int) -> Sample:
+        episode = Episode(
+            prompt=prompt, index=index, tokenizer=tokenizer, model=access, renderer=renderer, prompt_ids=prompt_ids
+        )
         try:
             await episode.generate()
         except Interrupted as err:
             raise EngineError(f"{name} had to stop in the middle of a canary", remedy="ask another engine") from err
         return episode.sample()
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            jobs = [
-                group.create_task(answer(prompt, index))
-                for prompt in request.prompts
-                for index in range(request.num_samples)
-            ]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return CanaryAnswers(rollout=name, samples=tuple(job.result() for job in jobs))
+    rendered = [(prompt, renderer.prompt(prompt)) for prompt in request.prompts]
+    jobs = [answer(prompt, ids, index) for prompt, ids in rendered for index in range(request.num_samples)]
+    return CanaryAnswers(rollout=name, samples=tuple(await all_or_first_error(jobs)))

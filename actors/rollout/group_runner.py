@@ -1,8 +1,9 @@
 """From an assignment to a finished group: workflows run side by side, and each sample is rewarded as soon as it is
 finished, or all of them together once the last one is.
 
-`GroupSoFar` is what a running group has at any moment, for another actor that must continue it. `Stretches` records
-when the first and the last member of a group reached each stage, for the trace.
+A built-in workflow runs in the actor's loop: it does nothing but wait for the engine. All others run in the processes
+of a `WorkflowPool`; what they return is checked. `GroupSoFar` is what a running group has at any moment, for another
+actor that must continue it, and when its first and last member reached each stage, for the trace.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ...algos.rewards.extraction import opens_thought
 from ...algos.rewards.outcome import RewardOutcome
@@ -41,19 +42,18 @@ from ...core.errors import (
 from ...core.messages import Assignment, DropReason
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, Group, Prompt, Sample
+from ..rewards.guard import Reference, Scorer
 from ..stream_checks import checked_sample
-from ..user_code.calls import TookTooLong, UserRaised, within
-from ..user_code.functions import what_was_raised
-from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext, closing
+from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext, closed
 from ..workflows.failures import FAILURE_KINDS, RETRIED
-from ..workflows.pool import EpisodeStart, TokensSoFar, WorkflowPool
+from ..workflows.pool import TokensSoFar, WorkflowPool
 from ..workflows.turn_renderer import TurnRenderer
-from .judging import Reference, ScoredOutcome, Scorer
+from ..workflows.worker_messages import StartEpisode
 
 T = TypeVar("T")
 
 
-Member = tuple[Sample, ScoredOutcome | None] | Interrupted | MemberFailed
+Member = tuple[Sample, RewardOutcome | None] | Interrupted | MemberFailed
 """The end of one member of a group. No outcome: it is judged together with the others; MemberFailed: its environment
 failed for good, and the group continues without it."""
 MAX_LOST = 10
@@ -131,16 +131,13 @@ class GroupLoad:
     """Where most of these are: function and file."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
+class _Task(msgspec.Struct, frozen=True):
     """One member of a group."""
 
     assignment: Assignment
     index: int
-    prompt_ids: I32
-    recorded: Sample | None
-    stretches: Stretches
     made: GroupSoFar
+    recorded: Sample | None
     num_retries: int = 0
     """Attempts of this actor that its environment failed."""
     num_before: int = 0
@@ -220,25 +217,20 @@ class GroupRunner:
         PromptTooLong for a prompt that does not fit, DataError for one that cannot be rendered, TemplateError for a
         reply that the chat template cannot write, UserCodeError for a workflow or reward that failed, MemberFailed if
         no member is left or the policy made one fail, RequestRefused for a request that no engine can serve."""
-        recorded = {s.index: s for s in assignment.partial}
-        prompt_ids = self._renderer.prompt(assignment.prompt)
-        stretches, made = Stretches(self._clock), GroupSoFar(recorded)
-        members = [
-            self._member(_Task(assignment, i, prompt_ids, recorded.get(i), stretches, made))
-            for i in range(assignment.num_samples)
-        ]
-        group_id = assignment.prompt.group_id
+        group_id, num_samples = assignment.prompt.group_id, assignment.num_samples
+        made = GroupSoFar(self._renderer.prompt(assignment.prompt), assignment.partial, self._clock)
         self._made[group_id] = made
+        outcomes: Sequence[RewardOutcome] = ()
         try:
-            done: list[Member] = await _all_or_first_error(members)
-            finished = [d for d in done if isinstance(d, tuple)]
-            interrupted = [d.partial for d in done if isinstance(d, Interrupted)]
-            masked = [d for d in done if isinstance(d, MemberFailed)]
+            tasks = [_Task(assignment, index, made, made.recorded.get(index)) for index in range(num_samples)]
+            done: list[Member] = await all_or_first_error([self._member(task) for task in tasks])
+            finished = [one for one in done if isinstance(one, tuple)]
+            interrupted = [one.partial for one in done if isinstance(one, Interrupted)]
+            masked = [one for one in done if isinstance(one, MemberFailed)]
             if masked and not finished and not interrupted:
                 raise masked[0]
-            outcomes: Sequence[ScoredOutcome] = (
-                () if interrupted else await self._outcomes(assignment.prompt, finished, stretches)
-            )
+            if not interrupted:
+                outcomes = await self._outcomes(assignment.prompt, finished, made)
         except RequestRefused:
             raise
         except EngineError as err:
@@ -246,8 +238,9 @@ class GroupRunner:
         finally:
             if self._made.get(group_id) is made:  # held-out prompts may be answered twice at a time
                 del self._made[group_id]
-            for hop, (began_s, ended_s) in stretches.found.items():
-                self._on_hop(hop, group_id, stretches.wall_s(began_s), ended_s - began_s)
+            wall_s = self._clock.wall() - self._clock.monotonic()
+            for hop, (began_s, ended_s) in made.stretches.items():
+                self._on_hop(hop, group_id, wall_s + began_s, ended_s - began_s)
         if interrupted:
             raise Partial((*(sample for sample, _ in finished), *interrupted))
         return Group(
@@ -260,27 +253,27 @@ class GroupRunner:
         )
 
     async def _member(self, task: _Task) -> Member:
-        outcome: ScoredOutcome | None = None
+        outcome: RewardOutcome | None = None
+        began_s = self._clock.monotonic()
         try:
-            with task.stretches.of("generate"):
-                sample = await self._tried(task)
+            sample = await self._tried(task)
         except Interrupted as interrupted:
             return interrupted
         except MemberFailed as failed:
             if (kept := self._settled(task, failed)) is None:
                 return failed
             sample, outcome = kept, RewardOutcome(0.0)
+        finally:
+            task.made.reached("generate", began_s)
         self.stats.num_tokens += int(sample.loss_mask.sum())
         self.stats.num_samples += 1
         self.stats.num_truncated += sample.finish == "length"
-        prompt = task.assignment.prompt
         if self.reference is not None:
-            with task.stretches.of("reward"):
-                sample = await self._referenced(self.reference, task, sample)
+            sample = await self._referenced(self.reference, task, sample)
         if self._scorer.judges_groups or outcome is not None:
             return sample, outcome
-        with task.stretches.of("reward"):
-            return sample, await self._rewarded(self._scorer.score(self._completion(prompt, sample)))
+        completion = self._completion(task.assignment.prompt, sample, task.made)
+        return sample, await self._rewarded(self._scorer.score(completion), task.made)
 
     async def _tried(self, task: _Task) -> Sample:
         """The member's sample. A member whose environment failed is tried again, without its tokens. A member whose
@@ -319,7 +312,7 @@ class GroupRunner:
             self._failed(failed, f"its group is dropped: {failed.message}")
             raise failed
         self._failed(failed, f"it gets reward 0: {failed.message}")
-        sample = msgspec.structs.replace(sample, finish="stop", reward=0.0)
+        sample = replace(sample, finish="stop", reward=0.0)
         task.made.finished(sample)
         return sample
 
@@ -332,115 +325,100 @@ class GroupRunner:
         """With the log-probs of the reference model: those of an earlier attempt, if it was as far with this sample."""
         known = task.recorded
         if known is None or known.reference_logprobs is None or not _is_same(known, sample):
+            began_s = self._clock.monotonic()
             self._note(rewarding=1)
             try:
                 sample = await reference.judged(task.assignment.prompt, sample)
             finally:
+                task.made.reached("reward", began_s)
                 self._note(rewarding=-1)
         else:
-            sample = msgspec.structs.replace(sample, reference_logprobs=known.reference_logprobs)
+            sample = replace(sample, reference_logprobs=known.reference_logprobs)
         task.made.finished(sample)
         return sample
 
     async def _outcomes(
-        self, prompt: Prompt, finished: Sequence[tuple[Sample, ScoredOutcome | None]], stretches: Stretches
-    ) -> Sequence[ScoredOutcome]:
+        self, prompt: Prompt, finished: Sequence[tuple[Sample, RewardOutcome | None]], made: GroupSoFar
+    ) -> Sequence[RewardOutcome]:
         """Of all members: their own, or those of the group that they are."""
-        own = [outcome for _, outcome in finished if outcome is not None]
         if not self._scorer.judges_groups:
-            return own
-        with stretches.of("reward"):
-            judged = await self._rewarded(
-                self._scorer.score_group([self._completion(prompt, one) for one, _ in finished])
-            )
+            return [outcome for _, outcome in finished if outcome is not None]
+        scoring = self._scorer.score_group([self._completion(prompt, one, made) for one, _ in finished])
+        judged = await self._rewarded(scoring, made)
         return [own or of_group for (_, own), of_group in zip(finished, judged, strict=True)]
 
     async def _produce(self, task: _Task) -> Sample:
-        prompt, index = task.assignment.prompt, task.index
+        attempt, number = task.assignment.attempt, task.num_before
         model = replace(
             self.model,
             sampling=task.assignment.sampling,
-            request_prefix=f"{self.model.request_prefix}a{task.assignment.attempt}.{_retry(task.num_before)}",
+            request_prefix=f"{self.model.request_prefix}a{attempt}.{f'r{number}.' if number else ''}",
         )
         if isinstance(self._workflow, WorkflowPool):
-            sample, temperature = await self._in_worker(self._workflow, task, model)
+            sample = await self._in_worker(self._workflow, task, model)
         else:
-            sample, temperature = await self._in_loop(self._workflow, task, model)
-        checked = checked_sample(sample, prompt, index, temperature=temperature, vocab_size=self._vocab_size)
-        task.made.finished(checked)
-        return checked
+            sample = await self._in_loop(self._workflow, task, model)
+        task.made.finished(sample)
+        return sample
 
-    async def _in_loop(self, workflow: Workflow, task: _Task, model: ModelAccess) -> tuple[object, float | None]:
-        prompt, timeout_s = task.assignment.prompt, self.timeout_s
+    async def _in_loop(self, workflow: Workflow, task: _Task, model: ModelAccess) -> Sample:
+        prompt = task.assignment.prompt
         episode = Episode(
             prompt=prompt,
             index=task.index,
             tokenizer=self._tokenizer,
             model=model,
             renderer=self._renderer,
-            prompt_ids=task.prompt_ids,
+            prompt_ids=task.made.prompt_ids,
             recorded=task.recorded,
         )
         task.made.begun(task.index, episode)
         context = WorkflowContext(
-            episode=episode,
-            tokenizer=self._tokenizer,
-            max_turns=self._max_turns,
-            index=task.index,
-            session_id=self._session_id(task),
-            attempt=_attempt(task),
+            episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=task.index
         )
-
-        async def call() -> object:
-            return await workflow(context, prompt)
-
         self._note(generating=1)
         try:
-            return await within(call(), timeout_s), episode.temperature
-        except (Interrupted, MyxaError):
-            raise
-        except TookTooLong as late:
-            more = ", and still runs although it was cancelled" if late.hangs else ""
+            async with asyncio.timeout(self.timeout_s):
+                return await workflow(context, prompt)
+        except TimeoutError as late:
             raise UserCodeError(
-                f"workflow did not finish within {timeout_s:g} s{more} {task.where}",
-                remedy="bound its waits, or raise rollout.timeout_s",
+                f"workflow did not finish within {self.timeout_s:g} s {task.where}", remedy="raise rollout.timeout_s"
             ) from late
-        except Exception as err:
-            cause = err.cause if isinstance(err, UserRaised) else err
-            raise UserCodeError(
-                f"workflow raised {what_was_raised(cause)} {task.where}", remedy="mend the workflow function"
-            ) from err
         finally:
             self._note(generating=-1)
 
-    async def _in_worker(self, pool: WorkflowPool, task: _Task, model: ModelAccess) -> tuple[object, float | None]:
+    async def _in_worker(self, pool: WorkflowPool, task: _Task, model: ModelAccess) -> Sample:
         record, began_s, model_s = TokensSoFar(task.recorded), self._clock.monotonic(), 0.0
         task.made.begun(task.index, record)
 
         async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
             nonlocal model_s
-            asked_s = self._clock.monotonic()
+            asked_s, deltas = self._clock.monotonic(), model.generate(request)
             self._note(generating=1, waiting=-1)
             try:
-                async with closing(model.generate(request)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                async for delta in deltas:
+                    yield delta
             finally:
+                await closed(deltas)
                 model_s += self._clock.monotonic() - asked_s
                 self._note(generating=-1, waiting=1)
 
-        start = EpisodeStart(
-            prompt=task.assignment.prompt,
+        assignment, prompt = task.assignment, task.assignment.prompt
+        kind = "" if assignment.attempt >= 0 else f"eval{-assignment.attempt}."
+        start = StartEpisode(
+            prompt=prompt,
             index=task.index,
-            prompt_ids=task.prompt_ids,
+            prompt_ids=task.made.prompt_ids,
+            sampling=model.sampling,
+            context_length=model.context_length,
+            request_prefix=model.request_prefix,
+            session_id=f"{self.run_name}.{kind}{prompt.group_id}.{task.index}",
+            attempt=max(assignment.attempt - 1, 0) + task.num_before,
             recorded=task.recorded,
-            session_id=self._session_id(task),
-            attempt=_attempt(task),
-            run_s=self.timeout_s,
         )
         self._note(waiting=1)
         try:
-            return await pool.play(start, replace(model, generate=generate), record)
+            sample, temperature = await pool.play(start, self.timeout_s, replace(model, generate=generate), record)
         except MemberFailed as failed:
             words = f"{failed.message} {task.where}"
             raise MemberFailed(
@@ -453,10 +431,7 @@ class GroupRunner:
             env_s = self._clock.monotonic() - began_s - model_s
             self.stats.env_s += env_s
             self.stats.max_env_s = max(self.stats.max_env_s, env_s)
-
-    def _session_id(self, task: _Task) -> str:
-        kind = "" if task.assignment.attempt >= 0 else f"eval{-task.assignment.attempt}."
-        return f"{self.run_name}.{kind}{task.assignment.prompt.group_id}.{task.index}"
+        return checked_sample(sample, prompt, task.index, temperature=temperature, vocab_size=self._vocab_size)
 
     def _hear_waits(self) -> None:
         """Note where workflows are, for the account of the actor's time."""
@@ -465,12 +440,39 @@ class GroupRunner:
         self._load.place = places.most_common(1)[0][0] if places else self._workflow.name
         self._on_load(self._load)
 
-    def _completion(self, prompt: Prompt, sample: Sample) -> Completion:
-        tail = self._tokenizer.decode(_before_last_turn(sample), skip_special=False)
-        return _completion(prompt, sample, begins_in_thought=opens_thought(tail))
+    def _completion(self, prompt: Prompt, sample: Sample, made: GroupSoFar) -> Completion:
+        return Completion(
+            group_id=prompt.group_id,
+            index=sample.index,
+            messages=prompt.messages,
+            prompt=prompt.messages[-1].content if prompt.messages else "",
+            text=sample.text,
+            turns=sample.turns,
+            conversation=sample.conversation(),
+            label=prompt.label,
+            metadata=prompt.metadata,
+            finish=sample.finish,
+            num_tokens=len(sample.response_ids),
+            reward=sample.reward,
+            sample_metadata=sample.metadata,
+            begins_in_thought=self._begins_in_thought(made, sample),
+        )
 
-    async def _rewarded(self, scoring: Awaitable[T]) -> T:
-        started = self._clock.monotonic()
+    def _begins_in_thought(self, made: GroupSoFar, sample: Sample) -> bool:
+        """Whether the last ids that the model was given open one. A prompt is looked at once for all its answers."""
+        mask = sample.loss_mask.tobytes()
+        start = mask.rfind(0, 0, mask.rfind(1) + 1) + 1
+        is_shared = not start and sample.prompt_ids is made.prompt_ids
+        if is_shared and made.opens_thought is not None:
+            return made.opens_thought
+        given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
+        opens = opens_thought(self._tokenizer.decode(given[-MARK_IDS:].tolist(), skip_special=False))
+        if is_shared:
+            made.opens_thought = opens
+        return opens
+
+    async def _rewarded(self, scoring: Awaitable[T], made: GroupSoFar) -> T:
+        began_s = self._clock.monotonic()
         self._note(rewarding=1)
         try:
             return await scoring
@@ -479,7 +481,7 @@ class GroupRunner:
         except UserCodeError as err:
             raise RewardError(err.message, remedy=err.remedy) from err
         finally:
-            self.stats.reward_s += self._clock.monotonic() - started
+            self.stats.reward_s += made.reached("reward", began_s) - began_s
             self._note(rewarding=-1)
 
     def _note(self, *, generating: int = 0, rewarding: int = 0, waiting: int = 0) -> None:
@@ -489,15 +491,6 @@ class GroupRunner:
         self._on_load(self._load)
 
 
-def _attempt(task: _Task) -> int:
-    """How often the member was begun before; an assignment's first attempt is 1, an evaluation's negative."""
-    return max(task.assignment.attempt - 1, 0) + task.num_before
-
-
-def _retry(num_before: int) -> str:
-    return f"r{num_before}." if num_before else ""
-
-
 def _is_same(one: Sample, other: Sample) -> bool:
     """Whether they are of the same tokens, by the same policy at the same temperature."""
     return one.temperature == other.temperature and all(
@@ -505,44 +498,14 @@ def _is_same(one: Sample, other: Sample) -> bool:
     )
 
 
-def _completion(prompt: Prompt, sample: Sample, *, begins_in_thought: bool) -> Completion:
-    return Completion(
-        group_id=prompt.group_id,
-        index=sample.index,
-        messages=prompt.messages,
-        prompt=prompt.messages[-1].content if prompt.messages else "",
-        text=sample.text,
-        turns=sample.turns,
-        conversation=sample.conversation(),
-        label=prompt.label,
-        metadata=prompt.metadata,
-        finish=sample.finish,
-        num_tokens=len(sample.response_ids),
-        reward=sample.reward,
-        sample_metadata=sample.metadata,
-        begins_in_thought=begins_in_thought,
-    )
-
-
-def _before_last_turn(sample: Sample) -> list[int]:
-    """The last ids that the model was given."""
-    mask = sample.loss_mask.tobytes()
-    start = mask.rfind(0, 0, mask.rfind(1) + 1) + 1
-    given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
-    return given[-MARK_IDS:].tolist()
-
-
-async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first failure cancels the other members and is raised as it is."""
-    tasks = [asyncio.ensure_future(m) for m in members]  # noqa: TID251 -- every task is awaited right below
+async def all_or_first_error(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first failure cancels the others and is raised as it is."""
     try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    return [t.result() for t in tasks]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in jobs]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
@@ -568,9 +531,15 @@ def drop_reason(error: MyxaError) -> DropReason:
 class GroupSoFar:
     """See the module's head."""
 
-    def __init__(self, recorded: dict[int, Sample]) -> None:
-        """`recorded`: index -> what an earlier attempt left."""
-        self._recorded = recorded
+    def __init__(self, prompt_ids: I32, partial: Sequence[Sample], clock: Clock) -> None:
+        """`partial`: what an earlier attempt left."""
+        self.prompt_ids = prompt_ids
+        self.opens_thought: bool | None = None
+        """Whether the prompt ends inside a thought; None: nobody asked yet."""
+        self.recorded = {sample.index: sample for sample in partial}
+        self.stretches: dict[Hop, tuple[float, float]] = {}
+        """Hop -> begin of the first member and end of the last, on the monotonic clock."""
+        self._clock = clock
         self._episodes: dict[int, Episode | TokensSoFar] = {}
         self._finished: dict[int, Sample] = {}
 
@@ -580,9 +549,16 @@ class GroupSoFar:
     def finished(self, sample: Sample) -> None:
         self._finished[sample.index] = sample
 
+    def reached(self, hop: Hop, began_s: float) -> float:
+        """A member is through with that; returns the time."""
+        now_s = self._clock.monotonic()
+        first_s = self.stretches.get(hop, (began_s, 0.0))[0]
+        self.stretches[hop] = (min(first_s, began_s), now_s)
+        return now_s
+
     def again(self, index: int) -> None:
         """That member starts over: its tokens are of no use."""
-        self._recorded.pop(index, None)
+        self.recorded.pop(index, None)
         self._episodes.pop(index, None)
 
     def of(self, index: int) -> Sample | None:
@@ -592,28 +568,6 @@ class GroupSoFar:
 
     def samples(self) -> tuple[Sample, ...]:
         """Members with at least one token, finished or not."""
-        begun = {i: e.so_far() for i, e in self._episodes.items() if not e.is_empty}
-        known = self._recorded | begun | self._finished
+        begun = {i: e.so_far() for i, e in self._episodes.items() if not e.is_empty and i not in self._finished}
+        known = self.recorded | begun | self._finished
         return tuple(known[index] for index in sorted(known) if known[index].response_ids.size)
-
-
-class Stretches:
-    """Of one group."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.found: dict[Hop, tuple[float, float]] = {}
-        """Hop -> begin and end on the monotonic clock."""
-
-    @contextmanager
-    def of(self, hop: Hop) -> Generator[None]:
-        began_s = self._clock.monotonic()
-        try:
-            yield
-        finally:
-            first_s = self.found[hop][0] if hop in self.found else began_s
-            self.found[hop] = (min(first_s, began_s), self._clock.monotonic())
-
-    def wall_s(self, monotonic_s: float) -> float:
-        """That moment on the wall clock."""
-        return self._clock.wall() - self._clock.monotonic() + monotonic_s

@@ -38,6 +38,7 @@ from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
+from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer
 from ..stream_checks import StreamChecks
 from ..telemetry import ReportPace, report_forever
 from ..weights.engine_versions import ALWAYS_NEWEST, ServedWeights
@@ -46,9 +47,8 @@ from ..workflows.episode import Generate, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
 from .evaluation import Evaluation, answer_canary
 from .gauges import RolloutTime, gauge_forever
-from .group_pull import GroupHandover, GroupPull
+from .group_pull import GroupPull
 from .group_runner import GroupRunner, NoEngine
-from .judging import PooledScorer, Reference, ScorerAndReference
 from .knobs import RolloutLive, crowding, rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
 
@@ -92,7 +92,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         *,
         engine: Engine | None,
         workflow: Workflow | WorkflowPool,
-        scorer: PooledScorer,
+        scorer: Scorer,
         tokenizer: Tokenizer,
         options: RolloutOptions,
         clock: Clock,
@@ -103,7 +103,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         """`tenancy`: where the engine shares its device with a trainer in turns."""
         self._engine = engine
         self._workflow = workflow
-        self._scorer = scorer if reference is None else ScorerAndReference(scorer, reference)
+        self._scorer = scorer
+        self._judges = Guarded(scorer, *([] if reference is None else [reference]))
         self._reference = reference
         self._tokenizer = tokenizer
         self._options = options
@@ -128,16 +129,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._buffer = self.ctx.ref(BufferContract, "buffer")
         self._reporting = CoordinatorReport(self.ctx, self._report)
-        self._handover = GroupHandover(
-            self.ctx.name,
-            self._buffer,
-            scorer=self._scorer,
-            max_error_rate=self._options.max_error_rate,
-            max_outage_s=self._options.max_outage_s,
-            telemetry=self._telemetry,
-            clock=self._clock,
-            log=self.ctx.log,
-        )
         self._evaluation.listen(self._telemetry.event, self._telemetry.sample)
         self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
         self._weights_turn = asyncio.Lock()
@@ -148,8 +139,10 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._pull = GroupPull(
             self.ctx,
             self._buffer,
-            self._handover,
             self._time,
+            self._judges,
+            GroupBudget(self._options.max_error_rate, self._options.max_outage_s),
+            self._telemetry,
             max_groups=self._live.concurrency,
             save_s=self._options.save_partials_s if self._engine is not None else 0.0,
         )
@@ -169,7 +162,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         """Put the live values where they act; what is not there yet gets them when it comes."""
         live = self._live
         self._pull.resize(live.concurrency)
-        self._handover.allow(live.max_error_rate)
+        self._pull.allow(live.max_error_rate)
         if self._runner is not None:
             self._runner.timeout_s = live.workflow_timeout_s
         if live.pause_mode is not None and isinstance(self._engine, PausesByMode):
@@ -225,7 +218,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         gauges = gauge_forever(
             self._telemetry,
             runner.stats,
-            self._handover.counts,
+            self._pull.counts,
             status=self.status,
             room=self._room,
             pace=self._pace,
@@ -272,7 +265,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._tenant.turn.end()
         for task in tasks:
             task.cancel()
-        closing = [self._scorer.close(), self._evaluation.close()]
+        closing = [self._judges.close(), self._evaluation.close()]
         closing += [] if self._engine is None else [self._engine.close()]
         closing += [self._workflow.close()] if isinstance(self._workflow, WorkflowPool) else []
         # Neither waits for the other, or fails by it.
@@ -319,7 +312,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             await self._give_engine_up(err)
 
     def _on_lie(self, lie: EngineLied) -> None:
-        self._handover.counts.num_lies += 1
+        self._pull.counts.num_lies += 1
         self._telemetry.event("engine-lied", lie.message)
         self.ctx.spawn(self._give_engine_up(lie), name="lied")
 
@@ -389,7 +382,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             "rollout/in_flight": float(self._pull.num_groups),
             "rollout/concurrency": float(self._pull.max_groups),
             "rollout/max_running": float(self._max_running),
-            **self._scorer.gauges(),
+            **self._judges.gauges(),
             **({} if self._runner is None else self._runner.failures.gauges()),
         }
 

@@ -34,7 +34,7 @@ from ...core.errors import (
 )
 from ...core.files import until_written
 from ...core.knobs import KnobValue, LiveKnobs
-from ...core.messages import ActivityKind, Claim, GroupMeta, StepReport, WeightChannel, WeightManifest
+from ...core.messages import ActivityKind, Claim, StepReport, WeightChannel, WeightManifest
 from ...core.protocols import StepStats
 from ...core.refs import ActorGroup
 from ...core.retry import until_answered
@@ -58,8 +58,6 @@ HELD_BACK_WAIT_S = 0.25
 """The same while engines lack the newest version: they may have to be given it before there can be a batch."""
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
-MAX_SAMPLES_PER_MESSAGE = 8192
-"""A message holds at most 65,536 arrays; a sample has five."""
 COORDINATOR = "coordinator"
 
 
@@ -280,8 +278,8 @@ class TrainLoop:
         if blocked_by not in _RESTING:
             await self._give_held_back(version)
 
-    async def _fetch(self, metas: Sequence[GroupMeta]) -> ClaimedBatch:
-        return ClaimedBatch(await self._fetcher.groups(metas), {meta.group_id: meta.oldest_version for meta in metas})
+    async def _fetch(self, oldest: Mapping[int, int]) -> ClaimedBatch:
+        return ClaimedBatch(await self._fetcher.groups(tuple(oldest)), oldest)
 
     def _end_of_data(self, version: int) -> str:
         """Why the loop ends now. A run that could not make a single step did not do what it was started for."""
@@ -551,20 +549,19 @@ class GroupFetcher:
     def __init__(self, fetch: Callable[[tuple[int, ...]], Awaitable[tuple[Group, ...]]]) -> None:
         """`fetch`: asks the buffer; raises MessageTooLarge if the answer is."""
         self._fetch = fetch
-        self.at_once = MAX_SAMPLES_PER_MESSAGE
+        self.at_once = 1 << 20
 
-    async def groups(self, metas: Sequence[GroupMeta]) -> tuple[Group, ...]:
+    async def groups(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         """In that order. Raises TrainError for a group that is too large by itself, and what `fetch` raises."""
         found: list[Group] = []
-        num_samples = max((len(meta.num_tokens) for meta in metas), default=1)
-        while left := metas[len(found) :]:
-            piece = left[: min(self.at_once, max(1, MAX_SAMPLES_PER_MESSAGE // num_samples))]
+        while left := group_ids[len(found) :]:
+            piece = left[: self.at_once]
             try:
-                found += await self._fetch(tuple(meta.group_id for meta in piece))
+                found += await self._fetch(piece)
             except MessageTooLarge as error:
                 if len(piece) == 1:
                     raise TrainError(
-                        f"group {piece[0].group_id} cannot be handed to the trainer: {error.message}",
+                        f"group {piece[0]} cannot be handed to the trainer: {error.message}",
                         remedy="lower rollout.num_samples or rollout.max_new_tokens, or give the row less metadata",
                     ) from error
                 self.at_once = len(piece) // 2

@@ -4,6 +4,8 @@ sides.
     actor ── subreaper ── worker    `python -m myxa.actors.user_code.subreaper <pid> <module> <grace>`;
                                     `module.main()` is the worker
 
+`WorkerPool` holds the workers of one function: those of rewards and of workflows.
+
 A process that hangs is killed with all that it started; its exit is reported. Written by hand, small and typed, since
 `concurrent.futures.ProcessPoolExecutor` pickles, cannot kill one hung worker (the whole pool breaks), and cannot say
 which task a dead worker had.
@@ -18,8 +20,10 @@ import os
 import signal
 import struct
 import sys
+from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
-from typing import Any, BinaryIO, ClassVar, Self, cast
+from collections.abc import Callable
+from typing import Any, BinaryIO, ClassVar, Generic, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -227,6 +231,108 @@ class UserProcess:
             await stdin.wait_closed()
 
 
+class PoolWorker(UserProcess):
+    """A process that several calls may share."""
+
+    calls: dict[int, Any]
+    """Number -> who waits for that call's end."""
+    is_ready = False
+    is_retired = False
+    """Something of an ended call still runs in it: it gets no further calls."""
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls)
+
+
+W = TypeVar("W", bound=PoolWorker)
+T = TypeVar("T")
+
+
+class WorkerPool(ABC, Generic[W]):
+    """At most `max_workers` processes for one function of the user's, started as they are needed."""
+
+    def __init__(
+        self, kind: type[W], spec: object, what: str, *, max_workers: int, max_calls: float, starts_at_once: int = 1
+    ) -> None:
+        """`what` the spec names, for messages. `max_calls`: of one worker, before a further one is started."""
+        self._kind = kind
+        self._spec = spec
+        self._what = what
+        self._max_workers = max_workers
+        self._max_calls = max_calls
+        self._starting = asyncio.Semaphore(starts_at_once)
+        self.workers: set[W] = set()
+        self._readers: dict[W, asyncio.Task[None]] = {}
+        self.is_closed = False
+        self.grace_s = 0.0
+        """For the workers to clean up when their input ends, or this process."""
+
+    @abstractmethod
+    async def listen(self, worker: W) -> None:
+        """Pass on its messages until it is gone or of no use, and tell its calls then."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(worker.pid for worker in self.workers if worker.is_ready and worker.is_alive)
+
+    async def take(self) -> W:
+        """The worker for a call, which the caller enters in its `calls` at once. Raises UserCodeError or ConfigError
+        where none can be started."""
+        async with self._starting:
+            fit = [one for one in self.workers if one.is_ready and one.is_alive and not one.is_retired]
+            least = min(fit, key=lambda worker: worker.num_calls, default=None)
+            if least is not None and (least.num_calls < self._max_calls or len(fit) >= self._max_workers):
+                return least
+            return await self._start()
+
+    async def _start(self) -> W:
+        self._refuse_when_closed()
+        worker = await self._kind.start(self.grace_s)
+        worker.calls = {}
+        self.workers.add(worker)
+        try:
+            self._refuse_when_closed()
+            await worker.load(self._spec, self._what)
+            self._refuse_when_closed()
+        except BaseException:
+            worker.kill()
+            await worker.gone()
+            self.workers.discard(worker)  # not before: where this is cancelled meanwhile, `close` waits for it
+            raise
+        worker.is_ready = True
+        self._readers[worker] = asyncio.ensure_future(self._read(worker))  # noqa: TID251 -- ended by `close`
+        return worker
+
+    def _refuse_when_closed(self) -> None:
+        if self.is_closed:
+            raise UserCodeError(f"{self._what} was called after its actor ended")
+
+    async def _read(self, worker: W) -> None:
+        await self.listen(worker)
+        worker.kill()
+        await worker.gone()
+        self.workers.discard(worker)
+        del self._readers[worker]
+
+    def mind(self, worker: W) -> None:
+        """A call of it ended."""
+        if worker.is_retired and not worker.calls:
+            worker.kill()
+
+    async def close(self) -> None:
+        """End all workers; what runs in them may clean up."""
+        self.is_closed = True
+        workers, readers = list(self.workers), list(self._readers.values())
+        if self.grace_s and readers:
+            for worker in workers:
+                worker.end_input()
+            await asyncio.wait(readers, timeout=self.grace_s)
+        for worker in workers:
+            worker.kill()
+        await asyncio.gather(*(worker.gone() for worker in workers), *readers, return_exceptions=True)
+
+
 # -- the worker's side
 
 
@@ -238,6 +344,21 @@ def own_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     os.close(nothing)
     return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb", buffering=0)
+
+
+def begin(load: Callable[[bytes], T]) -> tuple[T, BinaryIO, BinaryIO]:
+    """What `load` makes of the first frame, which is reported, and the worker's pipes. Ends the process where nothing
+    comes, or it cannot be loaded."""
+    incoming, outgoing = own_pipes()
+    if (first := read_frame(incoming)) is None:
+        sys.exit()
+    try:
+        loaded = load(first)
+    except MyxaError as error:
+        write_frame(outgoing, LoadFailed.of(error))
+        sys.exit()
+    write_frame(outgoing, Ready(os.getpid()))
+    return loaded, incoming, outgoing
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

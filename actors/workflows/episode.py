@@ -13,10 +13,7 @@ recorded one ends the replay.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -28,14 +25,13 @@ from msgspec.structs import replace
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import F32, I32, NO_VERSION, U8, FinishReason, Message, Prompt, Sample
+from ...core.samples import F32, I32, NO_VERSION, FinishReason, Message, Prompt, Sample
 from ...core.sampling import StopStrings, sampling_fault
 from .demonstrated import demonstrate
 from .turn_renderer import TurnRenderer
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSegment:
+class TokenSegment(msgspec.Struct, frozen=True):
     """A model turn (mask 1) or a reply (mask 0)."""
 
     ids: I32
@@ -55,37 +51,43 @@ def unstamped(ids: Sequence[int] | I32, *, is_model: bool) -> TokenSegment:
     return TokenSegment(array, np.zeros(len(array), np.float32), np.full(len(array), NO_VERSION, np.int32), is_model)
 
 
+NOTHING = unstamped((), is_model=True)
+
+
 def split(sample: Sample) -> list[TokenSegment]:
     """Cut a recorded sample into runs of equal loss mask."""
     mask = sample.loss_mask
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [
         TokenSegment(sample.response_ids[a:b], sample.logprobs[a:b], sample.versions[a:b], bool(mask[a]))
-        for a, b in itertools.pairwise(cuts)
+        for a, b in pairwise(cuts)
         if b > a
     ]
 
 
 def joined(parts: Sequence[TokenSegment]) -> TokenSegment:
-    """One run of model tokens from its parts."""
+    """One run of tokens from its parts; of the model's, where there are none."""
+    parts = [part for part in parts if part.ids.size]
     if not parts:
-        return TokenSegment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), is_model=True)
+        return NOTHING
+    ids, logprobs, versions = (parts[0].ids, parts[0].logprobs, parts[0].versions)
+    if len(parts) > 1:
+        ids = np.concatenate([part.ids for part in parts])
+        logprobs = np.concatenate([part.logprobs for part in parts])
+        versions = np.concatenate([part.versions for part in parts])
     return TokenSegment(
-        np.concatenate([part.ids for part in parts]).astype(np.int32, copy=False),
-        np.concatenate([part.logprobs for part in parts]).astype(np.float32, copy=False),
-        np.concatenate([part.versions for part in parts]).astype(np.int32, copy=False),
+        ids.astype(np.int32, copy=False),
+        logprobs.astype(np.float32, copy=False),
+        versions.astype(np.int32, copy=False),
         is_model=True,
     )
 
 
-@asynccontextmanager
-async def closing(stream: AsyncIterator[Delta]) -> AsyncGenerator[AsyncIterator[Delta]]:
-    """The stream, closed on leaving the block if it can be: for an engine that is to abort the request."""
-    try:
-        yield stream
-    finally:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()
+async def closed(stream: AsyncIterator[Delta]) -> None:
+    """Close a stream that can be closed: an engine aborts its request, unless that has ended."""
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()
 
 
 SEED_BITS = 63
@@ -108,8 +110,7 @@ class Interrupted(Exception):
         self.partial = partial
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model turn."""
 
     text: str
@@ -118,8 +119,7 @@ class Turn:
     finish: FinishReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelAccess:
+class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
     """How an episode reaches the model."""
 
     generate: Generate
@@ -132,9 +132,12 @@ class ModelAccess:
     pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
 
 
-def stops_of(params: SamplingParams, tokenizer: Tokenizer) -> StopStrings:
+NO_STOPS = StopStrings((), lambda ids: "")
+
+
+def stops_of(texts: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
     """The texts that end a turn."""
-    return StopStrings(params.stop, lambda ids: tokenizer.decode(ids, skip_special=False))
+    return StopStrings(texts, lambda ids: tokenizer.decode(ids, skip_special=False)) if texts else NO_STOPS
 
 
 async def drawn(
@@ -143,14 +146,19 @@ async def drawn(
     """Stream one turn from the engine: its tokens, up to the end of a stop string, and why they end. `under_way`: what
     the turn has already; grows while it comes. Raises EngineError for a stream that breaks off."""
     finish: FinishReason | None = None
-    ids = joined(under_way).ids.tolist()
-    async with closing(generate(request)) as deltas:
-        async for delta in deltas:
+    ids: list[int] = joined(under_way).ids.tolist() if stops else []
+    stream = generate(request)
+    try:
+        async for delta in stream:
             under_way.append(TokenSegment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
-            finish, num_seen = delta.finish, len(ids)
-            ids += delta.output_ids.tolist() if stops else ()
-            if match := stops.match(ids, num_seen):
-                return joined(under_way).first(match.end), "stop"
+            finish = delta.finish
+            if stops:
+                num_seen = len(ids)
+                ids += delta.output_ids.tolist()
+                if match := stops.match(ids, num_seen):
+                    return joined(under_way).first(match.end), "stop"
+    finally:
+        await closed(stream)
     if finish is None:
         raise EngineError(
             f"the engine ended request {request.request_id} without saying why",
@@ -221,29 +229,27 @@ class Episode:
 
     @property
     def room(self) -> int:
-        return self._model.context_length - len(self._context())
-
-    def _context(self) -> I32:
-        return np.concatenate([self._prompt_ids, *(s.ids for s in self._segments)]).astype(np.int32, copy=False)
+        return self._model.context_length - len(self._prompt_ids) - sum(len(one.ids) for one in self._segments)
 
     async def generate(self, sampling: SamplingParams | None = None) -> Turn:
         """The model's next turn. Raises Interrupted when the engine had to abort, EngineError when it fails,
         UserCodeError when `sampling` has another temperature than the turns before."""
         params = sampling or self._model.sampling
-        fault, remedy = sampling_fault(params)
-        if fault:
-            raise UserCodeError(f"workflow: a turn of row {self._prompt.row} is asked for, {fault}", remedy=remedy)
+        if params is not self._model.sampling:
+            fault, remedy = sampling_fault(params)
+            if fault:
+                raise UserCodeError(f"workflow: a turn of row {self._prompt.row} is asked for, {fault}", remedy=remedy)
         self._keep_to(params.temperature)
         done = self._next_recorded(is_model=True)
         if done is not None and (end := self._stopped_at(done, params)):
             return self._close_turn(done.first(end), "stop")
-        start = done if done is not None else joined([])
+        start = NOTHING if done is None else done
         limit = min(params.max_new_tokens - len(start.ids), self.room - len(start.ids))
         if limit <= 0:
             return self._close_turn(start, "length")
         is_seeded = self._model.sampling.seed is not None
         if is_seeded:
-            start, limit = joined([]), limit + len(start.ids)
+            start, limit = NOTHING, limit + len(start.ids)
         segment, finish = await self._ask(start, params, limit)
         while finish == "abort" and self._model.goes_on():
             left = limit + len(start.ids) - len(segment.ids)
@@ -275,7 +281,7 @@ class Episode:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
-            input_ids=np.concatenate([self._context(), start.ids]).astype(np.int32, copy=False),
+            input_ids=_whole([self._prompt_ids, *(one.ids for one in self._segments), start.ids]),
             sampling=replace(params.for_rest(num_done=len(start.ids), limit=limit), seed=self._seed(params)),
             source=self._prompt.source,
             row=self._prompt.row,
@@ -311,7 +317,7 @@ class Episode:
         return len(ids) if ids and ids[-1] in ends else 0
 
     def _stops(self, params: SamplingParams) -> StopStrings:
-        return stops_of(params, self._tokenizer)
+        return stops_of(params.stop, self._tokenizer)
 
     def _next_recorded(self, *, is_model: bool) -> TokenSegment | None:
         if not self._replay or self._replay[0].is_model is not is_model:
@@ -322,9 +328,10 @@ class Episode:
     def _close_turn(self, segment: TokenSegment, finish: FinishReason) -> Turn:
         self._segments.append(segment)
         self._finish = finish
-        text = self._tokenizer.decode(segment.ids.tolist())
+        ids: list[int] = segment.ids.tolist()
+        text = self._tokenizer.decode(ids)
         self._turns.append(text)
-        return Turn(text=text, token_ids=tuple(segment.ids.tolist()), finish=finish)
+        return Turn(text=text, token_ids=tuple(ids), finish=finish)
 
     def reply(self, role: str, content: str, *, name: str = "", tool_call_id: str = "") -> bool:
         """Append a message that the model did not write (mask 0) and open the next model turn. Returns False, and ends
@@ -355,8 +362,7 @@ class Episode:
     def sample(self, *, reward: float | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
         """The record of everything so far. `reward`: what it is worth, for `reward.fn = "workflow"`, and for functions
         to look at; `metadata`: what else a reward function should know, JSON values."""
-        made = self._sample(self._segments, self._finish)
-        return msgspec.structs.replace(made, reward=reward, metadata=dict(metadata or {}))
+        return self._sample(self._segments, self._finish, reward, metadata)
 
     @property
     def is_empty(self) -> bool:
@@ -369,23 +375,31 @@ class Episode:
         rest = [joined(self._under_way)] if self._under_way else self._replay
         return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
 
-    def _sample(self, segments: list[TokenSegment], finish: FinishReason) -> Sample:
-        empty = np.zeros(0, dtype=np.int32)
-        mask: list[U8] = [np.full(len(s.ids), 1 if s.is_model else 0, dtype=np.uint8) for s in segments]
+    def _sample(
+        self,
+        segments: Sequence[TokenSegment],
+        finish: FinishReason,
+        reward: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Sample:
+        whole = joined(segments)
+        mask = [np.full(len(one.ids), one.is_model, np.uint8) for one in segments]
         return Sample(
             group_id=self._prompt.group_id,
             index=self._index,
             prompt_ids=self._prompt_ids,
-            response_ids=np.concatenate([s.ids for s in segments]) if segments else empty,
-            logprobs=np.concatenate([s.logprobs for s in segments]) if segments else empty.astype(np.float32),
-            loss_mask=np.concatenate(mask) if mask else empty.astype(np.uint8),
-            versions=np.concatenate([s.versions for s in segments]) if segments else empty,
+            response_ids=whole.ids,
+            logprobs=whole.logprobs,
+            loss_mask=np.concatenate(mask) if mask else np.zeros(0, np.uint8),
+            versions=whole.versions,
             finish=finish,
             num_turns=len(self._turns),
             text=self._turns[-1] if self._turns else "",
             turns=tuple(self._turns),
             replies=tuple(self._replies),
             temperature=self._recorded_at if self._temperature is None else self._temperature,
+            reward=reward,
+            metadata=dict(metadata or {}),
         )
 
     def demonstration(self, turns: Sequence[Message]) -> Sample:
@@ -410,8 +424,7 @@ class Episode:
         return self.sample()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkflowContext:
+class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
     """Handed to a workflow for one sample."""
 
     episode: Episode
@@ -433,3 +446,9 @@ class WorkflowContext:
 
 Workflow = Callable[[WorkflowContext, Prompt], Awaitable[Sample]]
 """A workflow turns a prompt into a finished sample, usually by `ctx.episode`."""
+
+
+def _whole(parts: Sequence[I32]) -> I32:
+    """Ids in order; those of the only part that has any are not copied."""
+    filled = [part for part in parts if part.size]
+    return filled[0] if len(filled) == 1 else np.concatenate(parts).astype(np.int32, copy=False)

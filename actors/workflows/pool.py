@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,10 +21,9 @@ import numpy as np
 from ...core import errors
 from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
-from ...core.messages import SamplingParams
 from ...core.protocols import Tokenizer
-from ...core.samples import I32, FinishReason, Prompt, Sample
-from ..user_code.process import SpokeGarbage, UserProcess, WorkerGone
+from ...core.samples import FinishReason, Sample
+from ..user_code.process import PoolWorker, SpokeGarbage, WorkerGone, WorkerPool
 from .episode import Interrupted, ModelAccess, TokenSegment, drawn, joined, stops_of
 from .worker_messages import (
     AskModel,
@@ -48,20 +48,6 @@ SLACK_S = 15.0
 """For a worker to say how an episode ended whose limits are over."""
 SILENT_S = 20.0
 """A worker that says nothing for so long, beyond the time that its own watch needs, is killed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeStart:
-    """One episode that is to run in a worker."""
-
-    prompt: Prompt
-    index: int
-    prompt_ids: I32
-    recorded: Sample | None
-    session_id: str
-    attempt: int
-    run_s: float
-    """For the phase `run`."""
 
 
 class TokensSoFar:
@@ -118,67 +104,62 @@ class _Lost(WorkerGone):
         """The episode to blame; negative: unknown."""
 
 
-class WorkflowWorker(UserProcess):
+class WorkflowWorker(PoolWorker):
     """Many episodes at a time."""
 
     MODULE = "myxa.actors.workflows.worker"
 
-    running: dict[int, _Running]
+    calls: dict[int, _Running]
     """Episode -> what its caller gets."""
-    ending: set[int]
-    """Episodes that were abandoned and have not ended yet."""
-    is_retired: bool
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.ending: set[int] = set()
+        """Episodes that were abandoned and have not ended yet."""
 
     @property
-    def num_episodes(self) -> int:
-        return len(self.running) + len(self.ending)
+    def num_calls(self) -> int:
+        return len(self.calls) + len(self.ending)
 
 
-class WorkflowPool:
+class WorkflowPool(WorkerPool[WorkflowWorker]):
     """At most `max_workers` processes, started as they are needed; `play` may be called concurrently."""
 
     def __init__(self, spec: WorkflowSpec, limits: PhaseLimits, tokenizer: Tokenizer, *, max_workers: int) -> None:
         """`limits.run_s` is that of each episode's start."""
-        self._spec = spec
+        what = f'workflow "{spec.workflow}"'
+        super().__init__(WorkflowWorker, spec, what, max_workers=max_workers, max_calls=EPISODES_PER_WORKER)
+        self.grace_s = limits.teardown_s
+        self.name = spec.workflow.rpartition("/")[2]
+        self._silent_s = SILENT_S + 5 * spec.max_block_s
         self._limits = limits
         self._tokenizer = tokenizer
-        self._max_workers = max_workers
-        self._workers: set[WorkflowWorker] = set()
-        self._readers: dict[WorkflowWorker, asyncio.Task[None]] = {}
-        self._starting = asyncio.Lock()
         self._number = 0
-        self._is_closed = False
         self.on_waits: Callable[[], None] = lambda: None
         """Called when there is news of where episodes wait."""
 
-    @property
-    def name(self) -> str:
-        return self._spec.workflow.rpartition("/")[2]
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return tuple(worker.pid for worker in self._workers if worker.is_alive)
-
     def places(self) -> list[str]:
         """Where episodes wait for anything but the model, as they reported last: function, file and line."""
-        return [one.place for worker in self._workers for one in worker.running.values() if one.place]
+        return [one.place for worker in self.workers for one in worker.calls.values() if one.place]
 
     async def start(self) -> None:
         """Have the first worker load the workflow. Raises ConfigError or UserCodeError if it cannot."""
-        await self._take()
+        await self.take()
 
-    async def play(self, start: EpisodeStart, model: ModelAccess, record: TokensSoFar) -> tuple[Sample, float | None]:
+    async def play(
+        self, start: StartEpisode, run_s: float, model: ModelAccess, record: TokensSoFar
+    ) -> tuple[Sample, float | None]:
         """The sample that the workflow returned, unchecked but for its types, and the temperature of its turns. Raises
         MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the engine had
-        to abort, and what the engine raises."""
-        limits = msgspec.structs.replace(self._limits, run_s=start.run_s)
-        worker = await self._take()
+        to abort, and what the engine raises. `run_s`: for the phase `run`."""
+        limits = msgspec.structs.replace(self._limits, run_s=run_s)
+        worker = await self.take()
         self._number += 1
         number, running = self._number, _Running()
-        worker.running[number] = running
+        worker.calls[number] = running
         is_over = False
         try:
-            await _sent(worker, _start(number, start, limits, model))
+            await _sent(worker, msgspec.structs.replace(start, episode=number, limits=limits))
             async with asyncio.timeout(limits.total_s + SLACK_S):
                 end = await self._until_end(worker, number, running, model, record)
             is_over = True
@@ -190,12 +171,12 @@ class WorkflowPool:
             culprit = gone.episode if isinstance(gone, _Lost) else -1
             raise _gone(str(gone), is_bystander=culprit not in (-1, number)) from None
         finally:
-            worker.running.pop(number, None)
+            worker.calls.pop(number, None)
             if not is_over and worker.is_alive:
                 worker.ending.add(number)
                 with contextlib.suppress(WorkerGone):
                     await worker.send(CancelEpisode(number))
-            self._mind(worker)
+            self.mind(worker)
         if isinstance(end, EpisodeFailed):
             raise _error_of(end)
         return _sample_of(end), end.temperature
@@ -232,54 +213,24 @@ class WorkflowPool:
             await _cancelled(drawing)
 
     async def _draw(self, ask: AskModel, running: _Running, model: ModelAccess, under_way: list[TokenSegment]) -> None:
-        params = SamplingParams(stop=ask.stop)
         running.place = ""
         try:
-            segment, finish = await drawn(model.generate, ask.request, stops_of(params, self._tokenizer), under_way)
+            segment, finish = await drawn(model.generate, ask.request, stops_of(ask.stop, self._tokenizer), under_way)
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             running.inbox.put_nowait(error)
         else:
             running.inbox.put_nowait(_Turn(ask.turn, segment, finish))
 
-    async def _take(self) -> WorkflowWorker:
-        async with self._starting:
-            fit = [worker for worker in self._workers if worker.is_alive and not worker.is_retired]
-            least = min(fit, key=lambda worker: worker.num_episodes, default=None)
-            if least is not None and (least.num_episodes < EPISODES_PER_WORKER or len(fit) >= self._max_workers):
-                return least
-            return await self._start()
-
-    async def _start(self) -> WorkflowWorker:
-        if self._is_closed:
-            raise UserCodeError("a workflow was called after its actor ended")
-        worker = await WorkflowWorker.start(self._limits.teardown_s)
-        worker.running, worker.ending, worker.is_retired = {}, set(), False
-        self._workers.add(worker)
-        await worker.load(self._spec, f'workflow "{self._spec.workflow}"')
-        if self._is_closed:
-            worker.kill()
-            raise UserCodeError("a workflow was called while its actor ended")
-        self._readers[worker] = asyncio.ensure_future(self._read(worker))  # noqa: TID251 -- ended by `close`
-        return worker
-
-    def _mind(self, worker: WorkflowWorker) -> None:
-        if worker.is_retired and not worker.running and worker.is_alive:
-            worker.kill()
-
-    async def _read(self, worker: WorkflowWorker) -> None:
+    async def listen(self, worker: WorkflowWorker) -> None:
         gone = _Lost(*await self._until_gone(worker))
-        worker.kill()
-        for running in worker.running.values():
+        for running in worker.calls.values():
             running.inbox.put_nowait(gone)
-        if not worker.is_retired and not self._is_closed:
+        if not worker.is_retired and not self.is_closed:
             _log.warning("worker process %d of workflow %s ended: %s", worker.pid, self.name, gone)
-        await worker.gone()
-        self._workers.discard(worker)
-        self._readers.pop(worker, None)
 
     async def _until_gone(self, worker: WorkflowWorker) -> tuple[str, int]:
         """Pass on its messages; returns how it ended, and the episode to blame; negative: unknown."""
-        silent_s, words, culprit = SILENT_S + 5 * self._spec.max_block_s, "", -1
+        silent_s, words, culprit = self._silent_s, "", -1
         while True:
             try:
                 async with asyncio.timeout(silent_s):
@@ -294,29 +245,16 @@ class WorkflowPool:
             if isinstance(message, EpisodeStuck):
                 words, culprit = f"its code cannot be interrupted at {message.place}: ", message.episode
             elif isinstance(message, Waits):
-                for number, running in worker.running.items():
+                for number, running in worker.calls.items():
                     running.place = message.places.get(number, "")
                 self.on_waits()
             else:
-                if (running := worker.running.get(message.episode)) is not None:
+                if (running := worker.calls.get(message.episode)) is not None:
                     running.inbox.put_nowait(message)
                 elif isinstance(message, EpisodeDone | EpisodeFailed):
                     worker.ending.discard(message.episode)
                     worker.is_retired |= message.is_hanging
-                    self._mind(worker)
-
-    async def close(self) -> None:
-        """End all workers: what runs in them is cancelled, and cleans up within its limit."""
-        self._is_closed = True
-        workers, readers = list(self._workers), list(self._readers.values())
-        for worker in workers:
-            worker.end_input()
-        if readers:
-            await asyncio.wait(readers, timeout=self._limits.teardown_s)
-        for worker in workers:
-            worker.kill()
-        await asyncio.gather(*(worker.gone() for worker in workers), *readers, return_exceptions=True)
-        self._workers.clear()
+                    self.mind(worker)
 
 
 def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
@@ -340,22 +278,6 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
         teardown_s=of.teardown_timeout_s,
     )
     return WorkflowPool(spec, limits, tokenizer, max_workers=of.workers)
-
-
-def _start(number: int, start: EpisodeStart, limits: PhaseLimits, model: ModelAccess) -> StartEpisode:
-    return StartEpisode(
-        episode=number,
-        prompt=start.prompt,
-        index=start.index,
-        prompt_ids=start.prompt_ids,
-        sampling=model.sampling,
-        context_length=model.context_length,
-        request_prefix=model.request_prefix,
-        session_id=start.session_id,
-        attempt=start.attempt,
-        limits=limits,
-        recorded=start.recorded,
-    )
 
 
 async def _sent(worker: WorkflowWorker, start: StartEpisode) -> None:

@@ -42,7 +42,7 @@ from ..user_code.loop import (
     read_in_thread,
     user_place,
 )
-from ..user_code.process import MAX_FRAME_BYTES, LoadFailed, Ready, encoder, own_pipes, read_frame, write_frame
+from ..user_code.process import MAX_FRAME_BYTES, begin, encoder
 from .episode import Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
 from .failures import kind_of
 from .named import OwnWorkflow, load_workflow
@@ -69,23 +69,18 @@ FRAME_SLACK_BYTES = 1 << 16
 
 def main() -> None:
     """Load what the first frame names, then run episodes until the input ends."""
-    incoming, outgoing = own_pipes()
-    first = read_frame(incoming)
-    if first is None:
-        return
-    spec = spec_decoder.decode(first)
-    try:
-        workflow = load_workflow(spec.workflow, spec.args)
-        tokenizer = load_tokenizer(spec.model_path, template_of(spec.model_path, spec))
-    except MyxaError as error:
-        write_frame(outgoing, LoadFailed.of(error))
-        return
-    write_frame(outgoing, Ready(os.getpid()))
+    (spec, workflow, tokenizer), incoming, outgoing = begin(_loaded)
     out = Outgoing(outgoing)
     with asyncio.Runner() as runner:
         runner.run(Worker(spec, workflow, tokenizer, out).run(incoming))
         out.flush()
         os._exit(0)  # threads that hang would be waited for
+
+
+def _loaded(first: bytes) -> tuple[WorkflowSpec, OwnWorkflow, Tokenizer]:
+    spec = spec_decoder.decode(first)
+    workflow = load_workflow(spec.workflow, spec.args)
+    return spec, workflow, load_tokenizer(spec.model_path, template_of(spec.model_path, spec))
 
 
 class Worker:

@@ -54,7 +54,10 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """One episode."""
 
-    episode: int
+    episode: int = 0
+    """Its number in the pool, which says it."""
+    limits: PhaseLimits = PhaseLimits()
+    """As the pool says them too."""
     prompt: Prompt
     index: int
     prompt_ids: I32
@@ -63,7 +66,6 @@ class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     request_prefix: str
     session_id: str
     attempt: int
-    limits: PhaseLimits
     recorded: Sample | None = None
 
 

@@ -331,9 +331,6 @@ class RewardSettings(Section, frozen=True):
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Worker processes per rollout actor, each for one call at a time; 0 = what the function needs: `math` one, a plain
     `def` of your own and patterns up to four, an `async def` one for all its calls side by side, the rest none."""
-    isolate: bool = True
-    """Whether a function of your own gets processes although `workers = 0`; without, a plain `def` runs in threads of
-    the rollout actor, an `async def` in its loop, and can stop or kill it together with the engine."""
     max_block_s: PositiveFloat = 5.0
     """Seconds for which an `async def` may hold the loop that all its calls share, by one that blocks; then that call
     is interrupted, and fails."""

@@ -58,6 +58,7 @@ FORMER_KEYS: Mapping[KeyPath, str] = {
     ("control", "autopilot"): "is no key any more: `myxa why` names the knob to turn, `myxa set` turns it",
     ("algo", "normalise_std"): 'is no key any more: false is now normalise = "none", true "group"',
     ("memory", "backend"): "is no key any more: the trainer's memory follows roles.trainer.devices",
+    ("reward", "isolate"): "is no key any more: functions of your own always run in processes of their own",
     ("chaos",): _BY_HAND,
     ("run", "chaos"): _BY_HAND,
 }

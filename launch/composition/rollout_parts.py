@@ -24,8 +24,8 @@ from ...core.protocols import Engine, Tokenizer
 if TYPE_CHECKING:
     from ...actors.engines.recorded import RecordedEngine, Recordings
     from ...actors.models.model_config import ModelConfig
+    from ...actors.rewards.guard import Reference
     from ...actors.rewards.rewarder import Rewarder
-    from ...actors.rollout.judging import Reference
 
 
 SAMPLED = (
@@ -165,8 +165,7 @@ def served_reference(config: RunConfig, engine: Engine | None, tokenizer: Tokeni
 
         assert isinstance(engine, RecordedEngine)  # the run file was checked
         return RecordedReference(engine)
-    from ...actors.reference.served import ServedReference  # a client for HTTP
-    from ...actors.reference.server import ReferenceServers, key_from
+    from ...actors.reference.server import ReferenceServers, ServedReference, key_from  # a client for HTTP
 
     servers = ReferenceServers(
         algo.ref_urls,

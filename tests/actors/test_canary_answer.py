@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.actors.data_floor import GateEngine, data_floor
 from tests.harness.waiting import until
+from tests.rewards.world import call_here
 
 from myxa.actors.rewards.rewarder import FixedReward, Rewarder
 from myxa.actors.rollout.evaluation import Evaluation
@@ -94,10 +95,11 @@ async def test_a_set_with_a_reward_of_its_own_is_judged_by_that_and_training_is_
 
 
 async def test_a4_a_reward_that_fails_is_reported_by_the_actor(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    call_here(monkeypatch)
     (tmp_path / "mine.py").write_text("def score(completion):\n    return completion.metadata['nothing']\n")
-    settings = RewardSettings(fn=f"{tmp_path}/mine.py:score", isolate=False, on_error="zero", max_error_rate=1.0)
+    settings = RewardSettings(fn=f"{tmp_path}/mine.py:score", on_error="zero", max_error_rate=1.0)
     async with data_floor(tmp_path) as floor:
         engine = await floor.add("rollout/0", scorer=Rewarder(settings), max_error_rate=1.0)
         engine.gate.set()

@@ -72,7 +72,7 @@ async def test_work_that_was_on_its_way_when_the_room_went_is_handed_back(tmp_pa
         await floor.until_states(lambda s: s.get("READY", 0) >= 6, "they are continued")
         assert engine.most_open == 4
         claim = await floor.buffer.claim(0, WAIT_S)
-        assert [meta.group_id for meta in claim.groups] == list(range(8))
+        assert list(claim.groups) == list(range(8))
 
 
 async def test_a_sample_that_takes_too_long_is_judged_by_the_value_in_force_when_it_began(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ async def test_a_sample_that_takes_too_long_is_judged_by_the_value_in_force_when
         assert (await floor.change("rollout/0", 2, max_error_rate=1.5)).accepted is False
         assert (await floor.change("rollout/0", 3, max_error_rate=0.5, workflow_timeout_s=9.0)).accepted
         rollout = floor.rollouts["rollout/0"]
-        assert (rollout._handover._budget.max_rate, rollout._runner.timeout_s) == (0.5, 9.0)
+        assert (rollout._pull._budget.max_rate, rollout._runner.timeout_s) == (0.5, 9.0)
 
 
 async def test_samples_keep_their_temperature_in_another_engine(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_samples_keep_their_temperature_in_another_engine(tmp_path: Path) 
         second = await floor.add("rollout/1", max_groups=2)
         second.gate.set()
         claim = await floor.buffer.claim(0, WAIT_S)
-        old, new = await floor.buffer.fetch(tuple(meta.group_id for meta in claim.groups))
+        old, new = await floor.buffer.fetch(tuple(claim.groups))
         assert [(g.group_id, g.knobs, {s.temperature for s in g.samples}) for g in (old, new)] == [
             (0, 0, {1.0}), (1, 4, {0.25}),
         ]  # fmt: skip
@@ -125,7 +125,7 @@ async def test_a_drained_actor_takes_nothing_more_and_its_groups_go_on_elsewhere
         second = await floor.add("rollout/1", max_groups=3)
         second.gate.set()
         claim = await floor.buffer.claim(0, WAIT_S)
-        groups = await floor.buffer.fetch(tuple(meta.group_id for meta in claim.groups))
+        groups = await floor.buffer.fetch(tuple(claim.groups))
         assert [g.group_id for g in groups] == list(range(8))
         assert {len(s.response_ids) for g in groups for s in g.samples} == {PER_TURN}
         assert len(first.requests) == asked, "nothing was begun after the drain"
@@ -193,7 +193,7 @@ async def test_random_changes_of_room_lose_and_double_nothing(tmp_path: Path) ->
                 (await floor.add("rollout/2", max_groups=2, serves=step)).gate.set()
             claim = await floor.buffer.claim(step, WAIT_S)
             assert len(claim.groups) == 4, claim
-            ids = tuple(meta.group_id for meta in claim.groups)
+            ids = tuple(claim.groups)
             for group in await floor.buffer.fetch(ids):
                 assert 0 <= group.knobs <= epoch
                 assert len({sample.temperature for sample in group.samples}) == 1

@@ -18,7 +18,7 @@ from myxa.algos.objective import (
     policy_objective,
 )
 from myxa.core.config.learning import AlgoConfig, resolve_correction
-from myxa.core.errors import ConfigError, TrainError
+from myxa.core.errors import TrainError
 
 CORRECTED = ("behaviour", "decoupled", "tis", "icepop", "mis")
 ALL_LOSSES = ("ppo", "gspo", "cispo", "reinforce", "sapo")
@@ -256,8 +256,6 @@ def test_auto_correction_depends_on_the_number_of_minibatches():
     assert ObjectiveConfig(minibatches=1).correction == "behaviour"
     assert ObjectiveConfig(minibatches=4).correction == "decoupled"
     assert ObjectiveConfig(kind="sft", minibatches=4).correction == "none"
-    with pytest.raises(ConfigError, match="minibatches"):
-        ObjectiveConfig(minibatches=0)
 
 
 def test_loss_of_each_kind():
@@ -297,17 +295,3 @@ def test_every_option_of_the_run_file_is_forwarded():
     reward = AlgoConfig(kind="ppo", kl_in="reward", kl_coef=0.1)
     assert objective_config(reward).kl_in == "reward"
     assert objective_config(algo, 7).minibatches == 7
-
-
-WRONG = [
-    {"kind": "grppo"}, {"correction": "trust"}, {"reduction": "sum"}, {"clip_low": -0.1}, {"tis_cap": float("nan")},
-    {"dual_clip": 0.9}, {"dual_clip": 3.0, "kind": "cispo"}, {"mis_low": 3.0}, {"reject_low": 2.0, "reject_high": 1.0},
-    {"mis_normalise": True, "mis_level": "geometric"}, {"minibatches": 0}, {"sapo_tau_neg": 0.0},
-    {"correction": "decoupled", "loss": "dppo_tv"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_options_that_make_no_sense_are_named(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong)).split("_", maxsplit=1)[0]):
-        ObjectiveConfig(**wrong)

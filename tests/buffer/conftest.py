@@ -155,7 +155,7 @@ class Desk:
     async def train(self, step: int) -> tuple[int, ...]:
         """Claim, fetch and train a step whose batch is ready."""
         claim = await self.ref.claim(step, 0.0)
-        ids = tuple(meta.group_id for meta in claim.groups)
+        ids = tuple(claim.groups)
         assert [group.group_id for group in await self.ref.fetch(ids)] == list(ids)
         assert ids
         await self.ref.trained(step)

@@ -48,11 +48,7 @@ async def test_a_group_from_draw_to_durable(shop: Any) -> None:
         for assignment, group in zip(reply.assignments, groups, strict=True):
             assert (await desk.ref.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
         claim = await desk.ref.claim(0, 0.0)
-        assert [m.group_id for m in claim.groups] == [0, 1]
-        assert claim.groups[0].num_tokens == (5, 5)
-        assert claim.groups[0].loss_tokens == (2, 2)
-        assert claim.groups[0].rewards == (0.0, 1.0)
-        assert claim.groups[0].oldest_version == 0
+        assert list(claim.groups.items()) == [(0, 0), (1, 0)]
         fetched = await desk.ref.fetch((1, 0))
         assert [g.group_id for g in fetched] == [1, 0]
         for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "versions"):
@@ -77,11 +73,11 @@ async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any) -> None
             text = "x" * (800_000 if number == 2 else 400_000)
             group = with_sample(make_group(assignment), text=text)
             assert (await desk.ref.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
-        metas = (await desk.ref.claim(0, 0.0)).groups
+        ids = tuple((await desk.ref.claim(0, 0.0)).groups)
         desk.node._session.serving._limits = msgspec.structs.replace(LIMITS, body=1_500_000)
         node = await Node.attach(name="trainer-node", rdzv=desk.node.rendezvous)
         fetching = GroupFetcher(node.ref(BufferContract, "buffer").fetch)
-        assert [group.group_id for group in await fetching.groups(metas)] == [0, 1, 2, 3]
+        assert [group.group_id for group in await fetching.groups(ids)] == [0, 1, 2, 3]
         assert fetching.at_once == 2, "2.0 MB of text are too much for one message, and 1.2 are not"
         await node.close(grace_s=0.3)
 
@@ -90,7 +86,7 @@ async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any) -> None
 
         fetching = GroupFetcher(too_large)
         with pytest.raises(TrainError, match=r"group 0 cannot be handed to the trainer: a reply of .* -- lower"):
-            await fetching.groups(metas)
+            await fetching.groups(ids)
 
 
 async def test_admission_holds_draws_back_and_adoption_releases_them(shop: Any) -> None:
@@ -312,18 +308,21 @@ async def test_the_end_of_the_data(shop: Any, rows: Callable[..., Any]) -> None:
         assert stats.trained == 4
 
 
-async def test_stop_drawing_lets_whole_batches_through_and_a_rewind_brings_leftovers_back(shop: Any) -> None:
-    async with shop.open(max_staleness=2, batch_size=2) as desk:
+async def test_the_end_of_the_data_lets_whole_batches_through_and_a_rewind_brings_leftovers_back(
+    shop: Any, rows: Any
+) -> None:
+    source = rows(5, max_passes=1)
+    async with shop.open(max_staleness=2, batch_size=2, rows=source) as desk:
         reply = await desk.draw(max_groups=5)
         for assignment in reply.assignments:
             await desk.put(assignment)
-        await desk.ref.stop_drawing()
         assert (await desk.draw()).blocked_by == "data-exhausted"
         assert await desk.train(0) == (0, 1)
         assert await desk.train(1) == (2, 3)
         assert (await desk.ref.claim(2, WAIT_S)).finished
         assert (await desk.draw(wait_s=WAIT_S)).blocked_by == "finished"
         assert await desk.rewind(2) == 1
+        source.max_passes = 2
         (fresh,) = (await desk.draw(max_groups=1, version=2)).assignments
         assert fresh.prompt.group_id == 5
         await desk.put(fresh, versions=(2, 2))
@@ -411,7 +410,7 @@ async def test_e08_a_disk_that_refuses_is_a_pause(shop: Any) -> None:
             assert not draw.done(), "held until it can be written"
             assert not desk.node.failed.done()
         assert (await draw).blocked_by == "disk", "it asks once more, and tells what it has in hand"
-        await until(lambda: desk.buffer._books is not None)
+        await until(lambda: desk.buffer._opened is not None)
         assert (await desk.put(second)).outcome == "ready"
         assert await desk.train(0) == (0, 1)
         assert (await desk.ref.stats()).disk == ""

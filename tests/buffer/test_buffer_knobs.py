@@ -67,7 +67,7 @@ async def test_groups_are_drawn_under_the_values_in_force_and_keep_them(shop: An
         group = msgspec.structs.replace(make_group(second), knobs=second.knobs)
         assert (await desk.ref.put_group(group, second.attempt, "rollout/2")).outcome == "ready"
         claim = await desk.ref.claim(0, 0.0)
-        fetched = await desk.ref.fetch(tuple(meta.group_id for meta in claim.groups))
+        fetched = await desk.ref.fetch(tuple(claim.groups))
         assert [(len(g.samples), g.knobs) for g in fetched] == [(2, 0), (3, 7)], "both sizes in one batch"
 
 

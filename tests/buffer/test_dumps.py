@@ -193,7 +193,7 @@ async def test_a7_the_trainers_view_is_of_the_newest_steps(shop: Any) -> None:
         for step in range(12):
             for given in (await desk.draw(max_groups=2)).assignments:
                 await desk.put(given)
-            ids = [meta.group_id for meta in (await desk.ref.claim(step, 0.0)).groups]
+            ids = list((await desk.ref.claim(step, 0.0)).groups)
             await desk.ref.trained(step, tuple(score(group_id, 0, 2) for group_id in ids))
         told = [found for found in await desk.ref.recent(64) if found.train_logprobs]
         assert [found.step for found in told] == [step for step in range(11, 3, -1) for _ in range(2)]

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.actors.buffer.dispatch_queue import RESERVED_S, FairShare
+from myxa.actors.buffer.store import RESERVED_S, FairShare
 
 FREE = 16
 
@@ -90,7 +90,7 @@ async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop
 
 
 async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
-    monkeypatch.setattr("myxa.actors.buffer.dispatch_queue.RESERVED_S", 0.3)
+    monkeypatch.setattr("myxa.actors.buffer.store.RESERVED_S", 0.3)
     async with shop.open(max_staleness=1, batch_size=8) as desk:
         await desk.fill()
         waiting = asyncio.ensure_future(desk.draw(rollout="rollout/1", version=0, wait_s=5.0))

@@ -24,6 +24,7 @@ from myxa.actors.buffer.store import BufferStore
 from myxa.actors.coordinator.knob_decisions import Decisions, OwnerStates, draft_change
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import OPEN, State
+from myxa.actors.weights.engine_versions import JudgedVersion
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.errors import ConfigError
@@ -73,7 +74,7 @@ class KnobsMachine(RuleBasedStateMachine):
             log=logging.getLogger("myxa.test"), started_s=-100.0,
         )  # fmt: skip
         self.knobs = BufferKnobs(
-            "buffer", live, admission, filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
+            "buffer", live, filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
             retune=self.retune,
         )  # fmt: skip
         kept = ((name, value, self.force_epochs[name]) for name, value in self.in_force.items())
@@ -145,7 +146,7 @@ class KnobsMachine(RuleBasedStateMachine):
         version = max(self.step - behind, 0)
         request = self._asks(version, count)
         self.store.hear(request)
-        for assignment in self.store.draw(request, version, 0.0):
+        for assignment in self.store.draw(request, JudgedVersion(version), 0.0):
             group_id = assignment.prompt.group_id
             assert group_id not in self.out, "given out twice"
             told = (assignment.knobs, assignment.sampling, assignment.num_samples)
@@ -169,8 +170,8 @@ class KnobsMachine(RuleBasedStateMachine):
         group = msgspec.structs.replace(
             make_group(assignment, (row.version if row else 0,), rewards), knobs=assignment.knobs
         )
-        assert self.store.put(group, assignment.attempt, "r").outcome != "duplicate"
-        assert self.store.put(group, assignment.attempt, "r").outcome in ("duplicate", "stale-attempt")
+        assert self.store.put(group, assignment.attempt, "r")[0].outcome != "duplicate"
+        assert self.store.put(group, assignment.attempt, "r")[0].outcome in ("duplicate", "stale-attempt")
 
     @precondition(lambda self: bool(self.out))
     @rule(data=st.data())
@@ -195,14 +196,14 @@ class KnobsMachine(RuleBasedStateMachine):
             assert self.is_paused
             assert self.rests_at is None or self.step >= self.rests_at
             return
-        metas = self.store.claim(self.step)
-        if metas is None:
+        batch = self.store.claim(self.step)
+        if not batch:
             return
-        assert len(metas) == BATCH
-        for meta in metas:
-            assert self.step - meta.oldest_version <= self.store.settings.values.max_staleness
-            assert len(meta.rewards) == self.first_terms[meta.group_id][2]
-        ids = [meta.group_id for meta in metas]
+        assert len(batch) == BATCH
+        for group, oldest in zip(self.store.fetch(batch), batch.values(), strict=True):
+            assert self.step - oldest <= self.store.settings.values.max_staleness
+            assert len(group.rewards) == self.first_terms[group.group_id][2]
+        ids = list(batch)
         assert not set(ids) & set(self.trained), "trained twice"
         self.trained += ids
         self.store.trained(self.step)

@@ -32,20 +32,20 @@ async def test_an_engine_goes_down_with_the_trainer(shop: Any) -> None:
         assert await desk.rewind(3) == 3 * BATCH
         assert (await desk.put(before, (6, 6))).outcome == "ready"
         claims = [await desk.ref.claim(3, 0.0)]
-        assert {meta.oldest_version for meta in claims[0].groups} == {3}
+        assert set(claims[0].groups.values()) == {3}
         await desk.ref.trained(3)
         await desk.adopted("rollout/0", 1, 3)
         for step in (4, 5):
             claims.append(await desk.ref.claim(step, 0.0))
             await desk.ref.trained(step)
-        assert {meta.oldest_version for claim in claims for meta in claim.groups} == {3}
+        assert {oldest for claim in claims for oldest in claim.groups.values()} == {3}
         assert not (await desk.draw(1, version=3)).assignments, "too old for what comes next"
         await desk.adopted("rollout/0", 1, 6)
         fresh = (await desk.draw(2, version=6)).assignments
         for assignment in fresh:
             await desk.put(assignment, (6, 6))
         claim = await desk.ref.claim(6, 0.0)
-        assert {meta.group_id: meta.oldest_version for meta in claim.groups} == {a.prompt.group_id: 6 for a in fresh}
+        assert claim.groups == {a.prompt.group_id: 6 for a in fresh}
         assert before.prompt.row == fresh[0].prompt.row, "its tokens grew too old in the new lineage: drawn once more"
 
 
@@ -147,10 +147,10 @@ async def test_the_bound_holds_for_what_weights_are_worth(shop: Any, policy: str
                     await desk.adopted(engine.name, 1, version)
             elif event == "train":
                 claim = await desk.ref.claim(version, 0.0)
-                for meta in claim.groups:
-                    oldest = min(worth[meta.group_id])
-                    assert version - oldest <= ETA, f"seed {seed}: group {meta.group_id} at step {version}"
-                    assert version - meta.oldest_version <= ETA
+                for group_id, counted in claim.groups.items():
+                    oldest = min(worth[group_id])
+                    assert version - oldest <= ETA, f"seed {seed}: group {group_id} at step {version}"
+                    assert version - counted <= ETA
                 if claim.groups:
                     await desk.ref.trained(version)
                     version, steps = version + 1, steps + 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rewards.world import call_here
 
 from myxa.actors.data import open_prompts
 from myxa.actors.rewards.rewarder import Rewarder
@@ -94,7 +95,9 @@ def test_user_code(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fn = settings["fn"].strip('"')
     fn = fn if fn.startswith("no_such") else f"{tmp_path}/{fn}" if ":" in fn else fn
     workers = int(settings.get("workers", "0"))  # only where a row is about them: a process takes a second or two
-    made = RewardSettings(fn=fn, workers=workers, isolate=workers > 0, timeout_s=float(settings.get("timeout_s", 30)))
+    if not workers:
+        call_here(monkeypatch)
+    made = RewardSettings(fn=fn, workers=workers, timeout_s=float(settings.get("timeout_s", 30)))
 
     async def judge() -> None:
         rewarder = Rewarder(made)

@@ -31,6 +31,18 @@ BUFFER_TESTS: Any = importlib.import_module("tests.buffer.conftest")
 """tests/buffer/conftest.py: a real buffer over numbered rows, and groups for it."""
 
 
+class EndingRows(BUFFER_TESTS.NumberedRows):
+    """Rows until a file says which draw is the last."""
+
+    def __init__(self, ending: Path) -> None:
+        super().__init__(1_000_000)
+        self.ending = ending
+
+    def row_of(self, draw: int) -> int | None:
+        is_over = self.ending.exists() and draw > int(self.ending.read_text() or 1 << 60)
+        return None if is_over else super().row_of(draw)
+
+
 class Producer(Actor):
     """Draws, and puts several groups at the same time; each content names the attempt that made it."""
 
@@ -86,7 +98,7 @@ async def main(order: dict) -> int:
     )  # fmt: skip
     actor: Actor
     if order["name"] == "buffer":
-        rows = BUFFER_TESTS.NumberedRows(1_000_000)
+        rows = EndingRows(folder / "last_draw")
         actor = BUFFER_TESTS.make_buffer(folder / "ledger.sqlite", rows=rows, max_staleness=3, batch_size=4)
     else:
         journal = folder / f"{order['name'].replace('/', '.')}.{node.epoch}.journal"

@@ -23,6 +23,8 @@ from myxa.transport.node import Node
 
 CHILD = Path(__file__).with_name("history_child.py")
 PRODUCERS = ("rollout/0", "rollout/1", "rollout/2")
+SPARE_DRAWS = 64
+"""More than are drawn while the end of the data is written."""
 GROUPS_BETWEEN = 8
 """Trained between two kills, at least."""
 
@@ -116,7 +118,7 @@ class Arena:
                 return
             if not claim.groups:
                 continue
-            ids = tuple(meta.group_id for meta in claim.groups)
+            ids = tuple(claim.groups)
             groups = await self.ask(lambda ids=ids: buffer.fetch(ids))
             assert tuple(group.group_id for group in groups) == ids
             await self.ask(lambda: buffer.trained(self.step))
@@ -137,7 +139,8 @@ class Arena:
             victims = {least, self.rng.choice(names)} if self.rng.random() < 0.4 else {least}
             await asyncio.gather(*map(self.kill, sorted(victims)))
         buffer = with_deadline(self.node.ref(BufferContract, "buffer"), 5.0)
-        await self.ask(buffer.stop_drawing)
+        drawn = (await self.ask(buffer.stats)).drawn
+        (self.folder / "last_draw").write_text(str(drawn + SPARE_DRAWS))
 
 
 async def check_history(seed: int, folder: Path, num_kills: int, limit_s: float) -> Arena:

@@ -28,6 +28,7 @@ import psutil
 import pytest
 from rich.console import Console
 from tests.harness.run_job import Job, audit, events, make_job
+from tests.rewards.world import call_here
 
 from myxa.actors.buffer.store import NUM_BATCHES, StarvationCheck
 from myxa.actors.contracts import BufferContract, CoordinatorContract
@@ -252,7 +253,6 @@ def test_several_mistakes_are_told_at_once(here: Job, capsys: pytest.CaptureFixt
 
 
 QUICKLY = ("rollout.max_retries=0",)
-IN_THE_ACTOR = ("reward.isolate=false",)
 NEED_NO_PROCESS = [(f"reward.fn=mine.py:{name}",) for name in ("fails", "nan", "text")]
 """What their calls come to is the same in a worker process: test_reward_user_code.py."""
 
@@ -283,8 +283,10 @@ async def inside(flags: tuple[str, ...], until: Callable[[BufferStats], bool] = 
 
 
 @pytest.mark.parametrize("row", rows(DURING), ids=lambda row: " ".join(row.flags))
-def test_what_shows_while_actors_work(here: Job, row: Row) -> None:
-    error = asyncio.run(inside((*row.flags, *IN_THE_ACTOR) if row.flags[1:] in NEED_NO_PROCESS else row.flags))
+def test_what_shows_while_actors_work(here: Job, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    if row.flags[1:] in NEED_NO_PROCESS:
+        call_here(monkeypatch)
+    error = asyncio.run(inside(row.flags))
     assert isinstance(error, MyxaError), error
     message = str(error).replace(f"{here.folder}/", "")
     assert row.fits(message), f"{message!r} is not {row.message!r}"

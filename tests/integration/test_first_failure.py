@@ -24,16 +24,14 @@ def report_in(said: str) -> list[str]:
     return lines[begin:end]
 
 
-def test_a_reward_that_ends_its_process(job: Job) -> None:
-    (job.folder / "mine.py").write_text("import os\n\n\ndef leaves(completion):\n    os._exit(3)\n")
-    code, said, _ = job.run("reward.fn=mine.py:leaves", "reward.isolate=false", "roles.rollout.max_restarts=0")
+def test_a_filter_that_ends_its_process(job: Job) -> None:
+    (job.folder / "mine.py").write_text("import os\n\n\ndef leaves(group):\n    os._exit(3)\n")
+    code, said, _ = job.run("algo.group_filter=mine.py:leaves", "roles.buffer.max_restarts=0")
     assert code == 4, said
     report = report_in(said)
-    assert report[0].startswith("first failure: rollout/0 ended with exit status 3")
-    assert report[1] == (
-        "remedy: it ended without a word, so something in it called exit: a reward, a workflow or a library"
-    )
-    assert any("rollout/0 serves as attempt 0" in line for line in report), "the end of its log"
+    assert report[0].startswith("first failure: buffer ended with exit status 3")
+    assert report[1] == ("remedy: it ended without a word, so something in it called exit: a filter or a library")
+    assert any("buffer serves as attempt 0" in line for line in report), "the end of its log"
 
 
 @pytest.mark.soak

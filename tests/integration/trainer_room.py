@@ -30,7 +30,7 @@ from myxa.core.config import AlgoConfig, OptimizerConfig
 from myxa.core.errors import EngineError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import KnobValue, LiveKnobs
-from myxa.core.messages import BufferStats, CanaryAnswers, Claim, GroupMeta, StepReport, WeightManifest
+from myxa.core.messages import BufferStats, CanaryAnswers, Claim, StepReport, WeightManifest
 from myxa.core.process import boot_id
 from myxa.core.samples import Group, Message, Prompt, Sample, ScoredSample
 from myxa.transport.node import Node
@@ -85,11 +85,7 @@ class Data(BufferContract):
                 pass
         if step >= self.limit:
             return Claim(step=step, blocked_by=self.blocked_by)  # pyright: ignore[reportArgumentType]
-        metas = (
-            GroupMeta(group_id=g, num_tokens=(7, 7), loss_tokens=(4, 4), rewards=(0.0, 1.0), oldest_version=step)
-            for g in range(step * BATCH, step * BATCH + BATCH)
-        )
-        return Claim(step=step, groups=tuple(metas))
+        return Claim(step=step, groups=dict.fromkeys(range(step * BATCH, step * BATCH + BATCH), step))
 
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         return tuple(make_group(g, g // BATCH) for g in group_ids)

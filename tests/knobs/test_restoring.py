@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tests.harness.waiting import until
 from tests.knobs.coordinator_room import WHO, Room, open_room
 from tests.knobs.knob_maker import FIRST, Desk, make_desk
 
-from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings, Terms
+from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings
 from myxa.actors.contracts import CoordinatorContract, RolloutContract
 from myxa.actors.coordinator.audit import read_audit
 from myxa.actors.knobs.owner import OwnsKnobs
 from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import Terms
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
 from myxa.core.errors import LedgerError
@@ -46,7 +46,7 @@ class Buffer(OwnsKnobs):
         admission = Admission("pace", max_staleness=1, batch_size=4)
         self.settings = LiveSettings(self.ledger, admission, BUFFER_FIRST, SamplingParams())
         self.knob_owner = BufferKnobs(
-            self.ctx.name, self.settings, admission, filters=("none", "zero_variance"), limits=BufferLimits(),
+            self.ctx.name, self.settings, filters=("none", "zero_variance"), limits=BufferLimits(),
             retune=lambda values, epoch: [*self.settings.change(values, epoch)].clear(),
         )  # fmt: skip
 
@@ -176,7 +176,7 @@ async def test_no_epoch_is_given_to_two_changes(tmp_path: Path, live: LiveKnobs)
     buffer, engine = Buffer(tmp_path / "ledger.sqlite"), Engine()
     for epoch in (7, 6):
         terms = Terms(knobs=epoch, sampling=SamplingParams(temperature=epoch / 10))
-        buffer.ledger.number_terms(msgspec.json.encode(terms).decode())
+        buffer.ledger.number_terms(terms)
     async with open_room(tmp_path, live, 5, beside={"buffer": buffer, "rollout/0": engine}) as room:
         reply = await room.change(temperature=0.6)
         assert reply.epoch > 7

@@ -21,12 +21,10 @@ from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
-from myxa.actors.reference.served import ServedReference
-from myxa.actors.reference.server import ReferenceServers
-from myxa.actors.rewards.guard import GroupBudget
+from myxa.actors.reference.server import ReferenceServers, ServedReference
+from myxa.actors.rewards.guard import GroupBudget, Guarded
 from myxa.actors.rewards.rewarder import FixedReward
 from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
-from myxa.actors.rollout.judging import ScorerAndReference
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
 from myxa.core.clock import SystemClock
@@ -225,8 +223,7 @@ async def test_a_group_whose_teacher_cannot_be_had_is_given_up_and_an_actor_hear
         budget = GroupBudget(0.0)
         for _ in range(30):
             budget.note(caught.value)  # it has a budget of its own
-        both = ScorerAndReference(FixedReward(), asked)
-        assert not both.judges_groups
+        both = Guarded(FixedReward(), asked)
         assert set(both.gauges()) >= {"reference/num_errors", "reference/waiting"}
         for _ in range(20):
             with pytest.raises(ReferenceFailed):

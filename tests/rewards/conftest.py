@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.rewards.world import call_here
 
 
 @pytest.fixture
@@ -20,3 +21,8 @@ def write_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         return file
 
     return write
+
+
+@pytest.fixture
+def called_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    call_here(monkeypatch)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.rewards.world import answers, failure, rewarder
 
+from myxa.actors.rewards.guard import Scorer
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial
 from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
@@ -46,7 +47,7 @@ async def rank_later(completions):
     return rank(completions)
 '''
 
-WAYS: list[tuple[str, dict[str, Any]]] = [("rank_later", {}), ("rank", {"isolate": False}), ("rank", {"workers": 1})]
+WAYS: list[tuple[str, dict[str, Any]]] = [("rank_later", {}), ("rank", {"workers": 1})]
 
 
 @pytest.fixture
@@ -84,9 +85,10 @@ async def test_a_group_that_ends_its_worker_twice_is_blamed(file: Path) -> None:
         assert (await made.score_group(answers("x")))[0].value == 1.0
 
 
+@pytest.mark.usefixtures("called_here")
 async def test_errors_and_truncated_answers_may_count_zero(file: Path) -> None:
     async with rewarder(
-        f"{file}:rank_later", scope="group", isolate=False, on_error="zero", truncated="zero", max_error_rate=1.0
+        f"{file}:rank_later", scope="group", on_error="zero", truncated="zero", max_error_rate=1.0
     ) as made:
         assert await made.score_group(answers("x", "raise")) == (RewardOutcome(0.0), RewardOutcome(0.0))
         cut = msgspec.structs.replace(answers("x", "abcd")[1], finish="length")
@@ -133,12 +135,13 @@ def sample(prompt: Prompt, index: int) -> Sample:
     )  # fmt: skip
 
 
-class Together:
+class Together(Scorer):
     """Notes what it is given."""
 
     judges_groups = True
 
     def __init__(self, failure: Exception | None = None) -> None:
+        super().__init__()
         self.given: list[list[str]] = []
         self.failure = failure
 

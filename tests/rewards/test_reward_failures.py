@@ -30,6 +30,9 @@ def strict(completion):
 """
 
 
+pytestmark = pytest.mark.usefixtures("called_here")
+
+
 @pytest.fixture
 def file(write_code: Callable[[str], Path]) -> Path:
     return write_code(CODE)
@@ -48,7 +51,7 @@ async def judged(made: Rewarder, one: Completion) -> float | None:
 
 def listened(file: Path, **settings: Any) -> tuple[Rewarder, list[tuple[str, str]]]:
     told: list[tuple[str, str]] = []
-    made = Rewarder(RewardSettings(fn=f"{file}:strict", isolate=False, pause_after=0, **settings))
+    made = Rewarder(RewardSettings(fn=f"{file}:strict", pause_after=0, **settings))
     made.listen(lambda kind, text: told.append((kind, text)))
     return made, told
 

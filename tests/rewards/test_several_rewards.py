@@ -42,6 +42,9 @@ def huge(completion):
 """
 
 
+pytestmark = pytest.mark.usefixtures("called_here")
+
+
 @pytest.fixture
 def file(write_code: Callable[[str], Path]) -> Path:
     return write_code(CODE)
@@ -52,7 +55,7 @@ def judged(text: str, label: str = "", index: int = 0, **metadata: Any) -> Compl
 
 
 def several(functions: dict[str, Any], **more: Any) -> SeveralRewards:
-    return SeveralRewards(RewardSettings.model_validate({"functions": functions, "isolate": False, **more}))
+    return SeveralRewards(RewardSettings.model_validate({"functions": functions, **more}))
 
 
 async def test_the_sum_by_weights_and_each_as_a_part(file: Path) -> None:
@@ -78,7 +81,7 @@ async def test_functions_of_groups_and_of_answers_go_together(file: Path) -> Non
 
 
 async def test_a_sum_that_no_float_holds_is_an_error(file: Path) -> None:
-    made = several({"a": {"fn": f"{file}:huge"}, "b": {"fn": f"{file}:huge"}}, isolate=False)
+    made = several({"a": {"fn": f"{file}:huge"}, "b": {"fn": f"{file}:huge"}})
     with pytest.raises(UserCodeError, match=r"the sum of reward.functions returned 6e\+38 .* too large .*\(group 3\)"):
         await made.score(judged("x"))
 

@@ -8,10 +8,33 @@ from typing import Any
 
 import pytest
 
+from myxa.actors.rewards import rewarder as rewarder_module
+from myxa.actors.rewards.call import Answers, Outcomes, RewardSpec, await_reward, call_reward, load_reward
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError
+
+
+class CallsHere:
+    """In place of a pool: the function is called as in a worker, without a process."""
+
+    pids = ()
+
+    def __init__(self, spec: RewardSpec, size: int) -> None:
+        self._reward = load_reward(spec)
+
+    async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
+        reward = self._reward
+        return await await_reward(reward, answers) if reward.is_async else call_reward(reward, answers)
+
+    async def close(self) -> None:
+        """There is nothing."""
+
+
+def call_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewarders that are made from now on start no process."""
+    monkeypatch.setattr(rewarder_module, "RewardPool", CallsHere)
 
 
 def answer(text: str, label: str = "", index: int = 1, group_id: int = 3, **more: Any) -> Completion:

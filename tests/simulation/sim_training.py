@@ -175,7 +175,7 @@ class TrainerScript(Script):
                 return
             if not claim.groups:
                 continue
-            ids = tuple(meta.group_id for meta in claim.groups)
+            ids = tuple(claim.groups)
             for group in await self.ask("fetch", ids):
                 lag = version - group.oldest_version()
                 if lag > plant.eta:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.rewards.world import call_here
 
 from myxa.actors.rewards.guard import TRANSITIONS, Breaker, BreakerState
 from myxa.actors.rewards.rewarder import Rewarder
@@ -174,9 +175,10 @@ class Judge:
 @asynccontextmanager
 async def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[Judge]:
     monkeypatch.setattr(sys, "path", list(sys.path))
+    call_here(monkeypatch)
     file = tmp_path / "judge.py"
     file.write_text(CODE)
-    made = Rewarder(RewardSettings(fn=f"{file}:judge", isolate=False, pause_after=3, cool_down_s=0.05, **more))
+    made = Rewarder(RewardSettings(fn=f"{file}:judge", pause_after=3, cool_down_s=0.05, **more))
     (module,) = [m for m in sys.modules.values() if getattr(m, "__file__", "") == str(file)]
     judged = Judge(made, module)
     made.listen(lambda kind, text: judged.told.append((kind, text)))

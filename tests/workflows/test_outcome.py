@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.workflows.chat_models import QWEN3, Drawn
 from myxa.actors.ledger.states import decode_group, encode
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
+from myxa.actors.stream_checks import checked_sample
 from myxa.actors.workflows.episode import ModelAccess, WorkflowContext
 from myxa.actors.workflows.named import load_workflow
 from myxa.core.clock import SystemClock
@@ -67,15 +69,26 @@ async def door(ctx: WorkflowContext, prompt: Prompt, *, opens_by: str = "pull") 
 
 
 async def run(
-    flow: Flow, settings: RewardSettings, *, engine: Door | None = None, partial: tuple[Sample, ...] = ()
+    flow: Flow,
+    settings: RewardSettings,
+    *,
+    engine: Door | None = None,
+    partial: tuple[Sample, ...] = (),
+    timeout_s: float = 60.0,
 ) -> Group:
+    async def checked(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+        """As what comes from a worker process."""
+        made, episode = await flow(ctx, prompt), ctx.episode
+        return checked_sample(made, prompt, ctx.index, temperature=episode.temperature, vocab_size=None)
+
     rewarder = Rewarder(settings)
     runner = GroupRunner(
-        workflow=flow, scorer=rewarder, tokenizer=QWEN3.tokenizer(),
+        workflow=checked, scorer=rewarder, tokenizer=QWEN3.tokenizer(),
         model=ModelAccess(generate=(engine or Door()).generate, sampling=SamplingParams(), context_length=512),
         max_turns=2, clock=SystemClock(), on_load=lambda load: None,
         on_hop=lambda hop, group_id, began_s, lasted_s: None,
     )  # fmt: skip
+    runner.timeout_s = timeout_s
     try:
         return await runner.run(
             Assignment(prompt=PROMPT, attempt=1, num_samples=1, sampling=SamplingParams(), partial=partial)
@@ -126,6 +139,18 @@ async def test_arguments_of_the_run_file_arrive_by_name_and_as_they_are_in_it(tm
         assert (group.rewards.tolist(), group.samples[0].metadata) == ([2.0], {"far": 3})
     with pytest.raises(ConfigError, match="unexpected keyword argument 'fast'.*and the arguments steps, fast"):
         load_workflow(name, {"steps": [0], "fast": True})
+
+
+async def test_a_workflow_that_waits_for_an_engine_too_long_costs_its_group() -> None:
+    class Silent(Door):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            await asyncio.sleep(60)
+            async for delta in super().generate(request):
+                yield delta
+
+    with pytest.raises(UserCodeError, match=r"did not finish within 0.05 s \(group 5, sample 0, row 7") as caught:
+        await run(door, RewardSettings(fn="workflow"), engine=Silent(), timeout_s=0.05)
+    assert drop_reason(caught.value) == "workflow-error"
 
 
 def says(**outcome: Any) -> Flow:

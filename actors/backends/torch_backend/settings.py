@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from ....algos.objective import OPTIONS_OWN, TokenFunctions, objective_config
+from ....algos.objective import OPTIONS_OWN, TokenFunctions
 from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError
 
@@ -110,7 +110,5 @@ def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings
 
 
 def check_together(settings: StepSettings) -> None:
-    """Raise ConfigError for values that a step would refuse: bounds that cross, options that the loss does not have, a
-    schedule without an end."""
-    objective_config(settings.algo, settings.algo.minibatches)
+    """Raise ConfigError for values that their sections allow and a step would refuse: a schedule without an end."""
     check_schedule(settings.optimizer, settings.total_updates)
