@@ -31,8 +31,8 @@ from ...core.errors import BadRequest, DataError, MyxaError
 from ...core.messages import DumpReport, Record
 from ...core.samples import Group, Sample
 from ..daemon_thread import in_daemon_thread
-from ..ledger.resume import LedgerEntry, entries_in, entries_of
-from ..ledger.states import State, Terms, decode_group, decode_partial
+from ..ledger.resume import LedgerEntry, entries
+from ..ledger.states import State, Terms
 
 FOLDER = "dumps"
 MAX_NAMES = 10_000
@@ -199,7 +199,7 @@ class BufferDumps:
         """Groups that were not trained yet, as of one moment. Raises DataError or LedgerError."""
         writer = self._open("buffer", max_bytes)
         try:
-            await in_daemon_thread(lambda: _write(writer, entries_in(self._ledger_path, NOT_TRAINED)), "dump")
+            await in_daemon_thread(lambda: _write(writer, entries(self._ledger_path, NOT_TRAINED, of="state")), "dump")
         finally:
             writer.close()
         report = _report(writer, is_whole=not writer.full, reason=writer.full)
@@ -236,7 +236,9 @@ class BufferDumps:
             if self._next is not wanted:
                 return
             try:
-                await in_daemon_thread(lambda: _write(wanted.writer, entries_of(self._ledger_path, group_ids)), "dump")
+                await in_daemon_thread(
+                    lambda: _write(wanted.writer, entries(self._ledger_path, group_ids, of="group_id")), "dump"
+                )
             except MyxaError as err:
                 self._log.warning("dump: %s", err)
                 self._end(wanted, str(err))
@@ -273,29 +275,24 @@ class BufferDumps:
         raise BadRequest(f"{folder} holds {MAX_NAMES} dumps of version {version}", remedy="delete some")
 
 
-def _write(writer: DumpWriter, entries: Generator[LedgerEntry]) -> None:
-    with contextlib.closing(entries):  # here: SQLite wants to be closed by the thread that opened it
-        for entry in entries:
-            if not writer.add(_line(entry)):
+def _write(writer: DumpWriter, found: Generator[LedgerEntry]) -> None:
+    with contextlib.closing(found):  # here: SQLite wants to be closed by the thread that opened it
+        for row, terms, group, partial in found:
+            line = DumpedGroup(
+                group_id=row.group_id,
+                state=str(row.state),
+                attempt=row.attempt,
+                rollout=row.rollout,
+                version=row.version,
+                step=row.step,
+                draw=row.draw,
+                num_samples=row.num_samples,
+                terms=terms,
+                group=group,
+                partial=partial,
+            )
+            if not writer.add(line):
                 return
-
-
-def _line(entry: LedgerEntry) -> DumpedGroup:
-    row = entry.row
-    data, group_id = entry.payload, row.group_id
-    return DumpedGroup(
-        group_id=group_id,
-        state=str(row.state),
-        attempt=row.attempt,
-        rollout=row.rollout,
-        version=row.version,
-        step=row.step,
-        draw=row.draw,
-        num_samples=row.num_samples,
-        terms=msgspec.json.decode(entry.terms, type=Terms) if entry.terms else None,
-        group=decode_group(group_id, data) if data is not None and entry.is_whole else None,
-        partial=decode_partial(group_id, data) if data is not None and not entry.is_whole else (),
-    )
 
 
 def _report(writer: DumpWriter, *, is_whole: bool, reason: str = "") -> DumpReport:

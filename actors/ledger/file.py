@@ -110,7 +110,7 @@ class LedgerReader:
 
     def rows(self, where: str, *args: Any) -> list[Row]:
         found = self.query(f"SELECT {', '.join(_COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
-        return [_row(dict(zip(_COLUMNS, values, strict=True))) for values in found]
+        return [row_of(dict(zip(_COLUMNS, values, strict=True))) for values in found]
 
     def newest_transition(self) -> int:
         """Number of the newest transition; 0: there is none."""
@@ -294,6 +294,7 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-def _row(values: dict[str, Any]) -> Row:
+def row_of(values: dict[str, Any]) -> Row:
+    """From its columns."""
     values["state"] = State(values["state"])
     return Row(**values)

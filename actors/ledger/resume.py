@@ -13,52 +13,40 @@ import threading
 from collections.abc import Collection, Generator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+import msgspec
 
 from ...core.errors import LedgerError
 from ...core.files import FileEntry, describe_file
-from .file import FORMAT, LIVE, LedgerReader, lock_ledger
-from .states import Row, State
+from ...core.samples import Group, Sample
+from .file import FORMAT, LIVE, LedgerReader, lock_ledger, row_of
+from .states import Row, State, Terms, decode_group, decode_partial
 
 _COLUMNS = tuple(f.name for f in fields(Row))
 _SQL = (
-    f"SELECT {', '.join(f'g.{name}' for name in _COLUMNS)}, t.data, p.is_whole, p.data FROM groups g "
+    f"SELECT t.data, p.is_whole, p.data, {', '.join(f'g.{name}' for name in _COLUMNS)} FROM groups g "
     "LEFT JOIN terms t ON t.id = g.terms LEFT JOIN payloads p ON p.group_id = g.group_id"
 )
+LedgerEntry = tuple[Row, Terms | None, Group | None, tuple[Sample, ...]]
+"""All that the ledger has of a group: under which terms it was dispatched first, if it was; itself, if it was finished,
+else its unfinished samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """A group with all that the ledger has of it."""
-
-    row: Row
-    terms: str
-    """Empty: it was never dispatched."""
-    is_whole: bool
-    payload: bytes | None
-
-
-def entries_in(path: Path, states: Collection[State]) -> Generator[LedgerEntry]:
-    """Groups in these states, oldest first, all as of one moment. Raises LedgerError if the file cannot be read."""
-    marks = ", ".join("?" * len(states))
-    yield from _read(path, f"{_SQL} WHERE g.state IN ({marks}) ORDER BY g.group_id", tuple(map(str, states)))
-
-
-def entries_of(path: Path, group_ids: Collection[int]) -> Generator[LedgerEntry]:
-    """These groups, oldest first. Raises LedgerError if the file cannot be read."""
-    marks = ", ".join("?" * len(group_ids))
-    yield from _read(path, f"{_SQL} WHERE g.group_id IN ({marks}) ORDER BY g.group_id", tuple(group_ids))
-
-
-def _read(path: Path, sql: str, args: tuple[Any, ...]) -> Generator[LedgerEntry]:
+def entries(
+    path: Path, values: Collection[State] | Collection[int], *, of: Literal["state", "group_id"]
+) -> Generator[LedgerEntry]:
+    """Groups in these states, or of these ids, oldest first, all as of one moment. Raises LedgerError if the file, or a
+    group in it, cannot be read."""
+    sql = f"{_SQL} WHERE g.{of} IN ({', '.join('?' * len(values))}) ORDER BY g.group_id"
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            for values in db.execute(sql, args):  # one statement: one moment
-                found = dict(zip(_COLUMNS, values[: len(_COLUMNS)], strict=True))
-                found["state"] = State(found["state"])
-                terms, is_whole, payload = values[len(_COLUMNS) :]
-                yield LedgerEntry(Row(**found), terms or "", bool(is_whole), payload)
-    except sqlite3.Error as error:
+            for terms, is_whole, data, *columns in db.execute(sql, tuple(values)):  # one statement: one moment
+                row = row_of(dict(zip(_COLUMNS, columns, strict=True)))
+                group = decode_group(row.group_id, data) if data is not None and is_whole else None
+                partial = decode_partial(row.group_id, data) if data is not None and not is_whole else ()
+                yield row, msgspec.json.decode(terms, type=Terms) if terms else None, group, partial
+    except (sqlite3.Error, msgspec.MsgspecError) as error:
         raise LedgerError(f"{path} cannot be read: {error}") from error
 
 

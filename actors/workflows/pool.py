@@ -22,7 +22,7 @@ from ...core import errors
 from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Tokenizer
-from ...core.samples import FinishReason, Sample
+from ...core.samples import Sample
 from ..user_code.process import PoolWorker, SpokeGarbage, WorkerGone, WorkerPool
 from .episode import Interrupted, ModelAccess, TokenSegment, drawn, joined, stops_of
 from .worker_messages import (
@@ -83,16 +83,9 @@ class TokensSoFar:
 
 
 @dataclass(slots=True)
-class _Turn:
-    number: int
-    segment: TokenSegment
-    finish: FinishReason
-
-
-@dataclass(slots=True)
 class _Running:
-    inbox: asyncio.Queue[AskModel | EpisodeDone | EpisodeFailed | _Turn | Exception] = field(
-        default_factory=asyncio.Queue["AskModel | EpisodeDone | EpisodeFailed | _Turn | Exception"]
+    inbox: asyncio.Queue[AskModel | EpisodeDone | EpisodeFailed | DrawnTurn | Exception] = field(
+        default_factory=asyncio.Queue["AskModel | EpisodeDone | EpisodeFailed | DrawnTurn | Exception"]
     )
     place: str = ""
 
@@ -161,7 +154,7 @@ class WorkflowPool(WorkerPool[WorkflowWorker]):
         try:
             await _sent(worker, msgspec.structs.replace(start, episode=number, limits=limits))
             async with asyncio.timeout(limits.total_s + SLACK_S):
-                end = await self._until_end(worker, number, running, model, record)
+                end = await self._until_end(worker, running, model, record)
             is_over = True
         except TimeoutError:
             worker.kill()
@@ -182,7 +175,7 @@ class WorkflowPool(WorkerPool[WorkflowWorker]):
         return _sample_of(end), end.temperature
 
     async def _until_end(
-        self, worker: WorkflowWorker, number: int, running: _Running, model: ModelAccess, record: TokensSoFar
+        self, worker: WorkflowWorker, running: _Running, model: ModelAccess, record: TokensSoFar
     ) -> EpisodeDone | EpisodeFailed:
         drawing: asyncio.Task[None] | None = None
         turn = 0
@@ -194,13 +187,13 @@ class WorkflowPool(WorkerPool[WorkflowWorker]):
                     record.asked(event)
                     turn = event.turn
                     drawing = asyncio.ensure_future(self._draw(event, running, model, record.under_way))  # noqa: TID251 -- ended below
-                elif isinstance(event, _Turn):
-                    if event.number != turn:
+                elif isinstance(event, DrawnTurn):
+                    if event.turn != turn:
                         continue  # the workflow gave it up and has asked for another one
                     if event.finish == "abort" and not model.goes_on():
                         raise Interrupted(record.so_far())
                     record.under_way = [event.segment]
-                    await worker.send(_drawn(number, event))
+                    await worker.send(event)
                 elif isinstance(event, Exception):
                     raise event
                 else:
@@ -219,7 +212,11 @@ class WorkflowPool(WorkerPool[WorkflowWorker]):
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             running.inbox.put_nowait(error)
         else:
-            running.inbox.put_nowait(_Turn(ask.turn, segment, finish))
+            ids, logprobs, versions = segment.ids, segment.logprobs, segment.versions
+            answer = DrawnTurn(
+                episode=ask.episode, turn=ask.turn, ids=ids, logprobs=logprobs, versions=versions, finish=finish
+            )
+            running.inbox.put_nowait(answer)
 
     async def listen(self, worker: WorkflowWorker) -> None:
         gone = _Lost(*await self._until_gone(worker))
@@ -287,13 +284,6 @@ async def _sent(worker: WorkflowWorker, start: StartEpisode) -> None:
         raise UserCodeError(
             f"workflow cannot be given its prompt: {error}", remedy="give the row less metadata"
         ) from error
-
-
-def _drawn(number: int, turn: _Turn) -> DrawnTurn:
-    one = turn.segment
-    return DrawnTurn(
-        episode=number, turn=turn.number, ids=one.ids, logprobs=one.logprobs, versions=one.versions, finish=turn.finish
-    )
 
 
 def _sample_of(end: EpisodeDone) -> Sample:

@@ -18,8 +18,8 @@ from tests.harness.waiting import wait_until
 from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_data
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.resume import entries_in
-from myxa.actors.ledger.states import State, decode_group
+from myxa.actors.ledger.resume import entries
+from myxa.actors.ledger.states import State
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import make_rewarder
 from myxa.actors.rollout.group_runner import GroupRunner
@@ -93,8 +93,8 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
         process.kill()
         process.wait()
     assert process.returncode == 0, said
-    entries = list(entries_in(job.run_dir() / "ledger.sqlite", [State.TRAINED]))
-    trained = [decode_group(entry.row.group_id, entry.payload) for entry in entries if entry.payload is not None]
+    found = entries(job.run_dir() / "ledger.sqlite", [State.TRAINED], of="state")
+    trained = [group for _, _, group, _ in found if group is not None]
     assert len(trained) >= 12, "those that no checkpoint covers are kept"
     for group in trained:
         was = groups[group.group_id % NUM_GROUPS]
