@@ -341,15 +341,13 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return [], store.why_no_work(request, served.version, started_s) if is_hungry else ""
 
     async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        with self._at_work("put"):
+        with self._changing("put"):
             result, group = self._store.put(group, attempt, rollout)
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
         self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
         if result.outcome == "filtered":
             self._samples.left_out(group, self._store.ledger.next_step, result.reason, rollout)
-        self._mind_losses()
-        self._polls.ring()
         return result
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
@@ -360,14 +358,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._polls.ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:
-        with self._at_work("drop"):
+        with self._changing("drop"):
             is_done = self._store.give_up(
                 dropped.group_id, dropped.attempt, dropped.rollout, dropped.reason, dropped.detail
             )
         if is_done:
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
-        self._mind_losses()
-        self._polls.ring()
 
     def _mind_losses(self) -> None:
         for text in self._store.poison.take_news():
@@ -389,12 +385,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._polls.ring()
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
-        with self._at_work("gone"):
+        with self._changing("gone"):
             num_groups = self._store.gone(rollout, epoch)
         if num_groups:
             self._tell("groups-requeued", f"{rollout} (epoch {epoch}) is gone: {num_groups} groups go elsewhere")
-        self._mind_losses()
-        self._polls.ring()
         return num_groups
 
     async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
@@ -445,14 +439,13 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return groups
 
     async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
-        with self._at_work("trained"):
+        with self._changing("trained"):
             shown = self._store.first_of_batch(step, self._samples.num_wanted(step))
             if self._store.trained(step):
                 self._samples.trained(shown, step)
                 if metrics := self._store.finished.take_step():
                     self._telemetry.metric(step + 1, metrics)
             self._recent.scored(scores)
-        self._polls.ring()
 
     async def durable(self, version: int, oldest: int | None = None) -> None:
         with self._at_work("durable"):
@@ -466,10 +459,9 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return await in_daemon_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
 
     async def rewind(self, version: int, lineage: int) -> int:
-        with self._at_work("rewind"):
+        with self._changing("rewind"):
             num_groups = self._store.rewind(version, lineage)
         self._tell("rewind", f"training continues from version {version}; {num_groups} groups are ready again")
-        self._polls.ring()
         return num_groups
 
     def _retune(self, store: BufferStore, values: Mapping[str, KnobValue], epoch: int) -> None:
@@ -542,6 +534,14 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 # Nothing was written, and the next buffer can. An actor that takes this for a refusal would drop the
                 # finished group.
                 raise Draining(f"{self.ctx.name} ends: {error.message}", remedy=error.remedy) from error
+
+    @contextmanager
+    def _changing(self, name: str) -> Generator[None]:
+        """The same, of a call after which those that wait look again."""
+        with self._at_work(name):
+            yield
+        self._mind_losses()
+        self._polls.ring()
 
     def _tell(self, kind: str, text: str) -> None:
         self.ctx.log.info("%s: %s", kind, text)

@@ -153,21 +153,20 @@ class BufferStore:
         number = self.ledger.number_terms(self.settings.terms) if draft.prompts else 0
         given = {"version": version, "terms": number, **theirs}
         drawn = [row if row.reason else replace(row, **given) for row in draft.rows]
-        fresh = [row for row in drawn if not row.reason]
         prompts = {row.group_id: self.cursor.prompt_of(row) for row in again} | draft.prompts
-        self.ledger.dispatch(drawn, started, draft.stretch)
-        terms = {row.group_id: self.ledger.terms_of(row) for row in (*started, *fresh)}
-        return [
-            Assignment(
+        assignments: list[Assignment] = []
+        for row in self.ledger.dispatch(drawn, started, draft.stretch):
+            terms = self.ledger.terms_of(row)
+            work = Assignment(
                 prompt=prompts[row.group_id],
-                attempt=self._row(row.group_id).attempt,
+                attempt=row.attempt,
                 num_samples=row.num_samples,
-                sampling=terms[row.group_id].sampling,
+                sampling=terms.sampling,
                 partial=partials.get(row.group_id, ()),
-                knobs=terms[row.group_id].knobs,
+                knobs=terms.knobs,
             )
-            for row in (*started, *fresh)
-        ]
+            assignments.append(work)
+        return sorted(assignments, key=lambda work: work.prompt.group_id not in partials)  # those handed back first
 
     def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
         if self.is_finished:
@@ -472,11 +471,6 @@ class BufferStore:
         known = self.ledger
         overdue = self.admission.restore(places, next_step=known.next_step, newest_version=known.newest_version)
         self._drop_overdue(overdue)
-
-    def _row(self, group_id: int) -> Row:
-        if (row := self.ledger.find(group_id)) is None:
-            raise LedgerError(f"group {group_id} was never drawn")
-        return row
 
     def _owned_by(self, rollout: str) -> list[Row]:
         return [row for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED) if row.rollout == rollout]

@@ -320,10 +320,10 @@ class Ledger:
         """Keep a setting for the next process of this run (not for a run that continues this one)."""
         self._file.commit(LedgerChange(meta={LIVE + key: value}))
 
-    def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = (), stretch: Stretch | None = None) -> None:
+    def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = (), stretch: Stretch | None = None) -> list[Row]:
         """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here. The given rows say
         `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a reason is given up at
-        once. `stretch`: that the newest draws belong to, if sources are chosen at all."""
+        once. `stretch`: that the newest draws belong to, if sources are chosen at all. Returns those that started."""
         change = LedgerChange()
         for offset, row in enumerate(new):
             if row.group_id != self.draws.next_id + offset:
@@ -337,6 +337,7 @@ class Ledger:
             wanted = replace(at, rollout=row.rollout, epoch=row.epoch, version=row.version, attempt=at.attempt + 1)
             self._move(change, wanted, (State.DISPATCHED,), detail=row.rollout)
         self._commit(change, stretch)
+        return [row for row in change.rows.values() if row.state is State.DISPATCHED]
 
     def reattach(self, group_ids: Iterable[int]) -> None:
         """The buffer was restarted, and the actors still hold these groups: the attempts continue."""
