@@ -1,4 +1,4 @@
-"""What a rollout actor reports once a second (rates, counts), and how its time is booked:
+"""How the time of a rollout actor is booked:
 
 most samples wait for their environment    wait-env, function and file
 generating                                 compute, "generate"; "generate at limit" while the actor is full
@@ -11,72 +11,22 @@ no groups                                  the buffer's last answer: draw (wait-
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.clock import Clock
-from ...core.errors import EngineError
-from ...core.messages import ActivityKind, DrawBlock, EngineStatus, EngineUsage
-from ..telemetry import ReportPace
-from .group_runner import GroupLoad, RunnerStats
+from ...core.activity import ActivityMeter
+from ...core.messages import ActivityKind, DrawBlock
 
 
 @dataclass(slots=True)
-class GroupCounts:
-    """Of this actor, since it began."""
+class GroupLoad:
+    """What an actor's groups are doing, for the time accounting: who is waited for."""
 
-    num_groups: int = 0
-    num_errors: int = 0
-    num_breaks: int = 0
-    """Groups that went elsewhere because the engine failed them."""
-    num_lies: int = 0
-    """Streams in which the engine said what cannot be."""
-
-
-async def gauge_forever(
-    telemetry: TelemetryBuffer,
-    stats: RunnerStats,
-    counts: GroupCounts,
-    *,
-    status: Callable[[], Awaitable[EngineStatus]],
-    room: Callable[[], Mapping[str, float]],
-    pace: ReportPace,
-    has_engine: bool,
-    clock: Clock,
-    log: logging.Logger,
-) -> None:
-    """Until cancelled, as often as `pace` says. `room`: how many groups the actor may hold, and holds."""
-    started, usage = clock.monotonic(), EngineUsage()
-    while True:
-        await pace.pause()
-        now = clock.monotonic()
-        elapsed, started = max(now - started, 1e-6), now
-        try:
-            load = await status()
-        except EngineError as err:  # whether it is lost is for `until_lost` to say, and it says why
-            log.warning("the engine does not report its load: %s", err)
-            continue
-        taken = stats.take()
-        values = {
-            "rollout/tokens_per_s": taken.num_tokens / elapsed,
-            "rollout/running": float(load.running),
-            "rollout/waiting": float(load.waiting),
-            "rollout/num_groups": float(counts.num_groups),
-            "rollout/num_errors": float(counts.num_errors),
-            "rollout/num_breaks": float(counts.num_breaks),
-            "rollout/num_lies": float(counts.num_lies),
-            **room(),
-            **load.usage.rates_since(usage),
-        }
-        usage = load.usage
-        if taken.num_samples:
-            values["rollout/reward_s_mean"] = taken.reward_s / taken.num_samples
-            values["rollout/env_s_mean"] = taken.env_s / taken.num_samples
-            values["rollout/env_s_max"] = taken.max_env_s
-            values["rollout/truncated_fraction"] = taken.num_truncated / taken.num_samples
-        telemetry.metric(load.version if has_engine else -1, values)
+    generating: int = 0
+    rewarding: int = 0
+    waiting: int = 0
+    """Samples whose workflow does anything but wait for the model."""
+    place: str = ""
+    """Where most of these are: function and file."""
 
 
 _BLOCKED: dict[DrawBlock, tuple[ActivityKind, str]] = {

@@ -10,6 +10,7 @@ are handed over also while the buffer restarts; failures count against the budge
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,7 +24,7 @@ from ...core.samples import Group, Sample
 from ..contracts import BufferContract
 from ..rewards.guard import GroupBudget, Guarded
 from ..weights.engine_versions import ServedWeights
-from .gauges import GroupCounts, RolloutTime
+from .gauges import RolloutTime
 from .group_runner import GroupRunner, Partial, drop_reason
 
 POLL_S = 5.0
@@ -39,6 +40,10 @@ SAVING_SHARE = 0.05
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 
+
+COUNTED = ("num_groups", "num_errors", "num_breaks", "num_lies")
+"""Groups that were handed over, that failed, that went elsewhere because the engine failed them; streams in which the
+engine said what cannot be."""
 
 R = TypeVar("R")
 
@@ -80,7 +85,7 @@ class GroupPull:
         self._save_s = save_s
         self._runner: GroupRunner | None = None
         self._held: dict[int, _Held] = {}
-        self.counts = GroupCounts()
+        self.counts = Counter[str](dict.fromkeys(COUNTED, 0))
         self._broke: EngineError | None = None
         """What a group was failed with since that was judged last."""
         self._broke_s = -LOSS_S
@@ -253,7 +258,7 @@ class GroupPull:
         result = await self._ask(lambda: self._buffer.put_group(group, attempt, self._ctx.name))
         if result.outcome not in ("ready", "filtered"):
             self._ctx.log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
-        self.counts.num_groups += 1
+        self.counts["num_groups"] += 1
 
     async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
         returned = self._returned(assignment, partial.samples, has_died=partial.cause is not None)
@@ -270,7 +275,7 @@ class GroupPull:
     def _note_break(self, assignment: Assignment, partial: Partial, cause: EngineError) -> None:
         """The engine failed a group, which continues elsewhere."""
         self._broke, self._broke_s = cause, self._ctx.clock.monotonic()
-        self.counts.num_breaks += 1
+        self.counts["num_breaks"] += 1
         num_tokens = _num_tokens(partial.samples)
         text = f"group {assignment.prompt.group_id} continues elsewhere with {num_tokens} tokens: {cause}"
         self._ctx.log.error("group-broken: %s", text)
@@ -278,7 +283,7 @@ class GroupPull:
 
     async def _drop(self, assignment: Assignment, err: MyxaError) -> None:
         """A group that failed. Raises UserCodeError or what the budget raises when too many did."""
-        self.counts.num_errors += 1
+        self.counts["num_errors"] += 1
         prompt = assignment.prompt
         self._ctx.log.error("group %d (row %d) dropped: %s", prompt.group_id, prompt.row, err)
         self._telemetry.event("group-dropped", f"group {prompt.group_id}: {err}")

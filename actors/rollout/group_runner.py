@@ -49,6 +49,7 @@ from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import TokensSoFar, WorkflowPool
 from ..workflows.turn_renderer import TurnRenderer
 from ..workflows.worker_messages import StartEpisode
+from .gauges import GroupLoad
 
 T = TypeVar("T")
 
@@ -98,37 +99,12 @@ class RunnerStats:
 
 
 @dataclass(slots=True)
-class FailureCounts:
-    """Of workflows, since the actor began."""
-
-    by_kind: Counter[FailureKind] = field(default_factory=Counter["FailureKind"])
-    num_retried: int = 0
-    num_masked: int = 0
-
-    def gauges(self) -> dict[str, float]:
-        kinds = {f"rollout/failures/{kind}": float(self.by_kind[kind]) for kind in FAILURE_KINDS}
-        return kinds | {"rollout/num_retried": float(self.num_retried), "rollout/num_masked": float(self.num_masked)}
-
-
-@dataclass(slots=True)
 class Partial(Exception):
     """The group was interrupted; `samples` are what there is, finished members included."""
 
     samples: tuple[Sample, ...] = field(default_factory=tuple)
     cause: EngineError | None = None
     """What the engine failed with; None: it had to stop."""
-
-
-@dataclass(slots=True)
-class GroupLoad:
-    """What this actor's groups are doing, for the time accounting: who is waited for."""
-
-    generating: int = 0
-    rewarding: int = 0
-    waiting: int = 0
-    """Samples whose workflow does anything but wait for the model."""
-    place: str = ""
-    """Where most of these are: function and file."""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -190,7 +166,9 @@ class GroupRunner:
         """For session ids."""
         self.on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
         """Called for each failure of a workflow: its kind, and in words what becomes of the member."""
-        self.failures = FailureCounts()
+        names = (*(f"failures/{kind}" for kind in FAILURE_KINDS), "num_retried", "num_masked")
+        self.failures = Counter[str]({f"rollout/{name}": 0 for name in names})
+        """Of workflows, since the actor began, by the names of their gauges."""
         self._load = GroupLoad()
         self._made: dict[int, GroupSoFar] = {}
         """Of groups that run."""
@@ -290,7 +268,7 @@ class GroupRunner:
                 if failed.kind not in RETRIED or task.num_retries >= self.max_retries:
                     raise
                 self._failed(failed, f"it is tried again: {failed.message}")
-                self.failures.num_retried += 1
+                self.failures["rollout/num_retried"] += 1
             except UserCodeError as error:
                 self._failed(error, f"its group is dropped: {error.message}")
                 raise
@@ -304,7 +282,7 @@ class GroupRunner:
         `failed` where it costs the group."""
         if failed.kind in RETRIED:
             self._failed(failed, f"it is masked: {failed.message}")
-            self.failures.num_masked += 1
+            self.failures["rollout/num_masked"] += 1
             task.made.again(task.index)
             return None
         sample = task.made.of(task.index)
@@ -318,7 +296,7 @@ class GroupRunner:
 
     def _failed(self, error: MemberFailed | UserCodeError, words: str) -> None:
         kind = error.kind if isinstance(error, MemberFailed) else "user-code"
-        self.failures.by_kind[kind] += 1
+        self.failures[f"rollout/failures/{kind}"] += 1
         self.on_failure(kind, words)
 
     async def _referenced(self, reference: Reference, task: _Task, sample: Sample) -> Sample:

@@ -24,6 +24,7 @@ from ...core.knobs import KnobValue, KnobVerdict
 from ...core.messages import (
     CanaryAnswers,
     EngineStatus,
+    EngineUsage,
     EvalRequest,
     EvalResult,
     SamplingParams,
@@ -46,7 +47,7 @@ from ..weights.receive import EngineWeights, channel_refusal
 from ..workflows.episode import Generate, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
 from .evaluation import Evaluation, answer_canary
-from .gauges import RolloutTime, gauge_forever
+from .gauges import RolloutTime
 from .group_pull import GroupPull
 from .group_runner import GroupRunner, NoEngine
 from .knobs import RolloutLive, crowding, rollout_knobs
@@ -215,18 +216,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self._engine is None:
             self._version = ALWAYS_NEWEST
             self._serving.set()
-        gauges = gauge_forever(
-            self._telemetry,
-            runner.stats,
-            self._pull.counts,
-            status=self.status,
-            room=self._room,
-            pace=self._pace,
-            has_engine=self._engine is not None,
-            clock=self._clock,
-            log=self.ctx.log,
-        )
-        self.ctx.spawn(gauges, name="rollout-gauges")
+        self.ctx.spawn(self._gauge_forever(runner), name="rollout-gauges")
         self._meter.switch("wait-weights", "first weights")
         await self._reporting.run("buffer")
         if self._tenant is not None:
@@ -312,7 +302,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             await self._give_engine_up(err)
 
     def _on_lie(self, lie: EngineLied) -> None:
-        self._pull.counts.num_lies += 1
+        self._pull.counts["num_lies"] += 1
         self._telemetry.event("engine-lied", lie.message)
         self.ctx.spawn(self._give_engine_up(lie), name="lied")
 
@@ -377,14 +367,37 @@ class Rollout(OwnsKnobs, RolloutContract):
             raise EngineError(f"{self.ctx.name} has no engine yet", remedy="ask again once it serves")
         return self._runner
 
-    def _room(self) -> dict[str, float]:
-        return {
-            "rollout/in_flight": float(self._pull.num_groups),
-            "rollout/concurrency": float(self._pull.max_groups),
-            "rollout/max_running": float(self._max_running),
-            **self._judges.gauges(),
-            **({} if self._runner is None else self._runner.failures.gauges()),
-        }
+    async def _gauge_forever(self, runner: GroupRunner) -> None:
+        started_s, usage = self._clock.monotonic(), EngineUsage()
+        while True:
+            await self._pace.pause()
+            elapsed_s = max(self._clock.monotonic() - started_s, 1e-6)
+            started_s += elapsed_s
+            try:
+                load = await self.status()
+            except EngineError as err:  # whether it is lost is for `until_lost` to say, and it says why
+                self.ctx.log.warning("the engine does not report its load: %s", err)
+                continue
+            taken = runner.stats.take()
+            values = {
+                "rollout/tokens_per_s": taken.num_tokens / elapsed_s,
+                "rollout/running": float(load.running),
+                "rollout/waiting": float(load.waiting),
+                "rollout/in_flight": float(self._pull.num_groups),
+                "rollout/concurrency": float(self._pull.max_groups),
+                "rollout/max_running": float(self._max_running),
+                **{f"rollout/{name}": float(count) for name, count in self._pull.counts.items()},
+                **{name: float(count) for name, count in runner.failures.items()},
+                **self._judges.gauges(),
+                **load.usage.rates_since(usage),
+            }
+            usage = load.usage
+            if taken.num_samples:
+                values["rollout/reward_s_mean"] = taken.reward_s / taken.num_samples
+                values["rollout/env_s_mean"] = taken.env_s / taken.num_samples
+                values["rollout/env_s_max"] = taken.max_env_s
+                values["rollout/truncated_fraction"] = taken.num_truncated / taken.num_samples
+            self._telemetry.metric(load.version if self._engine is not None else -1, values)
 
     def _tell_failure(self, kind: str, words: str) -> None:
         self.ctx.log.warning("member-failed (%s): %s", kind, words)

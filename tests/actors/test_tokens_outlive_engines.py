@@ -50,7 +50,7 @@ async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(tm
         assert first.attempt == 2 and [s.response_ids.size for s in first.group.samples] == [6, 6]
         again = [request for request in engine.requests if ".a2.0." in request.request_id]
         assert again and all(int(request.input_ids[-1]) == 7 for request in again), "it began with what it had"
-        assert floor.rollouts["rollout/0"]._pull.counts.num_breaks == 1
+        assert floor.rollouts["rollout/0"]._pull.counts["num_breaks"] == 1
         assert not (await floor.buffer.stats()).dropped
 
 
