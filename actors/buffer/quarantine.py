@@ -316,31 +316,17 @@ class Quarantine:
         """Durably. A disk that refuses is reported: the ledger still has it."""
         if not entries:
             return
+        lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
         try:
-            self._add(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+            with self._path.open("a+b") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+                file.write(lines if file.read(1) in (b"", b"\n") else b"\n" + lines)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(self._path.parent)
             self._refresh()
         except OSError as error:
             self._log.warning("%s cannot be written: %s", self._path, error)
-
-    def _add(self, lines: bytes) -> None:
-        """To the file that bears the name when it is done: an editor may have put another in its place meanwhile."""
-        while True:
-            with self._path.open("a+b", buffering=0) as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(size - 1, 0))
-                is_torn = file.read(1) not in (b"", b"\n")
-                left = memoryview(b"\n" + lines if is_torn else lines)
-                try:
-                    while left:
-                        left = left[file.write(left) :]
-                except OSError:
-                    file.truncate(size)
-                    raise
-                os.fsync(file.fileno())
-                sync_folder(self._path.parent)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
-                        return
 
 
 def open_quarantine(
