@@ -2,21 +2,20 @@
 
 An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first,
 so that what an engine calls version v is what the trainer calls version v, whatever folder it was started from. It
-reports to the coordinator when its engine is up, and again to one that restarted (`CoordinatorReport`). Generation
+reports to the coordinator when its engine is up, and again to one that restarted. Generation
 continues while weights are prepared and committed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
+from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import CallError, EngineError, EngineLied
@@ -53,6 +52,8 @@ from .group_runner import GroupRunner, NoEngine
 from .knobs import RolloutLive, crowding, rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
 
+COORDINATOR = "coordinator"
+MEET_S = 120.0
 START_LIMIT_S = 600.0  # an engine that loads a model may hold the interpreter lock for so long
 
 
@@ -129,7 +130,9 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._buffer = self.ctx.ref(BufferContract, "buffer")
-        self._reporting = CoordinatorReport(self.ctx, self._report)
+        self._coordinator = self.ctx.ref(CoordinatorContract, COORDINATOR)
+        self._has_reported = False
+        self.ctx.watch(COORDINATOR)
         self._evaluation.listen(self._telemetry.event, self._telemetry.sample)
         self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
         self._weights_turn = asyncio.Lock()
@@ -218,7 +221,9 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._serving.set()
         self.ctx.spawn(self._gauge_forever(runner), name="rollout-gauges")
         self._meter.switch("wait-weights", "first weights")
-        await self._reporting.run("buffer")
+        await self.ctx.wait_for(COORDINATOR, "buffer", timeout_s=MEET_S)
+        await self._report()
+        self._has_reported = True
         if self._tenant is not None:
             self._tenant.joined()
         await self._serving.wait()
@@ -245,7 +250,9 @@ class Rollout(OwnsKnobs, RolloutContract):
         return self._tenant.turn.generate
 
     async def on_peer(self, event: PeerEvent) -> None:
-        self._reporting.on_peer(event)
+        if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._has_reported:
+            self.ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
+            self.ctx.spawn(self._report(), name=f"report in {event.epoch}")
         if self._tenant is not None:
             await self._tenant.on_peer(event)
 
@@ -344,13 +351,23 @@ class Rollout(OwnsKnobs, RolloutContract):
         return replace(status, running=info.running, waiting=info.waiting, usage=info.usage)
 
     async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        return await profile_engine(self._engine, duration_s, self.ctx.name)
+        if not isinstance(self._engine, ProfilesItself):
+            return ()
+        try:
+            return await self._engine.profile(duration_s)
+        except EngineError as error:  # a refusal is an answer: the engine serves
+            return (EngineTrace(engine=self.ctx.name, refused=str(error)),)
 
-    async def _report(self) -> EngineStatus:
-        """For a coordinator that must know what needs to be handed over."""
-        status = await self.status()
-        is_bare = self._tenant is not None and not self._tenant.has_weights
-        return replace(status, version=NO_VERSION) if is_bare else status
+    async def _report(self) -> None:
+        """Tell the coordinator that this actor serves, and what it must be handed."""
+
+        async def send() -> None:
+            status = await self.status()
+            if self._tenant is not None and not self._tenant.has_weights:
+                status = replace(status, version=NO_VERSION)
+            await self._coordinator.rollout_ready(status, self.ctx.epoch)
+
+        await until_answered(send, who=COORDINATOR, clock=self.ctx.clock, log=self.ctx.log)
 
     async def drain(self) -> int:
         tasks = self._pull.end()
@@ -402,47 +419,3 @@ class Rollout(OwnsKnobs, RolloutContract):
     def _tell_failure(self, kind: str, words: str) -> None:
         self.ctx.log.warning("member-failed (%s): %s", kind, words)
         self._telemetry.event("member-failed", f"{kind}: {words}", failure=kind)
-
-
-COORDINATOR = "coordinator"
-MEET_S = 120.0
-
-
-class CoordinatorReport:
-    """Reports this actor to the coordinator. Made in `on_start`."""
-
-    def __init__(self, ctx: ActorContext, status: Callable[[], Awaitable[EngineStatus]]) -> None:
-        self._ctx = ctx
-        self._status = status
-        self._coordinator = ctx.ref(CoordinatorContract, COORDINATOR)
-        self._is_known = False
-        ctx.watch(COORDINATOR)
-
-    async def run(self, *others: str) -> None:
-        """The first time, once the others are there too. Raises LaunchError without them or a coordinator, CallError
-        without an answer."""
-        await self._ctx.wait_for(COORDINATOR, *others, timeout_s=MEET_S)
-        await self._tell()
-        self._is_known = True
-
-    def on_peer(self, event: PeerEvent) -> None:
-        """A restarted coordinator does not know this actor: report in again."""
-        if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._is_known:
-            self._ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
-            self._ctx.spawn(self._tell(), name=f"report in {event.epoch}")
-
-    async def _tell(self) -> None:
-        async def send() -> None:
-            await self._coordinator.rollout_ready(await self._status(), self._ctx.epoch)
-
-        await until_answered(send, who=COORDINATOR, clock=self._ctx.clock, log=self._ctx.log)
-
-
-async def profile_engine(engine: Engine | None, duration_s: float, name: str) -> tuple[EngineTrace, ...]:
-    """Traces of an engine that profiles itself; empty for any other. A refusal is an answer: the engine serves."""
-    if not isinstance(engine, ProfilesItself):
-        return ()
-    try:
-        return await engine.profile(duration_s)
-    except EngineError as error:
-        return (EngineTrace(engine=name, refused=str(error)),)
