@@ -283,7 +283,7 @@ async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flo
         made.runner.max_retries = 1
         group = await made.run(4, ["block", "", "hang", "thread"])
         assert [s.index for s in group.samples] == [1] and group.num_masked == 3
-        assert made.runner.failures.by_kind["environment"] >= 6
+        assert made.runner.failures["rollout/failures/environment"] >= 6
         assert (await made.run(2, ["block"])).num_masked == 1, "the pool works on"
         lines = made.log()
         assert [lines.count(f"close r1.5.{who}") for who in ("0 0", "0 1", "2 0", "2 1", "3 0", "3 1")] == [
@@ -315,7 +315,9 @@ async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flo
 
         group = await made.run(5, modes, times=1)
         assert len(group.samples) == 5 and group.num_masked == 0, "each was retried"
-        assert {kind: failures.by_kind[kind] for kind in kinds} == kinds and failures.num_retried == 4
+        assert {kind: failures[f"rollout/failures/{kind}"] for kind in kinds} == kinds and failures[
+            "rollout/num_retried"
+        ] == 4
         assert {"begin r1.5.0 0 False", "begin r1.5.0 1 True"} <= set(made.log())
         made.runner.max_retries = 0
         group = await made.run(5, modes)
@@ -323,7 +325,7 @@ async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flo
         with pytest.raises(MemberFailed, match=r"raised ConnectionError: sandbox gone at .*flows.py:\d+ .group 5, s"):
             await made.run(2, ["raise"] * 2)
         caught = await costs("policy", MemberFailed, "illegal move")
-        assert getattr(caught.value, "kind", "") == "policy" and failures.num_retried == 4
+        assert getattr(caught.value, "kind", "") == "policy" and failures["rollout/num_retried"] == 4
         for mode, says in (
             ("bug", r"workflow raised KeyError: 'level' at .*flows.py:\d+ \(group 5, sam"), ("copy", "was copied"),
             ("forget", "returned a value of type NoneType, not a Sample"), ("odd", "loss_mask has shape"),
