@@ -41,7 +41,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "buffer.claim": ("after actors.buffer.store:BufferStore.claim",),  # written down as formed, not answered
     "buffer.trained": (f"before {_BUFFER}.trained",),
     "buffer.durable": (f"before {_BUFFER}.durable",),
-    "rollout.partial": ("after actors.stream_checks:_Stream.wrong",),  # tokens of an answer are there
+    "rollout.partial": ("before actors.stream_checks:_Stream.wrong",),  # tokens of an answer are there
     "rollout.reward": ("before actors.rollout.group_runner:GroupRunner._rewarded",),
     "rollout.put": ("before actors.rollout.group_pull:GroupPull._deliver",),
     "rollout.prepare": ("before actors.weights.receive:EngineWeights.prepare",),
