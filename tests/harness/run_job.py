@@ -84,7 +84,7 @@ class Job:
         the machine can."""
         groups = 8  # two batches of `RUN_TOML`
         (self.folder / "patient.py").write_text(PATIENT.format(seconds=groups / BATCH / steps_per_s))
-        return 'reward.fn="patient.py:reward"', "reward.isolate=false", f"rollout.max_groups={groups}"
+        return 'reward.fn="patient.py:reward"', f"rollout.max_groups={groups}"
 
     def run_dir(self) -> Path:
         """Directory of the newest run."""

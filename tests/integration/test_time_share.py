@@ -20,7 +20,7 @@ TURNS = (
     'memory.share="switch"', f"memory.capacity_mb={CAPACITY_MIB}", "memory.switch_s=40", "engine.context_length=64",
     "engine.max_running=4",
 )  # fmt: skip
-REWARD = ('reward.fn="mine.py:score"', "reward.isolate=false")
+REWARD = ('reward.fn="mine.py:score"',)
 USERS_CODE = """
 def score(completion, **_):
     return (sum(map(ord, completion.text)) + completion.num_tokens) % 11 / 10
