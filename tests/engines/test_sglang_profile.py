@@ -14,7 +14,6 @@ from tests.harness.fake_sglang import FakeSglang, fake_sglang
 
 from myxa.actors.engines.sglang import engine as sglang_engine
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
-from myxa.actors.rollout.rollout import profile_engine
 from myxa.core.errors import EngineError
 
 OPTIONS: dict[str, Any] = {"vocab_size": 320, "context_length": 128, "call_s": 20, "name": "rollout/3"}
@@ -38,12 +37,11 @@ async def test_a_server_writes_its_trace_into_the_folder_it_is_given(tmp_path):
     traces = tmp_path / "run" / "profiles"
     async with connected(tmp_path / "theirs", profile_dir=str(traces)) as (engine, _):
         (first,) = await engine.profile(0.05)
-        (second,) = await profile_engine(engine, 0.05, "rollout/3")
+        (second,) = await engine.profile(0.05)
     assert (first.place, first.refused) == (str(traces), "")
     assert first.files[0].startswith("rollout.3.")
     assert set(second.files).isdisjoint(first.files)
     assert sorted(path.name for path in traces.iterdir()) == sorted((*first.files, *second.files))
-    assert await profile_engine(None, 1.0, "rollout/0") == (), "an engine in the actor's own process has none"
 
 
 async def test_an_attached_one_writes_where_it_does_by_itself_and_is_profiled_once_at_a_time(tmp_path):
@@ -73,12 +71,13 @@ async def test_a_profile_whose_caller_stops_waiting_is_stopped(after_s, tmp_path
 async def test_a_refusal_names_server_cause_and_remedy_and_costs_no_engine(tmp_path):
     async with connected(tmp_path) as (engine, server):
         assert await post(f"{server.url}/start_profile", profile_id="theirs") == 200
-        recording = asyncio.ensure_future(profile_engine(engine, 0.3, "rollout/3"))
+        recording = asyncio.ensure_future(engine.profile(0.3))
         while server.paths().count("/start_profile") < 2:
             await asyncio.sleep(0.005)
         assert await post(f"{server.url}/stop_profile") == 200
-        (trace,) = await recording
-        assert trace.refused == (
+        with pytest.raises(EngineError) as caught:
+            await recording
+        assert str(caught.value) == (
             f"rollout/3 at {server.url}: POST /stop_profile answered 500: Internal Server Error -- see the server's log; "
             "--no-engine leaves the server out"
         )
