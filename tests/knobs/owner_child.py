@@ -11,19 +11,22 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.knobs.knob_maker import Desk, make_desk
 
+from myxa.actors.contracts import CoordinatorContract
 from myxa.actors.knobs.owner import OwnsKnobs, catch_up
-from myxa.actors.rollout.rollout import CoordinatorReport
 from myxa.core.actor import PeerEvent
 from myxa.core.knobs import KnobValue, KnobVerdict
 from myxa.core.messages import EngineStatus
+from myxa.core.retry import until_answered
 from myxa.transport.node import Node, Rendezvous
 
+COORDINATOR = "coordinator"
 KNOBS = {"buffer": ("filter", "eta", "level"), "rollout": ("room", "level")}
 
 
@@ -40,18 +43,24 @@ class Child(OwnsKnobs):
         self.knob_owner = self.desk.owner
         if role == "buffer":
             await catch_up(self.ctx, self.knob_owner)
-        self._reporting = CoordinatorReport(self.ctx, self._status)
+        self._has_reported = False
+        self.ctx.watch(COORDINATOR)
         self.ctx.spawn(self._work(), name="work")
 
-    async def _status(self) -> EngineStatus:
-        return EngineStatus(rollout=self.ctx.name, version=0, running=0, waiting=0)
+    async def _report(self) -> None:
+        status = EngineStatus(rollout=self.ctx.name, version=0, running=0, waiting=0)
+        coordinator = self.ctx.ref(CoordinatorContract, COORDINATOR)
+        send = partial(coordinator.rollout_ready, status, self.ctx.epoch)
+        await until_answered(send, who=COORDINATOR, clock=self.ctx.clock, log=self.ctx.log)
+        self._has_reported = True
 
     async def on_peer(self, event: PeerEvent) -> None:
-        self._reporting.on_peer(event)
+        if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._has_reported:
+            self.ctx.spawn(self._report(), name="report in again")
 
     async def _work(self) -> None:
         if self.ctx.name.startswith("rollout/"):
-            await self._reporting.run()
+            await self._report()
         while True:  # a piece of work every few milliseconds, under the values in force
             self._note()
             await asyncio.sleep(0.005)
