@@ -161,7 +161,8 @@ class ModelConfig:
         if self.foreign:
             raise ModelError(
                 f"{who} does not run this model: {self.foreign}",
-                remedy=f'use a model of type {", ".join(MODEL_TYPES)}; or trainer.impl = "hf", for the torch trainer',
+                remedy=f"use a model of type {', '.join(MODEL_TYPES)}; others are trained by the torch trainer with "
+                'trainer.impl = "hf", and served by SGLang',
             )
 
     def require_plain(self, who: str) -> None:
