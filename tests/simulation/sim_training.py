@@ -210,9 +210,9 @@ async def training(seed: int, folder: Path) -> Sim:
         await node.start(buffers[-1], "buffer")
 
     def buffer_killed() -> None:
-        books = buffers[-1]._books if buffers else None
-        if books is not None:
-            books.ledger.close()
+        opened = buffers[-1]._opened if buffers else None
+        if opened is not None:
+            opened[0].ledger.close()
 
     async with Sim(seed, Net(delay_s=(0.0, 0.02))) as sim:
 
