@@ -13,8 +13,19 @@ from pathlib import Path
 from figures import Report, parser, work_folder
 from make_model import make_apart
 from run_figures import read_run, tell_run
-from runs import Choice, RunFailedError, Stopwatch, add_choices, chosen, engine_for, facts_of, overrides, stage, up
 from servers import ServerDiedError
+from trial_runs import (
+    Choice,
+    RunFailedError,
+    Stopwatch,
+    add_choices,
+    chosen,
+    engine_for,
+    facts_of,
+    overrides,
+    stage,
+    up,
+)
 
 NUM_STEPS = 20
 PROMPT_LETTERS = 120

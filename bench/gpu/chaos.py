@@ -41,8 +41,8 @@ from kill_in_broadcast import SPARED, VICTIM, WARM_VERSIONS, Trial, TrialFailedE
 from make_model import SHAPES, make_learner
 from reverse_task import write_data
 from run_figures import newest_run
-from runs import ends_of_logs, stage
 from tests.harness.ledger_audit import audit_ledger
+from trial_runs import ends_of_logs, stage
 
 from myxa.actors.models.tiny import PRESETS
 from myxa.core.errors import MyxaError

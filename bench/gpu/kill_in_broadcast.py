@@ -37,7 +37,7 @@ from limited import is_alive
 from make_model import SHAPES, make_learner
 from reverse_task import write_data
 from run_figures import lines, newest_run, read_run
-from runs import HERE, cpu_overrides, ends_of_logs, stage
+from trial_runs import HERE, cpu_overrides, ends_of_logs, stage
 
 from myxa.actors.ledger.states import decode_group
 from myxa.actors.models.tiny import PRESETS

@@ -13,7 +13,8 @@ from figures import Report, parser, work_folder
 from make_model import SHAPES, make_learner
 from reverse_task import write_data
 from run_figures import read_run, tell_run
-from runs import (
+from servers import ServerDiedError
+from trial_runs import (
     RunFailedError,
     Stopwatch,
     add_choices,
@@ -28,7 +29,6 @@ from runs import (
     trainer_override,
     up,
 )
-from servers import ServerDiedError
 
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tiny import PRESETS

@@ -26,7 +26,7 @@ from figures import Report, median, number, parser, percent, work_folder
 from kill_in_broadcast import Trial, TrialFailedError
 from make_model import make_apart
 from run_figures import newest_run
-from runs import Stopwatch, cpu_overrides, ends_of_logs, stage
+from trial_runs import Stopwatch, cpu_overrides, ends_of_logs, stage
 
 from myxa.core.errors import MyxaError
 from myxa.launch.control.client import ControlClient

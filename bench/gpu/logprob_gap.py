@@ -26,8 +26,8 @@ import aiohttp
 import numpy as np
 from figures import Report, number, parser, work_folder
 from make_model import make_apart
-from runs import stage
 from servers import Server, ServerDiedError, free_port, running
+from trial_runs import stage
 
 from myxa.core.config import load_config
 from myxa.core.samples import TrainSample, TrainShard

@@ -30,7 +30,7 @@ from memory_device import device_bytes, used_by_process
 from memory_figures import GIB, MIB, quantile, size, tell_when_ended
 from run_figures import SKIPPED_STEPS, Run, lines, newest_run, read_run, tell_run
 from run_looks import ends_of_logs
-from runs import RunFailedError, Stopwatch, cpu_overrides, facts_of, stage, up
+from trial_runs import RunFailedError, Stopwatch, cpu_overrides, facts_of, stage, up
 
 WAYS = ("ours",)
 RUN_FILE = "memory_colocated.toml"

@@ -33,9 +33,9 @@ from figures import Report, median, number, parser, part_seconds, work_folder
 from make_model import make_apart
 from memory_colocated import RUN_FILE, sets_of
 from memory_figures import MIB, quantile, tell_when_ended
-from runs import stage
 from servers import free_port
 from train_speed import how_it_ended, make_shard, run_ranks
+from trial_runs import stage
 
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.tenancy.time_share import TRAINER_TAGS

@@ -21,7 +21,7 @@ from make_model import make_apart
 from memory_colocated import RUN_FILE, sets_of
 from memory_device import settled_used
 from memory_figures import GIB, size
-from runs import stage
+from trial_runs import stage
 
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.tenancy.time_share import TRAINER_TAGS

@@ -17,7 +17,7 @@ from pathlib import Path
 from figures import Report, parser, part_seconds, work_folder
 from make_model import SHAPES, make_learner
 from run_looks import ends_of_logs
-from runs import cpu_overrides, stage
+from trial_runs import cpu_overrides, stage
 
 from myxa.actors.models.tiny import PRESETS
 

@@ -24,8 +24,8 @@ import aiohttp
 import numpy as np
 from figures import Report, parser, work_folder
 from make_model import make_learner
-from runs import cpu_overrides, stage
 from servers import Server, free_port, running
+from trial_runs import cpu_overrides, stage
 
 from myxa.core.config import load_config
 from myxa.core.samples import TrainSample, TrainShard

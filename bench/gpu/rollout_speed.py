@@ -31,8 +31,8 @@ import uvloop
 from figures import Report, median, number, parser, work_folder
 from make_model import make_apart
 from rollout_peers import QuietCoordinator, QuietMonitor, RoundBuffer
-from runs import attach_override, stage
 from servers import Server, ServerDiedError, running
+from trial_runs import attach_override, stage
 
 from myxa.actors.contracts import RolloutContract
 from myxa.core.config import load_config

@@ -25,8 +25,8 @@ import numpy as np
 from figures import Report, number, parser, percent, work_folder
 from flops import forward_flops, mfu, train_flops
 from make_model import make_apart
-from runs import stage
 from servers import free_port
+from trial_runs import stage
 
 from myxa.core.config import load_config
 from myxa.core.samples import TrainSample, TrainShard

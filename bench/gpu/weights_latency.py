@@ -33,8 +33,8 @@ from typing import Any
 from async20 import write_prompts
 from figures import Report, median, parser, work_folder
 from make_model import make_apart
-from runs import Choice, RunFailedError, overrides, stage, up
 from servers import Server, ServerDiedError, running
+from trial_runs import Choice, RunFailedError, overrides, stage, up
 
 from myxa.actors.sinks.chrome_trace import TRACE_FILE, read_trace
 

@@ -65,7 +65,7 @@ ENDS = [
 def test_runs_load_whatever_the_command_line_chooses_on_gpus(
     bench: Callable[[str], ModuleType], tmp_path: Path, engine: str, backend: str, placement: str
 ) -> None:
-    runs, two_gpus = bench("runs"), placement == "two"
+    runs, two_gpus = bench("trial_runs"), placement == "two"
     choice = runs.Choice(is_cpu=False, engine=engine, backend=backend, two_gpus=two_gpus, channel="")
     runs.stage(tmp_path, *RUN_FILES, launches=choice.launches)
     url = "http://127.0.0.1:1" if engine == "attach" else ""
@@ -85,7 +85,7 @@ def test_runs_load_whatever_the_command_line_chooses_on_gpus(
 
 @pytest.mark.parametrize("engine", ["attach", "embedded"])
 def test_runs_load_on_a_cpu(bench: Callable[[str], ModuleType], tmp_path: Path, engine: str) -> None:
-    runs = bench("runs")
+    runs = bench("trial_runs")
     choice = runs.Choice(is_cpu=True, engine=engine, backend="torch", two_gpus=False, channel="")
     runs.stage(tmp_path, *RUN_FILES)
     url = "http://127.0.0.1:1" if engine == "attach" else ""
@@ -100,7 +100,7 @@ def test_runs_load_on_a_cpu(bench: Callable[[str], ModuleType], tmp_path: Path, 
 def test_settings_of_the_speed_runs_load(
     bench: Callable[[str], ModuleType], tmp_path: Path, backend: str, world: int
 ) -> None:
-    bench("runs").stage(tmp_path, "async20.toml")
+    bench("trial_runs").stage(tmp_path, "async20.toml")
     options = argparse.Namespace(device="cuda", backend=backend, world=world, per_pack=16, length=1024, sets=[])
     config = load_config([tmp_path / "async20.toml"], bench("train_speed").rank_sets(options))
     assert config.roles.trainer.device_ids == tuple(range(world))

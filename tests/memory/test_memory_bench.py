@@ -88,7 +88,7 @@ def test_the_colocated_runs_load_and_differ_in_the_memory_only(
     bench: Callable[[str], ModuleType], tmp_path: Path, way: str, device: str, gpus: int, servers: str
 ) -> None:
     colocated = bench("memory_colocated")
-    bench("runs").stage(tmp_path, colocated.RUN_FILE, launches=device == "cuda")
+    bench("trial_runs").stage(tmp_path, colocated.RUN_FILE, launches=device == "cuda")
     options = argparse.Namespace(
         device=device, steps=5, overrides=[], capacity_mib=100, tokens=8192, gpus=gpus, servers=servers
     )
