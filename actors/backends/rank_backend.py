@@ -19,7 +19,7 @@ from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
 from ..models.hf_folder import ModelConfig, export_dtype
 from .export import Exporter, ExportTypes
-from .residence import Residence
+from .offload import RankOffload
 from .step import Stepper
 from .torch_backend.settings import StepSettings, check_together
 from .torch_backend.tensors import DTYPE_OF
@@ -101,7 +101,7 @@ C = TypeVar("C", bound=RankSettings)
 class RankBackend(Generic[C]):
     """One trainer rank; `setup`, which the trainer at hand brings, sets `_parts`."""
 
-    def __init__(self, config: C, clock: Clock | None = None, offload: Residence | None = None) -> None:
+    def __init__(self, config: C, clock: Clock | None = None, offload: RankOffload | None = None) -> None:
         """`offload`: where parameters, gradients and optimizer lie if they can leave the device."""
         self._config = config
         self._clock = clock or SystemClock()

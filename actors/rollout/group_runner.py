@@ -513,7 +513,7 @@ class GroupSoFar:
         """`partial`: what an earlier attempt left."""
         self.prompt_ids = prompt_ids
         self.opens_thought: bool | None = None
-        """Whether the prompt ends inside a thought; None: nobody asked yet."""
+        """Whether the prompt ends inside a thought; None: it is not known yet."""
         self.recorded = {sample.index: sample for sample in partial}
         self.stretches: dict[Hop, tuple[float, float]] = {}
         """Hop -> begin of the first member and end of the last, on the monotonic clock."""

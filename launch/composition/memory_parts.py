@@ -178,7 +178,7 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
     return planned(trained, num_reference=reference_parameters(config.algo, model))
 
 
-def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchOffload | None:
+def torch_offload(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchOffload | None:
     """Memory of the torch trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
@@ -187,7 +187,7 @@ def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchOf
     return TorchOffload(make_arena(spec, config, pool_bytes(config, trainer_plan(spec, config)), clock), clock)
 
 
-def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> MegatronOffload | None:
+def megatron_offload(spec: ActorSpec, config: RunConfig, clock: Clock) -> MegatronOffload | None:
     """Memory of the Megatron trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None

@@ -29,7 +29,7 @@ from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away, start_keeper
 from ..run_lineage.resume_point import named_checkpoint
-from .memory_parts import MIB, MakeComms, megatron_residence, takes_turns, torch_residence
+from .memory_parts import MIB, MakeComms, megatron_offload, takes_turns, torch_offload
 from .weight_channels import choose_channel, is_beside_an_engine
 
 REPEATABLE_ENVIRONMENT = {
@@ -80,8 +80,8 @@ def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> Trai
     from ...actors.backends.rank_backend import RankSettings
     from ...actors.backends.torch_backend.backend import TorchBackend
 
-    residence = torch_residence(spec, config, clock)
-    return TorchBackend(RankSettings(**_rank_settings(spec, config, gang)), clock, offload=residence)
+    offload = torch_offload(spec, config, clock)
+    return TorchBackend(RankSettings(**_rank_settings(spec, config, gang)), clock, offload=offload)
 
 
 def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
@@ -94,7 +94,7 @@ def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> T
     if config.rollout.deterministic:  # else its embedding sums gradients in any order
         megatron = megatron.model_copy(update={"model": {"deterministic_mode": True, **megatron.model}})
     settings = MegatronRankSettings(megatron=megatron, **_rank_settings(spec, config, gang))
-    return MegatronBackend(settings, clock, offload=megatron_residence(spec, config, clock))
+    return MegatronBackend(settings, clock, offload=megatron_offload(spec, config, clock))
 
 
 def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:

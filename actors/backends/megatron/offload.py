@@ -22,7 +22,7 @@ from ....core.config import TrainerConfig
 from ....core.config.learning import MegatronSettings
 from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from ....core.errors import ConfigError
-from ..residence import MovableMemory, Residence
+from ..offload import MovableMemory, RankOffload
 
 if TYPE_CHECKING:
     from .optimizer import MegatronAdamW
@@ -42,7 +42,7 @@ class TaggedDeviceMemory(MovableMemory, Protocol):
     def divide(self, parts: Sequence[Tag]) -> None: ...
 
 
-class MegatronOffload(Residence):
+class MegatronOffload(RankOffload):
     """Over memory that is opened in set-up, once the device is chosen."""
 
     def __init__(

@@ -19,12 +19,12 @@ from ....memory.arenas.arena import Arena
 from ....memory.arenas.cuda_memory import vacate
 from ....memory.arenas.tagged_memory import LEAST_GRANULES, shares
 from ....memory.arenas.tensors import empty_tensors
-from ..residence import Residence
+from ..offload import RankOffload
 
 POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
 
 
-class TorchOffload(Residence):
+class TorchOffload(RankOffload):
     """On arenas."""
 
     def __init__(self, arena: Arena, clock: Clock) -> None:

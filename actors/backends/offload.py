@@ -35,7 +35,7 @@ class MovableMemory(Protocol):
     def close(self) -> None: ...
 
 
-class Residence:
+class RankOffload:
     """One rank's. All methods block and belong to the backend's thread, `report` to any."""
 
     def __init__(self, clock: Clock, memory: MovableMemory | None = None) -> None:
