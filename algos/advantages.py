@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.config.learning import TOKEN_REWARD_KINDS
 from ..core.errors import ConfigError, TrainError
 from .baselines import BASELINES
 from .ratios import ReduceSums
@@ -58,8 +59,6 @@ def gae(
     return segments.flat_T(advantages_SL), segments.flat_T(advantages_SL + values_SL)
 
 
-WHITENED = frozenset({"ppo", "reinforce_pp", "reinforce_pp_baseline"})
-"""Kinds whose token advantages are whitened over the whole batch: they have no other baseline."""
 WHITEN_EPS = 1e-8
 
 
@@ -89,7 +88,7 @@ def token_advantages(
     """
     if kind not in BASELINES:
         raise ConfigError(f'algorithm "{kind}" is not known', remedy=f"use one of {', '.join(sorted(BASELINES))}")
-    if kl_coef and kind not in WHITENED:
+    if kl_coef and kind not in TOKEN_REWARD_KINDS:
         raise ConfigError(
             f'a KL term in the reward is not defined for "{kind}"', remedy='use kl_in = "loss" or kl_coef = 0'
         )

@@ -7,18 +7,17 @@ so groups of unequal size (a member was masked, a workflow fanned out) are norma
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ..core.config.learning import Normalise
 from ..core.errors import ConfigError, TrainError
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
-Normalise = Literal["group", "batch", "none"]
 STD_EPS = 1e-6
 """Added to the standard deviation (in units of reward)."""
 

@@ -44,6 +44,7 @@ from torch import Tensor
 
 from ..core.config.learning import (
     LOSS_OF_KIND,
+    TOKEN_REWARD_KINDS,
     AlgoConfig,
     AlgoKind,
     Correction,
@@ -55,7 +56,6 @@ from ..core.config.learning import (
 )
 from ..core.errors import TrainError
 from . import losses, ratios
-from .advantages import WHITENED
 from .kl import MAX_EXPONENT, kl_terms
 from .ratios import Level, Mode, TokenWeights
 from .segments import Segments
@@ -103,7 +103,7 @@ class ObjectiveConfig:
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
     whiten: bool = True
-    """Whether kinds of `advantages.WHITENED` whiten theirs."""
+    """Whether kinds of `TOKEN_REWARD_KINDS` whiten their advantages."""
     reduction: Reduction = "token"
     opsm_delta: float = 0.0
     """Off-policy sequence masking: samples of negative advantage further away than this lose their policy loss; 0 =
@@ -131,7 +131,7 @@ def needs_proximal(config: ObjectiveConfig) -> bool:
 
 def needs_whitening(config: ObjectiveConfig) -> bool:
     """Whether token advantages are whitened over the whole batch."""
-    return config.whiten and config.kind in WHITENED
+    return config.whiten and config.kind in TOKEN_REWARD_KINDS
 
 
 def needs_reference(config: ObjectiveConfig) -> bool:
@@ -140,7 +140,8 @@ def needs_reference(config: ObjectiveConfig) -> bool:
 
 
 def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> ObjectiveConfig:
-    same: dict[str, Any] = {one.name: getattr(algo, one.name, None) for one in fields(ObjectiveConfig)}
+    names = (one.name for one in fields(ObjectiveConfig) if one.name in AlgoConfig.model_fields)
+    same: dict[str, Any] = {name: getattr(algo, name) for name in names}
     same.update(kl_kind=algo.kl_estimator, has_loss_fn=bool(algo.loss_fn), minibatches=minibatches or algo.minibatches)
     return ObjectiveConfig(**same)
 

@@ -16,9 +16,10 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from ...algos.baselines import Normalise, group_advantages
+from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
 from ...core.config import AlgoConfig
+from ...core.config.learning import Normalise
 from ...core.errors import DataError, StalenessError, UserCodeError
 from ...core.samples import F32, I32, Group, Sample, TrainSample, TrainShard
 from ..daemon_thread import in_daemon_thread

@@ -39,13 +39,15 @@ SAMPLE_FILTER_BUILTINS = ("none", "truncated")
 LossName = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "sft"]
 Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
 Reduction = Literal["token", "rollout", "constant"]
+Normalise = Literal["group", "batch", "none"]
 KlPlace = Literal["loss", "reward", "advantage"]
 KlKind = Literal["k1", "k2", "k3"]
 AlgoKind = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"
 ]
-REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
-"""Algorithms whose token-level rewards have a place for a KL term."""
+TOKEN_REWARD_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
+"""Algorithms with a reward for each token: it has a place for a KL term, and their advantages, which have no other
+baseline, are whitened over the batch."""
 COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Algorithms that compare the samples of a group: it needs two at least."""
 NORMALISED_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "gspo", "cispo")
@@ -196,7 +198,7 @@ class AlgoConfig(Section, frozen=True):
     reduction: Reduction = "rollout"
     """Mean of the loss: over all tokens, per rollout first, or divided by a constant (`rollout.max_new_tokens` times
     samples). Follows `kind` where it is left out."""
-    normalise: Literal["group", "batch", "none"] = "group"
+    normalise: Normalise = "group"
     """What divides R - mean of the group, for grpo, dapo, gspo and cispo: the standard deviation of the group's
     rewards, of all rewards of the step, or nothing."""
     whiten: bool = True
@@ -283,8 +285,8 @@ class AlgoConfig(Section, frozen=True):
         yield from clashes(
             (self.batch_size % self.minibatches, "minibatches batch_size",
              f"does not divide batch_size = {self.batch_size} (groups in one step)"),
-            (self.kl_in == "reward" and kind not in REWARD_KL_KINDS, "kl_in kind",
-             f'is not defined for kind = "{kind}", only for {", ".join(REWARD_KL_KINDS)}; use "loss"'),
+            (self.kl_in == "reward" and kind not in TOKEN_REWARD_KINDS, "kl_in kind",
+             f'is not defined for kind = "{kind}", only for {", ".join(TOKEN_REWARD_KINDS)}; use "loss"'),
             (self.kl_in == "advantage" and is_sft, "kl_in kind",
              'does not go with kind = "sft", which has no advantages; use "loss"'),
             (self.clip_low > 1 and loss not in ("cispo", "dppo_kl"), "clip_low kind",
@@ -295,14 +297,14 @@ class AlgoConfig(Section, frozen=True):
              f'is not defined for the loss "{loss}"; use 0'),
             (self.normalise != "group" and kind not in NORMALISED_KINDS, "normalise kind",
              f'is for {", ".join(NORMALISED_KINDS)}, not kind = "{kind}"'),
-            (not self.whiten and kind not in REWARD_KL_KINDS, "whiten kind",
-             f'is for {", ".join(REWARD_KL_KINDS)}, not kind = "{kind}", which whitens nothing'),
+            (not self.whiten and kind not in TOKEN_REWARD_KINDS, "whiten kind",
+             f'is for {", ".join(TOKEN_REWARD_KINDS)}, not kind = "{kind}", which whitens nothing'),
             (self.critic_lam != self.lam and kind != "ppo", "critic_lam kind", f'is for ppo, not kind = "{kind}"'),
             (self.opsm_delta and loss == "sft", "opsm_delta kind loss", 'is not defined for the loss "sft"; use 0'),
             (self.loss != "auto" and (self.loss == "sft") != is_sft, "loss kind",
              f'does not go with kind = "{kind}"; use "auto"'),
             (self.loss_fn and self.loss != "auto", "loss loss_fn", 'must be "auto": loss_fn takes its place'),
-            (self.advantage_fn and kind in (*REWARD_KL_KINDS, "sft"), "advantage_fn kind",
+            (self.advantage_fn and kind in (*TOKEN_REWARD_KINDS, "sft"), "advantage_fn kind",
              f'does not go with kind = "{kind}", which makes advantages per token'),
             (self.reward_post_process and is_sft, "reward_post_process kind",
              'does not go with kind = "sft", which has no rewards'),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.backends.test_model import judged
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
@@ -61,14 +62,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def judged(judge: Any, sample: TrainSample) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs and entropies of a sample's loss tokens: one sequence, no padding."""
-    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
-    with torch.no_grad():
-        table = judge(ids).logits[0].float().log_softmax(-1)
-    places = torch.from_numpy(sample.prompt_len + np.flatnonzero(sample.loss_mask))
-    rows = table[places - 1]
-    return rows.gather(-1, ids[0, places][:, None]).squeeze(-1).numpy(), -(rows.exp() * rows).sum(-1).numpy()
+def check_scores(judge: Any, backend: TorchBackend, samples: Sequence[TrainSample]) -> None:
+    """They are those of transformers for one sequence without padding."""
+    for sample, scores in zip(samples, backend.score(samples), strict=True):
+        with torch.no_grad():
+            logprobs, _ = judged(judge, sample, 1.0)
+        np.testing.assert_allclose(scores[sample.loss_mask == 1], logprobs.numpy(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(("family", "recomputes"), [*((family, False) for family in FAMILIES), ("mistral", True)])
@@ -85,8 +84,7 @@ def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     trainer = {**HF, "activation_checkpointing": recomputes}
     backend = backends(folder=folders(family), trainer=trainer, optimizer={"lr": 1e-2})
     judge = transformers.AutoModelForCausalLM.from_pretrained(folders(family), dtype=torch.float32).eval()
-    for sample, scores in zip(shard.samples, backend.score(shard.samples), strict=True):
-        np.testing.assert_allclose(scores[sample.loss_mask == 1], judged(judge, sample)[0], rtol=0, atol=2e-5)
+    check_scores(judge, backend, shard.samples)
     before = weights_of(backend)
     metrics = backend.train(shard, {}).metrics
     assert metrics["train/grad_norm"] > 0
@@ -98,8 +96,7 @@ def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     for one, other in zip(backend.score(shard.samples), again.score(shard.samples), strict=True):
         np.testing.assert_array_equal(one, other)
     judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    for sample, scores in zip(shard.samples, backend.score(shard.samples), strict=True):
-        np.testing.assert_allclose(scores[sample.loss_mask == 1], judged(judge, sample)[0], rtol=0, atol=2e-5)
+    check_scores(judge, backend, shard.samples)
 
 
 def test_both_implementations_of_a_family_take_the_same_step(
