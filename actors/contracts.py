@@ -488,13 +488,8 @@ class TrainerContract(TenantContract, KnobsContract):
         raise NotImplementedError
 
     @call(deadline=1800)
-    async def save_checkpoint(self, folder: str, live: LiveKnobs) -> None:
-        """Collective checkpoint of all ranks; the live knobs are kept with it."""
-        raise NotImplementedError
-
-    @call(deadline=1800)
     async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
-        """Collective: copy what a checkpoint holds and begin to write it; training may continue."""
+        """Collective: copy what a checkpoint holds, live knobs too, and begin to write it; training may continue."""
         raise NotImplementedError
 
     @call(deadline=1800, reentrant=True)

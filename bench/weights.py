@@ -39,7 +39,6 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.torch_store import find_store
 from myxa.actors.weights.channels.process_group import ChannelGroup
 from myxa.actors.weights.channels.sender import DeviceWeightSender
-from myxa.actors.weights.channels.staging import DTYPES
 from myxa.core.process import boot_id
 from myxa.core.weight_channel import JoinRequest, SendOrder, SendReport
 
@@ -66,7 +65,10 @@ class Senders:
 def tensors_of(folder: Path, device: str) -> list[tuple[str, torch.Tensor]]:
     with open_weights(folder, read_config(folder)) as arrays:
         return [
-            (name, torch.frombuffer(bytearray(a.data), dtype=DTYPES[a.spec.dtype]).view(a.spec.shape).to(device))
+            (
+                name,
+                torch.frombuffer(bytearray(a.data), dtype=getattr(torch, a.spec.dtype)).view(a.spec.shape).to(device),
+            )
             for name, a in arrays.items()
         ]
 

@@ -210,12 +210,9 @@ class TrainBackend(Protocol):
         exhaust it. A tensor's values hold as long as the tensor is kept and nothing is trained."""
         ...
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Resumable checkpoint (weights, optimizer, RNG, schedule, `extra`). Collective."""
-        ...
-
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
-        """The same in parts: its content is copied away when this returns, and training may continue. Collective."""
+        """Resumable checkpoint (weights, optimizer, RNG, schedule, `extra`): its content is copied away when this
+        returns, and training may continue. Collective."""
         ...
 
     def load(self, folder: str) -> dict[str, Any]:

@@ -125,20 +125,6 @@ class ShareRequest(SenderOrder[ShareReply], frozen=True, tag="share"):
     """Ranks of the engine on that GPU; each opens its own handles."""
 
 
-class SampleReply(Record, frozen=True, tag="sample"):
-    """The first values of each tensor in row order, as float; in the order of the names."""
-
-    values: tuple[tuple[float, ...], ...]
-
-
-class SampleRequest(SenderOrder[SampleReply], frozen=True, tag="sample"):
-    """A few numbers of a version, to hold against what an engine says it serves."""
-
-    version: int
-    names: tuple[str, ...]
-    num_values: int
-
-
 class LeaveOrder(SenderOrder[None], frozen=True, tag="leave"):
     """Give a channel up; a send into it ends with an error. Unknown channels are ignored."""
 
@@ -150,8 +136,8 @@ class LeaveOrder(SenderOrder[None], frozen=True, tag="leave"):
         return ANSWER_S
 
 
-AnyOrder = PlanRequest | JoinRequest | SendOrder | LeaveOrder | ShareRequest | SampleRequest
-AnyAnswer = PlanReply | JoinOffer | SendReport | ShareReply | SampleReply | None
+AnyOrder = PlanRequest | JoinRequest | SendOrder | LeaveOrder | ShareRequest
+AnyAnswer = PlanReply | JoinOffer | SendReport | ShareReply | None
 
 
 class WeightProgress(Record, frozen=True):

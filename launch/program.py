@@ -321,7 +321,6 @@ def _engine(
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.backends.torch_backend.world import Gang
     from ..actors.trainer.knobs import step_values
-    from ..actors.trainer.start_point import StandbyOptions
     from ..actors.trainer.train_loop import TrainLoopOptions
     from ..actors.trainer.trainer import Trainer, TrainerOptions
     from .composition.trainer_parts import (
@@ -358,7 +357,8 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         refused_channels=refused_channels(config),
         shard_of_rank=shards,
         step_timeout_s=config.trainer.step_timeout_s,
-        standby=StandbyOptions(standby_folder(spec, config), config.trainer.standby_every),
+        standby_folder=standby_folder(spec, config),
+        standby_every=config.trainer.standby_every,
         guard=_guard(config),
     )
     options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
@@ -403,7 +403,6 @@ def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) 
         host=boot_id(),
         join_s=weights.join_s,
         send_s=weights.transfer_s,
-        verify_every=weights.verify_every,
         same_gpu=ranks_beside(config, spec.node, spec.devices),
     )
     return device_routes(senders, options)

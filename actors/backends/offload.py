@@ -7,42 +7,24 @@ forward and backward do without them: the update waits.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...core.clock import Clock
 from ...core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagReport
 
-
-class ReturningTags(Protocol):
-    """Tags on their way back."""
-
-    def wait(self, tag: Tag) -> None: ...
-
-
-class MovableMemory(Protocol):
-    """Memory of one device by tag."""
-
-    def mark_dirty(self, tag: Tag) -> None: ...
-
-    def release(self, tags: Collection[Tag]) -> MovedBytes: ...
-
-    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
-        """Map them; contents may still be on their way, those `awaited` faster than the others."""
-        ...
-
-    def report(self) -> tuple[TagReport, ...]: ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from ...memory.arenas.arena import Arena, Restoring
+    from ...memory.arenas.cuda_memory import CudaMemory
 
 
 class RankOffload:
     """One rank's. All methods block and belong to the backend's thread, `report` to any."""
 
-    def __init__(self, clock: Clock, memory: MovableMemory | None = None) -> None:
+    def __init__(self, clock: Clock, memory: Arena | CudaMemory | None = None) -> None:
         """`memory` None: not there yet."""
         self._clock = clock
         self._movable = memory
-        self._coming: dict[Tag, ReturningTags] = {}
+        self._coming: dict[Tag, Restoring] = {}
         """Parts of the optimizer that `restore` did not wait for."""
 
     def ready(self) -> None:
@@ -95,7 +77,7 @@ class RankOffload:
             self._movable.close()
             self._movable = None
 
-    def _memory(self) -> MovableMemory:
+    def _memory(self) -> Arena | CudaMemory:
         if self._movable is None:
             raise RuntimeError("the rank's memory is not open")
         return self._movable

@@ -167,19 +167,10 @@ class RankBackend(Generic[C]):
         with parts.world.phase("export weights on the device"):
             yield from parts.exporter.on_device(to_all=to_all)
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective. `extra` must
-        be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays."""
-        parts = self._ready_with_optimizer()
-        with parts.world.phase("save a checkpoint"):
-            pending = parts.state.begin_save(folder, extra)
-            with parts.world.together(f"saving checkpoint {folder}"):
-                pending.write()
-            pending.finish()
-
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
-        """The same in three parts: copied away now (collective), written by `write` while training continues, and
-        complete once `finish` was called on every rank."""
+        """A checkpoint of `folder`, copied away now (collective), written by `write` while training continues, and
+        complete, on all ranks at once, after `finish` on every rank. `extra` must be JSON. Each raises TrainError, the
+        collective ones on every rank if any fails; an older checkpoint there then stays."""
         parts = self._ready_with_optimizer()
         with parts.world.phase("copy a checkpoint"):
             return parts.state.begin_save(folder, extra)

@@ -6,11 +6,10 @@
         manifest.json            written last: names, sizes and digests of the files, model, counters, `extra`
         ledger.sqlite, run.json  added by the run (`run_part.py`)
     .partial-2.0-version_00000040/   grows: of life 2 of the run, attempt 0 of its gang
-    .writing-2.0                     locked as long as that attempt writes something there
 
 A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has its own hidden names: a
-process of an earlier life may outlive its launcher for a while and still write, and neither spoils the other's files.
-The next writer removes files without a lock holder.
+process of an earlier life may outlive its launcher for a while and still write. It never touches what a later one
+writes; the later one deletes its files, for what it writes is obsolete.
 
 A complete folder replaces an older one such that a whole one exists at every instant. Linux exchanges two names in one
 step (renameat2). A file system that cannot (NFS) leaves an instant between two renames: the older folder then has the
@@ -30,11 +29,11 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -43,8 +42,6 @@ from ...core.files import (
     FileEntry,
     describe_file,
     has_no_locks,
-    is_locked,
-    lock_remedy,
     locked_folder,
     sync_folder,
     take_lock,
@@ -398,8 +395,6 @@ def _renameat2() -> ctypes._NamedFuncPointer | None:  # pyright: ignore[reportPr
 
 GROWING = ".partial-"
 """How the names of what is being written begin."""
-WRITING = ".writing-"
-"""How those of its locks begin."""
 
 Writer = tuple[int, int]
 """Life of the run, and attempt of its gang in it; the later one is the larger."""
@@ -412,7 +407,7 @@ def writer_of(extra: Mapping[str, Any]) -> Writer | None:
 
 
 def partial_of(folder: Path, writer: Writer | None = None) -> Path:
-    return folder.with_name(f"{GROWING}{f'{_name_of(writer)}-' if writer else ''}{folder.name}")
+    return folder.with_name(f"{GROWING}{f'{writer[0]}.{writer[1]}-' if writer else ''}{folder.name}")
 
 
 def begin(folder: Path, writer: Writer | None = None) -> Path:
@@ -427,45 +422,16 @@ def begin(folder: Path, writer: Writer | None = None) -> Path:
     return fresh
 
 
-def hold_drafts(holder: Path, writer: Writer) -> IO[str]:
-    """Until `release_drafts`, no other process removes what this writer writes there. Raises TrainError if the disk
-    refuses, or another process writes under that name."""
-    try:
-        holder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(_lock_of(holder, writer))
-    except OSError as error:
-        remedy = lock_remedy(error, "check disk and rights")
-        raise TrainError(f"nothing can be written to {holder}: {error}", remedy=remedy) from error
-    if lock is None:
-        raise TrainError(
-            f"another process writes checkpoints to {holder} as life {writer[0]}, attempt {writer[1]}",
-            remedy="end it first",
-        )
-    return lock
-
-
-def release_drafts(lock: IO[str]) -> None:
-    """Nothing more is written. What cannot be deleted of the lock is for the next `sweep`."""
-    with lock, suppress(OSError):
-        Path(lock.name).unlink(missing_ok=True)
-
-
 def sweep(holder: Path, own: Writer | None = None) -> None:
-    """Delete what crashes left half written or half deleted, unless it is held. `own`: the caller; files of a later
-    writer are left for later ones."""
+    """Delete what crashes and earlier writers left half written or half deleted. `own`: the caller; files of a later
+    writer are left to it."""
     for path in holder.glob(f"{GROWING}*"):
         writer = _writer_in(path.name.removeprefix(GROWING).partition("-")[0])
-        if writer is None or not ((own and writer > own) or is_locked(_lock_of(holder, writer))):
+        if not (writer and own and writer > own):
             _remove(path)
     for path in [*holder.glob(f"{GONE}*"), *holder.glob(f"{OLD}*")]:
         if not path.name.startswith(OLD) or not is_meant(path):
             _remove(path)
-    for path in holder.glob(f"{WRITING}*"):
-        writer = _writer_in(path.name.removeprefix(WRITING))
-        if (
-            writer and own and writer < own and not is_locked(path)
-        ):  # no process begins to write under that name any more
-            path.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:
@@ -473,14 +439,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _lock_of(holder: Path, writer: Writer) -> Path:
-    return holder / f"{WRITING}{_name_of(writer)}"
-
-
-def _name_of(writer: Writer) -> str:
-    return f"{writer[0]}.{writer[1]}"
 
 
 def _writer_in(name: str) -> Writer | None:

@@ -1,6 +1,6 @@
-"""The run's checkpoints: written while training waits, or (async) while it continues.
+"""The run's checkpoints. Training waits for the whole of one, or (async) for its beginning and its end.
 
-    begin      all ranks copy what they will write; training waits for that only
+    begin      all ranks copy what they will write
     written    each rank's files are on its disk, and a copy of the ledger beside them, whenever that is
     finish     between two steps, or while training waits for data (where engines have the devices meanwhile: after
                `OVERDUE_S` of waiting), all ranks: the folder appears, then the run's part of it
@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -33,14 +33,12 @@ from ...core.refs import ActorGroup
 from ..checkpoints.folder import (
     CheckpointInfo,
     Writer,
-    hold_drafts,
     list_checkpoints,
     look_at,
     newest_checkpoint,
     partial_of,
     place_of,
     read_manifest,
-    release_drafts,
     sweep,
     take_away_unread,
     version_in,
@@ -85,13 +83,12 @@ class CheckpointOptions:
     keep_start: Callable[[Path], None] = lambda _: None
     """Copies what the run is started from into a checkpoint. May raise MyxaError or OSError."""
     writer: Writer = (1, 0)
-    """Under which name what grows is held; the ranks write under it too."""
+    """Under whose name all of it is written, by the ranks too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     version: int
-    folder: Path
     live: LiveKnobs
     begun_at: float
     written: asyncio.Task[FileEntry | TrainError]
@@ -131,8 +128,6 @@ class Checkpoints:
         self._telemetry = telemetry
         self._clock = clock
         self._pending: _Pending | None = None
-        self._drafts: IO[str] | None = None
-        """Held while one is being written."""
         self._newest: tuple[int, LiveKnobs] | None = None
         """Version and knobs of the one that was written last, with all its parts, and reported to the buffer."""
         self._written_at_s = 0.0
@@ -200,16 +195,10 @@ class Checkpoints:
             if (version, live) == self._newest:
                 return
             self._newest = None  # its folder may be replaced: until the new one has all its parts there is none
-            holder = self.folder_of(version).parent
-            await self._in_thread(lambda: self._hold(holder))
-            try:
-                await (self._begin(version, live) if self._options.is_async else self._write(version, live))
-            except MyxaError as error:
-                await self._clear_after(error, holder)
-                raise
-            finally:
-                if self._pending is None:
-                    self._let_go()
+            await self._in_thread(self._sweep)  # what others left may have filled the disk
+            await self._begin(version, live)
+            if not self._options.is_async:
+                await self.settle()
 
     async def save_by_schedule(self, version: int) -> None:
         """The same. A failure is reported, and the next scheduled one tries again; raises only for a silent rank."""
@@ -243,19 +232,17 @@ class Checkpoints:
         self._telemetry.event("checkpoint-failed", text)
         self._ctx.log.error("a checkpoint could not be written: %s", text)
 
-    async def _write(self, version: int, live: LiveKnobs) -> None:
-        folder = self.folder_of(version)
-        await self._all("save", lambda: self._ranks.all(TrainerContract.save_checkpoint, str(folder), live))
-        await self._is_there(version, folder, live, await self._copy_ledger(version))
-
     async def _begin(self, version: int, live: LiveKnobs) -> None:
-        folder = self.folder_of(version)
-        begun_at = self._clock.monotonic()
-        await self._all("copy", lambda: self._ranks.all(TrainerContract.begin_checkpoint, str(folder), live))
-        copied_s = self._clock.monotonic() - begun_at
-        self._telemetry.metric(version, {"checkpoint/copy_s": copied_s})
-        task = self._ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
-        self._pending = _Pending(version, folder, live, begun_at, task)
+        folder, begun_at = str(self.folder_of(version)), self._clock.monotonic()
+        try:
+            await self._all("copy", lambda: self._ranks.all(TrainerContract.begin_checkpoint, folder, live))
+        except MyxaError as error:
+            await self._clear_after(error)
+            raise
+        if self._options.is_async:
+            self._telemetry.metric(version, {"checkpoint/copy_s": self._clock.monotonic() - begun_at})
+        written = self._ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
+        self._pending = _Pending(version, live, begun_at, written)
 
     async def settle(self) -> None:
         """Wait until the one that is being written is there. If that fails, nothing of it is left to be settled."""
@@ -268,35 +255,33 @@ class Checkpoints:
                 if isinstance(ledger, TrainError):
                     raise ledger
                 await self._all("finish", lambda: self._ranks.all(TrainerContract.finish_checkpoint))
-                took_s = self._clock.monotonic() - pending.begun_at
-                self._telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
-                await self._is_there(pending.version, pending.folder, pending.live, ledger)
+                if self._options.is_async:
+                    took_s = self._clock.monotonic() - pending.begun_at
+                    self._telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
+                await self._is_there(pending.version, pending.live, ledger)
         except MyxaError as error:
-            await self._clear_after(error, pending.folder.parent)
+            await self._clear_after(error)
             raise
         finally:
             self._pending = None
-            self._let_go()
 
     async def _until_written(self, version: int) -> FileEntry | TrainError:
         """The copy of the ledger, or what went wrong, for the boundary at which it is looked for."""
         try:
             await self._all("write", lambda: self._ranks.all(TrainerContract.checkpoint_written))
-            return await self._copy_ledger(version)
+            return await self._run.copy_ledger(self._copy_of(version), version)
         except TrainError as error:
             return error
         finally:
             self._written_at_s = self._clock.monotonic()
 
-    async def _copy_ledger(self, version: int) -> FileEntry:
-        """Made beside the folder, since the folder may not be there yet."""
-        return await self._run.copy_ledger(self._copy_of(version), version)
-
     def _copy_of(self, version: int) -> Path:
+        """Made beside the folder, since the folder may not be there yet."""
         draft = partial_of(self.folder_of(version), self._options.writer)
         return draft.with_name(f"{draft.name}-{LEDGER}")
 
-    async def _is_there(self, version: int, folder: Path, live: LiveKnobs, ledger: FileEntry) -> None:
+    async def _is_there(self, version: int, live: LiveKnobs, ledger: FileEntry) -> None:
+        folder = self.folder_of(version)
         stays = bool(self._options.keep_every and self.every) and version % (self._options.keep_every * self.every) == 0
         part = RunPart(
             run=Path(self._options.run_dir).name,
@@ -325,7 +310,7 @@ class Checkpoints:
         """Of all others the oldest go: folders of a life before a resume may bear higher versions. What is torn, or was
         undone and came too late, is no reason for a whole one to go; it goes once all that stay are newer. Never raises
         for the disk: the new one is whole, and the next one finds again what should have gone."""
-        self._sweep(newest.parent)
+        self._sweep()
         try:
             if self.keep_last and look_at(newest).is_complete:
                 parted = self._parted(newest)
@@ -360,30 +345,14 @@ class Checkpoints:
         """Whether an earlier life or attempt than `own` wrote it of a version behind which training went back since."""
         return own is not None and info.writer is not None and info.writer < own and info.version > self._began_at
 
-    def _hold(self, holder: Path) -> None:
-        """From now on no other process removes what is written. Raises TrainError if the disk refuses."""
-        self._sweep(holder)  # what others left may have filled the disk
-        try:
-            self._drafts = hold_drafts(holder, self._options.writer)
-        except TrainError as error:
-            raise TrainError(f"{self._ctx.name} could not save a checkpoint: {error}") from error
-
-    def close(self) -> None:
-        self._let_go()
-
-    async def _clear_after(self, error: MyxaError, holder: Path) -> None:
+    async def _clear_after(self, error: MyxaError) -> None:
         """What could not be finished has filled the disk, which the ledger needs; unless a rank may write on."""
         if not isinstance(error, RankSilent):
-            self._let_go()
-            await self._in_thread(lambda: self._sweep(holder))
+            await self._in_thread(self._sweep)
 
-    def _let_go(self) -> None:
-        if self._drafts is not None:
-            release_drafts(self._drafts)
-        self._drafts = None
-
-    def _sweep(self, holder: Path) -> None:
+    def _sweep(self) -> None:
         """Nothing is being written, but perhaps by ranks whose mates have failed. Never raises for the disk."""
+        holder = self.folder_of(0).parent
         try:
             sweep(holder, self._options.writer)
         except OSError as error:

@@ -59,22 +59,6 @@ class StartFinder(Protocol):
         ...
 
 
-class FixedStart:
-    """Always the same place."""
-
-    def __init__(self, checkpoint: str = "") -> None:
-        """Empty: the model folder."""
-        self._start = StartPoint(checkpoint=checkpoint)
-
-    def find(self, torn: Mapping[str, str]) -> StartPoint:
-        if self._start.checkpoint in torn:
-            raise TrainError(torn[self._start.checkpoint], remedy="name another checkpoint")
-        return self._start
-
-    def begun(self, start: StartPoint, version: int) -> None:
-        """See `StartFinder`."""
-
-
 class _Word(msgspec.Struct, frozen=True, kw_only=True):
     start: StartPoint = StartPoint()
     problem: str = ""
@@ -124,30 +108,22 @@ def marks_of(start: StartPoint, version: int) -> dict[str, Any]:
 REMEDY = "free memory of the host (its /dev/shm), or set trainer.standby_every = 0"
 
 
-@dataclass(frozen=True, slots=True)
-class StandbyOptions:
-    """Plain settings."""
-
-    folder: str = ""
-    """In memory, for this user only; the launcher removes it. Empty: no copies are made."""
-    every: int = 0
-    """Steps between two copies; 0: none."""
-
-
 class Standby:
     """See the module's head. One per leader."""
 
     def __init__(
         self,
-        options: StandbyOptions,
+        folder: str,
+        every: int,
         ranks: ActorGroup[TrainerContract],
         meter: ActivityMeter,
         telemetry: TelemetryBuffer,
         live_knobs: Callable[[], Awaitable[LiveKnobs]],
     ) -> None:
-        """`ranks` fail fast together; `live_knobs`: what was decided so far, to be kept with a copy."""
-        self._folder = Path(options.folder)
-        self._every = options.every if options.folder else 0
+        """`folder`: in memory, for this user only; the launcher removes it. Empty: no copies are made. `every`: steps
+        between two; 0: none. `ranks` fail fast together. `live_knobs`: what was decided so far, kept with a copy."""
+        self._folder = Path(folder)
+        self._every = every if folder else 0
         self._ranks = ranks
         self._meter = meter
         self._telemetry = telemetry
@@ -171,7 +147,9 @@ class Standby:
             try:
                 await asyncio.to_thread(self._make_room)
                 folder = str(self._folder / f"version_{version:08d}")
-                await self._ranks.all(TrainerContract.save_checkpoint, folder, live)
+                await self._ranks.all(TrainerContract.begin_checkpoint, folder, live)
+                await self._ranks.all(TrainerContract.checkpoint_written)
+                await self._ranks.all(TrainerContract.finish_checkpoint)
             except OSError as error:
                 self._end(f"version {version}: {error} -- {REMEDY}")
             except GatherError as error:

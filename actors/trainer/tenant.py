@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.activity import TelemetryBuffer
-from ...core.actor import ActorContext, PeerEvent
+from ...core.actor import ActorContext
 from ...core.clock import Clock
-from ...core.device_memory import AssetStore, MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport
+from ...core.device_memory import AssetStore, Tag, TagPolicy
 from ...memory.communicators.residency import CommResidency
-from ..contracts import MemoryContract
 from ..tenancy.tenant import WORKSPACE, Tenant, TenantOptions, WorkspaceRoom
 from ..tenancy.time_share import TRAINER, TimeShareOptions
 
@@ -59,7 +58,7 @@ class BackendTurn:
             await self._gate.wait()
 
 
-class TrainerTenant:
+class TrainerTenant(Tenant):
     """See the module's head. To be made on the actor's loop."""
 
     def __init__(
@@ -72,53 +71,28 @@ class TrainerTenant:
         clock: Clock,
     ) -> None:
         """`in_thread`: runs work in the backend's thread, in order."""
-        self._ctx = ctx
         self._tenancy = tenancy
-        self._in_thread = in_thread
-        self._has_joined = asyncio.Event()
-        self._turn = BackendTurn(in_thread)
-        self._tenant = Tenant(
-            options=TenantOptions(
-                name=ctx.name,
-                epoch=ctx.epoch,
-                gang=TRAINER,
-                devices=(tenancy.device,),
-                node=tenancy.node,
-                planned=dict(tenancy.planned),
-            ),
-            stores=(),
-            gate=self._turn,
-            in_thread=in_thread,
-            clock=clock,
-            telemetry=telemetry,
+        self.has_joined = asyncio.Event()
+        self.turn = BackendTurn(in_thread)
+        options = TenantOptions(
+            name=ctx.name,
+            epoch=ctx.epoch,
+            gang=TRAINER,
+            devices=(tenancy.device,),
+            node=tenancy.node,
+            planned=dict(tenancy.planned),
+        )
+        super().__init__(
+            options=options, stores=(), gate=self.turn, in_thread=in_thread, clock=clock, telemetry=telemetry
         )
 
-    async def join(self) -> None:
-        manager = self._tenancy.share.manager
-        self._ctx.watch(manager)
-        await self._tenant.join(self._ctx.ref(MemoryContract, manager))
-        self._has_joined.set()
-
-    async def until_turn(self) -> None:
-        await self._turn.wait()
-
-    async def loaded(self, store: AssetStore | None) -> None:
+    async def set_up(self, store: AssetStore | None) -> None:
         """The backend is set up, and its memory is `store`."""
         if store is not None:
-            self._tenant.add_store(store)
+            self.add_store(store)
         if WORKSPACE in self._tenancy.planned:
-            self._tenant.add_store(WorkspaceRoom(self._tenancy.planned[WORKSPACE][0], self._tenancy.vacate))
+            self.add_store(WorkspaceRoom(self._tenancy.planned[WORKSPACE][0], self._tenancy.vacate))
         comms = await self._in_thread(self._tenancy.comms)
         if comms is not None:
-            self._tenant.add_comms(comms)
-        await self._tenant.loaded()
-
-    async def on_peer(self, event: PeerEvent) -> None:
-        await self._tenant.on_peer(event)
-
-    async def command(self, command: MemoryCommand) -> MemoryReply:
-        return await self._tenant.command(command)
-
-    async def report(self) -> TenantReport:
-        await self._has_joined.wait()
-        return self._tenant.report()
+            self.add_comms(comms)
+        await self.loaded()

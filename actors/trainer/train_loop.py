@@ -47,7 +47,7 @@ from ..weights.publish import CHANNEL, ChannelChoice, Publisher
 from .canary import CanaryGuard, CanaryOptions
 from .checkpoints import AskUntilAnswered, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
-from .start_point import Standby, StandbyOptions
+from .start_point import Standby
 from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 
 T = TypeVar("T")
@@ -84,7 +84,8 @@ class TrainLoopOptions:
     guard: CanaryOptions = field(default_factory=lambda: CanaryOptions(every=0, bound=0.0))
     channel: WeightChannel = "shm"
     """By which weights are published. A live knob, where engines have their own devices."""
-    standby: StandbyOptions = field(default_factory=StandbyOptions)
+    standby_folder: str = ""
+    standby_every: int = 0
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
     """What the run file says of the knobs that ranks use; see `step_values` in `knobs.py`."""
 
@@ -150,7 +151,9 @@ class TrainLoop:
             owner, lambda: knobs.text(CHANNEL), options.channel, options.refused_channels, side.live_knobs, telemetry
         )
         self._publisher = Publisher(ctx, self._together, channels, meter, self._tell, Path(options.run_dir))
-        self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
+        self._standby = Standby(
+            options.standby_folder, options.standby_every, self._together, meter, telemetry, side.live_knobs
+        )
         self._link = CoordinatorLink(ctx, self._publisher, self._ask)
         self._parts = PartMetrics()
         self._may_go, self._has_order = False, asyncio.Event()  # set by whatever concerns a loop that has not begun

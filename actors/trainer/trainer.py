@@ -30,7 +30,8 @@ from ...core.messages import Scores, WeightChannel, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainSample, TrainShard
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
-from ..contracts import MonitorContract, TrainerContract
+from ..checkpoints.folder import version_in
+from ..contracts import MemoryContract, MonitorContract, TrainerContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
@@ -39,7 +40,7 @@ from ..tenancy.time_share import TimeShare
 from ..weights.channel_ends import ChannelEnds
 from ..weights.publish import CHANNEL, refuses
 from .knobs import after, of_ranks
-from .start_point import FixedStart, StartFinder, StartPoint, marks_of, restore
+from .start_point import StartFinder, StartPoint, marks_of, restore
 from .tenant import TrainerTenancy, TrainerTenant
 from .train_loop import TrainLoop, TrainLoopOptions
 
@@ -72,15 +73,15 @@ class Trainer(OwnsKnobs, TrainerContract):
         ends: ChannelEnds,
         options: TrainerOptions,
         clock: Clock,
+        start: StartFinder,
         tenancy: TrainerTenancy | None = None,
-        start: StartFinder | None = None,
     ) -> None:
-        """`ends`: of the weight channels, none made yet. `tenancy`: where the rank shares its device with
-        an engine in turns. `start`: answers rank 0 where all begin, in a thread. None: from the model folder."""
+        """`ends`: of the weight channels, none made yet. `start`: answers rank 0 where all begin, in a thread.
+        `tenancy`: where the rank shares its device with an engine in turns."""
         self._backend = backend
         self._ends = ends
         self._options = options
-        self._finder = start or FixedStart()
+        self._finder = start
         self._start = StartPoint()
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
@@ -96,6 +97,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         """Of the checkpoint that the run continues from."""
         self._pending_save: PendingSave | None = None
         self._saving: asyncio.Task[TrainError | None] | None = None
+        self._saved_in = Path()
 
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
@@ -119,7 +121,7 @@ class Trainer(OwnsKnobs, TrainerContract):
             facts = await self._in_thread(self._backend.setup)
             start = await self._restore()
         if self._tenant is not None:
-            await self._tenant.loaded(self._backend.memory())
+            await self._tenant.set_up(self._backend.memory())
         self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
         self._is_set_up.set()
         if self._options.rank == 0:
@@ -158,14 +160,16 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._tenant = TrainerTenant(
             self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
         )
-        await self._tenant.join()
+        self.ctx.watch(manager := self._tenancy.share.manager)
+        await self._tenant.join(self.ctx.ref(MemoryContract, manager))
+        self._tenant.has_joined.set()
         share = None
         if self._options.rank == 0:
             share = TimeShare(self.ctx, self._tenancy.share, self._meter, self._telemetry, self._clock)
             self.ctx.watch("rollout/")
             self._share = share
             await share.set_up()
-        await self._tenant.until_turn()
+        await self._tenant.turn.wait()
         self._meter.switch("other", "start")
         return share
 
@@ -180,7 +184,6 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
             self._leader.stop(why)
-            self._leader.checkpoints.close()
         self._ends.close_senders()
         ends: dict[ThreadPoolExecutor, Callable[[], None]] = {
             self._thread: self._backend.close,
@@ -203,7 +206,7 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def _until_turn(self) -> None:
         await self._is_set_up.wait()
         if self._tenant is not None:
-            await self._tenant.until_turn()
+            await self._tenant.turn.wait()
 
     async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         await self._until_turn()
@@ -227,39 +230,30 @@ class Trainer(OwnsKnobs, TrainerContract):
         with self._meter.during("compute", f"publish {version}", makes_version=version), on_disk:
             return await self._ends.publish(version, channel, self._backend, self._in_thread)
 
-    def _extra(self, live: LiveKnobs) -> dict[str, Any]:
-        return {**marks_of(self._start, self._version), "knobs": msgspec.json.decode(msgspec.json.encode(live))}
-
-    async def save_checkpoint(self, folder: str, live: LiveKnobs) -> None:
-        extra = self._extra(live)
-        writing = self._meter.during("compute", "checkpoint")
-        with naming_disk(Path(folder)), writing, self._blocking("writes a checkpoint"):
-            await self._in_thread(lambda: self._backend.save(folder, extra))
-        self._telemetry.event("checkpoint", f"version {self._version} saved to {folder}")
-
     async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
-        extra = self._extra(live)
+        knobs = msgspec.json.decode(msgspec.json.encode(live))
+        extra = {**marks_of(self._start, self._version), "knobs": knobs}
         with self._meter.during("compute", "copy checkpoint"), self._blocking("copies a checkpoint"):
             if self._saving is not None:  # one that failed on another rank; both would write files of the same names
                 await asyncio.wait([self._saving])
             self._pending_save = self._saving = None  # its copy of the state too, before there is another
             pending = await self._in_thread(lambda: self._backend.begin_save(folder, extra))
-        self._pending_save = pending
+        self._pending_save, self._saved_in = pending, Path(folder)
         self._saving = self.ctx.spawn(_attempt(pending.write, "write checkpoint"), name="write-checkpoint")
 
     async def checkpoint_written(self) -> None:
         error = await asyncio.shield(self._require_save()[1])
         if error is not None:
-            with naming_disk(Path(self._options.leader.run_dir)):
+            with naming_disk(self._saved_in):
                 raise error
 
     async def finish_checkpoint(self) -> None:
         await self.checkpoint_written()
         pending, _ = self._require_save()
-        disk = naming_disk(Path(self._options.leader.run_dir))
+        disk = naming_disk(self._saved_in)
         with disk, self._meter.during("compute", "finish checkpoint"), self._blocking("finishes a checkpoint"):
             await self._in_thread(pending.finish)
-        self._telemetry.event("checkpoint", "saved beside training")
+        self._telemetry.event("checkpoint", f"version {version_in(self._saved_in)} saved to {self._saved_in}")
         self._pending_save = self._saving = None
 
     def _require_save(self) -> tuple[PendingSave, asyncio.Task[TrainError | None]]:
@@ -286,7 +280,10 @@ class Trainer(OwnsKnobs, TrainerContract):
         return await self._tenant.command(command)
 
     async def memory_report(self) -> TenantReport | None:
-        return None if self._tenant is None else await self._tenant.report()
+        if self._tenant is None:
+            return None
+        await self._tenant.has_joined.wait()
+        return self._tenant.report()
 
     # -- what only the leader answers
 

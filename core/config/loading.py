@@ -57,6 +57,7 @@ FORMER_KEYS: Mapping[KeyPath, str] = {
     ("control", "allow_file"): _TUNNEL,
     ("control", "autopilot"): "is no key any more: `myxa why` names the knob to turn, `myxa set` turns it",
     ("algo", "normalise_std"): 'is no key any more: false is now normalise = "none", true "group"',
+    ("weights", "verify_every"): "is no key any more: `guard.every` compares what engines compute with the trainer",
     ("memory", "backend"): "is no key any more: the trainer's memory follows roles.trainer.devices",
     ("reward", "isolate"): "is no key any more: functions of your own always run in processes of their own",
     ("chaos",): _BY_HAND,

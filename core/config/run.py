@@ -609,9 +609,6 @@ class WeightSettings(Section, frozen=True):
     engine's GPU has a rank (disk where only some have), nccl where the roles' GPUs are others, else shm or disk."""
     bucket_mb: Annotated[int, Field(ge=1, le=65536)] = 2048
     """MiB of weights sent at once. A server needs up to twice that beside its weights while it loads."""
-    verify_every: CountInt = 0
-    """Weight versions (nccl, cuda_ipc) after which some weights are read back from each server and compared; 0 =
-    never. Digests of what was received are always compared where the server reports them."""
     join_s: PositiveFloat = 30.0
     """Seconds a server may take to join the trainer's process group."""
     transfer_s: PositiveFloat = 30.0

@@ -22,7 +22,7 @@ from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
-    from ...actors.backends.megatron.offload import MegatronOffload, TaggedDeviceMemory
+    from ...actors.backends.megatron.offload import MegatronOffload
     from ...actors.backends.torch_backend.offload import TorchOffload
     from ...actors.engines.embedded.tensors import LentMemory
     from ...actors.rollout.tenant import Tenancy
@@ -192,10 +192,9 @@ def megatron_offload(spec: ActorSpec, config: RunConfig, clock: Clock) -> Megatr
     if not takes_turns(config):
         return None
     from ...actors.backends.megatron.offload import MegatronOffload, rebuilds_params
+    from ...memory.arenas.cuda_memory import CudaMemory, open_cuda
 
-    def open_memory(local_gpu: int) -> TaggedDeviceMemory:
-        from ...memory.arenas.cuda_memory import open_cuda
-
+    def open_memory(local_gpu: int) -> CudaMemory:
         return open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock)
 
     rebuilds = rebuilds_params(config.megatron, config.trainer, config.memory.params)

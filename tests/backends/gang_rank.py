@@ -123,6 +123,13 @@ def weights_of(backend: TorchBackend) -> dict[str, np.ndarray]:
     }
 
 
+def save(backend: Any, folder: str, extra: dict[str, Any]) -> None:
+    """A whole checkpoint. Collective."""
+    pending = backend.begin_save(folder, extra)
+    pending.write()
+    pending.finish()
+
+
 def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Train, save, go on, come back, meet a NaN. Weights go to `out`, the rest is returned."""
     out = Path(spec["out"])
@@ -149,7 +156,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
             for to_all in (False, True)
         )
         backend.score(shards[0].samples)  # a pass without gradient leaves nothing behind that would be saved
-        backend.save(str(out / "checkpoints" / "two"), {"version": 2})
+        save(backend, str(out / "checkpoints" / "two"), {"version": 2})
         result["metrics"].append(backend.train(shards[2], {}).metrics)
         keep(out / "weights_on.npz", weights_of(backend))
         keep_critic(out, "critic_on", backend)
@@ -167,7 +174,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
             result["held"] = backend.train(msgspec.structs.replace(shards[2], step=0), {}).metrics
             keep(out / "weights_held.npz", weights_of(backend))
             keep_critic(out, "critic_held", backend)
-            backend.save(str(out / "held"), {})
+            save(backend, str(out / "held"), {})
         if spec["algo"].get("loss_fn"):
             last = spec["num_ranks"] - 1
             result["failure"] = refusal(backend, poisoned(shards[0], rank=last, own=rank, is_behaviour=True))

@@ -146,7 +146,7 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
         if moves:
             offload.release(OPTIMIZER_PARTS)
             offload.restore(OPTIMIZER_PARTS)
-        backend.save(folder, {"version": 3})
+        sibling("gang_rank").save(backend, folder, {"version": 3})
         backend.load(folder)
         told["weights"] = {name: values.tolist() for name, values in steps.weights_of(backend).items()}
         told["regions"], told["shrunk"], told["dirty"] = shelf.regions, shelf.shrunk, shelf.dirty

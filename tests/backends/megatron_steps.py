@@ -107,14 +107,10 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
         result["on_all"] = {name: float(t.double().sum()) for name, t in backend.export_device(to_all=True)}
         if case.get("save"):
-            folder = str(out / "checkpoint")
-            pending = backend.begin_save(folder, {"version": 3}) if case.get("saves_later") else None
-            if pending is None:
-                backend.save(folder, {"version": 3})
+            pending = backend.begin_save(str(out / "checkpoint"), {"version": 3})
             result["metrics_after"] = backend.train(shards[0], {}).metrics
-            if pending is not None:
-                pending.write()
-                pending.finish()
+            pending.write()
+            pending.finish()
             gang_rank.keep(out / "weights_after.npz", weights_of(backend))
         if case.get("loses_a_folder"):
             result["lost"] = without_its_folder(backend, out / "lost")

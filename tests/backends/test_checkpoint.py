@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.backends.gang_rank import save
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.checkpoints.folder import find_checkpoint, list_checkpoints, newest_checkpoint, rank_file
@@ -36,7 +37,7 @@ def saved(tmp_path: Path, backends: Backends, make_shards: Shards) -> Path:
     backend = backends(**OPTIONS)
     for version in (1, 2):
         backend.train(make_shards(50 + version, minibatches=2)[0], {})
-        backend.save(str(tmp_path / "checkpoints" / f"version_{version:08d}"), {"version": version, "names": ["a"]})
+        save(backend, str(tmp_path / "checkpoints" / f"version_{version:08d}"), {"version": version, "names": ["a"]})
     return tmp_path / "checkpoints"
 
 
@@ -45,7 +46,7 @@ def test_the_next_step_after_loading_is_the_same_to_the_last_bit(
 ) -> None:
     first = backends(**OPTIONS)
     first.train(make_shards(51, minibatches=2)[0], {})
-    first.save(str(tmp_path / "one"), {})
+    save(first, str(tmp_path / "one"), {})
     torch_draw_expected = torch.rand(3)
     expected = first.train(make_shards(52, minibatches=2)[0], {}).metrics
     second = backends(**OPTIONS, seed=99)
@@ -128,7 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path, b
 def test_saving_over_a_checkpoint_replaces_it_and_leaves_no_scraps(saved: Path, backends: Backends) -> None:
     backend = backends(**OPTIONS)
     backend.load(str(saved / "version_00000001"))
-    backend.save(str(saved / "version_00000002"), {"version": 7})
+    save(backend, str(saved / "version_00000002"), {"version": 7})
     assert [i.extra["version"] for i in list_checkpoints(saved)] == [1, 7]
     assert sorted(p.name for p in saved.iterdir()) == ["version_00000001", "version_00000002"]
 
@@ -138,7 +139,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_and_no_visible_new_one(sa
     shutil.copytree(saved / "version_00000002", scrap)
     (scrap / "manifest.json").unlink()
     assert len(list_checkpoints(saved)) == 2
-    backends(**OPTIONS).save(str(saved / "version_00000003"), {})
+    save(backends(**OPTIONS), str(saved / "version_00000003"), {})
     assert not scrap.exists()
     assert len(list_checkpoints(saved)) == 3
 
@@ -164,7 +165,7 @@ def test_a_checkpoint_written_later_holds_what_was_when_it_was_begun(
 @pytest.mark.parametrize("extra", [{"x": {1, 2}.__iter__}, {"x": (1, 2)}, {1: "x"}, {"x": float("nan")}])
 def test_extra_that_would_not_come_back_is_refused(tmp_path: Path, backends: Backends, extra: Any) -> None:
     with pytest.raises(TrainError, match="extra"):
-        backends().save(str(tmp_path / "x"), extra)
+        save(backends(), str(tmp_path / "x"), extra)
     assert list_checkpoints(tmp_path) == ()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.backends.gang_rank import save
 from torch import Tensor
 
 from myxa.actors.backends import checkpoint
@@ -133,7 +134,7 @@ def test_a_file_that_cannot_be_read_or_written_is_tried_again(
     """A rank that ends with a ModelError ends the run: its configuration would be wrong."""
     place = str(tmp_path / "one")
     backend = backends()
-    backend.save(place, {"version": 1})
+    save(backend, place, {"version": 1})
 
     def fails(*_: Any) -> Any:
         raise ModelError("[Errno 5] Input/output error")
@@ -144,5 +145,5 @@ def test_a_file_that_cannot_be_read_or_written_is_tried_again(
             backend.load(place)
         patch.setattr(checkpoint_module, "write_safetensors", fails)
         with pytest.raises(TrainError, match=r"saving checkpoint .*Input/output error"):
-            backend.save(place, {"version": 1})
+            save(backend, place, {"version": 1})
     assert backend.load(place) == {"version": 1}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tests.backends.gang_rank import save
 
 from myxa.actors.backends.convert import convert
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -29,7 +30,7 @@ def checkpoint(
     """A checkpoint after one step, and the weights that it must hold."""
     backend = backends()
     backend.train(make_shards(51)[0], {})
-    backend.save(str(tmp_path / "run" / "checkpoints" / "version_00000001"), {"version": 1})
+    save(backend, str(tmp_path / "run" / "checkpoints" / "version_00000001"), {"version": 1})
     weights = {
         array.spec.name: np.frombuffer(array.data, np.float32).reshape(array.spec.shape).copy()
         for array in backend.export_weights()
@@ -72,7 +73,7 @@ def test_g_weights_that_float16_has_not_are_refused(
     weights = load_file(own / "model.safetensors")
     weights["model.norm.weight"][3] = 1e5
     save_file(weights, own / "model.safetensors", {"format": "pt"})
-    backends(folder=own).save(str(tmp_path / "run" / "checkpoints" / "version_00000000"), {"version": 0})
+    save(backends(folder=own), str(tmp_path / "run" / "checkpoints" / "version_00000000"), {"version": 0})
     with pytest.raises(
         ModelError, match=r"weight model\.norm\.weight of .* holds 100000, which float16 has not -- use --d"
     ):

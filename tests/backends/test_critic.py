@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from tests.backends.gang_rank import save
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.layout import plan_layout
@@ -197,7 +198,7 @@ def test_a_checkpoint_of_another_critic_or_of_none_is_refused_and_changes_nothin
     backend, bare, other = (backends(algo=PPO, critic=setting) for setting in (critic(), None, critic(path=str(judge))))
     for one, name in ((backend, "with"), (bare, "without")):
         one.train(shard, {})
-        one.save(str(tmp_path / name), {})
+        save(one, str(tmp_path / name), {})
     before = critic_weights(backend), weights_of(backend)
     with pytest.raises(TrainError, match=r"is of a run without a critic -- set critic.enabled = false"):
         backend.load(str(tmp_path / "without"))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.backends.gang_rank import save
 from tests.backends.test_model import judged
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -114,7 +115,7 @@ def test_both_implementations_of_a_family_take_the_same_step(
     assert list(ours) == list(theirs)
     for name, weight in ours.items():
         np.testing.assert_allclose(theirs[name], weight, rtol=0, atol=2e-5, err_msg=name)
-    other.save(str(tmp_path / "kept"), {"version": 2})
+    save(other, str(tmp_path / "kept"), {"version": 2})
     other.train(shards[0], {})
     other.load(str(tmp_path / "kept"))
     back = weights_of(other)

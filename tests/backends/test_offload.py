@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.backends.gang_rank import save
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -70,7 +71,7 @@ def test_training_between_moves_is_bit_equal(
         assert told["train/loss"] == expected["train/loss"], f"step {step}"
         assert told["train/grad_norm"] == expected["train/grad_norm"], f"step {step}"
         assert everything(moving) == everything(staying), f"weights differ after step {step}"
-    moving.save(str(tmp_path / "moving"), {"version": 4})
+    save(moving, str(tmp_path / "moving"), {"version": 4})
     offload.release(TAGS)
     offload.restore(TAGS)
     assert moving.load(str(tmp_path / "moving"))["version"] == 4

@@ -13,7 +13,7 @@ from tests.engines.contract import VOCAB, Result
 from tests.engines.contract_subjects import Scores
 
 from myxa.actors.engines.embedded.core import EmbeddedOptions, EngineCore
-from myxa.actors.engines.embedded.model import DTYPES, DecoderWeights
+from myxa.actors.engines.embedded.model import DecoderWeights
 from myxa.actors.models.hf_folder import open_weights, read_config, read_eos_token_ids, write_folder
 from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.tiny import init_weights, make_tiny_model, named_array, tiny_config, write_tokenizer
@@ -82,7 +82,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def load() -> Callable[..., DecoderWeights]:
     def weights(folder: Path, dtype: str = "float32") -> DecoderWeights:
         config = read_config(folder)
-        made = DecoderWeights(config, DTYPES[dtype])
+        made = DecoderWeights(config, getattr(torch, dtype))
         with open_weights(folder, config) as tensors:
             made.load(tensors, str(folder))
         return made

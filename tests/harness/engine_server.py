@@ -40,7 +40,6 @@ from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.sglang.wire import ALWAYS_SAID, LEFT_OUT_AT_REST
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.torch_store import find_store
-from myxa.actors.weights.channels.plan import ITEM_BYTES
 from myxa.actors.weights.channels.process_group import ChannelGroup
 from myxa.actors.weights.channels.staging import buffer_mark, join_marks, padded_bytes
 from myxa.core.errors import EngineError, MyxaError, RequestRefused
@@ -296,19 +295,6 @@ class EngineServer(SglangRoutes):
             await self._engine.call(lambda core: setattr(core, "version", version))
         return {"success": True, "message": f"Weight version updated to {version}"}
 
-    async def _get_weights_by_name(self, body: Body) -> list[float]:
-        """Of a norm weight; others are fused or reordered."""
-
-        def first_values(core: Any) -> list[float]:
-            weights, name = core.weights, str(body["name"]).removesuffix(".weight").split(".")
-            kept = weights.norm
-            if name[1] == "layers":
-                layer = weights.layers[int(name[2])]
-                kept = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm}[name[3]]
-            return kept[: body["truncate_size"]].float().tolist()
-
-        return await self._engine.call(first_values)
-
 
 class WeightGroups:
     """The groups that a server has joined, and what has come through them. Blocking work is done in daemon threads: a
@@ -414,7 +400,7 @@ def specs_of(body: Body) -> list[TensorSpec]:
     specs: list[TensorSpec] = []
     offset = 0
     for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-        num_bytes = ITEM_BYTES[dtype] * math.prod(shape)
+        num_bytes = getattr(torch, dtype).itemsize * math.prod(shape)
         specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes))
         offset += num_bytes
     return specs

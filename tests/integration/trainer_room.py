@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from myxa.actors.contracts import BufferContract, TrainerContract
 from myxa.actors.trainer.canary import CanaryOptions
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
-from myxa.actors.trainer.start_point import FixedStart
+from myxa.actors.trainer.start_point import StartPoint
 from myxa.actors.trainer.step_plan import StepPlanOptions
 from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
@@ -27,7 +27,7 @@ from myxa.actors.weights.channels.reader import make_writer
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
-from myxa.core.errors import EngineError
+from myxa.core.errors import EngineError, TrainError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import KnobValue, LiveKnobs
 from myxa.core.messages import BufferStats, CanaryAnswers, Claim, StepReport, WeightManifest
@@ -37,6 +37,21 @@ from myxa.transport.node import Node
 
 BATCH = 4
 WAIT_S = 60
+
+
+class FixedStart:
+    """Always the same place."""
+
+    def __init__(self, checkpoint: str = "") -> None:
+        """Empty: the model folder."""
+        self._start = StartPoint(checkpoint=checkpoint)
+
+    def find(self, torn: Mapping[str, str]) -> StartPoint:
+        if self._start.checkpoint in torn:
+            raise TrainError(torn[self._start.checkpoint], remedy="name another checkpoint")
+        return self._start
+
+    def begun(self, start: StartPoint, version: int) -> None: ...
 
 
 def make_group(group_id: int, version: int, temperature: float = 1.0) -> Group:

@@ -1,5 +1,4 @@
-"""What is being written, and what is being read, is cleared away by nobody: writers of several lives write side by
-side, and a run that lives keeps a checkpoint as long as somebody reads it."""
+"""Writers of several lives of a run: an earlier one harms no later one. A checkpoint stays as long as it is read."""
 
 from __future__ import annotations
 
@@ -17,10 +16,8 @@ from myxa.actors.checkpoints.folder import (
     begin,
     being_read,
     find_checkpoint,
-    hold_drafts,
     look_at,
     partial_of,
-    release_drafts,
     sweep,
     take_away_unread,
 )
@@ -52,51 +49,35 @@ def test_a_lock_is_held_by_one_or_shared_and_seen_by_all(tmp_path: Path):
     other.close()
 
 
-def test_a_draft_is_its_writers_own_and_stays_while_it_is_held(tmp_path: Path):
-    """A process of the life before still writes the same version."""
+def test_a_draft_goes_with_its_writers_life(tmp_path: Path):
+    """A process of the life before may still write the same version: what it writes is obsolete."""
     place = tmp_path / "version_00000040"
-    held = hold_drafts(tmp_path, ZOMBIE)
-    (begin(place, ZOMBIE) / "rank-00000.safetensors").write_bytes(b"old")
-    begin(place, OWN)
-    begin(place, LATER)
-    begin(place)
-    sweep(tmp_path, OWN)
-    left = [partial_of(place, ZOMBIE).name, partial_of(place, LATER).name, ".writing-1.3"]
-    assert names(tmp_path) == left, "its own goes, and that of writers who say nothing of themselves"
-    own = hold_drafts(tmp_path, OWN)
-    begin(place, OWN)
-    sweep(tmp_path, OWN)
-    assert partial_of(place, OWN).is_dir(), "somebody holds that name, whoever asks"
-    release_drafts(own)
-    sweep(tmp_path, OWN)
-    assert names(tmp_path) == left
-    with pytest.raises(TrainError, match="another process writes checkpoints to .* as life 1, attempt 3"):
-        hold_drafts(tmp_path, ZOMBIE)
-    release_drafts(held)
-    (tmp_path / ".writing-1.2").touch()  # of one that was killed
+    for writer in (ZOMBIE, OWN, LATER, None):
+        begin(place, writer)
     sweep(tmp_path, OWN)
     assert names(tmp_path) == [partial_of(place, LATER).name], "a later one's is for later ones to clear"
     sweep(tmp_path, (3, 0))
     assert names(tmp_path) == []
 
 
-async def test_what_a_leader_writes_outlives_the_sweep_of_another_life(tmp_path: Path):
-    """Its folder, and the copy of the ledger beside it; the other's checkpoints appear meanwhile."""
-    zombie = CheckpointRoom(tmp_path, every=1, is_async=True, writer=ZOMBIE)
-    await zombie.checkpoints.save(40)
-    await zombie.files_are_written()
-    growing = [name for name in names(tmp_path / "checkpoints") if "1.3" in name]
-    draft = ".partial-1.3-version_00000040"
-    assert growing == [draft, f"{draft}-ledger.sqlite", ".writing-1.3"]
-    own = CheckpointRoom(tmp_path, every=1, writer=OWN)
-    await own.checkpoints.save(40)
-    assert names(tmp_path / "checkpoints") == [*growing, "version_00000040"]
-    place = tmp_path / "checkpoints" / "version_00000040"
-    with pytest.raises(TrainError, match="is of life 2, attempt 0 of the run: life 1, attempt 3 comes too late"):
-        await zombie.checkpoints.settle()
-    assert look_at(place).writer == OWN
-    await own.checkpoints.save(41)
-    assert names(tmp_path / "checkpoints") == [place.name, "version_00000041"], "nothing is left of the late one"
+async def test_a_leader_of_an_earlier_life_comes_too_late(tmp_path: Path):
+    """Where it had its files in time, too."""
+    for is_in_time in (False, True):
+        run = tmp_path / str(is_in_time)
+        zombie = CheckpointRoom(run, every=1, is_async=True, writer=ZOMBIE)
+        own = CheckpointRoom(run, every=1, writer=OWN)
+        if is_in_time:
+            await own.checkpoints.save(40)
+        await zombie.checkpoints.save(40)
+        await zombie.files_are_written()
+        if not is_in_time:
+            await own.checkpoints.save(40)
+        why = "is of life 2, attempt 0 of the run: life 1, attempt 3 comes too late" if is_in_time else "deleted"
+        with pytest.raises((TrainError, AssertionError), match=why):
+            await zombie.checkpoints.settle()
+        assert look_at(run / "checkpoints" / "version_00000040").writer == OWN
+        await own.checkpoints.save(41)
+        assert names(run / "checkpoints") == ["version_00000040", "version_00000041"], "nothing is left of the late one"
 
 
 def test_a_checkpoint_of_another_run_has_no_claim_to_its_place(tmp_path: Path):
@@ -187,7 +168,7 @@ def test_where_there_are_no_locks_a_checkpoint_is_read_and_deleted_all_the_same(
         assert find_checkpoint(tmp_path) == place
     assert is_locked(place / "manifest.json"), "nobody can tell"
     run_dir, ledger = RunDir(tmp_path), tmp_path / "ledger.sqlite"
-    for hold in (lambda: hold_drafts(tmp_path, OWN), run_dir.held().__enter__, lambda: lock_ledger(ledger)):
+    for hold in (run_dir.held().__enter__, lambda: lock_ledger(ledger)):
         with pytest.raises(MyxaError, match="No locks available") as caught:
             hold()
         assert "mount it with them" in caught.value.remedy

@@ -52,15 +52,11 @@ async def test_one_without_its_run_part_is_not_reported_as_written(
     assert len(room.ranks.called) == num_calls, "nothing has changed since: there is nothing to write"
 
 
-@both_ways
-async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_again(tmp_path: Path, is_async: bool):
-    room = CheckpointRoom(tmp_path, is_async=is_async)
+async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_again(tmp_path: Path):
+    room = CheckpointRoom(tmp_path)
     folder = Path(await room.ask(3))
     room.coordinator.live = LiveKnobs(epoch=1)
-    if is_async:
-        room.ranks.failing["finish_checkpoint"] = [refused()]
-    else:
-        room.buffer.failing = [LedgerError("database or disk is full")]
+    room.ranks.failing["finish_checkpoint"] = [refused()]
     with pytest.raises(TrainError):
         await room.ask(3)
     assert not (folder / RUN_FILE).exists()
@@ -85,9 +81,7 @@ async def test_what_failed_by_schedule_is_not_told_to_who_asks_for_another(tmp_p
 
 
 FAILURES: dict[str, Any] = {
-    "a rank's disk is full": lambda room: room.ranks.failing.update(
-        {name: [refused()] for name in ("save_checkpoint", "checkpoint_written")}
-    ),
+    "a rank's disk is full": lambda room: room.ranks.failing.update({"checkpoint_written": [refused()]}),
     "the buffer does not come back": lambda room: room.buffer.failing.append(CallError("buffer did not answer")),
     "no room for the ledger": lambda room: room.buffer.failing.append(LedgerError("database or disk is full")),
     "the coordinator does not come back": lambda room: room.coordinator.failing.append(CallError("no answer")),
@@ -124,9 +118,7 @@ async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
 async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(tmp_path: Path, is_async: bool):
     room = CheckpointRoom(tmp_path, every=1, is_async=is_async)
     room.checkpoints.continue_from(40)
-    room.ranks.failing.update(
-        {name: [refused() for _ in range(99)] for name in ("save_checkpoint", "finish_checkpoint")}
-    )
+    room.ranks.failing["finish_checkpoint"] = [refused() for _ in range(99)]
 
     async def steps(first: int, number: int) -> list[str]:
         for version in range(first, first + number):
@@ -155,8 +147,8 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
 async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Path):
     room = CheckpointRoom(tmp_path, every=1)
     silent = GatherError("silent", errors={"trainer/1": DeadlineExceeded("no answer within 1800 s")})
-    room.ranks.failing["save_checkpoint"] = [silent]
-    with pytest.raises(TrainError, match="trainer/1 could not save a checkpoint: no answer"):
+    room.ranks.failing["begin_checkpoint"] = [silent]
+    with pytest.raises(TrainError, match="trainer/1 could not copy a checkpoint: no answer"):
         await room.checkpoints.save_by_schedule(1)
 
 
@@ -183,13 +175,14 @@ async def test_one_that_is_asked_for_is_refused_where_the_newest_would_not_fit(
 async def test_what_a_failed_attempt_left_is_gone_at_once(tmp_path: Path):
     """It may have filled the disk, which the ledger needs until the next attempt."""
     room = CheckpointRoom(tmp_path, every=1, keep_last=0)
-    room.ranks.failing["save_checkpoint"] = [refused()]
+    room.ranks.failing["checkpoint_written"] = [refused()]
     room.buffer.failing = [MyxaError("the disk is full")]
     holder = tmp_path / "checkpoints"
-    await room.checkpoints.save_by_schedule(1)
-    assert list(holder.iterdir()) == []
-    await room.checkpoints.save_by_schedule(2)
-    assert [path.name for path in holder.iterdir()] == ["version_00000002"]
+    for version in (1, 2):
+        await room.checkpoints.save_by_schedule(version)
+        assert list(holder.iterdir()) == []
+    await room.checkpoints.save_by_schedule(3)
+    assert [path.name for path in holder.iterdir()] == ["version_00000003"]
 
 
 @pytest.mark.parametrize("name", ["take_away_unread", "sweep"])

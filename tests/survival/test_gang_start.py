@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.integration.trainer_room import FixedStart
 from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
 
 from myxa.actors.checkpoints.folder import look_at
-from myxa.actors.trainer.start_point import FixedStart, StartPoint, restore
+from myxa.actors.trainer.start_point import StartPoint, restore
 from myxa.core.config import RunConfig
 from myxa.core.errors import MyxaError, TornCheckpoint, TrainError
 from myxa.launch.actor_spec import ActorSpec

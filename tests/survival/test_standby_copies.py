@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.survival.checkpoint_room import Ranks, refused
 
-from myxa.actors.trainer.start_point import Standby, StandbyOptions
+from myxa.actors.trainer.start_point import Standby
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import LiveKnobs
@@ -18,9 +18,7 @@ def standby(folder: Path, ranks: Ranks, live_knobs: Callable[[], Awaitable[LiveK
     clock = SystemClock()
     telemetry = TelemetryBuffer("trainer/0", clock)
     of_ranks: Any = ranks
-    made = Standby(
-        StandbyOptions(str(folder), every=1), of_ranks, ActivityMeter("trainer/0", clock), telemetry, live_knobs
-    )
+    made = Standby(str(folder), 1, of_ranks, ActivityMeter("trainer/0", clock), telemetry, live_knobs)
     return made, lambda: [event.text for event in telemetry.drain().events]
 
 
@@ -32,7 +30,7 @@ async def test_a_rank_that_cannot_write_ends_them_and_leaves_nothing_half_made(t
     ranks, ram = Ranks(), tmp_path / "ram"
     copies, told = standby(ram, ranks, no_knobs)
     await copies.copy(1)
-    ranks.failing["save_checkpoint"] = [refused("trainer/1", "the optimizer has no masters")]
+    ranks.failing["checkpoint_written"] = [refused("trainer/1", "the optimizer has no masters")]
     await copies.copy(2)
     (text,) = told()
     assert "trainer/1: the optimizer has no masters" in text

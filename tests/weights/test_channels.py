@@ -19,7 +19,7 @@ from tests.harness.commands import Command
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import TrainError
 from myxa.core.process import boot_id
-from myxa.core.weight_channel import JoinRequest, LeaveOrder, PlanRequest, SampleRequest, SendOrder, ShareRequest
+from myxa.core.weight_channel import JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
 
 MEMBER = Path(__file__).with_name("sglang_member.py")
 TENSORS = [(f"model.layers.{n}.mlp.up_proj.weight", torch.full((300, 100), n, dtype=torch.bfloat16)) for n in range(5)]
@@ -146,15 +146,11 @@ def test_versions_and_channels_that_are_not_there(sender: DeviceWeightSender):
     sender.answer(LeaveOrder(channel="never heard of", reason=""))
 
 
-def test_plans_are_told_once_and_samples_are_the_staged_values(sender: DeviceWeightSender):
+def test_plans_are_told_once(sender: DeviceWeightSender):
     plan = sender.answer(PlanRequest(version=1))
     again = sender.answer(PlanRequest(version=1, known=plan.fingerprint))
     assert plan.buckets and not again.buckets and again.digest == plan.digest and not again.has_channel
     assert len(plan.digest.split(".")) == len(plan.buckets)
-    values = sender.answer(SampleRequest(version=1, names=(TENSORS[3][0],), num_values=4)).values
-    assert values == ((3.0, 3.0, 3.0, 3.0),)
-    with pytest.raises(TrainError, match="sends no weight nothing"):
-        sender.answer(SampleRequest(version=1, names=("nothing",), num_values=4))
 
 
 def test_a_channel_that_nobody_uses_any_more_is_given_up(sender: DeviceWeightSender):

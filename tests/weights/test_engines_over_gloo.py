@@ -71,11 +71,11 @@ def sender_of(name: str = "trainer/0", part: Callable[[str], bool] = lambda _: T
 async def test_versions_arrive_whole_while_tokens_flow(folders: list[Path], shared: Server):
     sender, publish = sender_of()
     senders = InProcess(sender)
-    async with started(engine_of(shared.url, senders, verify_every=1)) as engine:
+    async with started(engine_of(shared.url, senders)) as engine:
         flowing = asyncio.gather(*(greedy(engine, f"flow{n}") for n in range(4)))
         for version in (1, 2, 3, 4):
             manifest = publish(version, folders[version % 3])
-            await engine.prepare_weights(manifest)  # from 2 on: the last version's weights are read back and compared
+            await engine.prepare_weights(manifest)
             await engine.commit_weights(version)
             sender.release(version - 1)
         assert all(len(ids) == 24 for ids, _, _ in await flowing)
@@ -198,27 +198,3 @@ async def test_a_sender_that_dies_in_mid_broadcast_leaves_the_engine_alive(folde
             await engine.commit_weights(5)
             await answers_like(engine, folders[2], 5)
         own.close()
-
-
-async def test_weights_altered_in_the_server_are_found_by_reading_back(
-    folders: list[Path], shared: Server, tmp_path: Path
-):
-    altered = tmp_path / "altered"
-    make_tiny_model(altered, "0p5m", seed=9, vocab_size=VOCAB, context_length=CONTEXT)
-    norms = [(n, t * 1.5 if n.endswith("norm.weight") else t) for n, t in tensors_of(altered)]
-    stranger = DeviceWeightSender("stranger", channel="nccl", bucket_bytes=BUCKET_BYTES, host=boot_id())
-    sender, publish = sender_of()
-    async with (
-        started(engine_of(shared.url, InProcess(sender), verify_every=1)) as engine,
-        started(engine_of(shared.url, InProcess(stranger))) as intruder,
-    ):
-        await engine.prepare_weights(publish(1, folders[1]))
-        await engine.commit_weights(1)
-        manifest = stranger.publish(1, lambda: iter(norms))
-        assert manifest is not None
-        await intruder.prepare_weights(manifest)
-        await intruder.commit_weights(1)
-        with pytest.raises(EngineError, match=r"version 1: model\..*norm.weight begins with"):
-            await engine.prepare_weights(publish(2, folders[2]))
-    sender.close()
-    stranger.close()

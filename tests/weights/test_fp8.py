@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from myxa.actors.weights.channels.fp8 import Fp8Rule, quantise_blocks
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import ConfigError, ModelError
-from myxa.core.weight_channel import PlanRequest, SampleRequest
+from myxa.core.weight_channel import PlanRequest
 
 
 def dequantise_blocks(
@@ -127,7 +127,4 @@ def test_quantised_weights_travel_in_aligned_buckets(tmp_path: Path):
         ("m.0.mlp.gate_proj.weight", "bfloat16", 4),
         ("m.0.mlp.up_proj.weight", "float8_e4m3fn", 34),
     ]
-    names = ("m.0.mlp.up_proj.weight", "m.0.mlp.up_proj.weight_scale_inv")
-    quantised, scale = sender.answer(SampleRequest(version=1, names=names, num_values=100)).values
-    assert torch.allclose(torch.tensor(quantised) * scale[0], tensors[0][1].reshape(-1), rtol=2**-4, atol=1e-3)
     sender.close()

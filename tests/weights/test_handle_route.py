@@ -52,9 +52,6 @@ class Server:
         version = body.get("weight_version")
         return {"success": True, "message": "Success" + (f" Weight version updated to {version}." if version else "")}
 
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
-
 
 def manifest(version: int, senders: str = "trainer/0,trainer/1,trainer/2,trainer/3") -> WeightManifest:
     return WeightManifest(

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.weights.model_tensors import shape
 from torch.multiprocessing import reductions
 
 from myxa.actors.weights.channels.cuda_ipc import Made, Name, bucket_metadata, payload_of, shared_tensor, write_object
-from myxa.actors.weights.channels.plan import Shape, make_plan
+from myxa.actors.weights.channels.plan import make_plan
 from myxa.core.errors import TrainError
 
 METADATA = "sglang.srt.weight_sync.tensor_bucket"
@@ -75,7 +76,7 @@ def test_other_kinds_are_refused(value: object):
 
 def test_a_bucket_is_read_as_sglang_reads_it():
     plan = make_plan(
-        [Shape("model.layers.0.mlp.up_proj.weight", "bfloat16", (3, 4)), Shape("model.norm.weight", "float32", (5,))],
+        [shape("model.layers.0.mlp.up_proj.weight", "bfloat16", (3, 4)), shape("model.norm.weight", "float32", (5,))],
         1 << 20,
     )
     tensor = Made(Name("torch", "arange"), (44,))

@@ -5,25 +5,30 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from tests.weights.model_tensors import shape
 
-from myxa.actors.weights.channels.plan import ITEM_BYTES, Shape, make_plan
+from myxa.actors.engines.sglang.weight_routes import bucket_bodies
+from myxa.actors.weights.channels.plan import make_plan
+from myxa.actors.weights.channels.staging import TRAVEL, Staging
 from myxa.core.errors import TrainError
+from myxa.core.messages import TensorSpec
 
 
-def layer(number: int) -> list[Shape]:
+def layer(number: int) -> list[TensorSpec]:
     attention = f"model.layers.{number}.self_attn."
     mlp = f"model.layers.{number}.mlp."
     return [
-        Shape(attention + "q_proj.weight", "float8_e4m3fn", (8, 5)),
-        Shape(attention + "q_proj.weight_scale_inv", "float32", (1, 1)),
-        Shape(attention + "k_proj.weight", "bfloat16", (4, 3)),
-        Shape(attention + "k_proj.bias", "bfloat16", (3,)),
-        Shape(mlp + "gate_proj.weight", "bfloat16", (6, 4)),
-        Shape(mlp + "up_proj.weight", "bfloat16", (6, 4)),
+        shape(attention + "q_proj.weight", "float8_e4m3fn", (8, 5)),
+        shape(attention + "q_proj.weight_scale_inv", "float32", (1, 1)),
+        shape(attention + "k_proj.weight", "bfloat16", (4, 3)),
+        shape(attention + "k_proj.bias", "bfloat16", (3,)),
+        shape(mlp + "gate_proj.weight", "bfloat16", (6, 4)),
+        shape(mlp + "up_proj.weight", "bfloat16", (6, 4)),
     ]
 
 
-TENSORS = [Shape("model.embed_tokens.weight", "bfloat16", (16, 4)), *layer(0), *layer(1), *layer(10)]
+TENSORS = [shape("model.embed_tokens.weight", "bfloat16", (16, 4)), *layer(0), *layer(1), *layer(10)]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 150, 300, 1 << 20])
@@ -34,7 +39,7 @@ def test_every_tensor_has_a_place_of_its_own_and_the_right_alignment(bucket_byte
     for bucket in plan.buckets:
         end = 0
         for spec in bucket.tensors:
-            assert spec.offset == end and spec.offset % ITEM_BYTES[spec.dtype] == 0
+            assert spec.offset == end and spec.offset % getattr(torch, spec.dtype).itemsize == 0
             end += spec.num_bytes
         assert end == bucket.num_bytes
     assert plan.num_bytes == sum(t.num_bytes for t in TENSORS)
@@ -51,7 +56,7 @@ def test_partners_that_engines_fuse_share_a_bucket(bucket_bytes: int):
 
 
 def test_buckets_are_filled_up_to_the_limit_and_not_beyond():
-    tensors = [Shape(f"model.layers.{n}.mlp.down_proj.weight", "float32", (10,)) for n in range(10)]
+    tensors = [shape(f"model.layers.{n}.mlp.down_proj.weight", "float32", (10,)) for n in range(10)]
     assert [b.num_bytes for b in make_plan(tensors, 120).buckets] == [120, 120, 120, 40]
     assert [b.num_bytes for b in make_plan(tensors, 1).buckets] == [40] * 10, "a block larger than a bucket goes alone"
 
@@ -60,7 +65,7 @@ def test_the_fingerprint_says_whether_bytes_lie_alike():
     plan = make_plan(TENSORS, 150)
     assert make_plan(list(TENSORS), 150) == plan
     assert make_plan(TENSORS, 1 << 20).fingerprint != plan.fingerprint
-    other = [*TENSORS[:-1], Shape(TENSORS[-1].name, "bfloat16", (4, 6))]
+    other = [*TENSORS[:-1], shape(TENSORS[-1].name, "bfloat16", (4, 6))]
     assert make_plan(other, 150).fingerprint != plan.fingerprint
 
 
@@ -70,26 +75,37 @@ def test_random_models_are_cut_without_loss():
     chance = random.Random(seed)
     for _ in range(50):
         tensors = [
-            Shape(
+            shape(
                 f"m.{chance.randrange(4)}.{chance.randrange(3)}.w{n}",
-                chance.choice(list(ITEM_BYTES)),
+                chance.choice(TRAVEL),
                 tuple(chance.randrange(1, 6) for _ in range(chance.randrange(4))),
             )
             for n in range(chance.randrange(1, 40))
         ]
         plan = make_plan(tensors, chance.randrange(1, 500))
         specs = [s for b in plan.buckets for s in b.tensors]
-        assert len(specs) == len(tensors) and all(s.offset % ITEM_BYTES[s.dtype] == 0 for s in specs)
+        assert len(specs) == len(tensors) and all(s.offset % getattr(torch, s.dtype).itemsize == 0 for s in specs)
 
 
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ([Shape("a.b.c", "float32", (1,)), Shape("a.b.c", "float32", (1,))], "come twice: a.b.c"),
-        ([Shape("a.b.c", "float32", (0, 4))], "a.b.c is empty"),
-        ([Shape("a.b.c", "complex64", (4,))], "complex64"),
+        ([shape("a.b.c", "float32", (1,)), shape("a.b.c", "float32", (1,))], "come twice: a.b.c"),
+        ([shape("a.b.c", "float32", (0, 4))], "a.b.c is empty"),
     ],
 )
-def test_what_cannot_travel_is_named(tensors: list[Shape], said: str):
+def test_what_cannot_travel_is_named(tensors: list[TensorSpec], said: str):
     with pytest.raises(TrainError, match=said):
         make_plan(tensors, 100)
+    with pytest.raises(TrainError, match="weight w has dtype complex64, which no engine takes"):
+        Staging(100).publish(1, lambda: iter([("w", torch.zeros(4, dtype=torch.complex64))]))
+
+
+def test_servers_hear_of_a_bucket_in_the_order_of_its_bytes():
+    buckets = make_plan(TENSORS, 150).buckets
+    bodies = bucket_bodies(buckets)
+    assert bodies[0] == {
+        "names": ["model.embed_tokens.weight"], "dtypes": ["bfloat16"], "shapes": [[16, 4]],
+        "load_format": "flattened_bucket", "flush_cache": False,
+    }  # fmt: skip
+    assert [body["names"] for body in bodies] == [[t.name for t in bucket.tensors] for bucket in buckets]

@@ -33,7 +33,7 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
     with serving(tmp_path / "model", key="between-us") as server:
         process = job.start(
             "roles.rollout.kind=sglang", f'engine.attach=["{server.url}"]', "weights.channel=nccl",
-            "engine.key_env=FLEET_KEY", "weights.bucket_mb=1", "weights.verify_every=1", "roles.trainer.count=2", "trainer.strategy=fsdp",
+            "engine.key_env=FLEET_KEY", "weights.bucket_mb=1", "roles.trainer.count=2", "trainer.strategy=fsdp",
             "async.max_staleness=0", "reward.fn=regex", 'reward.pattern="[1-4]"', "run.num_steps=100000",
             "guard.every=0",
         )  # fmt: skip

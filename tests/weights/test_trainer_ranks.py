@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.decider import Decider
+from tests.integration.trainer_room import FixedStart
 from tests.weights.model_tensors import arrays_of, tensors_of
 from tests.weights.weight_lab import CONTEXT, VOCAB, engine_of, greedy, own_answer, serving, started
 from torch import Tensor
@@ -96,6 +97,7 @@ def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChanne
         ends=ChannelEnds(name, makers, writes=rank == 0),
         options=TrainerOptions(rank=rank, leader=leader),
         clock=SystemClock(),
+        start=FixedStart(),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from tests.harness import engine_server
@@ -19,7 +19,7 @@ from tests.weights import fingerprint
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, ServerControl, WeightRoute, device_routes
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, WeightRoute, device_routes
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import MyxaError, PeerDied, RemoteError
 from myxa.core.messages import WeightManifest
@@ -139,12 +139,12 @@ Hook = Callable[[int], Awaitable[None]]
 class Watched:
     """A server's control; before the n-th bucket is told (from 1), the hook runs."""
 
-    def __init__(self, inner: ServerControl, hook: Hook) -> None:
+    def __init__(self, inner: Any, hook: Hook) -> None:
         self._inner = inner
         self._hook = hook
         self._num_buckets = 0
         self.place, self.url = inner.place, inner.url
-        self.get, self.ask = inner.get, inner.ask
+        self.get = inner.get
 
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         if path == "/update_weights_from_distributed":
@@ -161,8 +161,8 @@ def engine_of(url: str, senders: WeightSenders, hook: Hook = nothing, **options:
     """A client of that server, with all routes."""
     routes = device_routes(senders, DeviceRouteOptions(host=boot_id(), **options))
 
-    def watched(server: ServerControl) -> Mapping[str, WeightRoute]:
-        return routes(Watched(server, hook))
+    def watched(server: Any) -> Mapping[str, WeightRoute]:
+        return routes(cast(Any, Watched(server, hook)))
 
     return SglangEngine(
         url, SglangOptions(vocab_size=VOCAB, context_length=CONTEXT, name="rollout/0", call_s=30), watched

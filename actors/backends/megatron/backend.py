@@ -9,7 +9,7 @@ shard.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .batch import PackCutting
 from .checkpoint import MegatronTrainingState
 from .hf_weights import iter_hf_tensors, load_hf_folder
 from .layout import check_routing
-from .offload import MegatronOffload
+from .offload import MegatronOffload, Part
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
 from .provider import build_model_chunks
 from .schedule import MegatronPolicy, Pipeline, RoutingReplay
@@ -74,15 +74,15 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                 agree_on_source(world, user)
                 if home is not None:
                     home.begin(precision.device.index or 0)
-                with nullcontext() if home is None else home.for_model():
+                with self._region("chunks"):
                     chunks = self._chunks(model, precision, config.model_path)
-                with nullcontext() if home is None else home.for_buffers():
+                with self._region("buffers"):
                     wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron, ddp_options)
                 if home is not None:
                     home.move_grads(wrapped)
-                with nullcontext() if home is None else home.for_masters():
+                with self._region("masters"):
                     optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
-                with nullcontext() if home is None else home.for_moments():
+                with self._region("moments"):
                     optimizer.make_moments()
                 reference = self._reference(model, precision) if config.algo.keeps_reference else None
                 if home is not None:
@@ -127,6 +127,9 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             "has_reference": has_reference,
         }
 
+    def _region(self, what: Part) -> AbstractContextManager[None]:
+        return nullcontext() if self._offload is None else self._offload.region(what)
+
     def _device(self) -> torch.device:
         if self._config.device == "cpu":
             return torch.device("cpu")
@@ -145,7 +148,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         return chunks
 
     def _reference(self, model: ModelConfig, precision: Precision) -> Pipeline:
-        with nullcontext() if self._offload is None else self._offload.for_reference():
+        with self._region("reference"):
             chunks = self._chunks(model, precision, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)

@@ -6,14 +6,14 @@
     masters     float32 parameters, where they are apart from the parameters: copied, unless no step happened since
     optimizer   moments, in parts: copied like masters, and come back while forward and backward run
 
-`TaggedDeviceMemory` makes the allocations of a thread belong to a tag.
+`CudaMemory` makes the allocations of a thread belong to a tag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
@@ -22,24 +22,16 @@ from ....core.config import TrainerConfig
 from ....core.config.learning import MegatronSettings
 from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from ....core.errors import ConfigError
-from ..offload import MovableMemory, RankOffload
+from ..offload import RankOffload
 
 if TYPE_CHECKING:
+    from ....memory.arenas.cuda_memory import CudaMemory
     from .optimizer import MegatronAdamW
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 
 
-class TaggedDeviceMemory(MovableMemory, Protocol):
-    """Of one GPU, with the allocations of a thread."""
-
-    def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
-        """What this thread allocates inside belongs to the tag."""
-        ...
-
-    def shrink(self, tags: Collection[Tag]) -> None: ...
-
-    def divide(self, parts: Sequence[Tag]) -> None: ...
+Part = Literal["chunks", "buffers", "masters", "moments", "reference"]
 
 
 class MegatronOffload(RankOffload):
@@ -47,7 +39,7 @@ class MegatronOffload(RankOffload):
 
     def __init__(
         self,
-        open_memory: Callable[[int], TaggedDeviceMemory],
+        open_memory: Callable[[int], CudaMemory],
         settings: MegatronSettings,
         *,
         rebuilds: bool,
@@ -57,7 +49,7 @@ class MegatronOffload(RankOffload):
         from masters instead of copied."""
         super().__init__(clock)
         self._open = open_memory
-        self._housing: TaggedDeviceMemory | None = None
+        self._housing: CudaMemory | None = None
         self._in_buffers = settings.distributed_optimizer
         self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"
         self._optimizer: MegatronAdamW | None = None
@@ -70,22 +62,13 @@ class MegatronOffload(RankOffload):
     def begin(self, local_gpu: int) -> None:
         self._movable = self._housing = self._open(local_gpu)
 
-    def for_model(self) -> AbstractContextManager[None]:
-        """Around building the chunks. With a distributed optimizer their parameters move to Megatron's buffers
+    def region(self, what: Part) -> AbstractContextManager[None]:
+        """Around building a part. With a distributed optimizer the parameters of the chunks move to Megatron's buffers
         afterwards, and only untrained ones stay; without, they stay where they are built."""
-        return self._home().region("frozen", "backup") if self._in_buffers else self.for_buffers()
-
-    def for_buffers(self) -> AbstractContextManager[None]:
-        return self._home().region("params", self._params_policy)
-
-    def for_masters(self) -> AbstractContextManager[None]:
-        return self._home().region("masters", "backup")
-
-    def for_moments(self) -> AbstractContextManager[None]:
-        return self._home().region(OPTIMIZER_PARTS[0], "backup")
-
-    def for_reference(self) -> AbstractContextManager[None]:
-        return self._home().region("frozen", "backup")
+        if what == "buffers" or (what == "chunks" and not self._in_buffers):
+            return self._home().region("params", self._params_policy)
+        tags: dict[Part, Tag] = {"masters": "masters", "moments": OPTIMIZER_PARTS[0]}
+        return self._home().region(tags.get(what, "frozen"), "backup")
 
     def move_grads(self, chunks: Sequence[nn.Module]) -> None:
         """Give the gradient buffers memory of their own tag. A storage keeps its views while its memory changes, so
@@ -117,7 +100,7 @@ class MegatronOffload(RankOffload):
         self._home().shrink(("frozen", "params", "grads", "masters", "optimizer"))
         self._home().divide(OPTIMIZER_PARTS)
 
-    def _home(self) -> TaggedDeviceMemory:
+    def _home(self) -> CudaMemory:
         if self._housing is None:
             raise ConfigError("the rank's memory was not opened", remedy="this is a bug; call begin() in set-up")
         return self._housing

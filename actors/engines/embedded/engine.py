@@ -44,7 +44,7 @@ from ...models.hf_folder import ModelConfig, check_values, open_weights, read_co
 from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
 from .core import EmbeddedOptions, EngineCore
-from .model import DTYPES, DecoderWeights
+from .model import DecoderWeights
 from .tensors import LentMemory, expected, plain_zeros
 
 T = TypeVar("T")
@@ -296,7 +296,7 @@ class EmbeddedEngine:
     def _new_weights(self, config: ModelConfig) -> DecoderWeights:
         """A set without values."""
         allocate = plain_zeros if self._memory is None else self._memory.allocate("weights")
-        return DecoderWeights(config, DTYPES[self._options.dtype], allocate)
+        return DecoderWeights(config, getattr(torch, self._options.dtype), allocate)
 
     def _started(self) -> _Started:
         if self._is_closed:

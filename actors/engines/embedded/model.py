@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,20 +23,11 @@ from torch.nn.functional import linear, silu
 
 from ....core.errors import EngineError
 from ....core.protocols import NamedArray
+from ...models.hf_folder import FLOATS
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
 from .attention import Attention
 from .tensors import Allocate, plain_zeros
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "float64": torch.float64,
-        "float32": torch.float32,
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-    }
-)
-"""Number types that weights may arrive in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +141,7 @@ class _Source:
                 remedy="trainer and engine must use the same model folder",
             )
         spec, shape = tensor.spec, self._shapes[name]
-        dtype = DTYPES.get(spec.dtype)
+        dtype: torch.dtype | None = getattr(torch, spec.dtype) if spec.dtype in FLOATS else None
         if dtype is None or spec.shape != shape or tensor.data.nbytes != dtype.itemsize * math.prod(shape):
             raise EngineError(
                 f"{self._place}: weight {name} came as {spec.dtype}{list(spec.shape)} in {tensor.data.nbytes} bytes, "

@@ -168,17 +168,13 @@ class SglangHttp:
 
     async def get(self, path: str) -> Mapping[str, Any]:
         """The object a GET answers with; {} for plain text. Raises EngineError."""
-        return _object(await self._call("GET", path, None, self.call_s))
+        return await self._call("GET", path, None, self.call_s)
 
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         """The object a POST answers with; {} for plain text. `within_s` 0: `call_s`. Raises EngineError."""
-        return _object(await self._call("POST", path, orjson.dumps(body), within_s or self.call_s))
+        return await self._call("POST", path, orjson.dumps(body), within_s or self.call_s)
 
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON value, of whatever kind, that a POST answers with; None for what is none. Raises EngineError."""
-        return await self._call("POST", path, orjson.dumps(body), self.call_s)
-
-    async def _call(self, method: str, path: str, body: bytes | None, within_s: float) -> Any:
+    async def _call(self, method: str, path: str, body: bytes | None, within_s: float) -> Mapping[str, Any]:
         place = f"{self.place}: {method} {path}"
         try:
             async with (
@@ -194,13 +190,10 @@ class SglangHttp:
             raise await self.explain(error) from err
         if status >= 400:
             raise _refusal(place, status, raw)
+        value: Any = None
         with suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(raw)
-        return None
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+            value = msgspec.json.decode(raw)
+        return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _refusal(place: str, status: int, raw: bytes) -> EngineError:

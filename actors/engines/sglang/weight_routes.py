@@ -22,23 +22,21 @@ stages send in parallel without a lock. The version is announced when the last b
 server and sender. A channel that failed is closed on both sides, and its name is not used again; the version is then
 sent once more, whole, through a new channel, because a server that is alive can always be made whole again.
 
-`SenderPlans` asks the senders for their plans, which are named in every version and transferred once. The bodies of the
-routes are made once per plan, and only the version is filled in per update. They always ask not to flush the cache:
-SGLang asserts that it could, which it cannot while requests are paused in place; `wire.request_body` keeps versions
-apart.
+Plans are named in every version and transferred once. The bodies of the calls are made once per plan, and only the
+version is filled in per update. They always ask not to flush the cache: SGLang asserts that it could, which it cannot
+while requests are paused in place; `wire.request_body` keeps versions apart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused
@@ -48,43 +46,16 @@ from ....core.weight_channel import (
     Bucket,
     JoinRequest,
     LeaveOrder,
-    PlanReply,
     PlanRequest,
-    SampleRequest,
     SendOrder,
     ShareRequest,
 )
 from ...weights.beacon import Beacon
 from ...weights.channels.disk import DiskWeightReader
+from .http_client import SglangHttp
 from .wire import version_number
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-
-
-class ServerControl(Protocol):
-    """What a route may ask of its server; `http_client.SglangHttp` is one. All calls raise EngineError."""
-
-    @property
-    def place(self) -> str:
-        """Whom errors name: the actor and the server's address."""
-        ...
-
-    @property
-    def url(self) -> str:
-        """The server's address, without a slash at the end."""
-        ...
-
-    async def get(self, path: str) -> Mapping[str, Any]:
-        """The JSON object that a GET answers with."""
-        ...
-
-    async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
-        """The JSON object that a POST answers with; `within_s` 0: the engine's usual deadline."""
-        ...
-
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON value, of whatever kind, that a POST answers with; None if it is none."""
-        ...
 
 
 class WeightRoute(Protocol):
@@ -114,7 +85,7 @@ class WeightRoute(Protocol):
         ...
 
 
-Routes = Callable[[ServerControl], Mapping[str, WeightRoute]]
+Routes = Callable[[SglangHttp], Mapping[str, WeightRoute]]
 """Channel name -> route, made for one server."""
 
 
@@ -133,16 +104,13 @@ def announces(answer: Mapping[str, Any], version: int) -> bool:
 class FolderRoute:
     """Channel "disk": the server reads a folder of safetensors itself (`update_weights_from_disk`)."""
 
-    def __init__(self, server: ServerControl, *, verify_every: int = 0) -> None:
-        """`verify_every`: after so many versions a folder's bytes are held against the digest; those of the first
-        version that a server gets always are. 0: no others."""
+    def __init__(self, server: SglangHttp) -> None:
         self._server = server
-        self._verify_every = verify_every
-        self._num_prepared = 0
+        self._has_read = False
         self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
-        """Check that the version is a whole folder with an absolute path, and from time to time every byte."""
+        """Check that the version is a whole folder with an absolute path, and with the first one every byte."""
         folder = Path(manifest.location)
         place = f"{self._server.place}: weight version {manifest.version}"
         if not folder.is_absolute():
@@ -152,15 +120,10 @@ class FolderRoute:
         if urlsplit(self._server.url).hostname in LOCAL_HOSTS:  # else the path means something on another host
             self.beacon.step(f"checks {folder}", is_counted=False)
             try:
-                await asyncio.to_thread(_check_folder, manifest, reads_all=bool(manifest.digest) and self._is_due)
+                await asyncio.to_thread(_check_folder, manifest, reads_all=bool(manifest.digest) and not self._has_read)
             except EngineError as err:
                 raise EngineError(f"{place}: {err.message}", remedy=err.remedy) from err
-            self._num_prepared += 1
-
-    @property
-    def _is_due(self) -> bool:
-        every = self._verify_every
-        return self._num_prepared == 0 or (every > 0 and self._num_prepared % every == 0)
+            self._has_read = True
 
     async def load(self, manifest: WeightManifest) -> bool:
         """Have the folder read. The cache is not flushed: that needs an idle server, and requests are separated by
@@ -190,14 +153,12 @@ def _check_folder(manifest: WeightManifest, *, reads_all: bool) -> None:
         return
 
 
-def folder_routes(server: ServerControl) -> Mapping[str, WeightRoute]:
+def folder_routes(server: SglangHttp) -> Mapping[str, WeightRoute]:
     """Folders only: what every server can do."""
     return {"disk": FolderRoute(server)}
 
 
 FLATTENED = "flattened_bucket"
-_SAMPLED = ("layernorm.weight", "model.norm.weight")
-"""Tensors that every server holds whole and as they were sent, whatever it shards and fuses."""
 
 
 def bucket_bodies(buckets: Sequence[Bucket]) -> tuple[dict[str, Any], ...]:
@@ -214,121 +175,14 @@ def bucket_bodies(buckets: Sequence[Bucket]) -> tuple[dict[str, Any], ...]:
     )
 
 
-def sampled_names(buckets: Sequence[Bucket], version: int, count: int) -> tuple[str, ...]:
-    """Tensors to look at after `version`: another few each time, so that all had their turn after a while."""
-    specs = [t for bucket in buckets for t in bucket.tensors]
-    names = [t.name for t in specs if len(t.shape) == 1 and t.name.endswith(_SAMPLED)]
-    start = version * count % len(names) if names else 0
-    return tuple((names[start:] + names[:start])[:count])
-
-
-def check_sample(place: str, name: str, sent: Sequence[float], served: object) -> None:
-    """Compare what was sent with what `/get_weights_by_name` says. Raises EngineError when they are not equal.
-
-    The server may compute in another type than it was sent: equality is to 2**-7 of the value, bfloat16's grain.
-    """
-    values = cast("list[object]", served) if isinstance(served, list) else []
-    if len(values) != len(sent) or not all(map(_is_close, values, sent)):
-        raise EngineError(
-            f"{place}: {name} begins with {values[:4]}, but {list(sent[:4])} was sent",
-            remedy="the server's weights are not the version it announces; it must be restarted",
-        )
-
-
-def _is_close(served: object, sent: float) -> bool:
-    return isinstance(served, (int, float)) and abs(served - sent) <= 2**-7 * abs(sent) + 1e-30
-
-
-NUM_SAMPLED = 4
-"""Tensors looked at by one verification, and values of each."""
-SAMPLED_VALUES = 64
-_log = logging.getLogger("myxa.weights")
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class KnownPlan:
-    """What is known of one sender's plan."""
+    """How a sender cuts the version that it was asked about last."""
 
     fingerprint: str
     digests: tuple[str, ...]
-    """Of the buckets of the version asked about last."""
-    buckets: tuple[Bucket, ...]
+    """Of the buckets."""
     bodies: tuple[dict[str, Any], ...]
-
-
-class SenderPlans:
-    """See the module's head."""
-
-    def __init__(self, server: ServerControl, senders: WeightSenders, *, verify_every: int) -> None:
-        """`verify_every`: after so many versions some of the server's weights are read back; 0: never."""
-        self._server = server
-        self._senders = senders
-        self._verify_every = verify_every
-        self._known: dict[str, KnownPlan] = {}
-        self._num_ranks = 0
-        self._loaded = -1
-        """The version that was loaded last, by us and whole."""
-        self._num_loaded = 0
-        self._can_be_read = True
-
-    def of(self, sender: str) -> KnownPlan:
-        """What it was asked for last."""
-        return self._known[sender]
-
-    async def ask(self, sender: str, version: int, channel: str = "") -> PlanReply:
-        """The sender's plan is known afterwards."""
-        known = self._known.get(sender)
-        reply = await self._senders.ask(
-            sender, PlanRequest(version=version, known=known.fingerprint if known else "", channel=channel)
-        )
-        if known is None or known.fingerprint != reply.fingerprint:
-            known = self._known[sender] = KnownPlan(reply.fingerprint, (), reply.buckets, bucket_bodies(reply.buckets))
-        known.digests = tuple(reply.digest.split("."))
-        return reply
-
-    async def num_ranks(self) -> int:
-        """Processes of the server that take part: its tensor-parallel ranks."""
-        if not self._num_ranks:
-            facts = await self._server.get("/server_info")
-            found = facts.get("tp_size", 1)
-            self._num_ranks = found if isinstance(found, int) and found > 0 else 1
-        return self._num_ranks
-
-    async def is_same_server(self) -> bool:
-        """Whether the server still is the incarnation that we loaded: a new one does not announce our version."""
-        served = version_number((await self._server.get("/model_info")).get("weight_version"))
-        return self._loaded >= 0 and served == self._loaded
-
-    def loaded(self, version: int) -> None:
-        """The server serves that version, by us."""
-        self._loaded = version
-        self._num_loaded += 1
-
-    async def verify(self, senders: Iterable[str]) -> None:
-        """Read some of the loaded version back, while tokens flow. Raises EngineError when it is not what was sent.
-
-        SGLang 0.5.17 can read weights back for models of the Llama class alone; from a server that cannot, nothing more
-        is asked.
-        """
-        every = self._verify_every
-        if not every or self._loaded < 0 or self._num_loaded % every or not self._can_be_read:
-            return
-        for sender in senders:
-            known = self._known.get(sender)
-            names = sampled_names(known.buckets, self._loaded, NUM_SAMPLED) if known else ()
-            request = SampleRequest(version=self._loaded, names=names, num_values=SAMPLED_VALUES)
-            try:
-                sent = (await self._senders.ask(sender, request)).values
-                for name, values in zip(names, sent, strict=True):
-                    body = {"name": name, "truncate_size": len(values)}
-                    served = await self._server.ask("/get_weights_by_name", body)
-                    check_sample(f"{self._server.place}: version {self._loaded}", name, values, served)
-            except RequestRefused as err:
-                _log.warning("weights.verify_every: %s cannot report its weights: %s", self._server.place, err.message)
-                self._can_be_read = False
-                return
-            except CallError as err:  # released meanwhile; the next version is looked at instead
-                _log.info("version %d was not verified: %s", self._loaded, err)
 
 
 T = TypeVar("T")
@@ -344,8 +198,6 @@ class DeviceRouteOptions:
     send_s: float = 60.0
     leave_s: float = 5.0
     """Deadline for telling a server to leave a group that failed; it may be stuck in it, or dead."""
-    verify_every: int = 0
-    """After every so many versions some of the server's weights are read back; 0: never."""
     same_gpu: tuple[str, ...] = ()
     """For each tensor-parallel rank of the server the trainer rank on its GPU; empty: the GPUs of the server
     are not known, so there can be one sender only."""
@@ -354,9 +206,9 @@ class DeviceRouteOptions:
 def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes:
     """Folders, and both channels between devices."""
 
-    def routes(server: ServerControl) -> Mapping[str, WeightRoute]:
+    def routes(server: SglangHttp) -> Mapping[str, WeightRoute]:
         return {
-            "disk": FolderRoute(server, verify_every=options.verify_every),
+            "disk": FolderRoute(server),
             "nccl": GroupRoute(server, senders, options),
             "cuda_ipc": HandleRoute(server, senders, options),
         }
@@ -367,12 +219,19 @@ def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes
 class _DeviceRoute:
     """What both have."""
 
-    def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
+    def __init__(self, server: SglangHttp, senders: WeightSenders, options: DeviceRouteOptions) -> None:
         self._server = server
         self._senders = senders
         self._options = options
-        self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
+        self._ranks = 0
         self.beacon = Beacon()
+
+    async def _num_ranks(self) -> int:
+        """Processes of the server that take part: its tensor-parallel ranks."""
+        if not self._ranks:
+            found = (await self._server.get("/server_info")).get("tp_size", 1)
+            self._ranks = found if isinstance(found, int) and found > 0 else 1
+        return self._ranks
 
     async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
         """Whatever goes wrong becomes an EngineError that says in which phase, where and with whom."""
@@ -402,38 +261,45 @@ class _DeviceRoute:
 class GroupRoute(_DeviceRoute):
     """Channel "nccl": broadcasts in a process group (gloo where there is no GPU)."""
 
-    def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
+    def __init__(self, server: SglangHttp, senders: WeightSenders, options: DeviceRouteOptions) -> None:
         super().__init__(server, senders, options)
         self._channels: dict[str, str] = {}
         """Sender -> open channel."""
         self._leavings: set[asyncio.Future[bool]] = set()
+        self._known: dict[str, KnownPlan] = {}
+        """By sender."""
+        self._loaded = -1
+        """The version that was loaded last, by us and whole."""
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Plans, and groups where there are none yet."""
         senders = _senders_of(manifest)
-        await _together([self._look(senders), *(self._ask(sender, manifest.version) for sender in senders)])
+        await _together([self._look(), *(self._ask(sender, manifest.version) for sender in senders)])
         await _together(self._join(sender) for sender in senders if sender not in self._channels)
 
-    async def _look(self, senders: list[str]) -> None:
-        """Is it the server that we know, and does it hold what we sent?"""
+    async def _look(self) -> None:
+        """Is it the server that we loaded? Another incarnation does not announce our version."""
         if not self._channels:
             return
-        if await self._plans.is_same_server():
-            await self._plans.verify(senders)
-        else:
+        served = version_number((await self._server.get("/model_info")).get("weight_version"))
+        if self._loaded < 0 or served != self._loaded:
             await self._leave(list(self._channels), "the server is another incarnation", tells_server=False)
 
     async def _ask(self, sender: str, version: int) -> None:
         """The sender's plan, and whether it still has its end of the channel."""
-        channel = self._channels.get(sender, "")
-        reply = await self._named("plan", sender, self._plans.ask(sender, version, channel))
+        channel, known = self._channels.get(sender, ""), self._known.get(sender)
+        request = PlanRequest(version=version, known=known.fingerprint if known else "", channel=channel)
+        reply = await self._named("plan", sender, self._senders.ask(sender, request))
+        is_same = known is not None and known.fingerprint == reply.fingerprint
+        bodies = known.bodies if known is not None and is_same else bucket_bodies(reply.buckets)
+        self._known[sender] = KnownPlan(reply.fingerprint, tuple(reply.digest.split(".")), bodies)
         if channel and not reply.has_channel:
             await self._leave([sender], "the sender has given it up")
 
     async def _join(self, sender: str) -> None:
         """Both sides, at the same time: the server connects while the sender waits for it."""
         channel = f"myxa-{uuid.uuid4().hex[:12]}-{sender}"
-        num_ranks, limit_s = await self._plans.num_ranks(), self._options.join_s
+        num_ranks, limit_s = await self._num_ranks(), self._options.join_s
         request = JoinRequest(
             channel=channel,
             engine=self._server.place,
@@ -482,7 +348,7 @@ class GroupRoute(_DeviceRoute):
             except EngineError as again:
                 await self._leave(senders, str(again))
                 raise EngineError(f"{again.message}; at first: {err.message}", remedy=again.remedy) from again
-        self._plans.loaded(manifest.version)
+        self._loaded = manifest.version
         return is_announced
 
     async def _transfer(self, version: int, senders: list[str]) -> bool:
@@ -506,7 +372,7 @@ class GroupRoute(_DeviceRoute):
         return (await _together(both))[1] is True
 
     async def _receive(self, sender: str, order: SendOrder, *, is_alone: bool) -> bool:
-        known = self._plans.of(sender)
+        known = self._known[sender]
         bodies = [body | {"group_name": order.channel} for body in known.bodies]
         if is_alone:  # a version only with the last one, when all is there
             bodies[-1]["weight_version"] = str(order.version)
@@ -543,14 +409,14 @@ class HandleRoute(_DeviceRoute):
     """Channel "cuda_ipc": memory handles. A handle of another GPU's memory would open, and cost a context there; but a
     copy from it into memory that torch-memory-saver made is refused: that is mapped for its own GPU alone."""
 
-    def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
+    def __init__(self, server: SglangHttp, senders: WeightSenders, options: DeviceRouteOptions) -> None:
         super().__init__(server, senders, options)
         self._bodies: list[dict[str, Any]] = []
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Handles of all buckets, for every rank of the server."""
-        givers = self._givers(_senders_of(manifest), await self._plans.num_ranks(), manifest.version)
-        await _together([self._look(givers[:1], manifest.version), self._share(givers, manifest.version)])
+        givers = self._givers(_senders_of(manifest), await self._num_ranks(), manifest.version)
+        await self._share(givers, manifest.version)
 
     def _givers(self, senders: list[str], num_ranks: int, version: int) -> list[str]:
         """For each rank of the server, the sender on its GPU."""
@@ -570,14 +436,6 @@ class HandleRoute(_DeviceRoute):
                 remedy="this is a bug of the placement; see roles.trainer.devices and roles.rollout.devices",
             )
         return list(named)
-
-    async def _look(self, senders: list[str], version: int) -> None:
-        """At what was loaded before, if some of it is to be read back; that needs the plans, loading does not."""
-        if not self._options.verify_every:
-            return
-        if await self._plans.is_same_server():
-            await self._plans.verify(senders)
-        await _together(self._named("plan", sender, self._plans.ask(sender, version)) for sender in senders)
 
     async def _share(self, givers: list[str], version: int) -> None:
         counts = Counter(givers)
@@ -601,7 +459,6 @@ class HandleRoute(_DeviceRoute):
         """Hand the handles over; each may be used once."""
         bodies, self._bodies = self._bodies, []
         answer = await self._update("/update_weights_from_tensor", bodies, manifest.location)
-        self._plans.loaded(manifest.version)
         return announces(answer, manifest.version)
 
     async def close(self) -> None:

@@ -13,51 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+
+import msgspec
 
 from ....core.errors import TrainError
 from ....core.messages import TensorSpec
 from ....core.weight_channel import Bucket
-
-ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "float64": 8,
-        "int64": 8,
-        "float32": 4,
-        "int32": 4,
-        "float16": 2,
-        "bfloat16": 2,
-        "int16": 2,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-        "int8": 1,
-        "uint8": 1,
-        "bool": 1,
-    }
-)
-"""Bytes per number, by torch's name of the dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One tensor before it has a place."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Raises TrainError for a dtype that cannot travel."""
-        item = ITEM_BYTES.get(self.dtype)
-        if item is None:
-            raise TrainError(
-                f"weight {self.name} has dtype {self.dtype}, which no engine takes",
-                remedy=f"export one of {', '.join(ITEM_BYTES)}",
-            )
-        return item * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +36,8 @@ class WeightPlan:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
-def make_plan(tensors: Sequence[Shape], bucket_bytes: int) -> WeightPlan:
-    """Cut. Raises TrainError for a name that comes twice, an empty tensor or an unknown dtype."""
+def make_plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> WeightPlan:
+    """Cut; offsets are set. Raises TrainError for a name that comes twice, or an empty tensor."""
     names = [t.name for t in tensors]
     if len(set(names)) != len(names):
         twice = sorted({n for n in names if names.count(n) > 1})
@@ -82,7 +45,7 @@ def make_plan(tensors: Sequence[Shape], bucket_bytes: int) -> WeightPlan:
     empty = [t.name for t in tensors if not t.num_bytes]
     if empty:
         raise TrainError(f"weight {empty[0]} is empty", remedy="engines refuse empty tensors; do not export it")
-    buckets: list[list[Shape]] = []
+    buckets: list[list[TensorSpec]] = []
     size = 0
     for block in _blocks(tensors):
         num_bytes = sum(t.num_bytes for t in block)
@@ -95,9 +58,9 @@ def make_plan(tensors: Sequence[Shape], bucket_bytes: int) -> WeightPlan:
     return WeightPlan(buckets=placed, fingerprint=_fingerprint(placed))
 
 
-def _blocks(tensors: Sequence[Shape]) -> Iterator[list[Shape]]:
+def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
     """Neighbours with the same grandparent: `a.b.q_proj.weight` and `a.b.k_proj.bias` are both of `a.b`."""
-    block: list[Shape] = []
+    block: list[TensorSpec] = []
     key = ""
     for tensor in tensors:
         path = tensor.name.split(".")
@@ -111,15 +74,12 @@ def _blocks(tensors: Sequence[Shape]) -> Iterator[list[Shape]]:
         yield block
 
 
-def _place(tensors: Sequence[Shape]) -> Bucket:
+def _place(tensors: Sequence[TensorSpec]) -> Bucket:
     specs: list[TensorSpec] = []
     offset = 0
-    for tensor in sorted(tensors, key=lambda t: -ITEM_BYTES[t.dtype]):
-        num_bytes = tensor.num_bytes
-        specs.append(
-            TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, offset=offset, num_bytes=num_bytes)
-        )
-        offset += num_bytes
+    for tensor in sorted(tensors, key=lambda t: -(t.num_bytes // math.prod(t.shape))):
+        specs.append(msgspec.structs.replace(tensor, offset=offset))
+        offset += tensor.num_bytes
     return Bucket(tensors=tuple(specs), num_bytes=offset)
 
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -36,8 +36,6 @@ from ....core.weight_channel import (
     LeaveOrder,
     PlanReply,
     PlanRequest,
-    SampleReply,
-    SampleRequest,
     SenderOrder,
     SendOrder,
     SendReport,
@@ -117,7 +115,6 @@ class DeviceWeightSender:
             JoinRequest: self._join,
             SendOrder: self._send,
             ShareRequest: self._share,
-            SampleRequest: self._sample,
             LeaveOrder: self._leave,
         }
         return verbs[type(order)](order)
@@ -168,22 +165,6 @@ class DeviceWeightSender:
             metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
             self._metadata = (plan.fingerprint, metadata)
         return metadata
-
-    def _sample(self, request: SampleRequest) -> SampleReply:
-        staged = self._staging.read(request.version)
-        try:
-            with beside_training(staged.buffers.device):
-                values = tuple(self._first_values(staged.buffers.views, n, request.num_values) for n in request.names)
-        finally:
-            self._staging.done(staged)
-        return SampleReply(values=values)
-
-    def _first_values(self, views: dict[str, torch.Tensor], name: str, num_values: int) -> tuple[float, ...]:
-        view = views.get(name)
-        if view is None:
-            raise TrainError(f"{self._name} sends no weight {name}", remedy="ask another sender")
-        first = view.reshape(-1)[:num_values].to(torch.float32).cpu()
-        return tuple(cast("list[float]", first.tolist()))  # pyright: ignore[reportUnknownMemberType]
 
     def close(self) -> None:
         self._channels.close()

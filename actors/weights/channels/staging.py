@@ -18,10 +18,9 @@ xxhash and BLAKE2 do not run on a GPU, and copying to the host for them costs mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -29,15 +28,13 @@ from torch import Tensor
 
 from ....core.errors import TrainError
 from ....core.messages import TensorSpec
-from .plan import Shape, WeightPlan, make_plan
+from .plan import WeightPlan, make_plan
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {str(d).removeprefix("torch."): d for d in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )}
+TRAVEL = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
-"""By the name that travels."""
+"""Number types that engines take, by torch's names."""
 
 
 WAITING_BYTES = 1 << 28
@@ -74,7 +71,7 @@ class Staged:
 
 def place(flat: Tensor, spec: TensorSpec) -> Tensor:
     """The tensor that lies at its offset in a flat uint8 buffer; shares memory."""
-    return flat[spec.offset : spec.offset + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
+    return flat[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 class _Copies:
@@ -125,8 +122,8 @@ class Staging:
         while the buckets are cut. Later versions must have the same names, types and shapes, else TrainError."""
         self.release(version)
         if not self._is_cut:
-            shapes = [self._shape(name, tensor) for name, tensor in export()]
-            self._plan = make_plan(shapes, self._bucket_bytes) if shapes else None
+            specs = [self._spec(name, tensor) for name, tensor in export()]
+            self._plan = make_plan(specs, self._bucket_bytes) if specs else None
             self._is_cut = True
         buffers = self._take()
         if buffers is None:
@@ -141,9 +138,14 @@ class Staging:
             self._staged[version] = staged
         return staged
 
-    def _shape(self, name: str, tensor: Tensor) -> Shape:
+    def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
         self.device = tensor.device
-        return Shape(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in TRAVEL:
+            raise TrainError(
+                f"weight {name} has dtype {dtype}, which no engine takes", remedy=f"export one of {TRAVEL}"
+            )
+        return TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=0, num_bytes=tensor.nbytes)
 
     def _copy(self, version: int, buffers: Buffers, tensors: Iterator[tuple[str, Tensor]]) -> None:
         num_copied = 0
