@@ -21,7 +21,7 @@ from ..models.hf_folder import ModelConfig, export_dtype
 from .export import Exporter, ExportTypes
 from .offload import RankOffload
 from .step import Stepper
-from .torch_backend.settings import StepSettings, check_together
+from .torch_backend.settings import StepSettings, check_schedule
 from .torch_backend.tensors import DTYPE_OF
 from .torch_backend.token_functions import Loaded, called
 from .torch_backend.world import Gang, World
@@ -131,7 +131,8 @@ class RankBackend(Generic[C]):
         if self._parts is None:
             return "the trainer is still setting up"
         try:
-            check_together(self._parts.stepper.settings_for(knobs))
+            settings = self._parts.stepper.settings_for(knobs)
+            check_schedule(settings.optimizer, settings.total_updates)
         except ConfigError as error:
             return str(error)
         return self._refuses_saving() if saves else ""

@@ -56,8 +56,6 @@ READERS = 8
 """Threads that compute digests at the same time."""
 PLACE_S = 60.0
 """How long a writer waits for other writers to put theirs in place: an older one is deleted meanwhile."""
-LOOKS = 10
-"""At a folder in which a run that works replaces what is being looked at by a newer one."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -241,27 +239,13 @@ WhyNot = Callable[[CheckpointInfo], str]
 """Why a whole checkpoint is not to be used; empty if it is."""
 
 
-def newest_checkpoint(
-    folder: str | Path, why_not: WhyNot = lambda _: ""
-) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
-    """(newest complete checkpoint or None, the others that cannot be used). Sizes are checked, not digests."""
-    infos: list[CheckpointInfo] = []
-    complete: list[CheckpointInfo] = []
-    for _ in range(LOOKS):
-        found = list_checkpoints(folder)
-        infos = [info if info.problem else replace(info, problem=why_not(info)) for info in found]
-        complete = [info for info in infos if info.is_complete]
-        if complete or all(info.path.exists() for info in found):
-            break
-    return (complete[-1] if complete else None), tuple(info for info in infos if not info.is_complete)
-
-
 def newest_whole(
-    folder: str | Path, why_not: WhyNot = lambda _: ""
+    folder: str | Path, why_not: WhyNot = lambda _: "", *, reads_all: bool = True
 ) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
-    """(newest checkpoint whole in every byte, or None; those passed over for it, newest first, with `problem`)."""
+    """(newest checkpoint whole in every byte, or as `whole_ones`, or None; those passed over for it, newest first, with
+    `problem`)."""
     passed: list[CheckpointInfo] = []
-    for found in whole_ones(folder):
+    for found in whole_ones(folder, reads_all=reads_all):
         info = found if found.problem else replace(found, problem=why_not(found))
         if info.is_complete:
             return info, tuple(passed)
@@ -301,7 +285,7 @@ def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNo
     if not root.exists() and old_of(root).exists():
         return old_of(root)
     holder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    newest, passed = (newest_whole if reads_all else newest_checkpoint)(holder, why_not)
+    newest, passed = newest_whole(holder, why_not, reads_all=reads_all)
     if newest is None:
         found = "; ".join(f"{info.path.name}: {info.problem}" for info in passed) or "nothing"
         raise TrainError(

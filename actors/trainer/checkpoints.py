@@ -35,7 +35,7 @@ from ..checkpoints.folder import (
     Writer,
     list_checkpoints,
     look_at,
-    newest_checkpoint,
+    newest_whole,
     partial_of,
     place_of,
     read_manifest,
@@ -235,7 +235,7 @@ class Checkpoints:
     async def _begin(self, version: int, live: LiveKnobs) -> None:
         folder, begun_at = str(self.folder_of(version)), self._clock.monotonic()
         try:
-            await self._all("copy", lambda: self._ranks.all(TrainerContract.begin_checkpoint, folder, live))
+            await self._all("begin", lambda: self._ranks.all(TrainerContract.begin_checkpoint, folder, live))
         except MyxaError as error:
             await self._clear_after(error)
             raise
@@ -497,7 +497,7 @@ class CheckpointOrders:
 def _check_room(holder: Path) -> None:
     """Raises TrainError where the disk has less room than the newest checkpoint takes, if there is one."""
     try:
-        newest, _ = newest_checkpoint(holder)
+        newest, _ = newest_whole(holder, reads_all=False)
         if newest is None:
             return
         num_bytes = sum(path.stat().st_size for path in newest.path.rglob("*") if path.is_file())

@@ -1,6 +1,6 @@
 """The Megatron trainer's model is HuggingFace's: same weights to the bit, same loss and gradients, however it is cut.
 
-Real processes over gloo; one set of 1, of 2 and of 4, each going through its list of layouts.
+Real processes over gloo; one gang of 2 and one of 4, each going through its list of layouts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """Case -> its `[megatron.model]`."""
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    1: [(name, {}) for name in MODELS],
     2: [
         ("qwen3", {}),
         ("qwen3", {"tp": 2, "sequence_parallel": True}),

@@ -20,7 +20,7 @@ async def main(folder: str, log_path: str) -> None:
     )  # fmt: skip
     engine = LaunchedSglang(launch, SglangOptions(vocab_size=320, start_s=60, name="rollout/0"))
     await engine.start()
-    print(json.dumps({"server": engine.server_pid}), flush=True)
+    print(json.dumps({"server": engine.memory_pids()[0]}), flush=True)
     await engine.until_lost()
 
 

@@ -64,7 +64,7 @@ async def test_from_start_to_end(folders, tmp_path, capfd):
         got = await collect(engine, ask("r1", 5, max_new_tokens=12, ignore_eos=True))
         assert (got.versions.tolist(), got.finish) == ([7] * 12, "length")
         assert (await engine.info()).version == 7
-        pid = engine.server_pid
+        pid = engine.memory_pids()[0]
         server = psutil.Process(pid)
         words = server.cmdline()
         assert "--stream-interval=4" in words
@@ -98,7 +98,7 @@ async def test_a_death_in_mid_generation_is_noticed_at_once(folders, tmp_path):
         assert (await engine.info()).version >= -1
         stream = engine.generate(ask("r1", 5, max_new_tokens=100, ignore_eos=True))
         await anext(stream)
-        os.kill(engine.server_pid, signal.SIGKILL)
+        os.kill(engine.memory_pids()[0], signal.SIGKILL)
         for asked in (engine.info, engine.until_lost, engine.resume):
             with pytest.raises(EngineError, match=r"ended while it served with signal SIGKILL"):
                 await asked()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.engines.contract import ask
+from tests.harness.engine_server import prepare_folder
 from tests.harness.fake_sglang import USAGE, FakeSglang, fake_sglang, token
 from tests.harness.waiting import until
 
@@ -322,7 +323,7 @@ async def test_the_embedded_engine_leaves_and_comes_back_with_the_same_tokens(fo
             await asyncio.to_thread(turn.release, ALL)
             assert device_bytes([pid], "host:0") == 0, "the memory really left"
             await asyncio.to_thread(turn.restore, ALL)
-            await engine.prepare_folder(folders[1], 0)
+            await prepare_folder(engine, folders[1], 0)
             await engine.commit_weights(0)
             await turn.resume()
         await task

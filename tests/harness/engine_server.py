@@ -37,7 +37,9 @@ from tests.harness.fake_sglang import SglangRoutes, serving
 from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.engines.embedded.core import EmbeddedOptions, EngineCore
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
+from myxa.actors.engines.embedded.model import DecoderWeights
 from myxa.actors.engines.sglang.wire import ALWAYS_SAID, LEFT_OUT_AT_REST
+from myxa.actors.models.hf_folder import open_weights
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.torch_store import find_store
 from myxa.actors.weights.channels.process_group import ChannelGroup
@@ -283,7 +285,7 @@ class EngineServer(SglangRoutes):
 
     async def _update_weights_from_disk(self, body: Body) -> Body:
         version = int(body["weight_version"])
-        await self._engine.prepare_folder(body["model_path"], version)
+        await prepare_folder(self._engine, body["model_path"], version)
         await self._engine.commit_weights(version)
         return {"success": True, "message": f"Succeeded to update model weights. Weight version updated to {version}."}
 
@@ -294,6 +296,16 @@ class EngineServer(SglangRoutes):
         else:
             await self._engine.call(lambda core: setattr(core, "version", version))
         return {"success": True, "message": f"Weight version updated to {version}"}
+
+
+async def prepare_folder(engine: EmbeddedEngine, folder: str | Path, version: int) -> None:
+    """A model folder of the same shape, to be committed as `version`."""
+
+    def load(weights: DecoderWeights) -> None:
+        with open_weights(folder, weights.config) as tensors:
+            weights.load(tensors, str(folder))
+
+    await engine.prepare(version, load)
 
 
 class WeightGroups:

@@ -161,7 +161,7 @@ async def test_a_checkpoint_on_request_that_fails_is_told_and_the_run_goes_on(mo
         (tmp_path / "checkpoints").write_text("in the way")
         room.data.allow(1)
         await room.conductor.steps(1)
-        with pytest.raises(Exception, match="trainer/0 could not save a checkpoint"):
+        with pytest.raises(Exception, match="trainer/0 could not begin a checkpoint"):
             await room.conductor.trainer.checkpoint_at_boundary(export=False)
         (tmp_path / "checkpoints").unlink()
         folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)

@@ -148,7 +148,7 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Pat
     room = CheckpointRoom(tmp_path, every=1)
     silent = GatherError("silent", errors={"trainer/1": DeadlineExceeded("no answer within 1800 s")})
     room.ranks.failing["begin_checkpoint"] = [silent]
-    with pytest.raises(TrainError, match="trainer/1 could not copy a checkpoint: no answer"):
+    with pytest.raises(TrainError, match="trainer/1 could not begin a checkpoint: no answer"):
         await room.checkpoints.save_by_schedule(1)
 
 

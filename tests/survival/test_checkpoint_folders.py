@@ -17,7 +17,6 @@ from myxa.actors.checkpoints.folder import (
     MANIFEST,
     find_checkpoint,
     list_checkpoints,
-    newest_checkpoint,
     newest_whole,
     put_in_place,
     rank_file,
@@ -131,7 +130,7 @@ def test_a_crash_at_any_moment_of_a_replacement_leaves_a_whole_one(
         assert passed == ()
         assert newest.version == 7
         assert find_checkpoint(place) == newest.path, "also by its own name"
-        assert newest_checkpoint(place.parent)[0] == newest
+        assert newest_whole(place.parent, reads_all=False)[0] == newest
         seen.add((newest.path / rank_file(0)).read_bytes()[:3])
         if not has_crashed:
             break
@@ -187,7 +186,7 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
 def pruned(folder: Path, newest: int, *, began_at: int = 0, **options: Any) -> list[int]:
     nobody: Any = None
     kept = Checkpoints(
-        nobody, CheckpointOptions(run_dir=str(folder), **options), nobody, nobody, nobody, nobody, nobody
+        nobody, CheckpointOptions(run_dir=str(folder.parent), **options), nobody, nobody, nobody, nobody, nobody
     )
     kept.continue_from(began_at)
     kept._prune(folder / f"version_{newest:08d}")

@@ -1,11 +1,8 @@
-"""The true protocol between real processes: trainer's sender -> server, over gloo; and everybody dying in the middle."""
+"""The true protocol between real processes: trainer's sender -> server, over gloo. Deaths: `test_fault_matrix.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from tests.weights.weight_lab import (
     engine_of,
     greedy,
     own_answer,
-    sending,
     serving,
     started,
 )
@@ -27,7 +23,6 @@ from tests.weights.weight_lab import (
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.weights.publish import join_parts
-from myxa.core.errors import EngineError
 from myxa.core.process import boot_id
 from myxa.core.weight_channel import LeaveOrder
 
@@ -100,68 +95,6 @@ async def test_several_senders_send_their_parts_side_by_side(folders: list[Path]
         sender.close()
 
 
-async def test_an_engine_killed_in_mid_broadcast_harms_neither_trainer_nor_other_engines(
-    folders: list[Path], shared: Server
-):
-    sender, publish = sender_of()
-    senders = InProcess(sender)
-    with serving(folders[0]) as doomed:
-
-        async def kill(number: int) -> None:
-            if number == 3:
-                doomed.kill()
-
-        async with (
-            started(engine_of(doomed.url, senders, kill, join_s=20, send_s=10)) as first,
-            started(engine_of(shared.url, senders)) as second,
-        ):
-            manifest = publish(1, folders[1])
-            await first.prepare_weights(manifest)
-            begun = time.monotonic()
-            with pytest.raises(EngineError, match=r"weights from trainer/0: (receive bucket 3 of|send)") as caught:
-                await first.commit_weights(1)
-            assert time.monotonic() - begun < 30
-            assert doomed.url in str(caught.value)
-            await second.prepare_weights(manifest)
-            await second.commit_weights(1)
-            await answers_like(second, folders[1], 1)
-        assert any(doomed.url in reason for reason in senders.left)
-    # Started again, it serves what its folder holds and gets the newest version through a group of its own.
-    with serving(folders[0]) as again:
-        engine = engine_of(again.url, senders)
-        async with started(engine):
-            assert (await engine.info()).version == 0
-            await engine.prepare_weights(publish(2, folders[2]))
-            await engine.commit_weights(2)
-            await answers_like(engine, folders[2], 2)
-    sender.close()
-
-
-async def test_an_engine_that_stands_still_gets_the_version_later_through_a_new_group(
-    folders: list[Path], shared: Server
-):
-    sender, publish = sender_of()
-
-    async def stop(number: int) -> None:
-        if number == 2:
-            os.kill(shared.process.pid, signal.SIGSTOP)
-
-    async with started(engine_of(shared.url, InProcess(sender), stop, join_s=20, send_s=2, leave_s=0.5)) as engine:
-        try:
-            await engine.prepare_weights(publish(1, folders[1]))
-            begun = time.monotonic()
-            with pytest.raises(EngineError, match="bucket 2 of"):
-                await engine.commit_weights(1)
-            assert time.monotonic() - begun < 20, "deadlines, not hope"
-            assert not sender.progress(), "the trainer has torn the group down"
-        finally:
-            os.kill(shared.process.pid, signal.SIGCONT)
-        await engine.prepare_weights(publish(2, folders[2]))
-        await engine.commit_weights(2)
-        await answers_like(engine, folders[2], 2)
-    sender.close()
-
-
 async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folders: list[Path], shared: Server):
     sender, publish = sender_of()
     senders = InProcess(sender)
@@ -177,24 +110,3 @@ async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folde
         await answers_like(engine, folders[1], 1)
         assert [r for r in senders.left if "a cable was pulled" in r]
     sender.close()
-
-
-async def test_a_sender_that_dies_in_mid_broadcast_leaves_the_engine_alive(folders: list[Path], shared: Server):
-    async with sending("trainer/0", BUCKET_BYTES) as sender:
-
-        async def kill(number: int) -> None:
-            if number == 3:
-                sender.process.kill()
-                await sender.process.wait()
-
-        async with started(engine_of(shared.url, sender, kill, join_s=20, send_s=10, leave_s=2)) as engine:
-            await engine.prepare_weights(await sender.do("publish", (1, str(folders[1]))))
-            with pytest.raises(EngineError, match="weights from trainer/0"):
-                await engine.commit_weights(1)
-        # A new trainer, a new client: the server still answers and takes what comes.
-        own, publish = sender_of()
-        async with started(engine_of(shared.url, InProcess(own))) as engine:
-            await engine.prepare_weights(publish(5, folders[2]))
-            await engine.commit_weights(5)
-            await answers_like(engine, folders[2], 5)
-        own.close()

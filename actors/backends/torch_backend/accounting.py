@@ -35,7 +35,7 @@ from ....core.samples import TrainShard
 from ..vocab_scores import TokenScores
 from .microbatch import MicroBatch, ShownScores
 from .settings import StepSettings
-from .tensors import floats, integers
+from .tensors import floats
 from .world import World
 
 
@@ -306,19 +306,10 @@ def first_not_finite(values_K: Tensor) -> int:
 def accusation(world: World, what: str, place: str, micro: int, group_ids: Sequence[int]) -> TrainError | None:
     """The error all ranks raise if any of them found micro-batch `micro` (-1: none) bad; None if all are well. `what`:
     "loss" or "gradient"; `place`: step and mini-batch in words."""
-    named = list(group_ids[:MAX_NAMED]) if micro >= 0 else []
-    claim = torch.full((2 + MAX_NAMED,), -1, dtype=torch.int64)
-    claim[0] = micro
-    claim[1] = len(group_ids)
-    claim[2 : 2 + len(named)] = torch.tensor(named, dtype=torch.int64)
-    claims = [integers(row) for row in world.gather(claim)]
-    clauses = [_clause(rank, row) for rank, row in enumerate(claims) if row[0] >= 0]
+    ids = ", ".join(map(str, group_ids[:MAX_NAMED]))
+    more = f" and {len(group_ids) - MAX_NAMED} more" if len(group_ids) > MAX_NAMED else ""
+    own = f"micro-batch {micro} of rank {world.rank} (groups {ids}{more})" if micro >= 0 else ""
+    clauses = [text for text in world.exchange(own) if text]
     if not clauses:
         return None
     return TrainError(f"{place}: the {what} is not a finite number in {'; '.join(clauses)}", remedy=REMEDY)
-
-
-def _clause(rank: int, row: list[int]) -> str:
-    ids = ", ".join(str(i) for i in row[2:] if i >= 0)
-    more = f" and {row[1] - MAX_NAMED} more" if row[1] > MAX_NAMED else ""
-    return f"micro-batch {row[0]} of rank {rank} (groups {ids}{more})"

@@ -93,8 +93,7 @@ def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings
     if unknown:
         raise ConfigError(f"no such knob: {', '.join(unknown)}", remedy=f"the trainer has {', '.join(KNOBS)}")
     values = {name: int(value) if name in WHOLE else value for name, value in knobs.items()}
-    algo = {name: value for name, value in values.items() if name in ALGO_KNOBS}
-    optimizer = {name: value for name, value in values.items() if name in OPTIMIZER_KNOBS}
+    algo, optimizer = ({n: v for n, v in values.items() if n in names} for names in (ALGO_KNOBS, OPTIMIZER_KNOBS))
     try:
         return replace(
             settings,
@@ -107,8 +106,3 @@ def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings
         raise ConfigError(
             f"knob {name}: {first['msg']}" if name else first["msg"], remedy="the run file's limits hold for knobs too"
         ) from error
-
-
-def check_together(settings: StepSettings) -> None:
-    """Raise ConfigError for values that their sections allow and a step would refuse: a schedule without an end."""
-    check_schedule(settings.optimizer, settings.total_updates)

@@ -169,9 +169,6 @@ class World:
         """The scoring ranks' tensor, on every rank of their replicas; others give one of its shape. Collective."""
         return values
 
-    def barrier(self) -> None:
-        self.sum(torch.zeros(1))
-
     def agree(self, error: Exception | None, what: str) -> None:
         """End together after something that any rank may have failed alone: raises its own error there, and a
         TrainError naming these ranks on the others (DiskRefused, if disks are all that failed). Collective."""

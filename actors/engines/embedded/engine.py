@@ -384,7 +384,7 @@ class EmbeddedEngine:
         if reader is None:
             raise EngineError(
                 f"{self._place} was built without a reader for channel {manifest.channel!r}",
-                remedy="pass reader=, or load a folder with prepare_folder",
+                remedy="pass reader=",
             )
 
         def load(weights: DecoderWeights) -> None:
@@ -394,19 +394,6 @@ class EmbeddedEngine:
                 weights.load(Counted(tensors, self._beacon, place), what)
 
         await self.prepare(manifest.version, load)
-
-    async def prepare_folder(self, folder: str | Path, version: int) -> None:
-        """Copy a model folder of the same shape beside the weights that are served, to be committed as `version`.
-
-        Raises ModelError or EngineError naming what is wrong with it.
-        """
-        path = Path(folder)
-
-        def load(weights: DecoderWeights) -> None:
-            with open_weights(path, weights.config) as tensors:
-                weights.load(tensors, str(path))
-
-        await self.prepare(version, load)
 
     async def prepare(self, version: int, load: Callable[[DecoderWeights], None]) -> None:
         """`load` fills a set of weights in a worker thread."""

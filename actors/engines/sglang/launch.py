@@ -372,12 +372,6 @@ class LaunchedSglang(SglangEngine):
         # At the same time: the client's last calls go to a server that may not answer, and which is ended anyway.
         await asyncio.gather(super().close(), *(one.close() for one in (server,) if one is not None))
 
-    @property
-    def server_pid(self) -> int:
-        """Of the server's first process."""
-        assert self._server is not None
-        return self._server.pid
-
     def memory_tags(self) -> tuple[TagReport, ...]:
         return super().memory_tags() if self._server is not None else self._launch.expects or ()
 
