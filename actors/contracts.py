@@ -19,7 +19,7 @@ from ..core.device_memory import (
     WatchedProcess,
 )
 from ..core.files import FileEntry
-from ..core.handlers import call, cast, durable_put
+from ..core.handlers import call, cast
 from ..core.knobs import (
     AuditRecord,
     ChangeReply,
@@ -190,9 +190,9 @@ class BufferContract(KnobsContract):
         """Long poll for work; admission by the staleness policy happens here."""
         raise NotImplementedError
 
-    @durable_put(key="group.prompt.group_id", deadline=60)
+    @call(deadline=60, cancellable=False)
     async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        """A finished group with rewards. Effectively once."""
+        """A finished group with rewards. May be repeated until it is answered: the ledger takes it once."""
         raise NotImplementedError
 
     @call(deadline=10)

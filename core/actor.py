@@ -69,10 +69,6 @@ class Mailbox(Generic[T]):
     def put(self, item: T) -> None:
         self.waiting.append(item)
 
-    def put_event(self, item: T) -> None:
-        """Queue something that does not count and is never refused."""
-        self.waiting.append(item)
-
     def take(self) -> T | None:
         return self.waiting.popleft() if self.waiting else None
 

@@ -2,7 +2,6 @@
 
     @call            request and reply; at most once; every call has a deadline
     @cast            one way, under credit; an exception in it fails the actor, because no caller sees its outcome
-    @durable_put     request and reply, re-sent until answered, executed once per key and content by an incarnation
 
 A method that overrides a declared one inherits the declaration: a contract class declares, a role implements.
 
@@ -32,7 +31,7 @@ from .ids import PeerKey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HandlerKind = Literal["call", "cast", "put"]
+HandlerKind = Literal["call", "cast"]
 
 _MARK = "__myxa_handler__"
 
@@ -46,12 +45,8 @@ class Declaration:
     """Default; None must be written out and means: for ever."""
     is_reentrant: bool = False
     """Runs beside the actor's other handlers instead of waiting for its turn."""
-    is_idempotent: bool = False
-    """The runtime may send it again within the deadline."""
     is_cancellable: bool = True
     """The handler is cancelled when its caller waits no more; else only its reply is lost."""
-    key: str = ""
-    """Durable puts: path of the request that names what is put, e.g. "group.prompt.group_id"."""
 
 
 def _mark(fn: F, declaration: Declaration) -> F:
@@ -61,11 +56,9 @@ def _mark(fn: F, declaration: Declaration) -> F:
     return fn
 
 
-def call(
-    *, deadline: float | None = 30.0, reentrant: bool = False, idempotent: bool = False, cancellable: bool = True
-) -> Callable[[F], F]:
+def call(*, deadline: float | None = 30.0, reentrant: bool = False, cancellable: bool = True) -> Callable[[F], F]:
     """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call."""
-    declaration = Declaration("call", deadline, reentrant, idempotent, cancellable)
+    declaration = Declaration("call", deadline, reentrant, cancellable)
     return lambda fn: _mark(fn, declaration)
 
 
@@ -77,16 +70,6 @@ def cast(fn: Any = None, /, *, deadline: float | None = 30.0, reentrant: bool = 
     """One way. `deadline` bounds the wait for credit; an older message is not executed."""
     declaration = Declaration("cast", deadline, reentrant)
     return _mark(fn, declaration) if fn is not None else functools.partial(_mark, declaration=declaration)
-
-
-def durable_put(*, key: str, deadline: float | None = 60.0, reentrant: bool = False) -> Callable[[F], F]:
-    """Re-sent until answered, also to the callee's next incarnation; executed once per key and content. `key` is a
-    dotted path into the parameters. Once in effect over restarts of the callee needs the callee's own ledger; one
-    incarnation remembers the replies that it gave."""
-    if not key:
-        raise ValueError("a durable put needs a key: the path of what identifies it among the parameters")
-    declaration = Declaration("put", deadline, reentrant, is_idempotent=True, is_cancellable=False, key=key)
-    return lambda fn: _mark(fn, declaration)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,13 +85,6 @@ class HandlerSpec:
     reply: Any
     schema: str
     """Fingerprint of both."""
-
-    def key_of(self, request: msgspec.Struct) -> str:
-        """Value of the key of a durable put."""
-        value: Any = request
-        for part in self.declaration.key.split("."):
-            value = getattr(value, part)
-        return str(value)
 
 
 class HandlerTable:
@@ -157,8 +133,6 @@ def _compile(cls: type, index: int, declarer: Callable[..., Any]) -> HandlerSpec
             msgspec.json.Decoder(kind, dec_hook=lambda _, value: value)
         except TypeError as error:
             raise TypeError(f"{place}: cannot travel: {error}") from error
-    if declaration.kind == "put" and declaration.key.split(".")[0] not in request.__struct_fields__:
-        raise TypeError(f"{place}: key {declaration.key!r} does not start with a parameter")
     if not inspect.iscoroutinefunction(implementation):
         raise TypeError(f"{place}: a handler is `async def`")
     schema = fingerprint(declaration.kind, name, *(x for f in fields for x in (f[0], f[1])), reply)

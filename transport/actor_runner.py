@@ -1,26 +1,17 @@
 """Runs one hosted actor: its mailbox, the order of its handlers, its background tasks, its end.
 
-Serial handlers run one after another, re-entrant ones beside them. A handler's first step runs at once; a handler that
-suspends becomes a task, which can be cancelled alone. Knows messages only as `Delivery`; never sees a socket.
+Serial handlers run one after another, re-entrant ones beside them; each is a task, which can be cancelled alone. Knows
+messages only as `Delivery`; never sees a socket.
 
     NEW -> STARTING -> RUNNING -> DRAINING -> STOPPED       (also STARTING | RUNNING | DRAINING -> STOPPED by failure)
-
-Most handlers answer without waiting for anything; a task for each of them would cost more than the rest of the call.
-`asyncio.current_task()` is right in the first step already (`asyncio.timeout`, task groups and the like need it):
-`Eager` keeps a *stand-in* task ready, which takes over a coroutine that suspends, as if it had run it from the start.
-Python 3.12's eager tasks were considered: they are made before it is known whether they are needed, and 3.11 has none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
-from asyncio import tasks
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from enum import Enum
-from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,8 +26,6 @@ from .session.serving import Serving
 
 T = TypeVar("T")
 
-MAX_PER_TURN = 64
-"""Waiting messages handled before the loop's other work gets its turn. A number, not a time: simulations repeat."""
 STOP_LIMIT_S = 10.0
 """How long `on_stop`, or a task that was cancelled, may take before it is given up and named in the log."""
 
@@ -96,9 +85,7 @@ class Delivery(msgspec.Struct, eq=False):
         self.serving.fail(self.arrival, error)
 
 
-_RUNNING = RunnerState.RUNNING  # members of an Enum are looked up in Python
 _TAKES = (RunnerState.RUNNING, RunnerState.DRAINING)
-_REFUSES = (RunnerState.DRAINING, RunnerState.STOPPED)
 _as_arguments = msgspec.structs.astuple
 
 OnFailed = Callable[["ActorRunner", BaseException], None]
@@ -118,19 +105,13 @@ class ActorRunner:
         self._log = log
         self._on_failed = on_failed
         self._mailbox: Mailbox[Delivery | PeerEvent] = Mailbox(name, actor.mailbox)
-        self._running: dict[int, _Turn] = {}
-        """Handlers that wait for something."""
-        self._num_begun = 0
+        self._running: dict[int, tuple[Delivery | PeerEvent, asyncio.Task[None]]] = {}
+        """By the identity of the message."""
         self._is_busy = False
         """A serial handler is among them."""
-        self._is_turning = False
-        self._is_turn_due = False
-        self._own_chain = (self.tag,)
         self._context = fresh_context()
-        self._eager = Eager(asyncio.get_running_loop())
         self._background: dict[asyncio.Task[Any], None] = {}  # in order: a simulated run repeats itself
         self._quiet = asyncio.Event()
-        self._is_awaited = False
         self._has_ended = asyncio.Event()
 
     @property
@@ -155,22 +136,20 @@ class ActorRunner:
         if self.state is not RunnerState.STARTING:
             raise self.error or Draining(f"{self.name} was stopped while it started")
         self._become(RunnerState.RUNNING)
-        self._turn_soon()
+        self._next()
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new messages, finish those accepted; False if `grace_s` was not enough."""
         if self.state is RunnerState.RUNNING:
             self._become(RunnerState.DRAINING)
-        if self._is_quiet():
-            return True
         self._quiet.clear()
-        self._is_awaited = True
+        self._note_quiet()
         try:
             async with asyncio.timeout(grace_s):
                 await self._quiet.wait()
         except TimeoutError:
-            names = ", ".join(sorted({_label(turn.item) for turn in self._running.values()}))
-            self._log.warning("%s: still running after %.1f s of grace: %s", self.name, grace_s, names)
+            names = ", ".join(sorted({task.get_name() for _, task in self._running.values()}))
+            self._log.warning("still running after %.1f s of grace: %s", grace_s, names)
             return False
         return True
 
@@ -203,14 +182,12 @@ class ActorRunner:
             self._has_ended.set()
 
     async def _wind_up(self, why: str, *, has_started: bool) -> None:
-        for item in self._mailbox.clear():
-            if not isinstance(item, PeerEvent):
-                self._mailbox.release()
+        for item in (*self._mailbox.clear(), *(item for item, _ in self._running.values())):
+            if not isinstance(item, PeerEvent) and not item.arrival.has_begun:
                 item.fail(Draining(f"{self.name} stopped before it came to {item.spec.name}: {why}"))
-        tasks: list[asyncio.Task[Any]] = [turn.task for turn in self._running.values()]
+        tasks: list[asyncio.Task[Any]] = [task for _, task in self._running.values()]
         tasks += self._background
         await self._cancel([t for t in tasks if t is not asyncio.current_task()])
-        self._eager.close()
         if not has_started:
             return
         try:
@@ -248,8 +225,8 @@ class ActorRunner:
 
     def accept(self, inbound: Delivery) -> None:
         """Take a message; raises Draining, Overloaded or WouldDeadlock and then will not touch it again."""
-        state, chain, is_serial = self.state, inbound.chain, not inbound.spec.declaration.is_reentrant
-        if state is not _RUNNING and state in _REFUSES:
+        chain, is_serial = inbound.chain, not inbound.spec.declaration.is_reentrant
+        if self.state in (RunnerState.DRAINING, RunnerState.STOPPED):
             raise Draining(f"{self.name} is shutting down and takes no {inbound.spec.name}")
         if chain and is_serial and self.tag in chain:
             path = " -> ".join([*chain, self.tag])
@@ -257,19 +234,18 @@ class ActorRunner:
                 f"{self.name}.{inbound.spec.name} was called by an actor that {self.name} itself waits for: {path}",
                 remedy="make the handler reentrant, or answer before calling back",
             )
-        mailbox = self._mailbox
-        mailbox.admit()
-        if state is not _RUNNING or (is_serial and (self._is_busy or self._is_turning or mailbox.waiting)):
-            mailbox.put(inbound)
-            self._turn_soon()
-            return
-        self._run(inbound, is_serial)
+        self._mailbox.admit()
+        if is_serial or self.state is not RunnerState.RUNNING:
+            self._mailbox.put(inbound)
+            self._next()
+        else:
+            self._run(inbound)
 
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused before the actor stops."""
         if self.state in (RunnerState.STARTING, RunnerState.RUNNING):
-            self._mailbox.put_event(event)
-            self._turn_soon()
+            self._mailbox.put(event)
+            self._next()
 
     def abandon(self, inbound: Delivery) -> None:
         inbound.is_abandoned = True
@@ -278,80 +254,42 @@ class ActorRunner:
         if self._mailbox.remove(inbound):
             self._mailbox.release()
             self._note_quiet()
-            return
-        turn = self._running.get(id(inbound))
-        if turn is not None:
-            turn.task.cancel()
-
-    def _turn_soon(self) -> None:
-        if not (self._is_turn_due or self._is_turning or self._is_busy):
-            self._is_turn_due = True
-            asyncio.get_running_loop().call_soon(self._next)
+        elif inbound.arrival.has_begun and (found := self._running.get(id(inbound))) is not None:
+            found[1].cancel()
 
     def _next(self) -> None:
-        self._is_turn_due = False
-        self._is_turning = True
-        try:
-            for _ in range(MAX_PER_TURN):
-                if self._is_busy or self.state not in _TAKES:
-                    return
-                item = self._mailbox.take()
-                if item is None:
-                    return
-                if isinstance(item, PeerEvent):
-                    self._run_event(item)
-                else:
-                    self._run(item, not item.spec.declaration.is_reentrant)
-        finally:
-            self._is_turning = False
-            self._note_quiet()
-        if len(self._mailbox):
-            self._turn_soon()
+        """Begin what may begin of what waits."""
+        while not self._is_busy and self.state in _TAKES and (item := self._mailbox.take()) is not None:
+            self._run(item)
 
-    def _run(self, inbound: Delivery, is_serial: bool) -> None:
-        chain = inbound.chain
-        if is_serial:
-            self._is_busy = True
-            chain = (*chain, self.tag) if chain else self._own_chain
-        self._num_begun += 1
-        scope = CallScope(inbound.deadline_at, chain, inbound.trace, inbound.caller)
-        task = self._eager.start(self._serve(inbound, is_serial, scope), self._context.copy())
-        if task is not None:
-            self._note_running(inbound, task)
-
-    def _run_event(self, event: PeerEvent) -> None:
-        self._is_busy = True
-        self._num_begun += 1
-        task = self._eager.start(self._tell(event), self._context.copy())
-        if task is not None:
-            self._note_running(event, task)
-
-    def _note_running(self, item: Delivery | PeerEvent, task: asyncio.Task[Any]) -> None:
-        task.set_name(f"{self.name}: {_label(item)}")
-        self._running[id(item)] = _Turn(item, task)
+    def _run(self, item: Delivery | PeerEvent) -> None:
+        if isinstance(item, PeerEvent):
+            name, is_serial, scope, work = f"on_peer {item.name}", True, CallScope(chain=(self.tag,)), self._tell(item)
+        else:
+            name, is_serial = item.spec.name, not item.spec.declaration.is_reentrant
+            chain = (*item.chain, self.tag) if is_serial else item.chain
+            scope = CallScope(item.deadline_at, chain, item.trace, item.caller)
+            work = self._serve(item, is_serial)
+        self._is_busy = self._is_busy or is_serial
+        context = self._context.copy()
+        context.run(enter_scope, scope)
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name}: {name}", context=context)
+        self._running[id(item)] = item, task
 
     def _finish(self, item: Delivery | PeerEvent, is_serial: bool) -> None:
-        if self._running:
-            self._running.pop(id(item), None)
-        self._num_begun -= 1
+        del self._running[id(item)]
         if type(item) is not PeerEvent:
             self._mailbox.release()
         if is_serial:
             self._is_busy = False
-            if self._mailbox.waiting:
-                self._turn_soon()
-        if self._is_awaited:
-            self._note_quiet()
-
-    def _is_quiet(self) -> bool:
-        return not (self._num_begun or (len(self._mailbox) and self.state in _TAKES))
+            self._next()
+        self._note_quiet()
 
     def _note_quiet(self) -> None:
-        if not self._quiet.is_set() and self._is_quiet():
+        if not self._running and not (len(self._mailbox) and self.state in _TAKES):
             self._quiet.set()
 
     async def _tell(self, event: PeerEvent) -> None:
-        enter_scope(CallScope(chain=self._own_chain))
         try:
             await self.actor.on_peer(event)
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error fails the actor
@@ -359,16 +297,16 @@ class ActorRunner:
         finally:
             self._finish(event, True)
 
-    async def _serve(self, inbound: Delivery, is_serial: bool, scope: CallScope) -> None:
-        enter_scope(scope)  # the context is this coroutine's own
+    async def _serve(self, inbound: Delivery, is_serial: bool) -> None:
         spec = inbound.spec
         try:
-            request = inbound.begin()
-        except (CallError, MemoryError) as error:
-            inbound.fail(error)
-            self._finish(inbound, is_serial)
-            return
-        try:
+            if inbound.is_abandoned and spec.declaration.is_cancellable:
+                return
+            try:
+                request = inbound.begin()
+            except (CallError, MemoryError) as error:
+                inbound.fail(error)
+                return
             inbound.reply(await getattr(self.actor, spec.name)(*_as_arguments(request)))
         except asyncio.CancelledError:
             if not inbound.is_abandoned:
@@ -383,133 +321,3 @@ class ActorRunner:
             raise
         finally:
             self._finish(inbound, is_serial)
-
-
-@dataclass(slots=True)
-class _Turn:
-    item: Delivery | PeerEvent
-    task: asyncio.Task[Any]
-
-
-def _label(item: Delivery | PeerEvent) -> str:
-    return f"on_peer {item.name}" if isinstance(item, PeerEvent) else item.spec.name
-
-
-Coro = Coroutine[Any, Any, Any]
-
-# Documented for those who make their own tasks ("Extending asyncio"), but not in the stubs.
-_enter: Callable[[asyncio.AbstractEventLoop, Any], None] = getattr(tasks, "_enter_task")  # noqa: B009
-_current = asyncio.current_task
-_leave: Callable[[asyncio.AbstractEventLoop, Any], None] = getattr(tasks, "_leave_task")  # noqa: B009
-
-
-class Eager:
-    """Starts coroutines of one loop."""
-
-    __slots__ = ("_is_closed", "_loop", "_stand_in")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._stand_in: _StandIn | None = None
-        self._is_closed = False
-
-    def start(self, coro: Coro, context: contextvars.Context) -> asyncio.Task[Any] | None:
-        """Step `coro` in `context`: None if it has ended (or was cancelled), else the task that continues it. What it
-        raises in its first step passes through."""
-        loop, stand_in = self._loop, self._stand_in
-        self._stand_in = None
-        if stand_in is None or (task := stand_in.task).done() or task.cancelling():
-            stand_in = _StandIn(loop)
-            task = stand_in.task
-        outer: asyncio.Task[Any] | None = None
-        try:
-            _enter(loop, task)
-        except RuntimeError:  # it is called from within a task
-            outer = _current(loop)
-            if outer is None:
-                raise
-            _leave(loop, outer)
-            _enter(loop, task)
-        try:
-            waits_for = context.run(coro.send, None)
-        except (StopIteration, asyncio.CancelledError):
-            if self._stand_in is None and not self._is_closed:
-                self._stand_in = stand_in
-            else:
-                stand_in.task.cancel()
-            return None
-        except BaseException:
-            stand_in.task.cancel()
-            raise
-        finally:
-            _leave(loop, task)
-            if outer is not None:
-                _enter(loop, outer)
-        stand_in.take_over(coro, context, waits_for)
-        return task
-
-    def close(self) -> None:
-        self._is_closed = True
-        stand_in, self._stand_in = self._stand_in, None
-        if stand_in is not None:
-            stand_in.task.cancel()
-
-
-class _StandIn(Coroutine[Any, Any, Any]):
-    """What the task in readiness runs: nothing, until there is a suspended coroutine to continue."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._idle: asyncio.Future[None] = loop.create_future()
-        self._coro: Coro | None = None
-        self._context = contextvars.Context()
-        self._waits_for: Any = None
-        self._was_resumed = False
-        # The surroundings' context, not an empty one: a simulation sees by it whose task this is.
-        self.task: asyncio.Task[Any] = loop.create_task(self, name="stand-in", context=fresh_context())
-
-    def take_over(self, coro: Coro, context: contextvars.Context, waits_for: Any) -> None:
-        """`coro` is suspended and waits for that future, or (None) for the next turn of the loop."""
-        self._coro, self._context, self._waits_for = coro, context, waits_for
-        if asyncio.isfuture(waits_for):
-            waits_for._asyncio_future_blocking = False  # others may await it before our task comes to it
-        if not self._idle.done():
-            self._idle.set_result(None)
-        del self.task  # it holds on to us: the two would wait for the collector, with all that the coroutine has held
-
-    def send(self, value: Any) -> Any:
-        if self._coro is None:
-            return _awaited(self._idle)
-        if not self._was_resumed:
-            self._was_resumed = True
-            waits_for = self._waits_for
-            if asyncio.isfuture(waits_for) and not waits_for.done():
-                return _awaited(waits_for)
-            if waits_for is not None and not asyncio.isfuture(waits_for):
-                return waits_for  # nonsense; the task says so
-        return self._context.run(self._coro.send, value)
-
-    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
-        if self._coro is None:
-            raise typ
-        if not self._was_resumed:  # cancelled before its task came to it
-            self._was_resumed = True
-            if asyncio.isfuture(self._waits_for) and self._waits_for.cancel():
-                return _awaited(self._waits_for)
-        return self._context.run(self._coro.throw, typ)
-
-    def close(self) -> None:
-        if self._coro is not None:
-            self._coro.close()
-
-    def __await__(self) -> Any:
-        raise TypeError("only its own task runs it")
-
-    @property
-    def cr_frame(self) -> FrameType | None:
-        """For `Task.get_stack`: where the coroutine is suspended."""
-        return getattr(self._coro, "cr_frame", None)
-
-
-def _awaited(future: Any) -> Any:
-    future._asyncio_future_blocking = True  # as `Future.__await__` marks it
-    return future

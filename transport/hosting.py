@@ -82,7 +82,7 @@ class Hosting:
             raise NoSuchMethod(f"{cell.name} has no handler {method}")
         spec = specs[method]
         kind = spec.declaration.kind
-        if arrival.is_cast != (kind == "cast") or bool(envelope.key) != (kind == "put"):
+        if arrival.is_cast != (kind == "cast"):
             sent = "cast" if arrival.is_cast else "call"
             raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
         if self.retry_after_s is not None and arrival.peer != session.own:

@@ -77,11 +77,6 @@ class InprocNetwork:
         for other in self.nodes():
             other.cut(transport.endpoints.inproc, "the other side is gone")
 
-    def blip(self, one: InprocTransport, other: InprocTransport) -> None:
-        """Break the connections between two nodes, both ways; they are made again. What is under way is lost."""
-        one.cut(other.endpoints.inproc, "cut")
-        other.cut(one.endpoints.inproc, "cut")
-
 
 class _Outlet:
     def __init__(self, address: str) -> None:

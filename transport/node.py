@@ -43,7 +43,6 @@ from .zeromq import TURN_S, TurnBudget
 
 A = TypeVar("A")
 
-PARKED_RETRY_TICKS = 20
 LEAVE_S = 2.0
 LAST_WORDS_S = 0.5
 LAST_WORDS_LOOK_S = 0.002
@@ -81,7 +80,6 @@ class Node:
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order: a simulated run repeats itself
         self._endings: set[asyncio.Task[None]] = set()
         self._reasons: dict[str, str] = {}
-        self._num_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._is_fenced = False
@@ -322,10 +320,6 @@ class Node:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._session.tick()
-        self._num_ticks += 1
-        if self._num_ticks % PARKED_RETRY_TICKS == 0:
-            for target in self._session.calls.parked_targets:
-                self._session.calls.on_located(target, self._mirror.reroute)
 
     def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coro, name=f"{self.name}: {name}")
@@ -405,7 +399,7 @@ def failure_counters(opened: Opened, session: Session) -> dict[str, int]:
         **session.counters,
         "late_answers": session.calls.num_late,
         "casts_refused": session.calls.num_casts_refused,
-        "puts_replayed": session.serving.num_replayed,
+        "calls_copied": session.serving.num_copies,
         "calls_wrong": session.serving.num_wrong,
     }
 

@@ -18,7 +18,6 @@ from myxa.core.handlers import (
     call,
     cast,
     current_scope,
-    durable_put,
     enter_scope,
     fresh_context,
     handlers_of,
@@ -41,7 +40,7 @@ class Contract(Actor):
     async def note(self, text: str) -> None:
         raise NotImplementedError
 
-    @durable_put(key="point.x")
+    @call(cancellable=False)
     async def put(self, point: Point) -> bool:
         raise NotImplementedError
 
@@ -72,7 +71,6 @@ def test_a_role_inherits_the_declarations_of_its_contract():
     assert sorted(specs) == ["add", "note", "put"]
     assert specs["add"].declaration.deadline_s == 7
     assert specs["add"].declaration.is_reentrant
-    assert specs["put"].declaration.is_idempotent
     assert not specs["put"].declaration.is_cancellable
     assert handlers_of(Role).schema == handlers_of(Contract).schema
 
@@ -87,7 +85,7 @@ def test_the_contracts_of_the_house_compile(contract):
 
 
 def broken(body: str, **names: Any) -> type:
-    space = {"Actor": Actor, "call": call, "cast": cast, "durable_put": durable_put, **names}
+    space = {"Actor": Actor, "call": call, "cast": cast, **names}
     exec(compile(f"class Bad(Actor):\n{body}", "<bad>", "exec", dont_inherit=True), space)
     return space["Bad"]
 
@@ -102,7 +100,6 @@ def broken(body: str, **names: Any) -> type:
         ("  @call()\n  async def f(self, *, a: int) -> int: ...", "plain one"),
         ("  @call()\n  async def f(self, a: list[int] | tuple[int, ...]) -> int: ...", "cannot travel"),
         ("  @cast\n  async def f(self) -> int: ...", "a cast returns nothing"),
-        ("  @durable_put(key='b.c')\n  async def f(self, a: int) -> int: ...", "does not start with a parameter"),
     ],
 )
 def test_what_cannot_be_a_handler_is_refused_by_name(body, message):

@@ -30,7 +30,7 @@ def test_a_mailbox_is_bounded_but_takes_events():
     with pytest.raises(Overloaded, match=r"buffer: mailbox is full \(2 messages\)") as full:
         box.admit()
     assert full.value.retry_after_s == 0.3
-    box.put_event("event")
+    box.put("event")
     assert [box.take(), box.take(), box.take(), box.take()] == ["a", "b", "event", None]
     assert box.num_held == 2  # taken is not done
     box.release()

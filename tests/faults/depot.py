@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.errors import LedgerError
-from myxa.core.handlers import call, cast, durable_put
+from myxa.core.handlers import call, cast
 from myxa.transport.node import JobKey, Node
 
 U8 = npt.NDArray[np.uint8]
@@ -33,15 +33,11 @@ class DepotContract(Actor):
     async def work(self, token: str, seconds: float) -> str:
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True, idempotent=True)
-    async def look(self, token: str, seconds: float) -> str:
-        raise NotImplementedError
-
     @cast(reentrant=True)
     async def note(self, token: str) -> None:
         raise NotImplementedError
 
-    @durable_put(key="crate.name", deadline=10, reentrant=True)
+    @call(deadline=10, cancellable=False)
     async def store(self, crate: Crate, seconds: float) -> int:
         raise NotImplementedError
 
@@ -93,11 +89,6 @@ class Depot(DepotContract):
 
     async def work(self, token: str, seconds: float) -> str:
         self._write("call", token)
-        await asyncio.sleep(seconds)
-        return token
-
-    async def look(self, token: str, seconds: float) -> str:
-        self._write("idempotent", token)
         await asyncio.sleep(seconds)
         return token
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tests.faults.operations import Plan
 
-OPERATIONS = ("call", "idempotent", "cast", "put", "bulk", "join")
+OPERATIONS = ("call", "cast", "put", "bulk", "join")
 SLACK_S = 4.0
 """A busy machine may be that much later than the bound says; the bound itself is in the table."""
 
@@ -54,17 +54,12 @@ def maybe(*outcomes: str, within_s: float) -> Cell:
     return Cell(outcomes, within_s, (0, 1))
 
 
-def repeated(within_s: float) -> Cell:
-    """Done, by running it again where that was needed."""
-    return Cell(("done",), within_s, (1, 6))
-
-
 def never(*outcomes: str, within_s: float) -> Cell:
     return Cell(outcomes, within_s, (0, 0))
 
 
 HASTY = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0, join_s=1.2)
-"""Calls give up while the hole is open; what the runtime repeats outlives it."""
+"""Calls give up while the hole is open; a put, which is repeated, outlives it."""
 UNDER_WAY = Plan(busy_s=0.6, deadline_s=4.0, bulk_s=2.5, join_s=10.0)
 
 _HOLE_S = 2.0
@@ -75,7 +70,6 @@ _PATIENT = Plan(deadline_s=60.0, bulk_s=60.0, patient_s=60.0, join_s=10.0)
 _GIVEN_UP = cells(
     35.0,
     call=maybe("PeerDied", within_s=12.0),
-    idempotent=repeated(35.0),
     cast=maybe("done", within_s=1.0),
     bulk=maybe("PeerDied", within_s=12.0),
     join=never("LaunchError", within_s=12.0),
@@ -94,7 +88,6 @@ NETWORK: dict[str, Fault] = {
         "RST on the connection that carries requests",
         cells(
             3.0,
-            idempotent=repeated(3.0),
             bulk=never("DeadlineExceeded", within_s=3.0),
             join=once("done", within_s=6.0),
         ),
@@ -103,7 +96,7 @@ NETWORK: dict[str, Fault] = {
     ),
     "reset of answers": Fault(
         "RST on the connection that carries answers",
-        cells(3.0, idempotent=repeated(3.0), join=None),
+        cells(3.0, join=None),
         UNDER_WAY,
         strikes=True,
     ),
@@ -111,7 +104,6 @@ NETWORK: dict[str, Fault] = {
         "FIN towards the callee, the other direction stays open",
         cells(
             3.0,
-            idempotent=repeated(3.0),
             bulk=never("DeadlineExceeded", within_s=3.0),
             join=once("done", within_s=6.0),
         ),
@@ -122,7 +114,6 @@ NETWORK: dict[str, Fault] = {
         "FIN towards the caller, the other direction stays open",
         cells(
             3.0,
-            idempotent=repeated(3.0),
             bulk=never("DeadlineExceeded", within_s=3.0),
             join=once("done", within_s=6.0),
         ),
@@ -180,7 +171,6 @@ RPC: dict[str, Fault] = {
         cells(
             4.0,
             call=once("DeadlineExceeded", within_s=1.5),
-            idempotent=Cell(("done",), 4.0, (2, 2)),
             bulk=once("DeadlineExceeded", within_s=1.5),
             join=None,
         ),
@@ -189,7 +179,7 @@ RPC: dict[str, Fault] = {
     ),
     "slow": Fault(
         "it is executed, but slower than the deadline",
-        cells(0.8, call=_SLOW_CELL, idempotent=_SLOW_CELL, put=_SLOW_CELL, bulk=_SLOW_CELL, join=None),
+        cells(0.8, call=_SLOW_CELL, put=once("CallError", within_s=0.8), bulk=_SLOW_CELL, join=None),
         _SLOW,
     ),
 }
@@ -200,7 +190,6 @@ FROZEN = Plan(busy_s=1.0, deadline_s=20.0, patient_s=20.0, bulk_s=20.0, join_s=2
 _DIES = cells(
     20.0,
     call=once("PeerDied", within_s=2.0),
-    idempotent=repeated(20.0),
     cast=once("done", within_s=1.0),
     bulk=once("PeerDied", within_s=2.0),
     join=never("LaunchError", within_s=2.0),
@@ -237,7 +226,6 @@ PROCESS: dict[str, Fault] = {
         "SIGSTOP, 30 s later SIGCONT",
         cells(
             35.0,
-            idempotent=repeated(35.0),
             call=maybe("DeadlineExceeded", within_s=15.5),
             bulk=maybe("DeadlineExceeded", within_s=15.5),
             join=never("LaunchError", within_s=12.0),

@@ -253,12 +253,10 @@ class NetworkReport(LabReport):
     def __init__(self) -> None:
         super().__init__()
         self.reconnected: dict[str, int] = {}
-        self.replayed: dict[str, int] = {}
 
     def note(self, lab: NetworkLab) -> None:
         for place in lab.places.values():
             self.reconnected[place.name] = place.requests.num_lines
-            self.replayed[place.name] = place.far.counters()["puts_replayed"]
 
 
 assert BULK_BYTES > BULK_SPEED * STRIKE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from tests.faults.depot import Crate, DepotContract
 
+from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
 from myxa.core.refs import with_deadline
+from myxa.core.retry import until_answered
 from myxa.transport.node import Node
 
 BULK_BYTES = 5 << 19
@@ -25,7 +28,7 @@ class Plan:
     busy_s: float = 0.0
     deadline_s: float = 8.0
     patient_s: float = 8.0
-    """Deadline of the kinds that the runtime repeats: idempotent calls and puts."""
+    """A put, which is repeated until it is answered, is given up after so long."""
     bulk_s: float = 8.0
     join_s: float = 8.0
 
@@ -65,7 +68,11 @@ async def _bulk(depot: DepotContract, token: str, plan: Plan) -> None:
 
 
 async def _put(depot: DepotContract, token: str, plan: Plan) -> None:
-    assert await depot.store(crate(token), plan.busy_s) == crate(token).content.size
+    stored = await until_answered(
+        lambda: depot.store(crate(token), plan.busy_s),
+        who="depot", clock=SystemClock(), log=logging.getLogger("myxa.put"), give_up_s=plan.patient_s,
+    )  # fmt: skip
+    assert stored == crate(token).content.size
 
 
 def crate(token: str) -> Crate:
@@ -76,20 +83,17 @@ def begin(kind: str, node: Node, target: str, token: str, plan: Plan) -> asyncio
     """Start one operation of `node` on the depot `target`; the token tells its effects apart from others."""
     depot = node.ref(DepotContract, target)
     hasty = with_deadline(depot, plan.deadline_s)
-    patient = with_deadline(depot, plan.patient_s)
     work: Coroutine[None, None, object]
     if kind == "call":
         work = hasty.work(token, plan.busy_s)
-    elif kind == "idempotent":
-        work = patient.look(token, plan.busy_s)
     elif kind == "cast":
         work = hasty.note(token)
     elif kind == "put":
-        work = _put(patient, token, plan)
+        work = _put(hasty, token, plan)
     else:
         work = _bulk(with_deadline(depot, plan.bulk_s), token, plan)
     return asyncio.get_running_loop().create_task(judged(token, work), name=f"{kind} {token}")
 
 
-CALLING = ("call", "idempotent", "cast", "put", "bulk")
+CALLING = ("call", "cast", "put", "bulk")
 """All columns but joining, which needs no depot."""

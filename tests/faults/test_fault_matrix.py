@@ -50,14 +50,12 @@ def test_cell(table: str, name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_nothing_is_left_over(table: str) -> None:
-    """No call is pending and no put waits; and what was to happen did."""
+    """No call is pending but the mirror's; and what was to happen did."""
     _, report = lab(table)
-    assert report.left == {"pending calls": 1, "parked": 0}
+    assert report.left == 1
     if table == "network":
         for name in ("reset of requests", "half-close, callee", "half-close, caller", "cut"):
             assert report.reconnected[name] > 2, name
-    if table == "rpc":
-        assert report.replayed["answer lost"] >= 1, "the put came again and was answered from memory"
 
 
 @pytest.mark.soak
@@ -67,7 +65,7 @@ def test_the_long_ones(table: str) -> None:
     results, report = asyncio.run(TABLES[table][1](rows(table, is_soak=True)))
     print(told(results))
     check_all(results, report.effects, rows(table, is_soak=True))
-    assert report.left == {"pending calls": 1, "parked": 0}
+    assert report.left == 1
 
 
 async def test_calls_work_in_both_directions_after_one_side_gave_the_other_up(tmp_path: Path, caplog: Any) -> None:

@@ -17,7 +17,6 @@ from tests.faults.growth import check_flat, held
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
 from myxa.transport.node import Node
-from myxa.transport.session import serving
 
 pytestmark = [pytest.mark.timeout(110)]
 
@@ -42,11 +41,8 @@ async def in_flight(num: int, work) -> None:
 
 
 @scaled(1_000_000)
-async def test_calls(tmp_path, number, monkeypatch):
+async def test_calls(tmp_path, number):
     """Calls of all kinds, and calls that end badly: late, refused, cancelled, broken off."""
-    monkeypatch.setattr(
-        serving, "MAX_KEYS", 100
-    )  # what is remembered of puts is bounded; not by how much is the matter
     content = np.zeros(10, np.uint8)
     async with pair(tmp_path) as (near, _):
         depot = near.ref(DepotContract, "depot")
@@ -65,7 +61,7 @@ async def test_calls(tmp_path, number, monkeypatch):
                 with pytest.raises(CallError):
                     await hasty.work("t", 5.0)
             elif kind < 10:
-                await depot.look("t", 0.0)
+                await depot.work("t", 0.0)
             else:
                 await depot.whoami()
 

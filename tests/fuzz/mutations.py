@@ -18,7 +18,6 @@ from myxa.transport.codec import codecs_of
 from myxa.transport.session.faults import encode_fault
 from myxa.transport.session.frames import (
     HEADER_BYTES,
-    KEY_BYTES,
     TRACE_BYTES,
     Envelope,
     Kind,
@@ -63,11 +62,10 @@ class Corpus:
         tree = {f: random_value(t, rng) for f, t in spec.request.__annotations__.items()}
         body, views = codecs_of(spec).request.encode(spec.request(**tree))
         kind = Kind.CAST if spec.declaration.kind == "cast" else Kind.CALL
-        key = rng.randbytes(1).rjust(KEY_BYTES) if spec.declaration.kind == "put" else b""
         chain = tuple(f"a{i}@1" for i in range(rng.randrange(3)))
         frames = tuple(bytes(v) for v in views)
         return bytes(encode(self._head(
-            kind, actor=actor, method=spec.index, body=body, frames=frames, key=key, chain=chain, ttl_ms=0xFFFFFFFF,
+            kind, actor=actor, method=spec.index, body=body, frames=frames, chain=chain, ttl_ms=0xFFFFFFFF,
         )))  # fmt: skip
 
     def _other(self) -> bytes:

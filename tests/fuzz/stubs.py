@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tests.fuzz.typed_values import fits, learn
 
 from myxa.core.actor import Actor, MailboxPolicy
-from myxa.core.handlers import call, cast, durable_put, handlers_of
+from myxa.core.handlers import call, cast, handlers_of
 
 executed: Counter[str] = Counter()
 """Handler -> how often it ran."""
@@ -56,7 +56,7 @@ class MixedContract(Actor):
     async def note(self, text: str) -> None:
         raise NotImplementedError
 
-    @durable_put(key="item.name", deadline=10)
+    @call(deadline=10, cancellable=False)
     async def put(self, item: Item, attempt: int) -> None:
         raise NotImplementedError
 

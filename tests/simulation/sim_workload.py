@@ -1,7 +1,7 @@
 """Tellers and customers: every kind of message between a few nodes, and the books against which all of it is checked.
 
 The books are the world's view: what was asked, how it ended, what was executed where. Nobody in the simulation reads
-them. A teller's disk survives its crashes.
+them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,12 @@ from tests.simulation.simulator import Nemesis, Sim, carry_out
 
 from myxa.core.actor import Actor
 from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, WouldDeadlock
-from myxa.core.handlers import call, cast, durable_put
+from myxa.core.handlers import call, cast
 from myxa.core.refs import with_deadline
 from myxa.transport.session import pending
 
 SLACK_S = 0.25
 BULK = "x" * 300_000
-
-
-class Item(msgspec.Struct, frozen=True):
-    key: str
-    content: str
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -45,20 +40,12 @@ class TellerContract(Actor):
     async def once(self, token: str, work_s: float) -> Receipt:
         raise NotImplementedError
 
-    @call(deadline=3, idempotent=True)
-    async def ask(self, token: str) -> Receipt:
-        raise NotImplementedError
-
     @call(deadline=3)
     async def relay(self, token: str, to: str) -> Receipt:
         raise NotImplementedError
 
     @cast
     async def note(self, sender: str, lane: str, number: int, pad: str) -> None:
-        raise NotImplementedError
-
-    @durable_put(key="item.key", deadline=30)
-    async def put(self, item: Item) -> Receipt:
         raise NotImplementedError
 
 
@@ -88,11 +75,10 @@ class Books:
 
 
 class Teller(TellerContract):
-    """`disk`: key -> how often it was written; outlives the process."""
+    """Writes down what it executes."""
 
-    def __init__(self, books: Books, disk: Counter[str]) -> None:
+    def __init__(self, books: Books) -> None:
         self._books = books
-        self._disk = disk
 
     def _receipt(self, token: str) -> Receipt:
         self._books.executed[token].append((self.ctx.name, self.ctx.epoch))
@@ -103,9 +89,6 @@ class Teller(TellerContract):
         await asyncio.sleep(work_s)
         return receipt
 
-    async def ask(self, token: str) -> Receipt:
-        return self._receipt(token)
-
     async def relay(self, token: str, to: str) -> Receipt:
         self._receipt(token)
         return await self.ctx.ref(TellerContract, to).once(f"{token}'", 0.01)
@@ -115,13 +98,6 @@ class Teller(TellerContract):
         if number <= self._books.heard.get(key, -1):
             self._books.wrong.append(f"{key}: {number} came after {self._books.heard[key]}")
         self._books.heard[key] = number
-
-    async def put(self, item: Item) -> Receipt:
-        receipt = self._receipt(f"put {item.key}")
-        if item.key not in self._disk:  # its own ledger: once in effect over restarts
-            self._disk[item.key] += 1
-            self._books.executed[f"effect {item.key}"].append((self.ctx.name, self.ctx.epoch))
-        return receipt
 
 
 class Customer(Actor):
@@ -148,7 +124,7 @@ class Customer(Actor):
         loop, rng = asyncio.get_running_loop(), self._rng
         while loop.time() < self._until_s:
             await asyncio.sleep(rng.random() ** 2 * 0.6)
-            kind = rng.choice(("once", "once", "ask", "relay", "note", "note", "put", "put", "hurried"))
+            kind = rng.choice(("once", "once", "once", "relay", "note", "note", "hurried"))
             await getattr(self, f"_{kind}")(target)
         self.num_busy -= 1
 
@@ -198,17 +174,9 @@ class Customer(Actor):
         for task in [self.ctx.spawn(one(), name="hurried") for _ in range(4)]:
             await task
 
-    async def _ask(self, target: str) -> None:
-        op = self._begin("ask", target, 3.0)
-        await self._ended(op, self._ref(target).ask(op.token))
-
     async def _relay(self, target: str) -> None:
         op = self._begin("relay", target, 3.0)
         await self._ended(op, self._ref(target).relay(op.token, self._rng.choice(self._tellers)))
-
-    async def _put(self, target: str) -> None:
-        op = self._begin("put", target, 30.0)
-        await self._ended(op, self._ref(target).put(Item(op.token, "content" * self._rng.randrange(3))))
 
     async def _note(self, target: str) -> None:
         sender = f"{self.ctx.name}@{self.ctx.epoch}"
@@ -222,7 +190,7 @@ class Customer(Actor):
                 return
 
 
-def check(books: Books, disks: dict[str, Counter[str]]) -> list[str]:
+def check(books: Books) -> list[str]:
     """What is wrong, by the books."""
     wrong = list(books.wrong)
     for op in books.ops:
@@ -236,39 +204,24 @@ def check(books: Books, disks: dict[str, Counter[str]]) -> list[str]:
         took_s = op.ended_s - op.started_s - (op.process.paused_s - op.paused_s)
         if op.deadline_s is not None and took_s > op.deadline_s + SLACK_S:
             wrong.append(f"{name} took {took_s:.3f} s, its deadline was {op.deadline_s:.3f} s: {op.outcome!r}")
-        wrong += [f"{name}: {text}" for text in _CHECKS[op.kind](op, runs, books)]
-    for who, disk in disks.items():
-        wrong += [f"{who} has {key} {count} times" for key, count in disk.items() if count != 1]
-    for op in books.ops:
-        if op.kind == "put" and isinstance(op.outcome, Receipt) and disks[op.target][op.token] != 1:
-            wrong.append(f"put {op.token} was acked, but {op.target} has it {disks[op.target][op.token]} times")
+        found = _check_relay(op, runs, books) if op.kind == "relay" else _check_once(op, runs)
+        wrong += [f"{name}: {text}" for text in found]
     return wrong
 
 
-def _check_once(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]:
+def _check_once(op: Op, runs: list[tuple[str, int]]) -> list[str]:
     wrong: list[str] = []
     if len(runs) > 1:
         wrong.append(f"executed {len(runs)} times: {runs}")
     if isinstance(op.outcome, Receipt):
-        wrong += _check_receipt(op, runs)
+        receipt = op.outcome
+        if receipt.token != op.token or receipt.who != op.target or (receipt.who, receipt.epoch) not in runs:
+            wrong.append(f"got {receipt}")
     if isinstance(op.outcome, NotSent | NotExecuted) and runs:
         wrong.append(f"ended with {op.outcome!r}, but was executed")
     if not isinstance(op.outcome, Receipt | NotSent | NotExecuted | OutcomeUnknown | TimeoutError):
         wrong.append(f"ended with {op.outcome!r}")
     return wrong
-
-
-def _check_receipt(op: Op, runs: list[tuple[str, int]]) -> list[str]:
-    receipt: Receipt = op.outcome
-    if receipt.token != op.token or receipt.who != op.target or (receipt.who, receipt.epoch) not in runs:
-        return [f"got {receipt}, was executed by {runs}"]
-    return []
-
-
-def _check_ask(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]:
-    if isinstance(op.outcome, Receipt):
-        return _check_receipt(op, runs)
-    return [] if isinstance(op.outcome, NotSent | NotExecuted | OutcomeUnknown) else [f"ended with {op.outcome!r}"]
 
 
 def _check_relay(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]:
@@ -282,22 +235,6 @@ def _check_relay(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]
     elif not isinstance(op.outcome, NotSent | NotExecuted | OutcomeUnknown | RemoteError | WouldDeadlock):
         wrong.append(f"ended with {op.outcome!r}")
     return wrong
-
-
-def _check_put(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]:
-    runs = books.executed.get(f"put {op.token}", [])
-    wrong = [f"executed {n} times by {who}" for who, n in Counter(runs).items() if n > 1]
-    if isinstance(op.outcome, Receipt):
-        if op.outcome.token != f"put {op.token}":
-            wrong.append(f"got {op.outcome}")
-    else:  # the trouble is much shorter than its deadline
-        wrong.append(f"ended with {op.outcome!r}")
-    return wrong
-
-
-_CHECKS = {
-    "once": _check_once, "ask": _check_ask, "relay": _check_relay, "put": _check_put,
-}  # fmt: skip
 
 
 @contextmanager
@@ -328,14 +265,13 @@ async def _scenario(seed: int, rng: random.Random) -> Sim:
     books = Books()
     async with Sim(seed, Net(delay_s=net.delay_s)) as sim:
         tellers = [f"teller/{name}" for name in names]
-        disks: dict[str, Counter[str]] = {name: Counter() for name in tellers}
         customers: dict[str, Customer] = {}
         until_s = asyncio.get_running_loop().time() + chaos_s + 1.0
 
         for name in names:
 
             async def boot(node: Any, name: str = name) -> None:
-                await node.start(Teller(books, disks[f"teller/{name}"]), f"teller/{name}")
+                await node.start(Teller(books), f"teller/{name}")
                 customers[name] = Customer(books, sim, tellers, until_s)
                 await node.start(customers[name], f"customer/{name}")
 
@@ -350,7 +286,7 @@ async def _scenario(seed: int, rng: random.Random) -> Sim:
             for target in tellers:
                 await prove(sim, name, target)
         await sim.quiet()
-        for text in check(books, disks):
+        for text in check(books):
             sim.audit.find(text)
         for who, error in sim.failures:
             sim.audit.find(f"{who} failed: {error!r}")
@@ -358,14 +294,13 @@ async def _scenario(seed: int, rng: random.Random) -> Sim:
 
 
 async def prove(sim: Sim, name: str, target: str) -> None:
-    """After the trouble a call and a put succeed, though perhaps not at the first attempt."""
+    """After the trouble a call succeeds, though perhaps not at the first attempt."""
     last: CallError | None = None
     for attempt in range(40):
         ref = with_deadline(sim.nodes[name].node.ref(TellerContract, target), 5.0)
         token = f"proof {name} {target} {attempt}"
         try:
             await sim.spawn(name, ref.once(token, 0.0))
-            await sim.spawn(name, with_deadline(ref, 30.0).put(Item(token, "")))
         except CallError as error:
             last = error
             await asyncio.sleep(1.0)

@@ -9,8 +9,8 @@
 node is never crashed. `Nemesis` draws a schedule of faults from a seed: a value that can be printed, shortened by hand
 and carried out again. Every fault of a schedule ends, so the system must work again afterwards.
 
-`Audit` checks every run. While it runs, no sender exceeds its credit, so memory is bounded. At the end no call or
-put is under way and all credit is back. After closing, no task and no timer of a process is left. A workload checks what only it can
+`Audit` checks every run. While it runs, no sender exceeds its credit, so memory is bounded. At the end no call is
+under way and all credit is back. After closing, no task and no timer of a process is left. A workload checks what only it can
 know (executed twice, lost, out of order) and reports it by `audit.find`.
 """
 
@@ -75,13 +75,13 @@ class Audit:
         self.findings += self.under_way()
 
     def under_way(self) -> list[str]:
-        """Calls and puts that have not ended, on either side; without the registry's own."""
+        """Calls that have not ended, on either side; without the registry's own."""
         found: list[str] = []
         for node in self._sim.nodes.values():
             if node.current is None:
                 continue
             found += [
-                f"{node.name}: {call} is still {call.state.value}"
+                f"{node.name}: {call} has not ended"
                 for call in _calls_of(node.current)
                 if call.order.target != REGISTRY
             ]

@@ -22,7 +22,7 @@ REPRO = "python -m pytest tests/simulation -k"
 
 @pytest.mark.timeout(400)
 def test_messages_keep_their_promises() -> None:
-    """Calls, casts and puts between 2 to 4 nodes: 60 seeds."""
+    """Calls and casts between 2 to 4 nodes: 60 seeds."""
     sweep(scenario, seeds(60, os.environ), repro=f"{REPRO} messages_keep")
 
 
@@ -88,12 +88,7 @@ def no_copies_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(serving.Serving, "on_call", forgetful)
 
 
-def puts_not_remembered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(serving.ReplayCache, "begin", lambda self, key, waiter, now: (True, None))
-    patch.setattr(serving.Serving, "_answer", serving.Serving._answer)
-
-
-def puts_not_sent_again(patch: pytest.MonkeyPatch) -> None:
+def broken_connections_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(calls.Calls, "on_blip", lambda self, link, lane=None: None)
 
 
@@ -105,14 +100,7 @@ def credit_not_returned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pending.CreditWindow, "settle", lambda self, corr: False)
 
 
-def dead_peers_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(calls.Calls, "on_gone", lambda self, link, why: None)
-
-
-PLANTED = (
-    no_copies_noticed, puts_not_remembered, puts_not_sent_again, deadlines_forgotten,
-    credit_not_returned, dead_peers_not_noticed,
-)  # fmt: skip
+PLANTED = (no_copies_noticed, broken_connections_not_noticed, deadlines_forgotten, credit_not_returned)
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)

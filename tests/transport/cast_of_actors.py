@@ -16,7 +16,7 @@ from tests.transport.keepers import Keeper
 
 from myxa.core.actor import Actor, MailboxPolicy, PeerEvent
 from myxa.core.errors import EngineError
-from myxa.core.handlers import call, cast, durable_put
+from myxa.core.handlers import call, cast
 
 F32 = npt.NDArray[np.float32]
 
@@ -60,11 +60,11 @@ class EchoContract(Actor):
     async def note(self, text: str) -> None:
         raise NotImplementedError
 
-    @durable_put(key="item.name", deadline=10)
+    @call(deadline=10, cancellable=False)
     async def put(self, item: Item, attempt: int) -> int:
         raise NotImplementedError
 
-    @call(deadline=10, idempotent=True, reentrant=True)
+    @call(deadline=10, reentrant=True)
     async def epoch(self) -> int:
         raise NotImplementedError
 

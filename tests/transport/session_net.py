@@ -136,11 +136,11 @@ class End:
 
     # deeds
 
-    def call(self, other, sink, *, deadline_s=None, key=b"", body=b"[1]"):
+    def call(self, other, sink, *, deadline_s=None, kind="call"):
         now = self.net.clock.monotonic()
         order = CallOrder(
-            target=f"actor{other.key.node_id}", method="do", schema="x", kind="put" if key else "call", body=body, key=key,
-            deadline_at=None if deadline_s is None else now + deadline_s, is_resendable=bool(key),
+            target=f"actor{other.key.node_id}", method="do", kind=kind, body=b"[1]",
+            deadline_at=None if deadline_s is None else now + deadline_s,
         )  # fmt: skip
         route = Route(peer=other.key, endpoints=other.endpoints, actor=0, method=0)
         return self.session.calls.submit(order, route, sink)
@@ -164,6 +164,3 @@ class Sink:
 
     def done(self, outcome):
         self.outcomes.append(outcome)
-
-    def item(self, envelope):
-        raise AssertionError(envelope)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract
 
-from myxa.core.actor import Actor
+from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -149,6 +150,47 @@ async def test_cancelling_the_waiter_cancels_the_handler(world):
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: "cancelled" in echo.log)
+
+
+async def test_what_is_not_cancellable_runs_to_its_end(world):
+    echo = Echo()
+    echo.gate.clear()
+    near, _ = await world.pair(echo)
+    task = asyncio.ensure_future(
+        near.ref(EchoContract, "callee").put(Item(name="a", values=np.zeros(1, np.float32)), 1)
+    )
+    await until(lambda: cell_of(echo)._running)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    echo.gate.set()
+    await until(lambda: echo.stock == {"a": 1})
+
+
+mark: contextvars.ContextVar[int] = contextvars.ContextVar("mark", default=-1)
+
+
+async def test_a_long_queue_is_worked_off_in_order_and_each_has_a_context_of_its_own(world):
+    class Deep(Actor):
+        mailbox = MailboxPolicy(size=10_000)
+
+        @call(deadline=20)
+        async def step(self, number: int) -> int:
+            if number == 0:
+                await gate.wait()
+            order.append(number)
+            left = mark.get()
+            mark.set(number)
+            return left
+
+    order, gate = [], asyncio.Event()
+    near, _ = await world.pair(deep := Deep())
+    ref = near.ref(Deep, "callee")
+    calls = [asyncio.ensure_future(ref.step(n)) for n in range(3000)]
+    await until(lambda: cell_of(deep).num_held > 900)  # the window of credit
+    gate.set()
+    assert set(await asyncio.gather(*calls)) == {-1}
+    assert order == list(range(3000))
 
 
 async def test_serial_by_default_reentrant_beside(world):

@@ -39,8 +39,6 @@ envelopes = st.builds(
     actor=U32,
     method=U16,
     ttl_ms=U32,
-    is_idempotent=st.booleans(),
-    key=st.one_of(st.just(b""), st.binary(min_size=16, max_size=16)),
     trace=st.one_of(st.just(b""), st.binary(min_size=24, max_size=24)),
     chain=st.lists(names, max_size=4).map(tuple),
     body=st.binary(max_size=300),
@@ -84,7 +82,7 @@ def some_envelopes(rng):
     for kind in Kind:
         yield Envelope(
             kind=kind, src_node=rng.getrandbits(32), corr=rng.getrandbits(64), method=rng.getrandbits(16),
-            key=rng.randbytes(16) if rng.random() < 0.5 else b"", trace=rng.randbytes(24) if rng.random() < 0.5 else b"",
+            trace=rng.randbytes(24) if rng.random() < 0.5 else b"",
             chain=("a@1", "ä/0@2") if rng.random() < 0.5 else (), body=rng.randbytes(rng.randrange(60)),
             frames=tuple(rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(4))),
         )  # fmt: skip

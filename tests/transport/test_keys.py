@@ -204,7 +204,7 @@ async def test_the_key_of_a_dead_incarnation_is_dropped(world):
     await world.host.registry.process_exited("gone", me.epoch, -9)
     error = await asyncio.wait_for(gone.failed, 10)
     assert isinstance(error, StaleEpoch)
-    await until(lambda: far._mirror.directory.node("gone") is None)
+    await until(lambda: not far._mirror.directory.epoch_of("gone"))
     with Raw(far, pair) as raw:
         assert not await raw.send(raw.hello("gone", me))
         await counted(far, "key_over")
@@ -219,7 +219,7 @@ async def test_an_incarnation_that_is_over_is_told_so_when_it_connects(world):
     old._mirror._take = lambda update: True  # it hears nothing from the registry
     new = await world.join("twice")
     assert new.epoch == old.epoch + 1
-    await until(lambda: near._mirror.directory.node("twice").epoch == new.epoch)
+    await until(lambda: near._mirror.directory.epoch_of("twice") == new.epoch)
     await near.start(Echo(), "callee")
     route = near._mirror.registry  # keeps near's own connections out of it
     assert route is not None
@@ -284,9 +284,6 @@ async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):
         await asyncio.sleep(0.3)
     assert not far.failed.done()
     assert await near.ref(EchoContract, "callee").ping() > 0
-
-
-# -- roles
 
 
 # -- the guard alone

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
-from tests.harness.waiting import until
-from tests.transport.lane_parts import Events, lab_at, parcel
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call
-from myxa.transport import outbox as outbox_module
 from myxa.transport.node import Node
 from myxa.transport.outbox import Outbox
 from myxa.transport.session.frames import split
@@ -41,7 +37,7 @@ def test_all_leave_at_the_release_also_if_one_fails():
 class Echo(Actor):
     mailbox = MailboxPolicy(size=2000)
 
-    @call(deadline=20)
+    @call(deadline=20, reentrant=True)
     async def echo(self, number: int) -> int:
         return number
 
@@ -72,22 +68,3 @@ async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(
     assert len(sizes) < 500  # a message of ZeroMQ each would be 2000
     await far.close()
     await near.close()
-
-
-async def test_what_follows_on_something_that_came_in_is_no_burst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(outbox_module, "BURST_S", 60.0)
-    with lab_at(tmp_path) as lab:
-        lab.listener()
-        events, coalescing = Events(), WriteCoalescing()
-        outbox = lab.outbox(events, coalescing)
-        await until(lambda: "ready" in events.said)
-        parcels = [parcel(number) for number in range(4)]
-        for one, leaves_at_once in zip(parcels[:3], (True, False, False), strict=True):
-            outbox.send(one)
-            assert one.is_sent is leaves_at_once
-            await asyncio.sleep(0.01)
-            assert one.is_sent
-        coalescing.hold()
-        coalescing.release()
-        outbox.send(parcels[3])
-        assert parcels[3].is_sent

@@ -25,7 +25,7 @@ from ..session.calls import TICK_S
 from ..session.guard import PROVISIONAL
 from ..session.heartbeat import Verdict
 from ..session.links import Arrival
-from ..session.pending import CallOrder, Route
+from ..session.pending import Route
 from ..session.session import Session
 from ..socket_transport import Opened
 from ..wire import ConnectionGuard, Lane, Transport
@@ -101,7 +101,6 @@ async def _tick(session: Session) -> None:
 class _OnlyRegistry:
     def __init__(self, rdzv: Rendezvous) -> None:
         self._location = registry_location(rdzv)
-        self.routes: dict[tuple[str, str, str], Route] = {}
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
@@ -110,9 +109,6 @@ class _OnlyRegistry:
 
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         return NoSuchActor(f"{target}: this process has not joined yet")
-
-    def has_ended(self, target: str) -> bool:
-        return False
 
 
 class _Stranger:
@@ -164,7 +160,6 @@ class Mirror:
         fenced: Callable[[StaleEpoch], None],
     ) -> None:
         self.directory = Directory()
-        self.routes = self.directory.routes
         self._location = registry_location(rdzv)
         self._session = session
         self._clock = clock
@@ -226,17 +221,9 @@ class Mirror:
             self._tell(event)
             if event.kind == "down":
                 self._session.calls.on_actor_gone(event.name, event.reason)
-            else:
-                self._session.calls.on_located(event.name, self.reroute)
         for changed in self._changed:
             changed.set()
         return True
-
-    def reroute(self, order: CallOrder) -> Route | CallError | None:
-        """Where a call that waits for its callee's return has to go now."""
-        if order.target == REGISTRY:
-            return self._location.route(order.method, order.schema)
-        return self.directory.route(order.target, order.method, order.schema)
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
@@ -257,9 +244,6 @@ class Mirror:
         if node is None or actor is None:
             return self.directory.missing(target)
         return Location(node, actor).route(spec.name, spec.schema)
-
-    def has_ended(self, target: str) -> bool:
-        return self.directory.has_ended(target)
 
     async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
         """Until the mirror satisfies `is_met`; False after `timeout_s`."""

@@ -98,8 +98,8 @@ class Directory:
         self._nodes: dict[str, NodeRecord] = {}
         self._actors: dict[str, Location] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
-        self.routes: dict[tuple[str, str, str], Route] = {}
-        """What `route` found since the last update; for those to look at first to whom a call of ours is dear."""
+        self._routes: dict[tuple[str, str, str], Route] = {}
+        """What `route` found since the last update."""
 
     def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[EndedNode]] | None:
         """Take an update: what changed for actors, and which incarnations are over. None: there is a gap before it."""
@@ -124,7 +124,7 @@ class Directory:
         self._nodes = nodes
         self._actors = {a.name: Location(n, a) for n in nodes.values() for a in n.actors}
         self.version = update.version
-        self.routes.clear()
+        self._routes.clear()
         reasons = {d.name: d.reason for d in gone}
         return self._changes(before, reasons, update.reasons), gone
 
@@ -154,7 +154,7 @@ class Directory:
 
     def route(self, name: str, method: str, schema: str) -> Route | CallError | None:
         """How to call `method` of `name`, why that cannot be, or None: the name is unknown."""
-        cached = self.routes.get((name, method, schema))
+        cached = self._routes.get((name, method, schema))
         if cached is not None:
             return cached
         location = self._actors.get(name)
@@ -162,14 +162,11 @@ class Directory:
             return None
         route = location.route(method, schema)
         if isinstance(route, Route):
-            self.routes[name, method, schema] = route
+            self._routes[name, method, schema] = route
         return route
 
     def nodes(self) -> tuple[NodeRecord, ...]:
         return tuple(self._nodes.values())
-
-    def node(self, name: str) -> NodeRecord | None:
-        return self._nodes.get(name)
 
     def epoch_of(self, name: str) -> int:
         """Of the incarnation of that node that is there; 0: none is."""
@@ -178,13 +175,6 @@ class Directory:
 
     def has_ended(self, name: str) -> bool:
         return name in self._tombstones
-
-    def state_of(self, name: str) -> PeerEvent | None:
-        """As a peer event: up, down (epoch 0: not known any more), or None: never heard of."""
-        location = self._actors.get(name)
-        if location is not None:
-            return PeerEvent("up", name, location.node.epoch)
-        return PeerEvent("down", name, 0, self._tombstones[name]) if name in self._tombstones else None
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
         """Actors there now, sorted."""

@@ -1,6 +1,6 @@
 """The wire: envelopes, batches of them, chunks of large ones. Sans-IO; decoding never raises on input.
 
-    envelope   header (48 bytes, little endian) | key | trace | chain | frame lengths | body | aligned raw frames
+    envelope   header (48 bytes, little endian) | trace | chain | frame lengths | body | aligned raw frames
     batch      'B' count lengths envelopes        everything for one peer in one loop turn is one message
     chunk      'C' index offset total bytes       a large envelope in pieces of 1 MiB; one at a time per connection
 
@@ -91,17 +91,10 @@ class Kind(IntEnum):
     __hash__ = int.__hash__  # Enum's own is written in Python, and every envelope is dispatched by its kind
 
 
-KEY_BYTES = 16
 TRACE_BYTES = 24
-HAS_KEY, HAS_TRACE, HAS_CHAIN = 1, 2, 4
+HAS_TRACE, HAS_CHAIN = 2, 4
 """Flags of the header. Plain numbers: IntFlag costs a microsecond."""
-OPTIONS = HAS_KEY | HAS_TRACE | HAS_CHAIN
-
-
-IDEMPOTENT = 8
-"""Flag beside those of the options."""
-_KNOWN_FLAGS = OPTIONS | IDEMPOTENT
-_UNKNOWN_FLAGS = 0xFFFF & ~_KNOWN_FLAGS
+_UNKNOWN_FLAGS = 0xFFFF & ~(HAS_TRACE | HAS_CHAIN)
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -120,8 +113,6 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     ttl_ms: int = NO_TTL
     """Budget that was left at sending; relative, so clocks need not agree."""
     body: Buffer = b""
-    is_idempotent: bool = False
-    key: bytes = b""
     trace: bytes = b""
     chain: tuple[str, ...] = ()
     frames: tuple[Buffer, ...] = ()
@@ -152,10 +143,8 @@ def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
     """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. `ttl_ms`: what is known
     only at the moment of sending."""
     body, frames, extras, flags = envelope.body, envelope.frames, b"", 0
-    if envelope.key or envelope.trace or envelope.chain:  # most have none
-        extras, flags = options(envelope.key, envelope.trace, envelope.chain)
-    if envelope.is_idempotent:
-        flags |= IDEMPOTENT
+    if envelope.trace or envelope.chain:  # most have none
+        extras, flags = options(envelope.trace, envelope.chain)
     head = _HEADER.pack(
         _MAGIC, VERSION, envelope.kind, flags, envelope.method, envelope.actor, envelope.corr,
         envelope.src_node, envelope.src_epoch, envelope.dst_epoch, envelope.ttl_ms if ttl_ms is None else ttl_ms,
@@ -178,8 +167,8 @@ def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
 
 def encoded_bytes(envelope: Envelope) -> int:
     end = HEADER_BYTES + 4 * len(envelope.frames) + len(envelope.body)
-    if envelope.key or envelope.trace or envelope.chain:
-        end += len(options(envelope.key, envelope.trace, envelope.chain)[0])
+    if envelope.trace or envelope.chain:
+        end += len(options(envelope.trace, envelope.chain)[0])
     for frame in envelope.frames:
         end = aligned(end, len(frame)) + len(frame)
     return end
@@ -202,21 +191,20 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
     if size == HEADER_BYTES + body_len and not (num_frames or flags):
         return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, data[HEADER_BYTES:])
     try:
-        key, trace, chain, offset = read_options(data, HEADER_BYTES, flags)
+        trace, chain, offset = read_options(data, HEADER_BYTES, flags)
         body, frames = read_parts(data, offset, num_frames, body_len, LIMITS.arrays)
     except ValueError as error:
         return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
     return Envelope(
         kind=kind, src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
-        method=method, ttl_ms=ttl, is_idempotent=bool(flags & IDEMPOTENT),
-        key=key, trace=trace, chain=chain, body=body, frames=frames,
+        method=method, ttl_ms=ttl, trace=trace, chain=chain, body=body, frames=frames,
     )  # fmt: skip
 
 
 def _objection(version: int, is_known: bool, flags: int, size: int, body_len: int) -> str:
     if version != VERSION:
         return f"wire version {version}, not {VERSION}"
-    if not is_known or flags & ~_KNOWN_FLAGS:
+    if not is_known or flags & _UNKNOWN_FLAGS:
         return f"unknown kind or flags {flags:#x}"
     return f"{size} bytes with a body of {body_len} are over the limit"
 
@@ -332,14 +320,9 @@ def peek(data: bytes) -> tuple[int, int] | None:
 _CHAIN = struct.Struct("<H")
 
 
-def options(key: bytes, trace: bytes, chain: tuple[str, ...]) -> tuple[bytes, int]:
-    if not (key or trace or chain):
-        return b"", 0
+def options(trace: bytes, chain: tuple[str, ...]) -> tuple[bytes, int]:
     flags = 0
     parts: list[bytes] = []
-    if key:
-        flags |= HAS_KEY
-        parts.append(key)
     if trace:
         flags |= HAS_TRACE
         parts.append(trace)
@@ -350,20 +333,15 @@ def options(key: bytes, trace: bytes, chain: tuple[str, ...]) -> tuple[bytes, in
     return b"".join(parts), flags
 
 
-def read_options(data: memoryview, offset: int, flags: int) -> tuple[bytes, bytes, tuple[str, ...], int]:
-    if not flags & OPTIONS:
-        return b"", b"", (), offset
-    key = trace = b""
-    chain: tuple[str, ...] = ()
-    if flags & HAS_KEY:
-        key, offset = _cut(data, offset, KEY_BYTES)
+def read_options(data: memoryview, offset: int, flags: int) -> tuple[bytes, tuple[str, ...], int]:
+    trace, chain = b"", ()
     if flags & HAS_TRACE:
         trace, offset = _cut(data, offset, TRACE_BYTES)
     if flags & HAS_CHAIN:
         length, offset = _cut(data, offset, _CHAIN.size)
         text, offset = _cut(data, offset, _CHAIN.unpack(length)[0])
         chain = tuple(text.decode().split("\n"))
-    return key, trace, chain, offset
+    return trace, chain, offset
 
 
 def _cut(data: memoryview, offset: int, length: int) -> tuple[bytes, int]:

@@ -8,13 +8,11 @@ keeps the count, and nothing has to be repaired. Answers need no credit: each wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum
 from typing import Protocol
 
 import msgspec
 
-from ...core.errors import CallError, MessageTooLarge, MyxaError
+from ...core.errors import MessageTooLarge, MyxaError
 from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
@@ -68,13 +66,10 @@ class CallOrder(msgspec.Struct, frozen=True, gc=False):
 
     target: str
     method: str
-    schema: str
     kind: HandlerKind
     body: Buffer
     deadline_at: float | None = None
-    is_resendable: bool = False
     frames: tuple[Buffer, ...] = ()
-    key: bytes = b""
     chain: tuple[str, ...] = ()
     trace: bytes = b""
 
@@ -87,17 +82,7 @@ class CallSink(Protocol):
         ...
 
 
-class CallState(Enum):
-    """How far a call has come."""
-
-    WAITING = "waiting for credit"
-    SENT = "handed to the transport"
-    PARKED = "waiting for the callee's next incarnation"
-    ENDED = "ended"
-
-
 NO_PEER = PeerKey(0, 0)
-_ENDED = CallState.ENDED  # members of an Enum are looked up in Python
 
 
 class PendingCall(msgspec.Struct, eq=False):
@@ -106,12 +91,10 @@ class PendingCall(msgspec.Struct, eq=False):
     corr: int
     order: CallOrder
     sink: CallSink
-    state: CallState = CallState.WAITING
     peer: PeerKey = NO_PEER
     cost: int = 0
-    num_sent: int = 0
-    """How often it was handed to the transport."""
     parcel: Parcel | None = None
+    """None: it waits for credit."""
     envelope: Envelope | None = None
     """As it is sent; encoded when there is credit for it, not before."""
     lane: Lane = Lane.CONTROL
@@ -128,8 +111,8 @@ class PendingCall(msgspec.Struct, eq=False):
         envelope = self.envelope = Envelope(
             kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=self.corr,
             src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch,
-            actor=route.actor, method=route.method, is_idempotent=order.is_resendable,
-            key=order.key, trace=order.trace, chain=order.chain, body=order.body, frames=order.frames,
+            actor=route.actor, method=route.method, trace=order.trace, chain=order.chain, body=order.body,
+            frames=order.frames,
         )  # fmt: skip
         self.peer, num_bytes = route.peer, encoded_bytes(envelope)
         self.lane = Lane.BULK if num_bytes > limits.bulk_from else Lane.CONTROL
@@ -145,16 +128,8 @@ class PendingCall(msgspec.Struct, eq=False):
 
     @property
     def was_sent(self) -> bool:
+        """It was handed to the network: it may have run."""
         return self.parcel is not None and self.parcel.is_sent
-
-    @property
-    def may_have_run(self) -> bool:
-        """It was handed to the network, now or at an earlier sending."""
-        is_unsent = self.parcel is not None and not self.parcel.is_sent
-        return self.num_sent > (1 if is_unsent else 0)
-
-
-RouteOf = Callable[[CallOrder], Route | CallError | None]
 
 
 def ttl_ms_of(order: CallOrder, now: float) -> int:
