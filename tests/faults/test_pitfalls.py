@@ -127,7 +127,7 @@ async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path):
 
         async def steady() -> None:
             for i in range(100):
-                assert await depot.look(str(i), 0.0) == str(i)
+                assert await depot.work(str(i), 0.0) == str(i)
 
         async with asyncio.TaskGroup() as tasks:
             others = [tasks.create_task(steady()) for _ in range(4)]
@@ -183,7 +183,7 @@ async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path,
                 for outbox in wires_of(near)._peers[far._key].outboxes:
                     if outbox is not None:
                         outbox._on_broken("cut by the test")
-                await depot.look("t", 0.0)
+                await depot.whoami()
                 await asyncio.sleep(0.03)  # one that ends sooner is a failed attempt, which takes longer each time
 
         await break_and_mend(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
+from myxa.core.handlers import HandlerKind
 from myxa.core.ids import PeerKey
 from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.session.session import LOOPBACK, Session
@@ -136,7 +137,7 @@ class End:
 
     # deeds
 
-    def call(self, other, sink, *, deadline_s=None, kind="call"):
+    def call(self, other, sink, *, deadline_s=None, kind: HandlerKind = "call"):
         now = self.net.clock.monotonic()
         order = CallOrder(
             target=f"actor{other.key.node_id}", method="do", kind=kind, body=b"[1]",
