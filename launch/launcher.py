@@ -210,7 +210,8 @@ async def _conduct(
 ) -> RunEnd:
     supervisor = context.supervisor
     clock = SystemClock()
-    own = agent_options(options, options.place, rendezvous, runtime.path, context.config)
+    actors = supervisor.actors.specs
+    own = agent_options(options, options.place, rendezvous, runtime.path, context.config, actors)
     agent = Agent(own, rendezvous.exit_seen)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))

@@ -40,9 +40,8 @@ from ..frozen_code import write_code
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
 from .child import Child, start_child, written_stacks
-from .fork_server_pool import ForkServerPool
+from .fork_server import ForkServer, is_forked
 from .log_reader import read_log
-from .preloads import Preloads
 from .rendezvous import quiet_port
 
 PING_S = 1.0
@@ -76,8 +75,8 @@ class AgentOptions:
     """Whether the run directory has to be there already, as on the other nodes."""
     key_for: KeyFor | None = None
     """Makes the key of a process and registers it at the registry; None: processes need no key."""
-    preloads: Preloads | None = None
-    """Which actors are forked from a process that has their imports; None: no actor is."""
+    preloaded: tuple[str, ...] = ()
+    """What the process that actors are forked from imports; empty: no actor is forked."""
     base_env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables of actors; the launcher's own environment overrides them."""
 
@@ -106,7 +105,7 @@ class Agent(AgentContract):
         self._children: dict[str, Child] = {}
         self._starting: dict[str, asyncio.Task[Child]] = {}
         self._is_stopped = False
-        self._fork_servers: ForkServerPool | None = None
+        self._fork_server: ForkServer | None = None
         self._orphans = Orphans(self._knows)
         self._looking = asyncio.Lock()
         self._last_look: dict[str, tuple[float, StackReply]] = {}
@@ -120,9 +119,9 @@ class Agent(AgentContract):
         if not adopts_orphans():  # in a program that hosts us a forked process would not become our child
             return
         self.ctx.spawn(self._reap_orphans(), name="reap orphans")
-        if self._options.preloads is not None:
-            self._fork_servers = ForkServerPool(self._options.runtime_dir, self.ctx.log)
-            self._fork_servers.warm(self._options.preloads.warm)
+        if self._options.preloaded:
+            self._fork_server = ForkServer(self._options.preloaded, self._options.runtime_dir, self.ctx.log)
+            self._fork_server.warm()
 
     def mind_node_0(self) -> None:
         """This node has joined: from now on it leaves when node 0 is gone or has dropped it. Node 0's own agent ends
@@ -151,7 +150,7 @@ class Agent(AgentContract):
         """Nothing may outlive the launcher."""
         self._is_stopped = True
         self._start_no_more()
-        servers = [self._fork_servers.close()] if self._fork_servers is not None else []
+        servers = [self._fork_server.close()] if self._fork_server is not None else []
         await asyncio.gather(self.kill_all(), *servers)
         if adopts_orphans():
             self._orphans.look(is_last=True)
@@ -159,13 +158,13 @@ class Agent(AgentContract):
     async def _reap_orphans(self) -> None:
         while True:
             await asyncio.sleep(REAP_EVERY_S)
-            if self._fork_servers is None or not self._fork_servers.has_fork_in_flight:
+            if self._fork_server is None or not self._fork_server.has_fork_in_flight:
                 self._orphans.look()
 
     def _knows(self, pid: int) -> bool:
         """Whether the process is watched, so that its end will be noticed."""
-        servers = self._fork_servers.pids if self._fork_servers is not None else frozenset[int]()
-        return pid in servers or any(child.pid == pid for child in self.children)
+        is_server = self._fork_server is not None and self._fork_server.pid == pid
+        return is_server or any(child.pid == pid for child in self.children)
 
     async def prepare(self, plan: RunDescription) -> None:
         if self._options.must_share and not RunDir(Path(plan.run_dir)).config.exists():
@@ -250,15 +249,14 @@ class Agent(AgentContract):
 
     async def _make_process(self, order: StartOrder, env: dict[str, str], log_path: Path) -> Child:
         """Fork it where that is possible, else start an interpreter; only the time it takes differs."""
-        actor, pool, preloads = order.actor, self._fork_servers, self._options.preloads
-        if pool is not None and preloads is not None and (set_name := preloads.set_of(actor)):
-            forked = await pool.start(
-                set_name, actor.name, order.attempt, env=env, log_path=log_path, on_exit=self._on_child_end
-            )
+        actor, server, on_exit = order.actor, self._fork_server, self._on_child_end
+        if server is not None and is_forked(actor):
+            forked = await server.start(actor.name, order.attempt, env=env, log_path=log_path, on_exit=on_exit)
             if forked is not None:
                 return forked
-        command = worker_command(actor)
-        return start_child(actor.name, order.attempt, command, env=env, log_path=log_path, on_exit=self._on_child_end)
+        return start_child(
+            actor.name, order.attempt, worker_command(actor), env=env, log_path=log_path, on_exit=on_exit
+        )
 
     def _on_child_end(self, child: Child, status: int) -> None:
         if self._children.get(child.name) is child:

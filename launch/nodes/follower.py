@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +23,7 @@ from ...core.clock import SystemClock
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import CallError, LaunchError, MyxaError
 from ...core.retry import until_answered
+from ..actor_spec import ActorSpec
 from ..contracts import SUPERVISOR, EnlistReply, JoinReply, SupervisorContract, agent_name
 from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
@@ -47,7 +48,8 @@ Stop = Callable[[str, int], Awaitable[None]]
 async def follow(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
     """Take part from the start. Raises ConfigError and LaunchError for what cannot start."""
     try:
-        check_own(config, place_actors(config, options.place.num_nodes), options, options.place.rank)
+        actors = place_actors(config, options.place.num_nodes)
+        check_own(config, actors, options, options.place.rank)
     except MyxaError as error:
         await _decline(options, str(error))
         raise
@@ -59,7 +61,7 @@ async def follow(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
             join_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file, deadline) as rendezvous,
             runtime.kept([rendezvous.rdzv_path]),
         ):
-            return await _take_part(config, options, options.place, rendezvous, runtime.path, deadline)
+            return await _take_part(config, options, options.place, rendezvous, runtime.path, deadline, actors)
 
 
 async def follow_late(config: RunConfig | None, options: LaunchOptions) -> LaunchOutcome:
@@ -76,7 +78,7 @@ async def follow_late(config: RunConfig | None, options: LaunchOptions) -> Launc
             join_rendezvous(place, runtime.path, options.job_key, options.rdzv_file, deadline) as rendezvous,
             runtime.kept([rendezvous.rdzv_path]),
         ):
-            return await _take_part(config, options, place, rendezvous, runtime.path, deadline)
+            return await _take_part(config, options, place, rendezvous, runtime.path, deadline, reply.actors)
 
 
 async def _enlist(config: RunConfig | None, options: LaunchOptions, runtime: Path, deadline: float) -> EnlistReply:
@@ -108,9 +110,10 @@ async def _take_part(
     rendezvous: NodeRendezvous,
     runtime: Path,
     deadline: float,
+    actors: Sequence[ActorSpec],
 ) -> LaunchOutcome:
     text = dump_config(config)
-    agent = Agent(agent_options(options, place, rendezvous, runtime, config), rendezvous.exit_seen)
+    agent = Agent(agent_options(options, place, rendezvous, runtime, config, actors), rendezvous.exit_seen)
     await rendezvous.node.start(agent, name=agent_name(place.rank))
     supervisor = rendezvous.node.ref(SupervisorContract, SUPERVISOR)
     facts = facts_of(place, text, options.late)

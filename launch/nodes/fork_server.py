@@ -1,6 +1,6 @@
-"""A fork server: a process with a preload set imported, forked into actors: `python -m myxa.launch.nodes.fork_server`.
+"""A node's fork server: a process with the imports done, forked into actors. Its launcher's side is `ForkServer`.
 
-The launcher (fork_server_pool.py) and its servers exchange one message a packet:
+Launcher and server (`python -m myxa.launch.nodes.fork_server`) exchange one message a packet:
 
     launcher -> server           ForkRequest with two descriptors: the new process's end of a socket pair, and its log
     new process -> launcher      ForkReply on that pair: its pid, or why there is no process
@@ -9,19 +9,24 @@ The launcher (fork_server_pool.py) and its servers exchange one message a packet
 
 So a process that the launcher no longer wants never starts to work, however late it comes.
 
-A server has one loop and handles one request at a time. It starts no thread and touches no GPU, because a child must be
-like a fresh process. It forks twice, and the kernel makes the launcher, which adopts orphans (core/process.py), the
+The server has one loop and handles one request at a time. It starts no thread and touches no GPU, because a child must
+be like a fresh process. It forks twice, and the kernel makes the launcher, which adopts orphans (core/process.py), the
 parent of the second child: the launcher watches, reaps and ends it like its own process, with or without the
 server. `multiprocessing.forkserver` was considered: its children belong to the server, so the launcher has neither
 their exit status nor a death signal for them, and what they run is pickled.
+
+Forking only saves time: if anything is wrong with the server, that is logged once, and actors get interpreters of their
+own. A running actor does not need the server that it was forked from.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import secrets
 import select
@@ -34,9 +39,60 @@ from pathlib import Path
 
 import msgspec
 
+from ...core.config import RunConfig
+from ...core.errors import LaunchError, MyxaError
 from ...core.process import die_with_parent, name_process
-from ..worker_spec import WORKER_MODULE
-from .preloads import LIGHT, PRELOAD_SETS, SET_PER_ACTOR
+from ..actor_spec import ActorSpec
+from ..first_failure import read_tail
+from ..worker_spec import DEFAULT_PROGRAM, SPEC_VARIABLE, WORKER_MODULE, server_env
+from .child import Adopted, Child, OnExit, start_child
+
+LIGHT = (
+    *("myxa.launch.worker", "myxa.launch.program", "myxa.launch.composition.monitor_parts"),
+    "myxa.launch.run_lineage.resume_point",
+    *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.prompts"),
+    *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
+    *("myxa.actors.workflows.named", "numpy.random"),
+)
+TORCH = (
+    *("myxa.launch.composition.trainer_parts", "myxa.actors.trainer.trainer"),
+    "myxa.actors.backends.torch_backend.backend",
+    *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channels.reader"),
+)
+MEGATRON = "myxa.actors.backends.megatron.backend"
+"""Modules of the roles, read off `sys.modules` of a serving process. One that is missing here costs its import at each
+start, nothing else."""
+READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_")
+"""Prefixes of variables that numeric libraries read when they are loaded, before the actor is known."""
+SET_PER_ACTOR = "OMP_NUM_THREADS"
+"""The one of these that the launcher itself sets for each actor. A forked child applies it later."""
+
+
+def preloaded(
+    config: RunConfig, program: str, own_actors: Iterable[ActorSpec], env: Mapping[str, str]
+) -> tuple[str, ...]:
+    """What the fork server of a node with these actors and launcher variables imports; empty: every actor gets its own
+    interpreter. A user's own composition root may need other modules than ours."""
+    is_fixed = any(name.startswith(READ_AT_IMPORT) and name != SET_PER_ACTOR for name in env)
+    forked = [actor for actor in own_actors if is_forked(actor)]
+    if is_fixed or not (config.run.preload and forked):
+        return ()
+    if program != DEFAULT_PROGRAM:
+        return LIGHT
+    has_engines = config.algo.kind != "sft"
+    trainers = [actor for actor in forked if actor.role == "trainer"]
+    engines = [actor for actor in forked if actor.role == "rollout" and actor.kind == "embedded" and has_engines]
+    # Importing megatron-core asks CUDA for devices where there are some, which no fork survives.
+    is_megatron = any(actor.kind == "megatron" and not actor.devices for actor in trainers)
+    return (*LIGHT, *(TORCH if trainers or engines else ()), *((MEGATRON,) if is_megatron else ()))
+
+
+def is_forked(actor: ActorSpec) -> bool:
+    """Whether it need not have its own interpreter: variables of its role may be for the loader, or read at import."""
+    return not (actor.python or actor.env)
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
 
 MAX_BYTES = 1 << 20
 """Largest packet; the kernel's limit on buffers may be lower."""
@@ -59,8 +115,6 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str
     launcher_pid: int
-    preload_set: str = ""
-    """Set: the process becomes a fork server with this preload set (preloads.py); empty: an actor."""
     env: tuple[tuple[bytes, bytes], ...] = ()
     """The process's whole environment."""
 
@@ -78,20 +132,20 @@ unpack_reply = msgspec.msgpack.Decoder(ForkReply).decode
 
 
 def main(arguments: list[str]) -> int:
-    """`<process id of the launcher> <descriptor of the socket>`."""
-    launcher_pid, descriptor = map(int, arguments)
+    """`<process id of the launcher> <descriptor of the socket> <module> ...`."""
+    launcher_pid, descriptor, *modules = arguments
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, as some programs leave it, children's statuses are lost
-    die_with_parent(launcher_pid)
-    serve(socket.socket(fileno=descriptor), LIGHT)
+    die_with_parent(int(launcher_pid))
+    serve(socket.socket(fileno=int(descriptor)), modules)
     return 0
 
 
-def serve(launcher: socket.socket, preload_set: str) -> None:
+def serve(launcher: socket.socket, modules: Iterable[str]) -> None:
     """Import, report, then fork on request until the launcher closes the socket."""
     launcher.set_inheritable(False)
-    name_process(f"myxa: {preload_set}")
+    name_process("myxa: forks")
     gc.disable()
-    problem = _preload(preload_set) or unfit()
+    problem = _preload(modules) or unfit()
     launcher.send(pack(ForkReply(pid=os.getpid(), problem=problem)))
     if problem:
         return
@@ -131,13 +185,11 @@ def unfit() -> str:
     return ""
 
 
-def _preload(preload_set: str) -> str:
+def _preload(modules: Iterable[str]) -> str:
     try:
-        for module in PRELOAD_SETS[preload_set].modules:
+        for module in modules:
             importlib.import_module(module)
-        from ...transport.codec import (
-            compile_loaded,
-        )  # imports numpy, as every preload set does and this module does not
+        from ...transport.codec import compile_loaded  # imports numpy, which the launcher does without
 
         compile_loaded()
     except Exception as error:  # noqa: BLE001 - the actor's own start will report it properly
@@ -173,9 +225,6 @@ def _fork(request: ForkRequest, launcher: socket.socket, own_end: socket.socket,
 def _live(request: ForkRequest, own_end: socket.socket, log: int) -> int:
     """Run the new process; returns its exit status."""
     if not detach(request, own_end, log):
-        return 0
-    if request.preload_set:
-        serve(own_end, request.preload_set)
         return 0
     own_end.close()
     return be_actor(request)
@@ -297,6 +346,193 @@ def _overwrite(start: int, end: int, words: Iterable[bytes]) -> None:
         if len(text) + len(word) + 1 <= room:
             text += word + b"\0"
     ctypes.memmove(start, text.ljust(room, b"\0"), room)
+
+
+# -- the launcher's side -----------------------------------------------------------------------------------------------
+
+SERVER_MODULE = "myxa.launch.nodes.fork_server"
+IMPORT_S = 45.0
+"""How long starts wait for the server's imports; a slower one is killed. An order to start an actor has a deadline of
+60 s."""
+FORK_S = 5.0
+"""A server that takes longer to fork hangs, and is killed."""
+END_S = 5.0
+
+
+class ForkServer:
+    """See the module's head. It belongs to one event loop, in a process that adopts orphans; the server is started when
+    it is first wanted, and once."""
+
+    def __init__(self, modules: Sequence[str], folder: Path, log: logging.Logger) -> None:
+        """`folder`: for the server's log."""
+        self.log_path = folder / "fork-server.log"
+        self._modules = modules
+        self._log = log
+        self._child: Child | None = None
+        self._link: socket.socket | None = None
+        self._begun: asyncio.Task[None] | None = None
+        self._refused = ""
+        """Why actors cannot be forked from it."""
+        self._num_forks = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the process while it runs, else 0."""
+        return self._child.pid if self._child is not None and self._child.status is None else 0
+
+    @property
+    def has_fork_in_flight(self) -> bool:
+        """Whether this process may have children that are not registered as such yet."""
+        return self._num_forks > 0
+
+    def warm(self) -> asyncio.Task[None]:
+        """Have the server do its imports now; done when it has, or is refused."""
+        if self._begun is None:
+            self._begun = asyncio.get_running_loop().create_task(self._begin(), name="fork server")
+        return self._begun
+
+    async def start(
+        self, name: str, attempt: int, *, env: Mapping[str, str], log_path: Path, on_exit: OnExit
+    ) -> Child | None:
+        """Like `start_child`; None: there is no process, start it otherwise. OSError: no log can be written."""
+        # The specification first: /proc may have no room for the rest.
+        spec_first = sorted(env.items(), key=lambda item: item[0] != SPEC_VARIABLE)
+        wanted = ForkRequest(
+            name=name,
+            launcher_pid=os.getpid(),
+            env=tuple((os.fsencode(key), os.fsencode(value)) for key, value in spec_first),
+        )
+        try:
+            if not self._refused:
+                await asyncio.wait({self.warm()})
+            return await self._fork(wanted, log_path, attempt, on_exit)
+        except LaunchError as error:
+            level = logging.DEBUG if self._refused else logging.WARNING  # it was logged already
+            self._log.log(level, "%s is started with its own interpreter: %s", name, error)
+            return None
+
+    async def close(self) -> None:
+        self._refused = self._refused or "this node's fork server has ended"
+        if self._begun is not None:
+            self._begun.cancel()
+            await asyncio.wait({self._begun})
+        self._end()
+        if self._child is not None:
+            await self._child.wait(END_S)
+
+    def _refuse(self, why: str) -> None:
+        if not self._refused:
+            self._refused = why
+            self._log.warning("actors are not forked any more: %s", why)
+
+    async def _begin(self) -> None:
+        try:
+            async with asyncio.timeout(IMPORT_S):
+                self._child, self._link = self._make()
+                if problem := (await _receive(self._link)).problem:
+                    raise LaunchError(problem)
+        except TimeoutError:
+            self._refuse(f"the fork server still imports after {IMPORT_S:g} s")
+        except MyxaError as error:
+            self._refuse(str(error))
+        if self._refused:
+            self._end()
+
+    def _make(self) -> tuple[Child, socket.socket]:
+        ours, theirs = _pair()
+        command = (sys.executable, "-m", SERVER_MODULE, str(os.getpid()), str(theirs.fileno()), *self._modules)
+        try:
+            with theirs:
+                child = start_child(
+                    "fork server",
+                    0,
+                    command,
+                    env=server_env(os.environ),
+                    log_path=self.log_path,
+                    on_exit=self.on_end,
+                    pass_fds=(theirs.fileno(),),
+                )
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise LaunchError(f"no fork server can be started: {error}") from error
+            raise
+        return child, ours
+
+    def _end(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._child is not None:
+            self._child.kill()
+
+    def on_end(self, child: Child, status: int) -> None:
+        """Its process has ended."""
+        if self._begun is not None and self._begun.done():  # else `_begin` says why
+            last = next(iter(read_tail(child.log_path)[-1:]), "it wrote nothing")
+            self._refuse(f"the fork server (process {child.pid}) ended with status {status}: {last}")
+            self._end()
+
+    async def _fork(self, wanted: ForkRequest, log_path: Path, attempt: int, on_exit: OnExit) -> Child:
+        """Raises LaunchError: there is no process, and none will come later. OSError if the log cannot be written."""
+        if self._refused or self._link is None:
+            raise LaunchError(self._refused or "this node's fork server has ended")
+        with log_path.open("wb") as log:
+            ours, theirs = _pair()
+            self._num_forks += 1
+            try:
+                with theirs:
+                    socket.send_fds(self._link, [pack(wanted)], [theirs.fileno(), log.fileno()])
+                try:
+                    async with asyncio.timeout(FORK_S):
+                        reply = await _receive(ours)
+                except TimeoutError:
+                    self._refuse(why := f"the fork server did not answer within {FORK_S:g} s")
+                    self._end()
+                    raise LaunchError(why) from None
+                if reply.problem:
+                    raise LaunchError(reply.problem)
+                child = adopt(wanted.name, attempt, reply.pid, log_path, on_exit)
+                with contextlib.suppress(OSError):  # it has ended already, which its pidfd reports
+                    ours.send(GO)
+            except OSError as error:
+                raise LaunchError(f"the fork server cannot be reached: {error}") from error
+            finally:
+                ours.close()
+                self._num_forks -= 1
+        return child
+
+
+async def _receive(link: socket.socket) -> ForkReply:
+    """Raises LaunchError if the other side ended or cannot be understood."""
+    try:
+        data = await asyncio.get_running_loop().sock_recv(link, MAX_BYTES)
+    except OSError as error:
+        raise LaunchError(f"the fork server cannot be read: {error}") from error
+    if not data:
+        raise LaunchError("the fork server ended")
+    try:
+        return unpack_reply(data)
+    except msgspec.DecodeError as error:
+        raise LaunchError(f"the fork server sent invalid data: {error}") from error
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Our end, which does not block, and theirs."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise LaunchError(f"no socket can be made: {error.strerror}") from error
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def adopt(name: str, attempt: int, pid: int, log_path: Path, on_exit: OnExit) -> Child:
+    try:
+        return Child(name, attempt, log_path, Adopted(pid), on_exit)
+    except OSError as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # orphans are reaped by the agent
+        raise LaunchError(f"{name} cannot be watched: {error.strerror}") from error
 
 
 if __name__ == "__main__":

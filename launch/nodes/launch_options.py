@@ -21,11 +21,10 @@ from ..contracts import LateWish, NodeFacts
 from ..node_place import NodePlace
 from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
-from ..supervisor.placement import place as place_actors
 from ..supervisor.timeouts import RunTimeouts
 from ..worker_spec import DEFAULT_PROGRAM
 from .agent import AgentOptions
-from .preloads import preloads_of
+from .fork_server import preloaded
 from .rendezvous import NodeRendezvous
 
 NCCL_WITHIN_HOST = {"NCCL_SOCKET_IFNAME": "lo"}
@@ -113,11 +112,15 @@ def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeF
 
 
 def agent_options(
-    options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous, runtime_dir: Path, config: RunConfig
+    options: LaunchOptions,
+    place: NodePlace,
+    rendezvous: NodeRendezvous,
+    runtime_dir: Path,
+    config: RunConfig,
+    actors: Sequence[ActorSpec],
 ) -> AgentOptions:
-    actors = (
-        place_actors(config, place.num_nodes) if options.late is None else ()
-    )  # a late node gets its actors by orders
+    """`actors`: of the whole run, as far as they are known."""
+    own = [actor for actor in actors if actor.node == place.rank]
     return AgentOptions(
         node=place.rank,
         address=rendezvous.address,
@@ -127,6 +130,6 @@ def agent_options(
         program=options.program,
         key_for=None if place.is_alone else rendezvous.key_for,
         must_share=options.late is not None and choose_channel(config) == "disk",
-        preloads=preloads_of(config, options.program, [each for each in actors if each.node == place.rank], os.environ),
+        preloaded=preloaded(config, options.program, own, os.environ),
         base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},
     )

@@ -36,15 +36,15 @@ from typing import Any
 import standing_by
 
 from myxa.launch.cli import make_parser
-from myxa.launch.nodes.fork_server import look_like, unfit
-from myxa.launch.nodes.preloads import LIGHT, PRELOAD_SETS, TORCH
+from myxa.launch.nodes.fork_server import LIGHT, TORCH, look_like, unfit
 from myxa.transport.codec import compile_loaded
 
 MODULES = (
     *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.run_life", "myxa.launch.control.client"),
     *("myxa.launch.launcher", "myxa.launch.run_lineage.origin", "uvloop"),
     "myxa.actors.engines.sglang.launch",
-    *(module for kit in (LIGHT, TORCH) for module in PRELOAD_SETS[kit].modules),
+    *LIGHT,
+    *TORCH,
 )
 STARTERS = ("up", "launch", "resume", "fork", "demo")
 """Commands that start runs."""

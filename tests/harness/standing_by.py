@@ -1,7 +1,7 @@
-"""The first fork server of a run of the tests: forked from the command that starts the run, with all imports done.
+"""The fork server of a run of the tests: forked from the command that starts the run, with all imports done.
 
-A run's own fork servers import torch, which is half of what a short run computes. A command of the tests has these
-modules already (command_server.py), and forks itself before its first line, while it has one thread. The run's nursery
+A run's own fork server imports torch, which is half of what a short run computes. A command of the tests has these
+modules already (command_server.py), and forks itself before its first line, while it has one thread. The run's launcher
 takes that process instead of starting an interpreter; from there on everything is as always. One that is taken and ends
 is replaced by one of an interpreter. Starts with interpreters of their own are tested in
 tests/launch/test_fork_server.py.
@@ -17,14 +17,13 @@ import sys
 import nemesis
 
 from myxa.core.process import die_with_parent
-from myxa.launch.nodes import fork_server_pool
-from myxa.launch.nodes.fork_server import serve
-from myxa.launch.nodes.preloads import LIGHT
+from myxa.launch.nodes.child import Child
+from myxa.launch.nodes.fork_server import LIGHT, ForkServer, adopt, serve
 from myxa.launch.worker_spec import server_env
 
 
 def begin() -> None:
-    """Fork, and have the fork server pool take it. Its actors fail where the command's environment says (nemesis.py)."""
+    """Fork, and have the launcher take it. Its actors fail where the command's environment says (nemesis.py)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     pid = os.fork()
@@ -34,23 +33,19 @@ def begin() -> None:
         stand_by(theirs, launcher)
         os._exit(0)
     theirs.close()
-    start_plainly = fork_server_pool.ForkServerPool._first
+    start_plainly = ForkServer._make
     ours.setblocking(False)
     free = [(pid, ours)]
 
-    def first(self: fork_server_pool.ForkServerPool, set_name: str) -> fork_server_pool.ForkServer:
+    def make(self: ForkServer) -> tuple[Child, socket.socket]:
         if not free:
-            return start_plainly(self, set_name)
+            return start_plainly(self)
         pid, link = free.pop()
-        log_path = self._log_path(set_name)
-        with log_path.open("wb") as log:
+        with self.log_path.open("wb") as log:
             socket.send_fds(link, [b"log"], [log.fileno()])
-        child = fork_server_pool._adopt(
-            f"fork server {set_name}", 0, pid, log_path, lambda child, status: self._on_end(set_name, child, status)
-        )
-        return self._made(set_name, child, link)
+        return adopt("fork server", 0, pid, self.log_path, self.on_end), link
 
-    fork_server_pool.ForkServerPool._first = first
+    ForkServer._make = make
 
 
 def stand_by(launcher: socket.socket, launcher_pid: int) -> None:

@@ -25,12 +25,10 @@ from tests.harness.waiting import until
 from myxa.core.config import load_config
 from myxa.core.process import adopting_orphans, adopts_orphans
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.nodes import fork_server, fork_server_pool
+from myxa.launch.nodes import fork_server
 from myxa.launch.nodes.agent import Orphans
 from myxa.launch.nodes.child import Child, start_child
-from myxa.launch.nodes.fork_server import ForkRequest, pack
-from myxa.launch.nodes.fork_server_pool import ForkServerPool
-from myxa.launch.nodes.preloads import LIGHT, TORCH, preloads_of
+from myxa.launch.nodes.fork_server import LIGHT, MEGATRON, TORCH, ForkRequest, ForkServer, is_forked, pack, preloaded
 from myxa.launch.supervisor.placement import place
 from myxa.launch.worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
 
@@ -42,10 +40,10 @@ RUN_TOML = '[model]\npath = "model"\n[data]\ntrain = "data.jsonl"\n'
 
 @dataclass
 class Room:
-    """A nursery in this process, which adopts orphans meanwhile, and what was told of its children."""
+    """A fork server of this process, which adopts orphans meanwhile, and what was told of its children."""
 
     folder: Path
-    nursery: ForkServerPool
+    server: ForkServer
     ends: list[tuple[str, int]] = field(default_factory=list)
     attempts: int = 0
 
@@ -60,13 +58,11 @@ class Room:
         path = write_spec(spec, self.folder)
         return child_env(os.environ, actor, spec_path=str(path), run_id="r", attempt=0)
 
-    async def fork(self, actor: ActorSpec, kit: str = LIGHT) -> Child | None:
-        return await self.nursery.start(
-            kit, actor.name, 0, env=self.env(actor), log_path=self.log(actor), on_exit=self.told
-        )
+    async def fork(self, actor: ActorSpec) -> Child | None:
+        return await self.server.start(actor.name, 0, env=self.env(actor), log_path=self.log(actor), on_exit=self.told)
 
-    async def forked(self, actor: ActorSpec, kit: str = LIGHT) -> Child:
-        child = await self.fork(actor, kit)
+    async def forked(self, actor: ActorSpec) -> Child:
+        child = await self.fork(actor)
         assert child is not None, f"{actor.name} is not forked"
         return child
 
@@ -84,32 +80,23 @@ class Room:
         return json.loads(path.read_text())
 
 
-SMALL_SETS = """
-import sys
-if "myxa.launch.nodes.fork_server" in sys.orig_argv:
-    from dataclasses import replace
-    from myxa.launch.nodes import preloads
-    small = {"light": ("myxa.launch.worker", "safetensors"), "torch": ("ssl",)}
-    sets = preloads.PRELOAD_SETS
-    preloads.PRELOAD_SETS = {name: replace(kit, modules=small.get(name, kit.modules)) for name, kit in sets.items()}
-"""
-"""Servers that import little, where what they import is not looked at."""
+SMALL = ("myxa.launch.worker", "safetensors")
+"""Imports where what is imported is not looked at."""
 
 
 @pytest.fixture
 def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(HERE)]))
     (tmp_path / "run.toml").write_text(RUN_TOML)
-    (tmp_path / "sitecustomize.py").write_text(SMALL_SETS)
 
     @asynccontextmanager
-    async def open_room() -> AsyncIterator[Room]:
-        room = Room(tmp_path, ForkServerPool(tmp_path, logging.getLogger("test")))
+    async def open_room(modules: tuple[str, ...] = SMALL) -> AsyncIterator[Room]:
+        room = Room(tmp_path, ForkServer(modules, tmp_path, logging.getLogger("test")))
         with adopting_orphans():
             try:
                 yield room
             finally:
-                await room.nursery.close()
+                await room.server.close()
                 Orphans(lambda pid: False).look(is_last=True)
 
     return open_room
@@ -120,14 +107,12 @@ def actor(name: str = "rollout/0", kind: str = "facts", **more: Any) -> ActorSpe
     return ActorSpec(name=name, role=role, kind=kind, index=0, node=0, **more)  # pyright: ignore[reportArgumentType]
 
 
-Enter = Callable[[], Any]
+Enter = Callable[..., Any]
 
 
 @pytest.mark.usefixtures("null_device")
 async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
-    async with enter() as room:
-        (room.folder / "sitecustomize.py").unlink()
-        room.nursery.warm([TORCH])
+    async with enter((*LIGHT, *TORCH)) as room:
         one, other = await room.forked(actor("rollout/0")), room.fresh(actor("rollout/1"))
         assert await one.wait(WAIT_S)
         assert await other.wait(WAIT_S)
@@ -143,8 +128,10 @@ async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
     assert forked["parent"] == os.getpid()
     assert forked["stdin"] == ""
     assert (forked.pop("comm"), fresh.pop("comm")[:6]) == ("rollout/0", "python")
+    assert forked["modules"] and not fresh["modules"], "others of the node need torch"
     for facts in (forked, fresh):
-        facts.pop("numpy_draw", None)
+        for name in ("numpy_draw", "torch_draw", "cuda", "modules"):
+            facts.pop(name, None)
     assert forked.pop("draw") != fresh.pop("draw")
     logs = [facts["descriptors"].count(str(room.log(actor(name)))) for name, facts in
             (("rollout/0", forked), ("rollout/1", fresh))]  # fmt: skip
@@ -166,7 +153,7 @@ async def signals_end_it_and_are_its_status(room: Room) -> None:
 
 
 async def threads_are_those_of_the_role_and_numbers_differ(room: Room) -> None:
-    one, sibling = await room.forked(actor("rollout/6", threads=2), TORCH), await room.forked(actor("rollout/7"), TORCH)
+    one, sibling = await room.forked(actor("rollout/6", threads=2)), await room.forked(actor("rollout/7"))
     for child in (one, sibling):
         assert await child.wait(WAIT_S)
     facts, others = [await room.facts(f"rollout/{n}") for n in (6, 7)]
@@ -176,33 +163,35 @@ async def threads_are_those_of_the_role_and_numbers_differ(room: Room) -> None:
     assert facts["threads"] == {"torch": 2, "begun": 1, "elsewhere": 2, "numpy": 2}, "as an interpreter has them"
 
 
-async def test_actors_outlive_their_servers_and_a_server_that_died_or_hangs_forks_no_more(
-    enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("strike", "why"),
+    [
+        (signal.SIGKILL, "(process {}) ended with status -9: it wrote nothing"),
+        (signal.SIGSTOP, "did not answer within 0.3 s"),
+    ],
+)
+async def test_actors_outlive_their_server_and_one_that_died_or_hangs_forks_no_more(
+    enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strike: signal.Signals, why: str
 ):
     others = set(psutil.Process().children())
     async with enter() as room:
-        children = [await room.forked(actor(f"rollout/{n}", "sleeps"), kit) for n, kit in ((0, TORCH), (3, LIGHT))]
+        child = await room.forked(actor("rollout/0", "sleeps"))
         await one_that_is_not_wanted_any_more_does_not_begin(room)
-        light, torch = [(await room.nursery._ready(kit)).child.pid for kit in (LIGHT, TORCH)]
-        os.kill(torch, signal.SIGKILL)
-        await until(lambda: room.nursery.pids == {light}, "the server's end")
-        assert await room.fork(actor("rollout/2"), TORCH) is None
-        os.kill(light, signal.SIGSTOP)
-        with monkeypatch.context() as patched:
-            patched.setattr(fork_server_pool, "FORK_S", 0.3)
+        monkeypatch.setattr(fork_server, "FORK_S", 0.3)
+        os.kill(pid := room.server.pid, strike)
+        if strike is signal.SIGKILL:
+            await until(lambda: not room.server.pid, "the server's end")
+        for _ in range(2):
             assert await room.fork(actor("rollout/2")) is None
-        await until(lambda: not room.nursery.pids, "the server's end")
-        assert await room.fork(actor("rollout/2")) is None
+        await until(lambda: not room.server.pid, "the server's end")
         assert not (room.folder / "rollout.2.facts").exists()
-        assert [child.status for child in children] == [None] * len(children)
-        for child in children:
-            child.kill()
-            assert await child.wait(WAIT_S)
+        assert child.status is None
+        child.kill()
+        assert await child.wait(WAIT_S)
         born = set(psutil.Process().children()) - others
         assert not [child for child in born if child.status() != psutil.STATUS_ZOMBIE]
-    no_more, why = "actors with preload set {} are not forked any more: {}".format, warnings_of(caplog)
-    assert why[0] == no_more("torch", f"its fork server (process {torch}) ended with status -9: it wrote nothing")
-    assert why[1:] == [no_more("light", "the fork server light did not answer within 0.3 s")], "each told once"
+    told = f"actors are not forked any more: the fork server {why.format(pid)}"
+    assert warnings_of(caplog) == [told], "once"
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -211,60 +200,44 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def one_that_is_not_wanted_any_more_does_not_begin(room: Room) -> None:
     """As when the launcher has given up while the server was slow: it does not answer GO."""
-    server = await room.nursery._ready(LIGHT)
+    link = room.server._link
+    assert link is not None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     unwanted = actor("rollout/1")
     env = tuple((key.encode(), value.encode()) for key, value in room.env(unwanted).items())
     request = ForkRequest(name="rollout/1", launcher_pid=os.getpid(), env=env)
     with theirs, room.log(unwanted).open("wb") as log:
-        socket.send_fds(server.link, [pack(request)], [theirs.fileno(), log.fileno()])
-    pid = (await asyncio.to_thread(fork_server_pool.unpack_reply, await asyncio.to_thread(ours.recv, 100))).pid
+        socket.send_fds(link, [pack(request)], [theirs.fileno(), log.fileno()])
+    pid = (await asyncio.to_thread(fork_server.unpack_reply, await asyncio.to_thread(ours.recv, 100))).pid
     assert psutil.Process(pid).ppid() == os.getpid()
     ours.close()
     await until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the end of the process")
     assert room.log(unwanted).read_text() == ""
 
 
-async def test_a_set_that_cannot_be_imported_leaves_its_base_and_none_of_a_base_that_cannot_is_forked(
-    enter: Enter, caplog: pytest.LogCaptureFixture
-):
-    for name, kits in (("torch", (TORCH,)), ("safetensors", (LIGHT, TORCH))):
-        caplog.clear()
-        async with enter() as room:
-            (room.folder / f"{name}.py").write_text('raise ImportError("none today")')
-            (room.folder / "sitecustomize.py").write_text(SMALL_SETS.replace("ssl", "torch"))
-            for _ in range(2):
-                assert await room.fork(actor(), TORCH) is None
-            if LIGHT not in kits:
-                assert await (await room.forked(actor())).wait(WAIT_S)
-        assert warnings_of(caplog) == [
-            f"actors with preload set {kit} are not forked any more: ImportError: none today" for kit in kits
-        ], "told once"
-
-
-SLEEPS = """
-import sys, time
-if "myxa.launch.nodes.fork_server" in sys.orig_argv:
-    time.sleep(30)
-"""
-
-
-async def test_servers_that_still_import_are_given_up_and_end_with_the_pool(
-    enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_a_server_whose_imports_fail_is_told_of_once(enter: Enter, caplog: pytest.LogCaptureFixture):
     async with enter() as room:
-        (room.folder / "sitecustomize.py").write_text(SLEEPS)
-        room.nursery.warm([LIGHT])
-        await until(lambda: len(room.nursery.pids) == 1, "the server")
-        (server,) = map(psutil.Process, room.nursery.pids)
-        await room.nursery.close()
+        (room.folder / "safetensors.py").write_text('raise ImportError("none today")')
+        for _ in range(2):
+            assert await room.fork(actor()) is None
+    assert warnings_of(caplog) == ["actors are not forked any more: ImportError: none today"]
+
+
+async def test_a_server_that_still_imports_is_given_up_and_ends_with_its_launcher(
+    enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(30)")
+    async with enter(("slow",)) as room:
+        room.server.warm()
+        await until(lambda: bool(room.server.pid), "the server")
+        server = psutil.Process(room.server.pid)
+        await room.server.close()
         assert not server.is_running()
         assert await room.fork(actor()) is None
-    monkeypatch.setattr(fork_server_pool, "IMPORT_S", 0.2)
-    async with enter() as room:
-        (room.folder / "sitecustomize.py").write_text(SLEEPS)
-        assert await room.fork(actor(), TORCH) is None
-        await until(lambda: not room.nursery.pids, "the server's end")
+    monkeypatch.setattr(fork_server, "IMPORT_S", 0.2)
+    async with enter(("slow",)) as room:
+        assert await room.fork(actor()) is None
+        await until(lambda: not room.server.pid, "the server's end")
     assert "still imports after 0.2 s" in caplog.text
 
 
@@ -288,31 +261,29 @@ SFT = 'answer_key = "answer"\n[algo]\nkind = "sft"\n[rollout]\nworkflow = "demon
 # -- who is forked -----------------------------------------------------------------------------------------------------
 
 
-def test_which_actors_are_forked(tmp_path: Path):
+def test_what_is_imported_ahead_and_who_is_forked(tmp_path: Path):
     file = tmp_path / "run.toml"
 
-    def kits(text: str = "", program: str = DEFAULT_PROGRAM, env: dict[str, str] | None = None) -> dict[str, str]:
+    def modules(text: str = "", program: str = DEFAULT_PROGRAM, env: dict[str, str] | None = None) -> tuple[str, ...]:
         file.write_text(RUN_TOML + text)
         config = load_config(file)
-        actors = place(config, 1)
-        found = preloads_of(config, program, actors, env or {"OMP_NUM_THREADS": "4"})
-        return {} if found is None else {each.role: found.set_of(each) for each in actors}
+        return preloaded(config, program, place(config, 1), env or {"OMP_NUM_THREADS": "4"})
 
-    light = {"monitor": "light", "buffer": "light", "coordinator": "light"}
-    assert kits() == light | {"trainer": "torch", "rollout": "torch"}
-    assert kits('[roles.trainer]\nenv = {A = "1"}\n')["trainer"] == ""
-    assert kits('[roles.rollout]\npython = "/usr/bin/python3"\n')["rollout"] == ""
-    assert kits('[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\n') == light | {
-        "trainer": "megatron",
-        "rollout": "light",
-    }
+    sglang = '[roles.rollout]\nkind = "sglang"\n'
+    assert modules() == (*LIGHT, *TORCH)
+    assert (
+        not is_forked(actor(env={"A": "1"})) and not is_forked(actor(python="/usr/bin/python3")) and is_forked(actor())
+    )
+    assert modules('[roles.trainer]\nenv = {A = "1"}\n' + sglang) == LIGHT
+    assert modules('[roles.trainer]\nkind = "megatron"\n' + sglang) == (*LIGHT, *TORCH, MEGATRON)
     gpus = '[roles.trainer]\nkind = "megatron"\ndevices = "0"\n'
-    assert kits(gpus)["trainer"] == "torch", "megatron-core asks CUDA for devices when it is imported"
-    assert set(kits(program="mine:build").values()) == {"light"}
-    assert kits("[run]\npreload = false\n") == {}
-    assert kits(env={"MKL_NUM_THREADS": "4"}) == {}, "read when the library is loaded, not when the actor is known"
-    assert kits(SFT)["rollout"] == "light"
-    assert kits('preset = "recorded"\n[roles.rollout]\nkind = "recorded"\n')["rollout"] == "light"
+    assert modules(gpus) == (*LIGHT, *TORCH), "megatron-core asks CUDA for devices when it is imported"
+    assert modules(program="mine:build") == LIGHT
+    assert modules("[run]\npreload = false\n") == ()
+    assert modules(env={"MKL_NUM_THREADS": "4"}) == (), "read when the library is loaded, not when the actor is known"
+    alone = '[roles.trainer]\npython = "/usr/bin/python3"\n'
+    assert modules(SFT + alone) == LIGHT
+    assert modules('preset = "recorded"\n[roles.rollout]\nkind = "recorded"\n' + alone) == LIGHT
 
 
 # -- orphans -----------------------------------------------------------------------------------------------------------
@@ -347,10 +318,10 @@ def test_orphans_are_reaped_and_children_that_somebody_waits_for_are_not():
 
 
 def servers_of(run: Any) -> list[psutil.Process]:
-    return [child for child in run.children() if fork_server_pool.SERVER_MODULE in child.cmdline()]
+    return [child for child in run.children() if fork_server.SERVER_MODULE in child.cmdline()]
 
 
-def is_forked(pid: int) -> bool:
+def was_forked(pid: int) -> bool:
     """A fresh interpreter is called after its program."""
     return not Path(f"/proc/{pid}/comm").read_text().startswith("python")
 
@@ -360,12 +331,12 @@ def test_actors_are_restarted_by_forks_and_a_killed_launcher_ends_all(tmp_path: 
     flags = ("--set", "roles.rollout.count=2", "--set", "roles.trainer.count=2", "--set", 'roles.buffer.env.MINE="1"')
     with run(tmp_path, "up", *flags, is_plain=True) as one:
         one.until_serving(*FIRST)
-        assert {name: is_forked(one.pid_of(name)) for name in FIRST} == {name: name != "buffer" for name in FIRST}
+        assert {name: was_forked(one.pid_of(name)) for name in FIRST} == {name: name != "buffer" for name in FIRST}
         assert len(servers_of(one)) == 1
         for name in ("rollout/0", "trainer/1"):
             os.kill(one.pid_of(name), signal.SIGKILL)
             one.until_serving(name, attempt=1)
-            assert is_forked(one.pid_of(name, attempt=1))
+            assert was_forked(one.pid_of(name, attempt=1))
             assert psutil.Process(one.pid_of(name, attempt=1)).ppid() == one.process.pid
         one.until_serving("trainer/0", attempt=1)
         children = one.children()
