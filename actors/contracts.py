@@ -160,10 +160,6 @@ class MemoryContract(Actor):
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
-    async def process_ended(self, process: WatchedProcess) -> None:
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
     async def view(self) -> MemoryView:
         raise NotImplementedError
 
@@ -177,8 +173,8 @@ class NodeAgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
-    async def watch(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
-        """Watch these, too; returns those that are gone already."""
+    async def gone(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
+        """Those of these that have ended."""
         raise NotImplementedError
 
 

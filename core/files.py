@@ -164,10 +164,11 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
     """A file that is there whole or not at all, also after a power cut; an older one is replaced. Raises OSError."""
     draft = path.with_name(f".{path.name}.part")
-    with draft.open("wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(draft, flags, mode), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

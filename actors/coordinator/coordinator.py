@@ -465,8 +465,7 @@ class PhaseMoves:
         self._on_change = on_change
 
     def kept(self) -> RunState:
-        state = self._state
-        return replace(state, phase=self._coming or state.phase, engines=set(state.engines))
+        return replace(self._state, phase=self._coming or self._state.phase)
 
     async def to(self, phase: RunPhase) -> bool:
         """Enter a phase: the journal has it before it is reported and before its work begins. False: another phase came

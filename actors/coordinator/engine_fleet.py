@@ -58,17 +58,11 @@ class EngineFleet:
         if self._serves:
             self._adoption.joined(name, epoch, status.version)
             self._adopter.look_again()
-        if name not in self._state.engines:
-            self._state.engines.add(name)
-            await self._keep()
         self._tell("engine-joined", f"{name} (epoch {epoch})")
         self._on_change()
 
     async def leaving(self, rollout: str, reason: str) -> None:
         """It ends on purpose."""
-        if rollout in self._state.engines:
-            self._state.engines.discard(rollout)
-            await self._keep()
         if self.present.pop(rollout, None) is not None:
             self._epochs.pop(rollout)
             self._adoption.gone(rollout, self._adoption.epoch_of(rollout))

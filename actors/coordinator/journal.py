@@ -10,8 +10,6 @@ serve) the actors report. A journal of an earlier launch in the same directory i
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import ConfigError, LedgerError
-from ...core.files import Tell, until_written
+from ...core.files import Tell, read_regular, until_written, write_durably
 from ...core.messages import Record
 from ..daemon_thread import in_daemon_thread
 from .run_state import RunState
@@ -65,7 +63,7 @@ class CoordinatorJournal:
         """What an earlier incarnation kept, or None and why there is nothing (empty for a first start). Blocking.
         Raises ConfigError, since nothing that is tried again mends it, for a file that is not as it was written."""
         try:
-            data = _read(self.path)
+            data = read_regular(self.path, MAX_BYTES)
         except FileNotFoundError:
             return None, ""
         except OSError as error:
@@ -98,8 +96,9 @@ class CoordinatorJournal:
         async with self._turn:
             self._next = None  # what changes from here on is for the next one
             body = msgspec.json.encode(self.make())
+            data = _digest(body) + b"\n" + body
             try:
-                await in_daemon_thread(lambda: _replace(self.path, _digest(body) + b"\n" + body), "journal")
+                await in_daemon_thread(lambda: write_durably(self.path, data, 0o600), "journal")
             except OSError as error:
                 raise LedgerError(
                     f"{self.path}: {error.strerror or error}", remedy="check disk and rights of the run directory"
@@ -121,26 +120,3 @@ class CoordinatorJournal:
 
 def _digest(body: bytes) -> bytes:
     return blake2b(body, digest_size=_DIGEST_BYTES).hexdigest().encode()
-
-
-def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(0, "it is no file")
-        if facts.st_size > MAX_BYTES:
-            raise OSError(0, f"{facts.st_size} bytes are more than any journal has")
-        return file.read(MAX_BYTES)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """The file has the old content or the new one, whatever happens."""
-    beside = path.with_name(f".{path.name}.new")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
-    beside.replace(path)
-    # The folder is not synced: after a crash of the whole machine the journal is of an earlier launch.

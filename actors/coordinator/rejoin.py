@@ -19,7 +19,7 @@ from .run_control import RunControl
 from .run_state import RunState
 
 REJOIN_S = 5.0
-"""How long those that an earlier incarnation knew may take."""
+"""How long trainer and engines of the run may take to report in."""
 LEADER = "trainer/0"
 OTHER_OWNERS = ("buffer", "monitor", "trainer/")
 """Owners of knobs beside the rollout actors, which report in."""
@@ -43,14 +43,14 @@ class Rejoin:
         self._conductor = conductor
         self._control = control
         self._tell = tell
-        self._wanted = set(state.engines)
+        self._heard: set[str] = set()
         self._is_trainer_wanted = state.version >= 0
         self._news = asyncio.Event()
 
     def heard(self, name: str) -> None:
         if name == "trainer/0":
             self._is_trainer_wanted = False
-        self._wanted.discard(name)
+        self._heard.add(name)
         self._news.set()
 
     async def run(self, joined: Collection[str]) -> None:
@@ -71,7 +71,7 @@ class Rejoin:
         self._tell("coordinator-attached", f"version {self._state.version}, {names}; waited {took_s:.2f} s")
 
     def _missing(self) -> list[str]:
-        engines = sorted(self._wanted.intersection(self._ctx.peers("rollout/")))
+        engines = sorted({*self._ctx.peers("rollout/")} - self._heard)
         return ["trainer/0", *engines] if self._is_trainer_wanted else engines
 
 

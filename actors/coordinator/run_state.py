@@ -8,7 +8,7 @@ finished / failed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...core.messages import EngineStatus, RunPhase, RunStatus
 
@@ -38,8 +38,6 @@ class RunState:
     eval_reward: float | None = None
     evaluating: int = -1
     """Version at which an evaluation began that is not through; -1: none."""
-    engines: set[str] = field(default_factory=set[str])
-    """Rollout actors that reported in and did not leave, in an earlier incarnation too."""
     has_restored: bool = False
     """The knobs of the checkpoint that the run resumed from are among the decisions."""
     past_epoch: int = 0

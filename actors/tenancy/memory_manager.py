@@ -93,7 +93,6 @@ class MemoryManager(MemoryContract):
             node=self._options.node,
             agents=self._options.agents,
             meter=self._meter_of_devices,
-            clock=self._clock,
             on_end=self._process_ended,
         )
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
@@ -116,7 +115,6 @@ class MemoryManager(MemoryContract):
 
     async def on_peer(self, event: PeerEvent) -> None:
         """The registry's word that a tenant left. Its processes may live on: their end is seen by pidfd alone."""
-        self._node_watch.on_peer(event)
         if event.kind not in ("down", "restarted") or event.name not in self._watched:
             return
         known = self._arbiter.ledger.tenants.get(event.name)
@@ -161,9 +159,6 @@ class MemoryManager(MemoryContract):
                 f"{self.ctx.name} came to no end of {request.request_id} within {request.deadline_s:g} s",
                 remedy="see its log; this is a bug of the manager",
             ) from error
-
-    async def process_ended(self, process: WatchedProcess) -> None:
-        self._node_watch.ended(process)
 
     async def view(self) -> MemoryView:
         ledger = self._arbiter.ledger

@@ -1,24 +1,22 @@
 """Devices measured and processes watched: by the memory manager on its own node, by a node agent on each other node.
 
 measure   all devices asked about, of all nodes at the same time: half a picture proves nothing
-watch     repeated until the agent has answered, and again, all of it, when the agent was restarted
-ended     repeated until the manager has answered: no death is lost with a message, nor with the manager
+gone      asked for again and again: an agent keeps nothing, so no death is lost with a message or with a process
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 from collections.abc import Callable, Collection, Mapping
 
-from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
-from ...core.clock import Clock
+from ...core.actor import ActorContext, MailboxPolicy
 from ...core.device_memory import DeviceMeter, DeviceReading, DeviceUse, MeasuredDevice, WatchedProcess
 from ...core.errors import MemoryFault, MyxaError
 from ...core.process import start_time
 from ...core.refs import with_deadline
-from ...core.retry import until_answered
-from ..contracts import MemoryContract, NodeAgentContract
+from ..contracts import NodeAgentContract
 from ..daemon_thread import in_daemon_thread
 
 
@@ -27,19 +25,8 @@ class NodeAgent(NodeAgentContract):
 
     mailbox = MailboxPolicy(size=1024)
 
-    def __init__(self, *, manager: str, meter: DeviceMeter, clock: Clock) -> None:
-        """`manager`: actor name."""
-        self._manager = manager
+    def __init__(self, *, meter: DeviceMeter) -> None:
         self._meter = meter
-        self._clock = clock
-        self._processes: dict[tuple[int, int], WatchedProcess] = {}
-        """By pid and start time."""
-
-    async def on_start(self) -> None:
-        self._watch = ProcessWatch(self._ended)
-
-    async def on_stop(self, why: str) -> None:
-        self._watch.close()
 
     async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
         found = await in_daemon_thread(lambda: read_all(self._meter, uses), "measure devices")
@@ -48,33 +35,25 @@ class NodeAgent(NodeAgentContract):
             for device, reading in found.items()
         )
 
-    async def watch(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
-        gone: list[WatchedProcess] = []
-        for process in processes:
-            if self._watch.watch(process.pid, process.started_at):
-                self._processes[process.pid, process.started_at] = process
-            else:
-                gone.append(process)
-        return tuple(gone)
+    async def gone(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
+        return tuple(process for process in processes if has_ended(process.pid, process.started_at))
 
-    def _ended(self, pid: int, started_at: int) -> None:
-        process = self._processes.pop((pid, started_at), None)
-        if process is not None:
-            self.ctx.spawn(self._tell_end(process), name=f"end of process {pid}")
 
-    async def _tell_end(self, process: WatchedProcess) -> None:
-        manager = self.ctx.ref(MemoryContract, self._manager)
-        try:
-            await until_answered(
-                lambda: manager.process_ended(process), who=self._manager, clock=self._clock, log=self.ctx.log
-            )
-        except MyxaError as error:
-            self.ctx.log.warning("%s did not hear that process %d ended: %s", self._manager, process.pid, error)
+def has_ended(pid: int, started_at: int) -> bool:
+    """Whether that process has; a number that is used again is another process. psutil was considered: of a process
+    that nobody has reaped it says that it is there."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], 0)[0]) or bool(started_at and start_time(pid) != started_at)
+    finally:
+        os.close(fd)
 
 
 ASK_S = 5.0
-AGAIN_S = 5.0
-"""After an agent refused, or did not answer within `ASK_S`."""
+ASK_AGAIN_S = 0.5
 
 
 class NodeWatch:
@@ -87,7 +66,6 @@ class NodeWatch:
         node: int,
         agents: Mapping[int, str],
         meter: DeviceMeter,
-        clock: Clock,
         on_end: Callable[[WatchedProcess], None],
     ) -> None:
         """`node`: the manager's own. `agents`: actor names, by node, of all others. `on_end`: called once for each
@@ -96,16 +74,12 @@ class NodeWatch:
         self._node = node
         self._agents = dict(agents)
         self._meter = meter
-        self._clock = clock
         self._on_end = on_end
         self._own = ProcessWatch(lambda pid, started_at: self.ended(WatchedProcess(self._node, pid, started_at)))
         self._watched: dict[int, set[WatchedProcess]] = {}
         """By node."""
-        self._sent: dict[int, set[WatchedProcess]] = {}
-        """What the present incarnation of an agent has answered for; an answer of an earlier one finds another set."""
-        self._telling: set[int] = set()
-        for name in self._agents.values():
-            ctx.watch(name)
+        for other, name in self._agents.items():
+            ctx.spawn(self._ask_forever(other), name=f"ask {name} for ended processes")
 
     def knows(self, node: int) -> bool:
         """Whether this node or an agent there can be asked."""
@@ -151,10 +125,7 @@ class NodeWatch:
             if is_there:
                 self._watched.setdefault(self._node, set()).add(process)
             return is_there
-        watched = self._watched.setdefault(process.node, set())
-        if process not in watched:
-            watched.add(process)
-            self._tell(process.node)
+        self._watched.setdefault(process.node, set()).add(process)
         return True
 
     def is_own(self, process: WatchedProcess) -> bool:
@@ -162,48 +133,24 @@ class NodeWatch:
         return process.node == self._node and process.pid == os.getpid()
 
     def ended(self, process: WatchedProcess) -> None:
-        """It did; said by the kernel or by an agent, perhaps twice."""
+        """It did; said by the kernel or by an agent."""
         watched = self._watched.get(process.node, set())
         if process in watched:
             watched.discard(process)
-            self._sent.get(process.node, set()).discard(process)
             self._on_end(process)
 
-    def on_peer(self, event: PeerEvent) -> None:
-        """A restarted agent watches no process yet."""
-        node = next((node for node, name in self._agents.items() if name == event.name), None)
-        if node is not None and event.kind in ("up", "restarted"):
-            self._sent.pop(node, None)
-            self._tell(node)
-
-    def _tell(self, node: int) -> None:
-        if node in self._agents and node not in self._telling:
-            self._telling.add(node)
-            self._ctx.spawn(self._tell_until_known(node), name=f"watch processes of node {node}")
-
-    async def _tell_until_known(self, node: int) -> None:
-        try:
-            while True:
-                watched = self._sent.setdefault(node, set())
-                new = tuple(self._watched.get(node, set()) - watched)
-                if not new:
-                    return
-                await self._tell_once(node, new, watched)
-        finally:
-            self._telling.discard(node)
-
-    async def _tell_once(self, node: int, new: tuple[WatchedProcess, ...], watched: set[WatchedProcess]) -> None:
-        name = self._agents[node]
+    async def _ask_forever(self, node: int) -> None:
         agent = with_deadline(self._agent(node), ASK_S)
-        try:
-            gone = await until_answered(lambda: agent.watch(new), who=name, clock=self._clock, log=self._ctx.log)
-        except MyxaError as error:  # an error inside the agent
-            self._ctx.log.warning("%s watches no processes: %s; it is asked again in %g s", name, error, AGAIN_S)
-            await asyncio.sleep(AGAIN_S)
-            return
-        watched.update(new)
-        for process in gone:
-            self.ended(process)
+        while True:
+            await asyncio.sleep(ASK_AGAIN_S)
+            if watched := tuple(self._watched.get(node, ())):
+                try:
+                    gone = await agent.gone(watched)
+                except MyxaError as error:
+                    self._ctx.log.info("%s does not say which processes ended: %s", self._agents[node], error)
+                    continue
+                for process in gone:
+                    self.ended(process)
 
     def close(self) -> None:
         self._own.close()

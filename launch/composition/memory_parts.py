@@ -116,7 +116,7 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
     num_hosts = 0 if on_gpus else config.memory.host_devices
     meter = DeviceMeters({host_device(n, spec.node, config): config.memory.capacity_mb * MIB for n in range(num_hosts)})
     if spec.name != manager_name(config):
-        return NodeAgent(manager=manager_name(config), meter=meter, clock=clock)
+        return NodeAgent(meter=meter)
     limits = (
         ArbiterOptions(reserve_bytes=config.memory.reserve_mb * MIB)
         if on_gpus

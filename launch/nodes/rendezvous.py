@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -277,39 +278,16 @@ def _of_run(run_dir: RunDir, job_key: Path | None) -> LateRendezvous:
     return LateRendezvous(find_late_place(record.endpoints.tcp[0], {}), None, job_key or key)
 
 
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST, HIGHEST = 1024, 65535
+PORTS = range(10_000, 30_000)
+"""Below the range that Linux gives to connections unless it is told otherwise."""
 NUM_TRIES = 100
 
 
 def quiet_port(family: socket.AddressFamily = socket.AF_INET) -> int:
-    """A port where nothing listens and that stays free for minutes. Raises OSError if the machine has none.
-
-    It lies outside the ephemeral range if possible: the kernel gives ports of that range to every connection. The
-    choice is random, so that concurrent callers get different ports."""
-    below, above = _around_ephemeral()
-    candidates = [*range(max(LOWEST, below - 20_000), below), *range(above + 1, HIGHEST + 1)]
-    for port in random.sample(candidates, min(NUM_TRIES, len(candidates))):  # not seeded: runs must differ
-        if _is_free(family, port):
-            return port
-    with socket.socket(family) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _is_free(family: socket.AddressFamily, port: int) -> bool:
-    with socket.socket(family) as probe:
-        try:
+    """A port where nothing listens and that the kernel gives to no connection meanwhile; any free one if there is none.
+    The choice is random, so that concurrent callers get different ports. Raises OSError if the machine has none."""
+    for port in (*random.sample(PORTS, NUM_TRIES), 0):  # not seeded: runs must differ
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind(("", port))
-        except OSError:
-            return False
-        return True
-
-
-def _around_ephemeral() -> tuple[int, int]:
-    """First and last port of the ephemeral range; Linux's default if the machine does not say."""
-    try:
-        first, last = EPHEMERAL.read_text().split()
-        return int(first), int(last)
-    except (OSError, ValueError):
-        return 32768, 60999
+            return int(probe.getsockname()[1])
+    raise OSError(errno.EADDRINUSE, "no port is free")

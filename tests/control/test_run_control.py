@@ -172,7 +172,7 @@ async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tm
 async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
     place = Place(tmp_path)
     await place.journal.keep()
-    (tmp_path / ".coordinator.journal.new").mkdir()
+    (tmp_path / ".coordinator.journal.part").mkdir()
     with pytest.raises(LedgerError, match="check disk and rights"):
         await place.control.pause(WHO, "look")
     await place.settled()

@@ -272,7 +272,7 @@ def node_of(device: str) -> int:
 
 def agent_of(devices: list[str], node: int) -> MortalAgent:
     meter = DeviceMeters({device: CAPACITY for device in devices if node_of(device) == node})
-    return MortalAgent(manager="memory/0", meter=meter, clock=SystemClock())
+    return MortalAgent(meter=meter)
 
 
 def manager_of(run_dir: Path, devices: list[str]) -> MortalManager:

@@ -1,11 +1,9 @@
-"""Whom a manager has watched on other nodes, when agents restart, refuse, or answer late; over real sockets."""
+"""Whom a manager has watched on other nodes, also when agents refuse or are not there; over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from tests.harness.waiting import until
 from myxa.actors.contracts import NodeAgentContract
 from myxa.actors.tenancy import node_agent
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
-from myxa.actors.tenancy.node_agent import NodeWatch, ProcessWatch
-from myxa.core.actor import Actor, PeerEvent
+from myxa.actors.tenancy.node_agent import NodeWatch, ProcessWatch, has_ended
+from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import MeasuredDevice, TagReport, TenantReport, WatchedProcess
+from myxa.core.device_memory import TagReport, TenantReport, WatchedProcess
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
 from myxa.memory.leases.journal import Journal
@@ -30,104 +28,51 @@ ONE, OTHER = WatchedProcess(1, 4_000_001, 7), WatchedProcess(1, 4_000_002, 8)
 
 
 class Agent(NodeAgentContract):
-    """Answers when it is let."""
+    """Says what the test has it say."""
 
     def __init__(self) -> None:
-        self.asked: list[frozenset[WatchedProcess]] = []
-        self.may_answer = asyncio.Event()
-        self.refusals = 0
-        self.gone: frozenset[WatchedProcess] = frozenset()
+        self.asked: list[set[WatchedProcess]] = []
+        self.refusals = 2
+        self.ended: set[WatchedProcess] = set()
 
-    async def measure(self, uses: object) -> tuple[MeasuredDevice, ...]:
-        raise AssertionError(uses)
-
-    async def watch(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
-        self.asked.append(frozenset(processes))
-        await self.may_answer.wait()
+    async def gone(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
+        self.asked.append(set(processes))
         if self.refusals:
             self.refusals -= 1
             raise MemoryFault("not now", remedy="later")
-        return tuple(self.gone.intersection(processes))
+        return tuple(self.ended.intersection(processes))
 
 
 class Manager(Actor):
-    """Somebody with a sight."""
+    """It watches."""
 
     def __init__(self) -> None:
         self.ended: list[WatchedProcess] = []
 
     async def on_start(self) -> None:
-        self.sight = NodeWatch(
-            self.ctx,
-            node=0,
-            agents={1: "memory/1"},
-            meter=DeviceMeters(),
-            clock=SystemClock(),
-            on_end=self.ended.append,
-        )
-
-    async def on_peer(self, event: PeerEvent) -> None:
-        self.sight.on_peer(event)
-
-    async def on_stop(self, why: str) -> None:
-        self.sight.close()
+        self.sight = NodeWatch(self.ctx, node=0, agents={1: "memory/1"}, meter=DeviceMeters(), on_end=self.ended.append)
 
 
-@asynccontextmanager
-async def both() -> AsyncIterator[tuple[Manager, Agent]]:
-    async with asyncio.timeout(20):
-        here = await Node.attach(name="launcher/0")
-        there = await Node.attach(name="there", rdzv=here.rendezvous)
-        manager, agent = Manager(), Agent()
-        try:
-            await there.start(agent, "memory/1")
-            await here.start(manager, "memory/0")
-            yield manager, agent
-        finally:
-            await there.close()
-            await here.close()
-
-
-def came_anew() -> PeerEvent:
-    return PeerEvent("restarted", "memory/1", 9)
-
-
-async def test_an_answer_of_an_agent_that_is_over_does_not_count_for_the_next_one() -> None:
-    async with both() as (manager, agent):
-        manager.sight.watch(ONE)
-        await until(lambda: len(agent.asked) == 1)
-        manager.sight.on_peer(came_anew())
-        agent.may_answer.set()
-        await until(lambda: len(agent.asked) == 2)
-        assert agent.asked == [{ONE}, {ONE}]
-        manager.sight.watch(OTHER)
-        await until(lambda: len(agent.asked) == 3)
-        assert agent.asked[2] == {OTHER}, "what it knows it is not told again"
-
-
-async def test_an_agent_that_refused_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_agent, "AGAIN_S", 0.05)
-    async with both() as (manager, agent):
-        agent.refusals = 2
-        agent.may_answer.set()
-        manager.sight.watch(ONE)
-        await until(lambda: len(agent.asked) == 3)
-        manager.sight.watch(OTHER)
-        await until(lambda: len(agent.asked) == 4)
-        assert agent.asked[3] == {OTHER}
-
-
-async def test_who_ended_before_it_was_told_is_reported_once() -> None:
-    async with both() as (manager, agent):
-        agent.gone = frozenset({ONE})
-        agent.may_answer.set()
-        manager.sight.watch(ONE)
-        await until(lambda: bool(manager.ended))
+async def test_an_agent_is_asked_until_it_answers_and_an_end_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_agent, "ASK_AGAIN_S", 0.05)
+    here = await Node.attach(name="launcher/0")
+    there = await Node.attach(name="there", rdzv=here.rendezvous)
+    manager, agent = Manager(), Agent()
+    try:
+        await here.start(manager, "memory/0")
+        for process in (ONE, OTHER):
+            assert manager.sight.watch(process)
+        await asyncio.sleep(0.2)  # there is no agent yet
+        await there.start(agent, "memory/1")
+        await until(lambda: len(agent.asked) > 3)
+        assert agent.asked[:3] == [{ONE, OTHER}] * 3 and not manager.ended
+        agent.ended = {ONE}
+        await until(lambda: agent.asked[-1] == {OTHER})
         manager.sight.ended(ONE)
         assert manager.ended == [ONE]
-        manager.sight.on_peer(came_anew())
-        manager.sight.watch(OTHER)
-        await until(lambda: agent.asked[-1] == {OTHER})
+    finally:
+        await there.close()
+        await here.close()
 
 
 async def test_the_next_process_of_a_number_is_not_taken_for_the_one_before() -> None:
@@ -139,8 +84,11 @@ async def test_the_next_process_of_a_number_is_not_taken_for_the_one_before() ->
     try:
         assert watch.watch(child.pid, started_at)
         assert watch.watch(child.pid, started_at)
+        assert not has_ended(child.pid, started_at) and has_ended(child.pid, started_at + 1)
         child.kill()
+        await until(lambda: has_ended(child.pid, started_at))  # nobody has reaped it
         child.wait()
+        assert has_ended(child.pid, started_at)
         assert not watch.watch(child.pid, started_at + 1)
         await until(lambda: bool(ended))
         await asyncio.sleep(0.05)

@@ -47,7 +47,7 @@ async def test_what_was_kept_comes_back(tmp_path: Path) -> None:
     journal = _journal(tmp_path)
     kept = Kept(
         launch="here",
-        run=RunState(phase="draining", version=12, leader_reason="all done", eval_reward=0.5, engines={"rollout/0"}),
+        run=RunState(phase="draining", version=12, leader_reason="all done", eval_reward=0.5),
         pause=PauseKept(is_paused=True, until_step=14, reason="look"),
     )
     journal.make = lambda: kept
@@ -62,7 +62,7 @@ async def test_a_disk_that_refuses_leaves_the_journal_as_it_was(tmp_path: Path) 
     journal = _journal(tmp_path)
     await journal.keep()
     before = journal.path.read_bytes()
-    (tmp_path / ".coordinator.journal.new").mkdir()
+    (tmp_path / ".coordinator.journal.part").mkdir()
     journal.make = lambda: Kept(launch="here", run=RunState(version=7))
     with pytest.raises(LedgerError, match="check disk and rights"):
         await journal.keep()
@@ -142,15 +142,15 @@ class SlowDisk:
         self.may_write = threading.Event()
         self.has_begun = threading.Event()
         self.num_writing = self.most_writing = 0
-        self._replace = journal_module._replace
-        monkeypatch.setattr(journal_module, "_replace", self._slowly)
+        self._write = journal_module.write_durably
+        monkeypatch.setattr(journal_module, "write_durably", self._slowly)
 
-    def _slowly(self, path: Path, data: bytes) -> None:
+    def _slowly(self, path: Path, data: bytes, mode: int) -> None:
         self.num_writing += 1
         self.most_writing = max(self.most_writing, self.num_writing)
         self.has_begun.set()
         assert self.may_write.wait(20)
-        self._replace(path, data)
+        self._write(path, data, mode)
         self.num_writing -= 1
 
     async def until_writing(self) -> None:

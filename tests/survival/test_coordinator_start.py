@@ -78,7 +78,7 @@ async def place(
 
 
 async def test_a_run_whose_begin_cannot_be_kept_is_not_begun(tmp_path: Path) -> None:
-    (tmp_path / ".coordinator.journal.new").mkdir()
+    (tmp_path / ".coordinator.journal.part").mkdir()
     async with place(tmp_path) as (node, coordinator, leader, ref):
         await ref.trainer_ready(0, None, {})
         async with asyncio.timeout(20):
