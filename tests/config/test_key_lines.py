@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.core.config import AlgoConfig, RolloutSettings
@@ -60,6 +60,7 @@ keys = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_siz
 leaves = st.one_of(st.integers(-9, 9), st.booleans(), keys, st.lists(st.integers(0, 9), max_size=3), st.just("a\nb"))
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(keys, st.dictionaries(keys, leaves, max_size=4), max_size=4))
 def test_lines_of_generated_files(tables: dict[str, dict[str, Any]]) -> None:
     lines: list[str] = []
