@@ -1,14 +1,11 @@
 """`myxa plan`: checks a run and estimates it before it is started, as a page or as JSON.
 
 Starts nothing, needs no GPU and no torch. Problems are collected, never raised: one plan shows all of them, last,
-errors behind warnings, file by file and line by line. Commands and variables of processes come from the functions that
-the launcher itself uses; values of variables whose names say that they are secret are left out.
+errors behind warnings, file by file and line by line.
 """
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,27 +15,15 @@ import msgspec
 from ...core.config import Inspected, inspect_config
 from ...core.config.loading import KeyOrigin, Problem
 from ...core.errors import ConfigError
-from ..actor_spec import ActorSpec, GangRendezvous
+from ..actor_spec import ActorSpec
 from ..memory_part import GIB, count_text, size_text
 from ..supervisor.placement import place, placement_problems
-from ..worker_spec import SPEC_VARIABLE, child_env, worker_command
 from .all_checks import CHECKS
 from .check import CheckedRun, Finding, key_of, run_checks
 from .memory_estimate import DeviceLoad, Memory, memory, ranges, used_devices
 from .node import DiskNeed, disk_need
 from .objective_text import objective_lines
 from .run_arithmetic import BatchPlan, PlannedSource, StalenessPlan, batch_plan, planned_sources, staleness_plan
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedProcess:
-    """One process."""
-
-    actor: str
-    node: int
-    command: tuple[str, ...]
-    env: dict[str, str]
-    """What is set besides the launcher's own environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +74,6 @@ class PlannedRun:
     memory: Memory | None = None
     num_parameters: int | None = None
     disk: DiskNeed | None = None
-    starts: tuple[PlannedProcess, ...] = ()
-    """In start order; without the servers that rollout actors start."""
 
     @property
     def errors(self) -> tuple[PlanProblem, ...]:
@@ -135,7 +118,6 @@ def make_plan(
         memory=run.once(memory)[0],
         num_parameters=run.model.num_parameters if run.model is not None else None,
         disk=run.once(disk_need),
-        starts=tuple(map(_process, actors)),
     )
 
 
@@ -180,11 +162,7 @@ def in_order(problems: Iterable[PlanProblem], files: Sequence[str]) -> tuple[Pla
     return tuple(sorted(dict.fromkeys(problems), key=rank))
 
 
-# -- placement and processes -------------------------------------------------------------------------------------------
-
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-HIDDEN = "(not shown)"
-CHOSEN = "<chosen at start>"
+# -- placement ---------------------------------------------------------------------------------------------------------
 
 
 def _node(actors: Sequence[ActorSpec], number: int) -> PlannedNode:
@@ -195,14 +173,6 @@ def _node(actors: Sequence[ActorSpec], number: int) -> PlannedNode:
             devices.setdefault(device, []).append(actor.name)
     interpreters = sorted({actor.python or "the launcher's" for actor in mine})
     return PlannedNode(devices, len(mine), sum(actor.threads for actor in mine), interpreters)
-
-
-def _process(actor: ActorSpec) -> PlannedProcess:
-    meeting = GangRendezvous(address=CHOSEN, port=0) if actor.rank is not None else None
-    env = child_env({}, actor, spec_path=CHOSEN, run_id=CHOSEN, attempt=0, meeting=meeting)
-    env |= {name: CHOSEN for name in ("MASTER_PORT",) if name in env}
-    env |= {name: HIDDEN for name in env if SECRET.search(name) and name != SPEC_VARIABLE}
-    return PlannedProcess(actor.name, actor.node, worker_command(actor), env)
 
 
 # -- page and JSON -----------------------------------------------------------------------------------------------------
@@ -218,7 +188,7 @@ def plan_json(plan: PlannedRun) -> dict[str, Any]:
     return value
 
 
-def plan_text(plan: PlannedRun, *, shows_commands: bool = True) -> str:
+def plan_text(plan: PlannedRun) -> str:
     """The page; problems last, where the eye is."""
     sections = [
         ("placement", _placement(plan)),
@@ -228,7 +198,6 @@ def plan_text(plan: PlannedRun, *, shows_commands: bool = True) -> str:
         ("sources of prompts", _sources(plan.sources)),
         ("staleness", staleness_lines(plan.staleness)),
         ("disk", _disk(plan.disk)),
-        ("what is started", _starts(plan) if shows_commands else iter(())),
     ]
     for severity in ("warning", "error"):
         found = [one for one in plan.problems if one.severity == severity]
@@ -329,9 +298,3 @@ def _disk(disk: DiskNeed | None) -> Iterator[str]:
     yield f"{disk.folder}: {size_text(disk.needed_bytes)} needed{free}"
     for part in disk.parts:
         yield f"  {part.name:<26} {size_text(part.num_bytes):>10}  {part.how}"
-
-
-def _starts(plan: PlannedRun) -> Iterator[str]:
-    for start in plan.starts:
-        yield f"{start.actor} (node {start.node}): {shlex.join(start.command)}"
-        yield "  " + " ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items())

@@ -27,7 +27,6 @@ def _add_plan(plan: Parser) -> None:
     plan.add_argument("--elsewhere", action="store_true",
                       help="the run will be started on another machine: do not look at this one's packages, "
                       "interpreters, devices, ports and disk")  # fmt: skip
-    plan.add_argument("--brief", action="store_true", help="leave commands out")
     add_json_flag(plan)
 
 
@@ -56,7 +55,7 @@ def _plan(options: argparse.Namespace) -> int:
     )
 
     def page(value: Any) -> Text | str:
-        return _coloured(plan_text(plan, shows_commands=not options.brief))
+        return _coloured(plan_text(plan))
 
     show(options, plan_json(plan), page)
     return 2 if plan.errors else 0

@@ -44,7 +44,10 @@ FORMER: Mapping[str, str] = {
     "watch": "`myxa top` shows the run; `tail -F RUN/metrics.jsonl`, events.jsonl or audit.jsonl follows its files",
 }
 """Commands that are gone -> what to do instead."""
-FORMER_FLAGS: Mapping[str, str] = {"--py-spy": "`py-spy dump --pid PID` on its node does that; `myxa ps` shows both"}
+FORMER_FLAGS: Mapping[str, str] = {
+    "--py-spy": "`py-spy dump --pid PID` on its node does that; `myxa ps` shows both",
+    "--brief": "a plan shows no commands any more; `ps` on a node shows those of a run",
+}
 """Flags that are gone -> what to do instead."""
 
 

@@ -86,6 +86,6 @@ def test_the_tutorial_can_be_planned(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "myxa.actors.models.tiny", "model"], cwd=tmp_path, check=True, capture_output=True
     )
-    command = [sys.executable, "-m", "myxa", "plan", "run.toml", "--set", "model.path=model", "--brief"]
+    command = [sys.executable, "-m", "myxa", "plan", "run.toml", "--set", "model.path=model"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,6 +29,7 @@ from myxa.launch.cli import main
         (["watch"], "tail -F"),
         (["profile", "all", "--for", "11min"], "'11min' is more than 10min"),
         (["stack", "rollout", "--py-spy"], "`py-spy dump --pid PID`"),
+        (["plan", "run.toml", "--brief"], "a plan shows no commands any more"),
         (["step", "-1"], "argument N: '-1' is no whole number from 1 on"),
         (["dump", "--next", "0"], "argument --next: '0' is no whole number from 1 on"),
         (["logs", "all", "-n", "x"], "argument -n/--lines: 'x' is no whole number from 0 on"),

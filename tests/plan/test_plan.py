@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
@@ -20,7 +19,6 @@ from myxa.launch.checks.node import FEW_BYTES, DiskNeed, disk_need, free_bytes, 
 from myxa.launch.checks.objective_text import objective_lines
 from myxa.launch.cli import main
 from myxa.launch.supervisor.placement import place
-from myxa.launch.worker_spec import child_env
 
 
 def test_a_good_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +37,6 @@ def test_a_good_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     staleness = answer["staleness"]
     # N = (eta + 1) * B + 1 - W with W = 1 + B // 4, as in docs/walk-prompt.md
     assert (staleness["num_slots"], staleness["window"], staleness["concurrency"]) == (22, 3, 64)
-    assert [start["actor"] for start in answer["starts"]] == actors
     after = sorted(path.name for path in site.folder.iterdir() if path.name != "run.toml")
     assert after == before, "nothing was made"
 
@@ -94,7 +91,7 @@ def test_neither_torch_nor_a_socket_is_touched(site: Site) -> None:
         "import sys\n"
         "sys.modules['zmq'] = None  # an import of it would fail\n"
         "from myxa.launch.cli import main\n"
-        "main(['plan', 'run.toml', '--brief'])\n"
+        "main(['plan', 'run.toml'])\n"
         "main(['doctor'])\n"
         "heavy = [name for name in ('torch', 'transformers', 'sglang', 'megatron.core') if name in sys.modules]\n"
         "sys.exit(f'{heavy}' if heavy else 0)\n"
@@ -104,25 +101,6 @@ def test_neither_torch_nor_a_socket_is_touched(site: Site) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "no problems" in done.stdout and "to mend" in done.stdout, done.stdout
-
-
-def test_the_commands_are_the_launchers(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    text = RUN.replace(
-        "[roles.rollout]\n", '[roles.rollout]\nthreads = 3\nenv = { HF_HOME = "/data/hf", WANDB_API_KEY = "s3cret" }\n'
-    )
-    file = site.write(text)
-    _, answer = plan(file, capsys=capsys)
-    assert "s3cret" not in json.dumps(answer)
-    starts = {start["actor"]: start for start in answer["starts"]}
-    rollout = starts["rollout/1"]
-    assert rollout["command"] == [sys.executable, "-m", "myxa.launch.worker"]
-    assert (rollout["env"]["OMP_NUM_THREADS"], rollout["env"]["HF_HOME"]) == ("3", "/data/hf")
-    assert rollout["env"]["WANDB_API_KEY"] == "(not shown)"
-    actors = {actor.name: actor for actor in place(load_config(file), 1)}
-    really = child_env({}, actors["rollout/1"], spec_path="x", run_id="r", attempt=0)
-    assert set(rollout["env"]) == set(really)
-    assert starts["trainer/1"]["env"]["RANK"] == "1"
-    assert starts["trainer/1"]["env"]["WORLD_SIZE"] == "2"
 
 
 def test_several_nodes(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

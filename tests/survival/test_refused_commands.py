@@ -1,5 +1,4 @@
-"""A run whose launcher is killed (SIGKILL), and all else with it, and that is resumed, trains each prompt once, as if it had
-never been killed. In between, a refused command changes nothing on the disk: every byte of the run's folder is compared."""
+"""A run that is killed as a whole (SIGKILL), and resumed, trains each prompt once, as if it had never been killed. In between, a refused command changes nothing on the disk: every byte of the run's folder is compared."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     try:
         lives.begin()
         lives.until_version(9)
-        lives.kill(launcher_only=True)
+        lives.kill()
         rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()
         (folder / "other.jsonl").write_text("\n".join(rows[10:90]) + "\n")
         make_tiny_model(folder / "larger", preset="2m", seed=1)
