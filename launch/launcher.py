@@ -35,9 +35,9 @@ from .control.client import NOTE, ControlNote
 from .control.handlers import HANDLERS
 from .control.server import ControlServer, VerbContext
 from .frozen_code import freeze
-from .nodes.agent import Agent
+from .nodes.agent import Agent, LaunchOutcome
 from .nodes.follower import follow, follow_late
-from .nodes.launch_options import LaunchOptions, LaunchOutcome, agent_options, check_own, facts_of, with_start
+from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, with_start
 from .nodes.lead import Lead, RunEnd, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .nodes.stop_signals import StopSignals

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..core.errors import LaunchError
-from ..core.files import lock_now, take_lock
+from ..core.files import lock_now, take_lock, write_durably
 from ..transport.address import make_private
 
 PREFIX = "myxa-"
@@ -134,14 +134,7 @@ class RuntimeDir:
             _log.warning("%s was removed under the run; it is there again", self.path)
         for path, data in held.items():
             if not path.exists():
-                _write_again(path, data)
-
-
-def _write_again(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-    draft.replace(path)
+                write_durably(path, data, 0o600)
 
 
 def ram_folder(runtime: Path) -> Path:

@@ -82,11 +82,14 @@ class AgentOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeExit:
-    """How this node's launcher exits."""
+class LaunchOutcome:
+    """How the run ended, as this node's launcher saw it."""
 
     exit_code: int
     reason: str
+    run_dir: Path | None = None
+    version: int = -1
+    """Of the weights at the end; -1: not known."""
 
 
 ExitSeen = Callable[[ChildEnd], Awaitable[None]]
@@ -96,7 +99,7 @@ class Agent(AgentContract):
     """`exit_seen` is called for every end of a process before the supervisor is informed."""
 
     def __init__(self, options: AgentOptions, exit_seen: ExitSeen) -> None:
-        self.left: asyncio.Future[NodeExit] = asyncio.get_running_loop().create_future()
+        self.left: asyncio.Future[LaunchOutcome] = asyncio.get_running_loop().create_future()
         """Set once the run is over."""
         self._options = options
         self._exit_seen = exit_seen
@@ -341,7 +344,7 @@ class Agent(AgentContract):
 
     async def leave(self, exit_code: int, reason: str) -> None:
         if not self.left.done():
-            self.left.set_result(NodeExit(exit_code, reason))
+            self.left.set_result(LaunchOutcome(exit_code, reason))
         self._start_no_more()
 
 

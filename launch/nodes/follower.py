@@ -28,8 +28,8 @@ from ..contracts import SUPERVISOR, EnlistReply, JoinReply, SupervisorContract, 
 from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
 from ..supervisor.placement import place as place_actors
-from .agent import Agent, NodeExit
-from .launch_options import LaunchOptions, LaunchOutcome, agent_options, check_own, facts_of
+from .agent import Agent, LaunchOutcome
+from .launch_options import LaunchOptions, agent_options, check_own, facts_of
 from .rendezvous import NodeRendezvous, join_rendezvous
 from .stop_signals import CTRL_C, StopSignals
 
@@ -128,7 +128,7 @@ async def _take_part(
         if farewell.exit_code == 0 and farewell.reason == CTRL_C:
             farewell = replace(farewell, exit_code=128 + signal.SIGINT)  # as shells have it
     Console().print(Text(f"ended: {farewell.reason}"), soft_wrap=True)
-    return LaunchOutcome(farewell.exit_code, farewell.reason)
+    return farewell
 
 
 async def _answer(send: Callable[[], Awaitable[T]], rendezvous: NodeRendezvous, deadline: float) -> T:
@@ -156,7 +156,7 @@ async def _decline(options: LaunchOptions, reason: str) -> None:
         _log.warning("node 0 could not be reached: %s", error)
 
 
-async def _lend(agent: Agent, stop: Stop) -> NodeExit:
+async def _lend(agent: Agent, stop: Stop) -> LaunchOutcome:
     """Serve node 0 until it says that the run is over or that this node may go, or is gone."""
     asks: set[asyncio.Task[None]] = set()
 
@@ -174,4 +174,4 @@ async def _lend(agent: Agent, stop: Stop) -> NodeExit:
                 asking.cancel()  # the answer is not needed any more
             if agent.left.done():
                 return agent.left.result()
-            return NodeExit(128 + signals.forced.result(), "ended at once")
+            return LaunchOutcome(128 + signals.forced.result(), "ended at once")

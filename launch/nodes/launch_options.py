@@ -52,17 +52,6 @@ class LaunchOptions:
     """Set on a node that joins a live run."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchOutcome:
-    """How the run ended, as this node's launcher saw it."""
-
-    exit_code: int
-    reason: str
-    run_dir: Path | None = None
-    version: int = -1
-    """Of the weights at the end; -1: not known."""
-
-
 def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOptions, node: int) -> None:
     """Whether this node has what its actors need. A user's own composition root may need none of what ours needs.
     Raises what `check_node` raises."""

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import CallError, ConfigError, LaunchError
+from ...core.files import write_durably
 from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
 from ..contracts import ChildEnd, agent_name
@@ -98,7 +99,11 @@ async def host_rendezvous(
         record = msgspec.structs.replace(node.rendezvous, key_file=str(key_path or ""))
         endpoint = record.endpoints.tcp[0].removeprefix("tcp://")
         if rdzv_file is not None:
-            _write_in_one_step(rdzv_file, f"{endpoint or host}\n")
+            try:
+                write_durably(rdzv_file, f"{endpoint or host}\n".encode())
+            except OSError as error:
+                what = f"{rdzv_file} cannot be written: {error.strerror}"
+                raise LaunchError(what, remedy="give another --rdzv-file") from error
         record.save(runtime_dir / "rdzv.json")
         yield NodeRendezvous(node, endpoint, host, runtime_dir / "rdzv.json")
     finally:
@@ -228,15 +233,6 @@ async def _until_there(path: Path, deadline: float, what: str) -> None:
                 f"{path} with {what} did not appear", remedy="is node 0's launcher running? is it shared?"
             )
         await asyncio.sleep(POLL_S)
-
-
-def _write_in_one_step(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise LaunchError(f"{path} cannot be written: {error.strerror}", remedy="give another --rdzv-file") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,10 +211,8 @@ class SilenceCheck:
         self._rules = rules
         self._timeouts = timeouts
         self._heard_at: dict[int, float] = {}
-        self._killed: dict[str, tuple[int, float]] = {}
-        """Actor that did not register in time -> its attempt, when this was reported."""
-        self._ending: dict[str, tuple[int, float]] = {}
-        """Actor that has to end -> its attempt, since when."""
+        self._since: dict[tuple[str, int, ChildState], float] = {}
+        """Attempts that did not register in time, since this was reported; attempts that have to end, since then."""
 
     # -- nodes
 
@@ -232,30 +230,30 @@ class SilenceCheck:
 
     def unregistered(self, now: float) -> list[str]:
         """Actors whose process should have registered by now; each attempt is reported once."""
-        late: list[str] = []
-        for name in self._in_state("starting"):
-            member, attempt = self._actors[name], self._rules.attempt(name)
-            is_reported = self._killed.get(name, (-1, 0.0))[0] == attempt
-            if member.pid and not is_reported and now - member.started_s > self._timeouts.start_s:
-                self._killed[name] = attempt, now
-                late.append(name)
-        return late
+        late = [
+            key
+            for key in self._in_state("starting")
+            if (member := self._actors[key[0]]).pid
+            and key not in self._since
+            and now - member.started_s > self._timeouts.start_s
+        ]
+        self._since |= dict.fromkeys(late, now)
+        return [name for name, _, _ in late]
 
     def undead(self, now: float) -> list[str]:
         """Actors whose process was ended or killed and is still there after its time limit."""
-        starting = set(self._in_state("starting"))
-        self._killed = {name: held for name, held in self._killed.items() if name in starting}
-        since = {name: at for name, (attempt, at) in self._killed.items() if attempt == self._rules.attempt(name)}
-        ending = {name: self._rules.attempt(name) for name in self._in_state("ending")}
-        before = self._ending
-        self._ending = {
-            name: before[name] if name in before and before[name][0] == attempt else (attempt, now)
-            for name, attempt in ending.items()
-        }
-        for name, (_, at) in self._ending.items():
+        ending = self._in_state("ending")
+        present = {*ending, *self._in_state("starting")}
+        self._since = dict.fromkeys(ending, now) | {key: at for key, at in self._since.items() if key in present}
+        found: list[str] = []
+        for (name, _, state), at in self._since.items():
+            member = self._actors[name]
             # An actor whose start was not answered yet has no process; that call has its own deadline.
-            since[name] = max(at, self._actors[name].started_s) + self._timeouts.end_s
-        return [name for name, at in since.items() if self._actors[name].pid and now - at > self._timeouts.gone_s]
+            since = at if state == "starting" else max(at, member.started_s) + self._timeouts.end_s
+            if member.pid and now - since > self._timeouts.gone_s:
+                found.append(name)
+        return found
 
-    def _in_state(self, state: ChildState) -> list[str]:
-        return [name for name in self._rules.alive if name in self._actors and self._rules.state(name) == state]
+    def _in_state(self, state: ChildState) -> list[tuple[str, int, ChildState]]:
+        names = [name for name in self._rules.alive if name in self._actors and self._rules.state(name) == state]
+        return [(name, self._rules.attempt(name), state) for name in names]

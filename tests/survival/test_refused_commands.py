@@ -1,4 +1,5 @@
-"""A run that is killed as a whole (SIGKILL), and resumed, trains each prompt once, as if it had never been killed. In between, a refused command changes nothing on the disk: every byte of the run's folder is compared."""
+"""A run that is killed as a whole (SIGKILL), and resumed, trains each prompt once, as if it had never been killed. In
+between, a refused command changes nothing on the disk: every byte of the run's folder is compared."""
 
 from __future__ import annotations
 

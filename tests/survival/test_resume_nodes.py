@@ -17,8 +17,8 @@ from myxa.launch import launcher
 from myxa.launch.cli import main
 from myxa.launch.contracts import RunDescription
 from myxa.launch.node_place import find_place
-from myxa.launch.nodes.agent import Agent, AgentOptions
-from myxa.launch.nodes.launch_options import LaunchOptions, LaunchOutcome, with_start
+from myxa.launch.nodes.agent import Agent, AgentOptions, LaunchOutcome
+from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage import resume_point
 from myxa.launch.run_lineage.resume_point import earlier_ledger
