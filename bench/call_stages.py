@@ -40,7 +40,7 @@ STAGES = {
         "transport/zeromq.py",
     ),
     "both: whose it is, what it is": ("transport/session/session.py", "transport/session/frames.py"),
-    "callee: arrival, answer": ("transport/session/serving.py", "transport/hosting.py"),
+    "callee: arrival, answer": ("transport/session/serving.py", "transport/node.py"),
     "callee: mailbox, handler's turn": (
         "transport/actor_runner.py",
         "core/",

@@ -23,22 +23,34 @@ from typing import Any, NoReturn, TypeVar
 
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
-from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, StaleEpoch
+from ..core.errors import (
+    BadRequest,
+    CallError,
+    ConfigError,
+    Draining,
+    LaunchError,
+    MyxaError,
+    NoSuchActor,
+    NoSuchMethod,
+    StaleEpoch,
+)
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
 from ..core.refs import ActorGroup, RequestSender, make_ref, with_deadline
-from .actor_runner import STOP_LIMIT_S, ActorRunner
+from .actor_runner import STOP_LIMIT_S, ActorRunner, Delivery
 from .address import Rendezvous
 from .call_client import CallClient
-from .hosting import Hosting
 from .inproc import InprocNetwork
 from .registry.bootstrap import Mirror, host_registry, join
+from .registry.directory import HostedActor
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
 from .session.calls import TICK_S
 from .session.heartbeat import Verdict
-from .session.session import Session
+from .session.links import Arrival
+from .session.session import LOOPBACK, Session
 from .socket_transport import Opened, open_transport
+from .wire import Lane
 from .zeromq import TURN_S, TurnBudget
 
 A = TypeVar("A")
@@ -69,7 +81,7 @@ class Node:
         self._session = Session(
             own=key, name=name, transport=opened.transport, host=self._hosting, clock=clock, door=opened.door
         )
-        self._hosting.serve_with(self._session)
+        self._hosting.session = self._session
         self._mirror = Mirror(rdzv, self._session, clock, self._hosting.tell, self.node_failed)
         self.turn = opened.turn
         self._call_client = CallClient(self._session.calls, self._mirror, clock)
@@ -335,6 +347,97 @@ class Node:
 
 
 __all__ = ["InprocNetwork", "JobKey", "KeyPair", "Node", "PeerEvent", "Rendezvous"]
+
+
+class Hosting:
+    """The actors of a node. Implements `session.SessionHost`."""
+
+    def __init__(self, node: Node) -> None:
+        self._cells: dict[int, ActorRunner] = {}
+        self._next_index = 0
+        self.session: Session  # set by the node
+        self._watched: list[tuple[str, ActorRunner]] = []
+        self._node = node
+        self.retry_after_s: float | None = None
+        """Set: this process is shutting down, calls of others are refused with this advice."""
+        self._num_delivered = 0
+
+    def add(self, cell: ActorRunner) -> None:
+        """Give an actor a number; it is never given again in this incarnation."""
+        if any(other.name == cell.name for other in self._cells.values()):
+            raise ConfigError(f"there is an actor {cell.name!r} in this process already", remedy="names are unique")
+        self._cells[self._next_index] = cell
+        self._next_index += 1
+
+    def remove(self, cell: ActorRunner) -> None:
+        self._cells = {index: other for index, other in self._cells.items() if other is not cell}
+        self._watched = [(prefix, other) for prefix, other in self._watched if other is not cell]
+
+    def cells(self) -> tuple[ActorRunner, ...]:
+        return tuple(self._cells.values())
+
+    def records(self) -> tuple[HostedActor, ...]:
+        return tuple(
+            HostedActor(name=cell.name, index=index, handlers=cell.table.schema) for index, cell in self._cells.items()
+        )
+
+    def watch(self, cell: ActorRunner, prefix: str) -> None:
+        if (prefix, cell) not in self._watched:
+            self._watched.append((prefix, cell))
+
+    def tell(self, event: PeerEvent) -> None:
+        notified: list[ActorRunner] = []
+        for prefix, cell in self._watched:
+            if event.name.startswith(prefix) and cell.name != event.name and cell not in notified:
+                notified.append(cell)
+                cell.post(event)
+
+    def deliver(self, arrival: Arrival) -> None:
+        envelope, session = arrival.envelope, self.session
+        cell = self._cells.get(envelope.actor)
+        if cell is None:
+            raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
+        specs, method = cell.table.specs, envelope.method
+        if method >= len(specs):
+            raise NoSuchMethod(f"{cell.name} has no handler {method}")
+        spec = specs[method]
+        kind = spec.declaration.kind
+        if arrival.is_cast != (kind == "cast"):
+            sent = "cast" if arrival.is_cast else "call"
+            raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
+        if self.retry_after_s is not None and arrival.peer != session.own:
+            why = f"{cell.name}: its process is shutting down and takes no {spec.name}"
+            raise Draining(why, retry_after_s=self.retry_after_s)
+        delivery = arrival.handle = Delivery(
+            spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival, cell.codecs[method],
+            cell.name, session.serving,
+        )  # fmt: skip
+        cell.accept(delivery)
+        self._num_delivered += 1
+
+    def abandon(self, arrival: Arrival) -> None:
+        cell = self._cells.get(arrival.envelope.actor)
+        if cell is not None and arrival.handle is not None:
+            cell.abandon(arrival.handle)
+
+    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
+        asyncio.get_running_loop().call_soon(self.session.received, LOOPBACK, lane, memoryview(data))
+
+    def load(self) -> tuple[int, int]:
+        num_held = sum(cell.num_held for cell in self._cells.values())
+        return self._num_delivered - num_held, num_held
+
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+        self._node.peer_judged(key, verdict, reason)
+
+    def unreachable(self, key: PeerKey, why: str) -> None:
+        self._node.peer_unreachable(key, why)
+
+    def fenced(self, error: MyxaError) -> None:
+        self._node.node_failed(error)
+
+    def crashed(self, error: BaseException) -> None:
+        self._node.node_failed(error)
 
 
 T = TypeVar("T")

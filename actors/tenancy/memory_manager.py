@@ -26,8 +26,7 @@ from ...core.device_memory import (
 )
 from ...core.errors import CallError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
-from ...memory.leases.arbiter import WATCH, Arbiter
-from ...memory.leases.journal import Journal
+from ...memory.leases.arbiter import WATCH, Arbiter, Journal
 from ...memory.leases.lease_ledger import check_report
 from ...memory.leases.switch import (
     ArbiterOptions,

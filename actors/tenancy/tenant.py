@@ -37,7 +37,7 @@ from ...core.errors import MyxaError
 from ...core.process import start_time
 from ...core.retry import until_answered
 from ...memory.communicators.residency import Absent, CommResidency
-from ...memory.leases.tenant_states import TenantMachine, resting_state
+from ...memory.leases.lease_ledger import TenantMachine, resting_state
 from ..contracts import MemoryContract
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]

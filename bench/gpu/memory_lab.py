@@ -23,7 +23,7 @@ from memory_stages import Stage
 from myxa.actors.contracts import MemoryContract
 from myxa.core.device_memory import DeviceView, LeaseReply, LeaseRequest, MemoryView, Tag
 from myxa.core.refs import with_deadline
-from myxa.memory.leases.tenant_states import is_mapped
+from myxa.memory.leases.lease_ledger import is_mapped
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 

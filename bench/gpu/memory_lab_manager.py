@@ -10,7 +10,7 @@ from memory_process import run
 
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
-from myxa.memory.leases.journal import Journal
+from myxa.memory.leases.arbiter import Journal
 from myxa.memory.leases.switch import ArbiterOptions
 from myxa.memory.meters import DeviceMeters
 

@@ -108,7 +108,7 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
     """The manager on the first node with shared devices, its agent on the others. Neither imports torch."""
     from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
     from ...actors.tenancy.node_agent import NodeAgent
-    from ...memory.leases.journal import Journal
+    from ...memory.leases.arbiter import Journal
     from ...memory.leases.switch import ArbiterOptions
     from ...memory.meters import DeviceMeters
 

@@ -19,9 +19,17 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ...core.device_memory import CommandKind, Holder, LeaseReply, LeaseRequest, MemoryCommand, MemoryReply, Tag, wholes
-from .lease_ledger import PROOF_GAP_S, LeaseLedger, place_of, unmeasured_words
-from .plan import Shortage, SwitchPlan, asked_bytes, build
-from .tenant_states import is_mapped
+from .lease_ledger import (
+    PROOF_GAP_S,
+    LeaseLedger,
+    Shortage,
+    SwitchPlan,
+    asked_bytes,
+    build,
+    is_mapped,
+    place_of,
+    unmeasured_words,
+)
 
 
 @dataclass(frozen=True, slots=True)

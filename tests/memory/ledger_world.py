@@ -22,8 +22,8 @@ from myxa.core.device_memory import (
     TenantReport,
 )
 from myxa.memory.leases.arbiter import Arbiter
+from myxa.memory.leases.lease_ledger import TenantMachine, resting_state
 from myxa.memory.leases.switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send
-from myxa.memory.leases.tenant_states import TenantMachine, resting_state
 
 MIB = 1 << 20
 CAPACITY = 1000 * MIB

@@ -36,7 +36,7 @@ from myxa.core.handlers import call
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.leases.journal import Journal
+from myxa.memory.leases.arbiter import Journal
 from myxa.memory.leases.switch import ArbiterOptions, LeaseAnswer, Measure, Send
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node, Rendezvous

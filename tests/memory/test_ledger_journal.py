@@ -9,9 +9,8 @@ import pytest
 
 from myxa.core.device_memory import MemoryCommand, TenantReport
 from myxa.core.errors import MemoryFault
-from myxa.memory.leases import journal as journal_module
-from myxa.memory.leases.arbiter import EPOCHS_PER_MANAGER, Arbiter
-from myxa.memory.leases.journal import Journal
+from myxa.memory.leases import arbiter as journal_module
+from myxa.memory.leases.arbiter import EPOCHS_PER_MANAGER, Arbiter, Journal
 from myxa.memory.leases.switch import ArbiterOptions, AskReport
 
 

@@ -23,16 +23,17 @@ from myxa.core.device_memory import (
     TenantState,
 )
 from myxa.core.errors import MemoryFault
-from myxa.memory.leases.lease_ledger import LeaseLedger, check_report
-from myxa.memory.leases.plan import (
+from myxa.memory.leases.lease_ledger import (
     Candidate,
+    LeaseLedger,
     Shortage,
     SwitchPlan,
+    TenantMachine,
     build,
+    check_report,
     choose,
     rank_of,
 )
-from myxa.memory.leases.tenant_states import TenantMachine
 
 GIB = 1 << 30
 

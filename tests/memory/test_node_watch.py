@@ -18,7 +18,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.device_memory import TagReport, TenantReport, WatchedProcess
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
-from myxa.memory.leases.journal import Journal
+from myxa.memory.leases.arbiter import Journal
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 

@@ -68,7 +68,8 @@ async def join(
     session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock, door=door)
     transport.start(session)
     ticking = asyncio.get_running_loop().create_task(_tick(session), name=f"{name}: join")
-    registry = make_ref(CallClient(session.calls, _OnlyRegistry(rdzv), clock), RegistryContract, REGISTRY)
+    mirror = Mirror(rdzv, session, clock, lambda _: None, lambda _: None)
+    registry = make_ref(CallClient(session.calls, mirror, clock), RegistryContract, REGISTRY)
     give_up_at, patience_s = clock.monotonic() + timeout_s, PATIENCE_S
     try:
         while True:
@@ -96,19 +97,6 @@ async def _tick(session: Session) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         session.tick()
-
-
-class _OnlyRegistry:
-    def __init__(self, rdzv: Rendezvous) -> None:
-        self._location = registry_location(rdzv)
-
-    def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
-        if target != REGISTRY:
-            return NoSuchActor(f"{target}: this process has not joined yet")
-        return self._location.route(spec.name, spec.schema)
-
-    async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
-        return NoSuchActor(f"{target}: this process has not joined yet")
 
 
 class _Stranger:
