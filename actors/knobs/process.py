@@ -18,8 +18,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOGGER = "myxa"
 """Parent of every logger of the house; other packages' are left alone."""
 MODULES = (
-    "actors", "backends", "control", "embed", "embedded", "launcher", "sglang",
-    "transport", "weights", "worker",
+    "actors", "backends", "control", "embed", "embedded", "launcher", "sglang", "transport", "worker",
 )  # fmt: skip
 """Loggers below it that have a name of their own. A closed list, so that a mistyped one is refused."""
 NO_PARTS = "none"

@@ -41,12 +41,14 @@ from kill_in_broadcast import SPARED, VICTIM, WARM_VERSIONS, Trial, TrialFailedE
 from make_model import SHAPES, make_learner
 from reverse_task import write_data
 from run_figures import newest_run
-from tests.harness.ledger_audit import audit_ledger
 from trial_runs import ends_of_logs, stage
 
 from myxa.actors.models.tiny import PRESETS
 from myxa.core.errors import MyxaError
 from myxa.launch.control.client import ControlClient
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.harness.ledger_audit import audit_ledger
 
 BATCH, BATCH_ON_CPU = 16, 4
 STRIKE_AT = 8

@@ -46,19 +46,19 @@ def value(owner: KnobOwner, name: str) -> KnobValue:
 
 def test_a_part_logs_from_its_own_level_on_and_the_others_from_that_of_the_process(owner, caplog):
     assert not turn(owner, 1, log_level="WARNING", log_modules="transport:DEBUG,sglang : ERROR")
-    for name in ("transport", "sglang", "weights"):
+    for name in ("transport", "sglang", "embedded"):
         for level in (logging.DEBUG, logging.WARNING, logging.ERROR):
             logging.getLogger(f"myxa.{name}").log(level, "said")
     seen = [(record.name.removeprefix("myxa."), record.levelname) for record in caplog.records]
-    assert [name for name, _ in seen] == ["transport"] * 3 + ["sglang"] + ["weights"] * 2
+    assert [name for name, _ in seen] == ["transport"] * 3 + ["sglang"] + ["embedded"] * 2
     assert ("sglang", "ERROR") in seen
     assert value(owner, "log_modules") == "sglang:ERROR,transport:DEBUG"
 
 
 def test_what_is_named_no_more_goes_by_the_process_again(owner):
     turn(owner, 1, log_modules="transport:DEBUG")
-    turn(owner, 2, log_modules="weights:ERROR")
-    assert value(owner, "log_modules") == "weights:ERROR"
+    turn(owner, 2, log_modules="embedded:ERROR")
+    assert value(owner, "log_modules") == "embedded:ERROR"
     turn(owner, 3, log_modules="none")
     assert value(owner, "log_modules") == "none"
     assert logging.getLogger("myxa.transport").level == logging.NOTSET

@@ -111,7 +111,7 @@ def workers(one) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for child in one.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, too
-            if "myxa.launch.worker" in " ".join(child.cmdline()):
+            if child.cmdline()[1:3] == ["-m", "myxa.launch.worker"]:
                 found.append(child)
     return found
 
