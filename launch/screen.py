@@ -117,10 +117,12 @@ class Screen:
 
     def _read(self) -> RunFiles | None:
         try:
-            return load_run(self._run_dir)
+            run = load_run(self._run_dir)
         except (MyxaError, OSError, ValueError) as error:
             self._console.print(Text(f"no report: {error}"), soft_wrap=True)
             return None
+        run.is_live = False
+        return run
 
     def _report(self, run: RunFiles) -> Path | None:
         try:

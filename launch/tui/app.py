@@ -107,7 +107,7 @@ class TopApp(App[None]):
     CSS = """
     Screen { layout: vertical; }
     #title { height: 1; padding: 0 1; }
-    #why { height: auto; max-height: 2; padding: 0 1; text-style: italic; }
+    #why { height: auto; max-height: 3; padding: 0 1; text-style: italic; }
     #notice { height: auto; max-height: 2; padding: 0 1; color: $warning; text-style: bold; }
     #body { height: 1fr; }
     #keys { height: 1; padding: 0 1; text-style: reverse; }

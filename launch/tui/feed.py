@@ -19,6 +19,7 @@ from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, ChangeRequest
 from ..control.client import ControlClient, ControlNote
 from ..control.verbs import WHO
+from ..run_dir import RunDir
 from ..views.run_files import RunFiles
 from ..views.run_view import ASKED, RunView, VerbAnswer, carried_over, outcome, run_view_of, run_view_of_files
 
@@ -99,7 +100,8 @@ class Feed:
     def look(self) -> RunView:
         """One look. Never raises for the run: one that is gone gives its last view, with `has_ended`."""
         if self._client is None:
-            self.past.read(is_over=True)
+            self.past.is_live = RunDir(self.run_dir).is_held
+            self.past.read(is_over=not self.past.is_live)
             return replace(run_view_of_files(self.past), reader_only=True)
         verbs = ASKED if self._num_looks % SLOW_EVERY == 0 else ("status",)
         self._num_looks += 1

@@ -28,6 +28,8 @@ from ..views.textplot import COLOURS, LETTERS, bar, gauge, sparkline
 
 _RUN_FACTS = frozenset({"step", "reward", "learning", "speed"})
 _LABEL = 12
+_GAP, _GLUE = "   ", "\u00a0"
+"""Between the parts of a line; within a part."""
 _STATE_SIGNS = {
     "up": "+",
     "starting": "~",
@@ -35,7 +37,7 @@ _STATE_SIGNS = {
     "hung": "!",
     "backing-off": "!",
     "failed": "x",
-    "exited": "x",
+    "stopped": "x",
 }
 """Of an actor's process; ?: not known."""
 
@@ -94,11 +96,13 @@ def _heading(page: Text, title: str, note: str = "") -> None:
 
 
 def _fact(page: Text, label: str, text: str, width: int = 0) -> None:
-    """A label and its text; with `width`, longer texts are wrapped with a hanging indent."""
+    """A label and its text; with `width`, longer texts are wrapped with a hanging indent, between parts if it has."""
+    if _GAP in text:
+        text = _GAP.join(part.replace(" ", _GLUE) for part in text.split(_GAP))
     lines = textwrap.wrap(text, max(20, width - _LABEL), break_on_hyphens=False) if width else [text]
     for index, line in enumerate(lines or [""]):
         page.append(f"{'' if index else label:<{_LABEL}}", style="bold")
-        page.append(f"{line}\n")
+        page.append(f"{line.replace(_GLUE, ' ')}\n")
 
 
 def _queues(page: Text, view: RunView, width: int) -> None:
@@ -215,7 +219,7 @@ def history_rows(records: Sequence[AuditRecord]) -> list[tuple[str, ...]]:
         )
         for change in changes_of(records)
     ]
-    return rows[::-1]
+    return rows[::-1] or [("", "", "", "nothing was changed", "", "", "")]
 
 
 def done_words(verb: str, answer: object) -> str:

@@ -48,10 +48,11 @@ def runs_of(folder: Path) -> list[RunRow]:
 
 def _glance(run_dir: Path) -> RunRow:
     run = RunFiles(run_dir, _GLANCE_BYTES)
+    run.is_live = RunDir(run_dir).is_held
     run.read()
     return RunRow(
         name=run_dir.name,
-        state="running" if RunDir(run_dir).is_held else outcome(run).word,
+        state=outcome(run).word,
         step=max((step for _, step in run.reported), default=0),
         reward=run.last(training_reward(run.series)),
         eval_reward=run.last("eval/reward"),

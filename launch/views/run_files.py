@@ -24,6 +24,7 @@ from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE, OLDER_SAMPLES_FILE,
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
+from ..run_dir import RunDir
 from .changes import EventRow, RunChange, changes_of, placed
 
 CONFIG_FILE = "config.toml"
@@ -275,6 +276,8 @@ class RunFiles:
     def __init__(self, run_dir: Path, last_bytes: int = 0) -> None:
         """`last_bytes`: of each file no more than its end, for a glance; 0: all."""
         self.run_dir = run_dir
+        self.is_live = False
+        """Its launcher works, so that its files grow."""
         self.config: dict[str, Any] = {}
         self.config_text = ""
         self.series: dict[str, dict[str, Series]] = {}
@@ -537,6 +540,7 @@ def load_run(run_dir: Path) -> RunFiles:
             f"{run_dir} holds none of {', '.join(names)}", remedy="name a run directory, e.g. runs/latest"
         )
     run = RunFiles(run_dir)
+    run.is_live = RunDir(run_dir).is_held
     run.read(is_over=True)
     return run
 

@@ -220,7 +220,7 @@ def run_view_of_files(run: RunFiles) -> RunView:
         actors=tuple(ActorFacts(name) for name in sorted(shares, key=name_order)),
         why=reason.sentence,
         remedy=reason.to_try,
-        has_ended=True,
+        has_ended=not run.is_live,
         is_of_files=True,
     )
 
@@ -306,9 +306,10 @@ def outcome(run: RunFiles) -> RunOutcome:
         )
     if phase == "finished":
         return RunOutcome("good", "finished", reason, phase)
+    if run.is_live:
+        return RunOutcome("open", "running", "The run still works: this is how far it is.", phase or "starting")
     if phase:
-        text = f"The last known phase is {phase!r}: still running, or killed."
-        return RunOutcome("open", "unfinished", text, phase)
+        return RunOutcome("open", "unfinished", f"The last known phase is {phase!r}: it was killed.", phase)
     return RunOutcome("open", "unknown", reason or "No event says how the run ended.")
 
 
@@ -362,7 +363,7 @@ def fact_lines(view: RunView, pace: StepPace) -> list[tuple[str, str]]:
         ("speed", "   ".join(speeds)),
         ("groups", _groups_line(view.buffer)),
         ("warning", clean(view.buffer.complaint) if view.buffer else ""),
-        ("engines", _engines_line(view.status)),
+        ("engines", _engines_line(view)),
     ]
     return [(label, text) for label, text in lines if text]
 
@@ -428,18 +429,22 @@ def dropped_text(dropped: Mapping[str, int]) -> str:
     return f"{sum(dropped.values())}{f' ({reasons})' if reasons else ''}"
 
 
-def _engines_line(status: RunStatus | None) -> str:
-    if status is None or not status.engines:
+def _load(view: RunView, engine: str, what: str) -> str:
+    return short(view.snapshot.get(engine, {}).get(f"rollout/{what}"))
+
+
+def _engines_line(view: RunView) -> str:
+    engines = view.status.engines if view.status is not None else ()
+    if not engines:
         return ""
-    engines = status.engines
     if len(engines) > _MAX_ENGINES:
         versions = sorted(engine.version for engine in engines)
-        running, waiting = sum(e.running for e in engines), sum(e.waiting for e in engines)
+        running, waiting = view.rate("rollout/running"), view.rate("rollout/waiting")
         span = f"v{versions[0]}" if versions[0] == versions[-1] else f"v{versions[0]}..v{versions[-1]}"
-        return f"{len(engines)} engines at {span}   {running} running, {waiting} waiting"
+        return f"{len(engines)} engines at {span}   {short(running)} running, {short(waiting)} waiting"
     return "   ".join(
         f"{clean(engine.rollout)} v{engine.version} ({'draining, ' if engine.draining else ''}"
-        f"{engine.running} running, {engine.waiting} waiting)"
+        f"{_load(view, engine.rollout, 'running')} running, {_load(view, engine.rollout, 'waiting')} waiting)"
         for engine in engines
     )
 
@@ -466,9 +471,9 @@ def engine_rows(view: RunView) -> list[tuple[str, ...]]:
             clean(engine.rollout),
             f"v{engine.version}",
             str(max(0, view.version - engine.version)),
-            str(engine.running),
-            str(engine.waiting),
-            "drains" if engine.draining else short(view.snapshot.get(engine.rollout, {}).get("rollout/tokens_per_s")),
+            _load(view, engine.rollout, "running"),
+            _load(view, engine.rollout, "waiting"),
+            "drains" if engine.draining else _load(view, engine.rollout, "tokens_per_s"),
         )
         for engine in sorted(view.status.engines if view.status else (), key=lambda e: name_order(e.rollout))
     ]
@@ -545,7 +550,7 @@ def tiles(view: RunView, run: RunFiles) -> list[Tile]:
 
 def _pace_note(run: RunFiles) -> str:
     gaps = sorted(after - before for (before, _), (after, _) in pairwise(run.reported) if after > before)
-    return f"{duration(gaps[len(gaps) // 2])} a step (median)" if gaps else ""
+    return f"{duration(gaps[len(gaps) // 2])} a step" if gaps else ""
 
 
 def _reward_tile(view: RunView, run: RunFiles) -> Tile:

@@ -72,10 +72,11 @@ function drawState() {
   $("notice").classList.toggle("bad", state.isSilent || state.phase === "failed");
   $("why").textContent = state.why || "nothing is known yet";
   $("remedy").textContent = state.remedy ? `To try: ${state.remedy}.` : "";
-  $("findings").replaceChildren(...state.findings.map((f) => el("li", { class: f.level }, el("b", {}, f.level === "red" ? "problem" : "look"), ` ${f.text}`)),
+  $("findings").replaceChildren(...state.findings.map((f) => el("li", { class: f.level }, el("b", {}, f.level === "red" ? "problem" : "warning"), ` ${f.text}`)),
     ...state.notes.map((note) => el("li", { class: "note" }, el("b", {}, "missing"), ` ${note}.`)));
   $("tiles").replaceChildren(...state.tiles.map((tile) =>
     el("div", { class: "tile" }, el("span", { class: "label" }, tile.label), el("span", { class: "figure" }, tile.value), el("span", { class: "note", title: tile.note }, tile.note))));
+  for (const kinds of document.querySelectorAll(".kinds")) if (!kinds.children.length) kinds.append(...kindKeys());
   if (isShown("overview")) drawOverview();
   if (isShown("knobs")) drawKnobs();
 }
@@ -106,7 +107,6 @@ function drawPage() {
   $("controls").hidden = !kept && !DRAWN.has(page);
   if (state) drawState();
   if (!past) return;
-  for (const kinds of document.querySelectorAll(".kinds")) kinds.replaceChildren(...kindKeys());
   for (const name of PAGES) if (!$(name).hidden) PAINTERS[name]();
 }
 
@@ -207,6 +207,7 @@ function countRow(label, count, total, words, css = "") {
 
 const head = (columns) => el("thead", {}, el("tr", {}, ...columns.map((c) => el("th", { scope: "col" }, c))));
 const body = (rows) => el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, String(cell))))));
+const fillTable = (node, columns, rows, empty) => node.replaceChildren(...(rows.length ? [head(columns), el("tbody", {}, ...rows)] : [el("caption", {}, empty)]));
 const table = (columns, rows) => el("table", { class: "plain" }, head(columns), body(rows));
 
 // -- time ------------------------------------------------------------------------------------------------------------
@@ -235,8 +236,7 @@ function drawKnobs() {
   const key = JSON.stringify([state.knobs, state.mayOperate]);
   if (drawn.knobs === key) return;
   drawn.knobs = key;
-  $("knob-table").replaceChildren(head(columns), el("tbody", {}, ...state.knobs.map(knobRow)));
-  if (!state.knobs.length) $("knob-table").append(el("caption", {}, "No knob is known."));
+  fillTable($("knob-table"), columns, state.knobs.map(knobRow), "No knob is known.");
 }
 
 function knobRow(knob) {
@@ -255,8 +255,7 @@ function drawChanges() {
   const rows = [...past.changes].reverse().map((c) => el("tr", { class: ["done", "nothing to do"].includes(c.result) ? "" : "alarm" },
     el("td", { class: "number" }, String(c.number)), el("td", { class: "nowrap" }, since(c.after)), el("td", { class: "nowrap" }, c.step >= 0 ? String(c.step) : ""),
     el("td", {}, c.what), el("td", {}, c.who), el("td", {}, c.reason), el("td", {}, c.detail && c.result !== "done" ? `${c.result}: ${c.detail}` : c.result)));
-  $("change-table").replaceChildren(head(["no.", "after", "step", "what", "who", "reason", "result"]), el("tbody", {}, ...rows));
-  if (!rows.length) $("change-table").append(el("caption", {}, "Nothing was changed."));
+  fillTable($("change-table"), ["no.", "after", "step", "what", "who", "reason", "result"], rows, "Nothing was changed.");
 }
 
 const since = (seconds) => duration(Math.max(0, seconds));
@@ -331,9 +330,8 @@ function drawEvents() {
   $("event-counts").replaceChildren(...past.eventCounts.map(([kind, count]) => el("span", {}, `${kind} `, el("b", {}, String(count)))));
   const words = $("event-filter").value.toLowerCase().split(/[\s,]+/).filter(Boolean);
   const rows = past.events.filter((e) => !words.length || words.some((w) => `${e.source} ${e.kind} ${e.text}`.toLowerCase().includes(w)));
-  $("event-table").replaceChildren(head(["after", "source", "kind", "text"]), el("tbody", {}, ...rows.reverse().map((e) =>
-    el("tr", { class: e.isAlarming ? "alarm" : "" }, el("td", { class: "nowrap" }, since(e.after)), el("td", { class: "nowrap" }, e.source), el("td", { class: "nowrap" }, e.kind), el("td", {}, e.text)))));
-  if (!past.events.length) $("event-table").append(el("caption", {}, "No event was reported."));
+  fillTable($("event-table"), ["after", "source", "kind", "text"], rows.reverse().map((e) =>
+    el("tr", { class: e.isAlarming ? "alarm" : "" }, el("td", { class: "nowrap" }, since(e.after)), el("td", { class: "nowrap" }, e.source), el("td", { class: "nowrap" }, e.kind), el("td", {}, e.text))), past.events.length ? "No event has these words." : "No event was reported.");
   const left = past.numEvents - past.events.length;
   $("event-left").textContent = left > 0 ? `${left} more of these kinds are in events.jsonl` : "";
 }

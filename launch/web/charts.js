@@ -194,7 +194,7 @@ class Chart {
     const soft = themed("soft"), grid = { stroke: themed("grid"), width: 1 };
     const axis = { stroke: soft, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui, sans-serif" };
     const isLog = settings.isLog && hasLog;
-    const range = this.spec.fromZero && !isLog ? (_, low, high) => (low === null ? [0, 1] : uPlot.rangeNum(Math.min(0, low), Math.max(high, 1e-12), { min: { pad: low < 0 ? 0.1 : 0, soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } })) : undefined;
+    const range = this.spec.fromZero && !isLog ? (_, low, high) => (low === null || (low === 0 && high === 0) ? [0, 1] : uPlot.rangeNum(Math.min(0, low), Math.max(high, 1e-12), { min: { pad: low < 0 ? 0.1 : 0, soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } })) : undefined;
     return {
       width: this.box.clientWidth, height: 210, bands,
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, ...(range ? { range } : {}) } },

@@ -18,7 +18,7 @@ SNAPSHOT: dict[str, dict[str, float]] = {
         "reward/mean": 0.81, "reward/std": 0.3, "reward/zero_std_groups": 4, "lag/max": 2, "lag/mean": 1.2,
         "train/loss": 0.0123, "train/grad_norm": 0.7,
     },
-    "rollout/0": {"rollout/tokens_per_s": 1400},
+    "rollout/0": {"rollout/tokens_per_s": 1400, "rollout/running": 34, "rollout/waiting": 2},
     "rollout/1": {"rollout/tokens_per_s": 1200},
     "rollout/2": {"rollout/tokens_per_s": 9e9},
     "trainer/0": {"train/tokens_per_s": 2500},
@@ -36,7 +36,7 @@ def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **opti
         phase=phase,  # pyright: ignore[reportArgumentType]
         version=version,
         num_steps=60,
-        engines=(EngineStatus(rollout="rollout/0", version=46, running=34, waiting=2),),
+        engines=(EngineStatus(rollout="rollout/0", version=46, running=0, waiting=0),),
         eval_reward=0.83,
     )
     buffer = BufferStats(
@@ -96,10 +96,12 @@ def test_before_anything_is_known_it_says_what_it_waits_for() -> None:
 
 
 def test_many_engines_are_one_line() -> None:
-    engines = tuple(EngineStatus(rollout=f"rollout/{i}", version=40 + i % 2, running=10, waiting=1) for i in range(8))
+    engines = tuple(EngineStatus(rollout=f"rollout/{i}", version=40 + i % 2, running=0, waiting=0) for i in range(8))
+    gauges = {engine.rollout: {"rollout/running": 10.0, "rollout/waiting": 1.0} for engine in engines}
+    seen = {**gauges, "age_s": dict.fromkeys(gauges, 0.1)}
     status = RunStatus(name="x", phase="running", version=41, num_steps=0, engines=engines)
     console, file = screen()
-    console.print(render(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status), StepPace()))
+    console.print(render(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status, snapshot=seen), StepPace()))
     assert "8 engines at v40..v41   80 running, 8 waiting" in file.getvalue()
 
 
