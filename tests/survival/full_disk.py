@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sqlite3
 import sys
 import time
 from collections import Counter
@@ -103,9 +104,13 @@ def play(folder: Path) -> None:
     lives = make_lives(folder, f"rollout.max_groups={BATCH}", patience_s=0.4)
     try:
         lives.begin()
-        lives.until_version(3)  # there is a checkpoint to go on from
-        is_full_for_a_while(lives, Ballast(folder / "runs"))
+        lives.until_version(1)
         assert lives.run_dir is not None
+        with contextlib.closing(sqlite3.connect(lives.run_dir / "ledger.sqlite")) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the log keeps its pages and has to grow
+            lives.until_version(3)  # there is a checkpoint to go on from
+            is_full_for_a_while(lives, Ballast(folder / "runs"))
         audit = audit_ledger(lives.run_dir / "ledger.sqlite")
         assert (audit.problems, audit.num_waiting) == ((), 0)
         lost = set(audit.dropped) - {str(reason) for reason in REDRAWN}  # going back, some may be too old: drawn again
