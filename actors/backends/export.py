@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...core.errors import MyxaError
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
-from ..models.hf_folder import ModelConfig, write_folder
-from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes, integers, largest_beyond, raw_bytes
+from ..models.hf_folder import write_folder
+from ..models.model_config import ModelConfig
+from .torch_backend.tensors import NAME_OF, from_bytes, largest_beyond, raw_bytes
 from .torch_backend.world import World
 
 _log = logging.getLogger("myxa.backends")
@@ -56,9 +55,6 @@ def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[Named
     return narrow, dtype
 
 
-HEADER_BYTES = 512
-"""Room for a tensor's name, type and shape as JSON."""
-
 WholeTensors = Callable[[bool], Iterator[tuple[str, Tensor]]]
 """(to all ranks?) -> (HuggingFace name, whole tensor on the device), in a fixed order. Collective: every rank must go
 through it to its end; it yields on sending ranks only, or all of them on every rank."""
@@ -75,7 +71,7 @@ class ExportTypes:
 
 class Exporter:
     """Gathers a model's weights. Rank 0 sends; under a pipeline each stage has a sender, which holds its layers' whole
-    tensors one after another. For channels of the host they travel on to rank 0."""
+    tensors one after another. For channels of the host all of them come to rank 0."""
 
     def __init__(
         self,
@@ -84,15 +80,16 @@ class Exporter:
         types: ExportTypes,
         model_path: str,
         tensors: WholeTensors,
-        later_senders: Sequence[int] = (),
+        *,
+        has_stages: bool = False,
     ) -> None:
-        """`later_senders`: ranks beside rank 0."""
+        """`has_stages`: some weights are not on rank 0."""
         self._world = world
         self._config = config
         self._types = types
         self._model_path = model_path
         self._tensors = tensors
-        self._later_senders = later_senders
+        self._has_stages = has_stages
         self._buffers: dict[str, Tensor] = {}
 
     def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -124,7 +121,10 @@ class Exporter:
 
     def _arrays(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> list[NamedArray]:
         found: dict[str, Tensor] = {}
-        for name, tensor in self._collected(dtype):
+        for name, whole in self._tensors(self._has_stages):
+            if self._world.rank != 0:
+                continue
+            tensor = whole.detach().to(dtype)
             if tensor.device.type == "cpu":
                 found[name] = tensor
                 continue
@@ -141,37 +141,3 @@ class Exporter:
             arrays.append(named_array(name, found[name], offset))
             offset += arrays[-1].spec.num_bytes
         return arrays
-
-    def _collected(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All, on rank 0."""
-        world = self._world
-        for name, whole in self._tensors(False):
-            tensor = whole.detach().to(dtype)
-            if world.rank == 0:
-                yield name, tensor
-                continue
-            header = json.dumps([name, NAME_OF[tensor.dtype], list(tensor.shape)]).encode()
-            dist.send(_padded(header, tensor.device), 0)
-            dist.send(tensor.contiguous(), 0)
-        if world.rank == 0:
-            for source in self._later_senders:
-                while (received := _receive(source, world.device)) is not None:
-                    yield received
-        elif world.rank in self._later_senders:
-            dist.send(_padded(b"", world.device), 0)
-
-
-def _receive(source: int, device: torch.device) -> tuple[str, Tensor] | None:
-    box = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-    dist.recv(box, source)
-    text = bytes(integers(box)).rstrip(b"\0")
-    if not text:
-        return None
-    name, dtype, shape = json.loads(text)
-    tensor = torch.empty(shape, dtype=DTYPE_OF[dtype], device=device)
-    dist.recv(tensor, source)
-    return name, tensor
-
-
-def _padded(header: bytes, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8).to(device)

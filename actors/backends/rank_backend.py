@@ -17,7 +17,8 @@ from ...core.device_memory import AssetStore
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
-from ..models.hf_folder import ModelConfig, export_dtype
+from ..models.hf_folder import export_dtype
+from ..models.model_config import ModelConfig
 from .export import Exporter, ExportTypes
 from .offload import RankOffload
 from .step import Stepper

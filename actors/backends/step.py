@@ -13,6 +13,7 @@ order, whatever they hold. All models have their gradients before any is updated
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -248,14 +249,11 @@ class Stepper:
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
         name_metrics_alike(self._world, step.tally, step.settings.functions)
 
-        def reduced() -> dict[str, Any]:
-            sums, maxima = step.tally.reduced(self._policy.replicas)
-            return {"sums": sums, "maxima": maxima}
-
-        joined = self._world.broadcast(reduced)
-        values = take_metrics(joined["sums"])
-        step_s = self._clock.monotonic() - started_s
-        metrics = {**report(joined["sums"], joined["maxima"], step.num_updates, step_s), **values}
+        own = step.tally.reduced(self._policy.replicas) if self._policy.is_scoring else ()
+        said = self._world.exchange(json.dumps(own) if own else "")
+        sums, maxima = json.loads(next(text for text in said if text))  # all that score say the same
+        values = take_metrics(sums)
+        metrics = {**report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s), **values}
         metrics["train/num_updates"] = float(self._policy.num_updates)
         return metrics
 

@@ -21,22 +21,6 @@ from ...core.protocols import NamedArray
 from .model_config import ModelConfig, parse_model_config, token_ids
 from .safetensors_file import open_safetensors, parse_json, write_safetensors
 
-__all__ = [
-    "CONFIG",
-    "TOKENIZER_FILES",
-    "ModelConfig",
-    "check_tensors",
-    "check_values",
-    "copy_tokenizer",
-    "export_dtype",
-    "find_tokenizer",
-    "open_weights",
-    "read_config",
-    "read_eos_token_ids",
-    "read_json",
-    "write_folder",
-]
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """owner/name."""
 CONFIG = "config.json"

@@ -177,13 +177,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights, tied ones counted once."""
-        total = 0
-        for shape in self.tensor_shapes().values():
-            size = 1
-            for length in shape:
-                size *= length
-            total += size
-        return total
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
 class _Fields:

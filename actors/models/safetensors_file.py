@@ -10,6 +10,7 @@ file that may be hostile is checked, and writing by `safetensors.serialize_file`
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Generator, Iterable, Mapping
@@ -104,11 +105,9 @@ def _named(path: Path, name: str, entry: Any, data: memoryview) -> NamedArray:
         first, last = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise _torn(path, f"the entry of tensor {name} is malformed ({type(err).__name__}: {err})") from err
-    num_bytes = item_bytes
     if len(shape) > MAX_DIMENSIONS:
         raise _torn(path, f"tensor {name} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
-    for length in shape:
-        num_bytes *= length
+    num_bytes = item_bytes * math.prod(shape)
     if min((0, *shape)) < 0 or not 0 <= first <= last <= len(data) or last - first != num_bytes:
         raise _torn(path, f"tensor {name} {dtype}{list(shape)} cannot lie in bytes {first}..{last} of {len(data)}")
     spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=first, num_bytes=num_bytes)

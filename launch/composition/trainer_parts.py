@@ -70,9 +70,9 @@ def shard_of_rank(spec: ActorSpec, config: RunConfig, world_size: int) -> tuple[
     """The shard that each rank trains: its own, or that of the replica of which it holds a part."""
     if spec.kind != "megatron":
         return tuple(range(world_size))
-    from ...actors.backends.megatron.settings import layout_of
+    from ...actors.backends.megatron.layout import ParallelLayout
 
-    layout = layout_of(config.megatron)
+    layout = ParallelLayout.of(config.megatron)
     return tuple(layout.dp_rank_of(rank, world_size) for rank in range(world_size))
 
 

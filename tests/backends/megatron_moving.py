@@ -125,7 +125,8 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
     tags = ("params", "grads", "masters", *OPTIMIZER_PARTS)
     told: dict[str, Any] = {"metrics": [], "scores": []}
     try:
-        dp_size, dp_rank = backend._parts.world.place.dp_size, backend._parts.world.place.dp_rank
+        replicas = backend._parts.world.grid.dp
+        dp_size, dp_rank = replicas.size(), replicas.rank()
         for seed in (11, 12, 13):
             shard = gang_rank.make_shards(seed, dp_size, kind="grpo", minibatches=2)[dp_rank]
             if moves:

@@ -76,18 +76,18 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
     result: dict[str, Any] = {}
     backend.setup()
     try:
-        place = backend._parts.world.place
-        result["is_teller"] = place.is_teller
+        grid = backend._parts.world.grid
+        result["is_teller"], dp_size, dp_rank = grid.is_teller, grid.dp.size(), grid.dp.rank()
         algo = case.get("algo", spec["algo"])
         shards = [
             gang_rank.make_shards(
                 seed,
-                place.dp_size,
+                dp_size,
                 kind=algo["kind"],
                 minibatches=algo["minibatches"],
                 temperatures=case.get("temperatures") or spec.get("temperatures", {}).get(algo["kind"], (1.0,)),
                 is_served="ref_urls" in algo,
-            )[place.dp_rank]
+            )[dp_rank]
             for seed in case.get("seeds", (11, 12, 13))
         ]
         if case.get("watches_routing"):
@@ -121,14 +121,14 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         result["metrics_of_own_scores"] = stats.metrics
         result["shown"] = gang_rank.shown(mine, stats)
         if algo.get("loss_fn"):
-            last = place.dp_size - 1
-            wrong = gang_rank.poisoned(shards[0], rank=last, own=place.dp_rank, is_behaviour=True)
+            last = dp_size - 1
+            wrong = gang_rank.poisoned(shards[0], rank=last, own=dp_rank, is_behaviour=True)
             gang_rank.keep(out / "before_failure.npz", weights_of(backend))
             result["failure"] = gang_rank.refusal(backend, wrong)
             gang_rank.keep(out / "after_failure.npz", weights_of(backend))
             result["metrics_again"] = backend.train(shards[0], {}).metrics
         if case.get("poison"):
-            poisoned = gang_rank.poisoned(shards[0], rank=place.dp_size - 1, own=place.dp_rank)
+            poisoned = gang_rank.poisoned(shards[0], rank=dp_size - 1, own=dp_rank)
             gang_rank.keep(out / "before_nan.npz", weights_of(backend))
             result["error"] = gang_rank.refusal(backend, poisoned)
             gang_rank.keep(out / "after_nan.npz", weights_of(backend))

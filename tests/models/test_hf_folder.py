@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from myxa.actors.models.hf_folder import (
-    ModelConfig,
     check_values,
     copy_tokenizer,
     open_weights,
@@ -25,7 +24,7 @@ from myxa.actors.models.hf_folder import (
     read_eos_token_ids,
     write_folder,
 )
-from myxa.actors.models.model_config import parse_model_config
+from myxa.actors.models.model_config import ModelConfig, parse_model_config
 from myxa.actors.models.safetensors_file import open_safetensors, write_safetensors
 from myxa.actors.models.tiny import PRESETS, init_weights, make_tiny_model, tiny_config
 from myxa.actors.models.tokenizer import load_tokenizer

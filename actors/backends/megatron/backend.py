@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ....core.clock import Clock
-from ...models.hf_folder import ModelConfig, read_config
+from ...models.hf_folder import read_config
+from ...models.model_config import ModelConfig
 from ...models.second_model import check_reference
 from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts
@@ -99,12 +100,11 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             optimizer.settle()
             return iter_hf_tensors(wrapped, model, config.layout, to_all=to_all)
 
-        each = world.size // config.layout.pp  # ranks have stages outermost, and the first of each stage sends
-        senders = range(each, world.size, each)
+        has_stages = config.layout.pp > 1
         self._parts = RankParts(
             world,
             Stepper(policy, reference, config.step_settings(user), self._clock),
-            Exporter(world, model, config.export_types(model), config.model_path, whole_tensors, senders),
+            Exporter(world, model, config.export_types(model), config.model_path, whole_tensors, has_stages=has_stages),
             MegatronTrainingState(world, optimizer, model),
         )
         return self._facts(model, world, wrapped, has_reference=reference is not None)
@@ -122,7 +122,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             "dtype": self._config.trainer.dtype,
             "device": str(world.device),
             "world_size": world.size,
-            "layout": f"dp{world.place.dp_size} tp{layout.tp} pp{layout.pp} vpp{layout.vpp} cp{layout.cp} "
+            "layout": f"dp{world.grid.dp.size()} tp{layout.tp} pp{layout.pp} vpp{layout.vpp} cp{layout.cp} "
             f"ep{layout.ep} etp{layout.etp}" + (" sp" if layout.sequence_parallel else ""),
             "has_reference": has_reference,
         }
@@ -161,7 +161,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             vocab_size=model.vocab_size,
             num_chunks=2 * layout.cp if layout.cp > 1 else 1,
             pack_multiple=layout.sequence_multiple,
-            cp_rank=world.place.cp_rank,
+            cp_rank=world.grid.cp.rank(),
             multiple_of_micros=layout.pp if layout.vpp > 1 else 1,
         )
 

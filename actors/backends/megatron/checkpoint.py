@@ -37,6 +37,7 @@ from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
 from ..export import named_array
 from . import mcore
+from .hf_weights import unwrapped
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
 
@@ -238,10 +239,7 @@ def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any
 
 def _named_chunks(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
     for number, chunk in enumerate(chunks):
-        bare: Any = chunk
-        while hasattr(bare, "module"):
-            bare = bare.module
-        yield (f"model{number}" if len(chunks) > 1 else "model"), bare
+        yield (f"model{number}" if len(chunks) > 1 else "model"), unwrapped(chunk)
 
 
 def _restore_optimizer(optimizer: Any, saved: Any) -> None:

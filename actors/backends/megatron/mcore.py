@@ -66,6 +66,14 @@ class Grid:
     etp: Group
 
     @property
+    def is_scoring(self) -> bool:
+        return self.pp.rank() == self.pp.size() - 1
+
+    @property
+    def is_teller(self) -> bool:
+        return self.is_scoring and self.tp.rank() == self.cp.rank() == 0
+
+    @property
     def is_sender(self) -> bool:
         """Whether this rank speaks for its pipeline stage: first of its tensor, context and data groups."""
         return self.tp.rank() == self.cp.rank() == self.dp.rank() == 0

@@ -232,7 +232,7 @@ class MegatronPolicy(TrainedModel):
     ) -> None:
         self.world, self.replicas = world, world.replicas
         self.vocab_size = cutting.vocab_size
-        self.is_scoring, self.is_teller = world.place.is_scoring, world.place.is_teller
+        self.is_scoring, self.is_teller = world.grid.is_scoring, world.grid.is_teller
         self._pipeline = pipeline
         self._optimizer = optimizer
         self._cutting = cutting

@@ -28,11 +28,7 @@ class MegatronRankSettings(RankSettings):
 
     @property
     def layout(self) -> ParallelLayout:
-        return layout_of(self.megatron)
-
-
-def layout_of(settings: MegatronSettings) -> ParallelLayout:
-    return ParallelLayout.of(settings)
+        return ParallelLayout.of(self.megatron)
 
 
 def checked_fields(name: str, table: Mapping[str, Any], record: type, owned: Mapping[str, str]) -> dict[str, Any]:

@@ -10,20 +10,15 @@ gang of one has a process group too: Megatron asks for its groups at any size.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import resource
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ....core.errors import LaunchError
-from ..torch_backend.tensors import integers
 from ..torch_backend.world import Gang, World
 from . import mcore
 from .layout import ParallelLayout
@@ -33,26 +28,6 @@ tensor_parallel = mcore.module("tensor_parallel")
 
 MIN_DESCRIPTORS = 65536
 """Communicators of many groups hold thousands of descriptors; the usual soft limit of 1024 ends in "too many files"."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankCoordinates:
-    """This rank's coordinates in the layout."""
-
-    dp_rank: int
-    dp_size: int
-    tp_rank: int
-    cp_rank: int
-    pp_rank: int
-    pp_size: int
-
-    @property
-    def is_scoring(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
-
-    @property
-    def is_teller(self) -> bool:
-        return self.is_scoring and self.tp_rank == 0 and self.cp_rank == 0
 
 
 class Replicas:
@@ -82,14 +57,7 @@ class MegatronWorld(World):
         super().__init__(base.rank, base.size, base.device, base._store)
         self.layout = layout
         self.replicas = Replicas(base.device)
-        self.place = RankCoordinates(
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=layout.pp,
-        )
+        self.grid = mcore.read_grid()
 
     @staticmethod
     def enter(gang: Gang, device: torch.device, layout: ParallelLayout, seed: int) -> MegatronWorld:
@@ -121,20 +89,11 @@ class MegatronWorld(World):
             _seed(seed)
         return MegatronWorld(base, layout)
 
-    def broadcast(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        text = json.dumps(make()).encode() if self.place.is_scoring else b""
-        size = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        self._from_last_stage(size)
-        box = torch.zeros(integers(size)[0], dtype=torch.uint8, device=self.device)
-        if self.place.is_scoring:
-            box.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self._from_last_stage(box)
-        value: dict[str, Any] = json.loads(bytes(integers(box)))
-        return value
-
     def shared(self, values: Tensor) -> Tensor:
         box = values.to(self.device, copy=True)
-        self._from_last_stage(box)
+        if self.grid.pp.size() > 1:
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(box, src=source, group=self.grid.pp)
         return box
 
     def close(self) -> None:
@@ -145,12 +104,6 @@ class MegatronWorld(World):
         super().close()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             parallel_state.destroy_model_parallel()
-
-    def _from_last_stage(self, box: Tensor) -> None:
-        if self.place.pp_size > 1:
-            source = parallel_state.get_pipeline_model_parallel_last_rank()
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(box, src=source, group=group)
 
 
 def _alone(gang: Gang, device: torch.device) -> None:

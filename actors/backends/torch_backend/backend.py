@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ....core.clock import Clock
 from ....core.errors import ConfigError
-from ...models.hf_folder import ModelConfig, read_config
+from ...models.hf_folder import read_config
+from ...models.model_config import ModelConfig
 from ...models.second_model import check_reference, critic_config
 from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts, RankSettings

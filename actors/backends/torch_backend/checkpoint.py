@@ -18,7 +18,7 @@ from torch import Tensor
 from ....core.errors import TrainError
 from ....core.protocols import NamedArray
 from ...checkpoints.folder import FORMAT, Manifest, check_model, identity_of, rank_file
-from ...models.hf_folder import ModelConfig
+from ...models.model_config import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
 from ..export import named_array

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ....algos.losses import value_loss, value_metrics, value_sums
 from ....core.config import CriticConfig, OptimizerConfig
 from ....core.errors import TrainError
-from ...models.hf_folder import ModelConfig, open_weights
+from ...models.hf_folder import open_weights
+from ...models.model_config import ModelConfig
 from ...models.second_model import value_head_in
 from .accounting import MetricSums
 from .layout import Layout

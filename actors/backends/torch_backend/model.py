@@ -22,7 +22,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from ....core.errors import TrainError
-from ...models.hf_folder import ModelConfig, open_weights
+from ...models.hf_folder import open_weights
+from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
 from ..vocab_scores import TokenScores, fused, score_tokens
 from .layout import Layout

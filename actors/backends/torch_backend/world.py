@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,10 +159,6 @@ class World:
             box[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         rows = self.gather(box).cpu()
         return tuple(bytes(integers(row[:size])).decode() for row, size in zip(rows, sizes, strict=True))
-
-    def broadcast(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A JSON object that scoring ranks make, on every rank of their replicas. Collective. Here all ranks score."""
-        return make()
 
     def shared(self, values: Tensor) -> Tensor:
         """The scoring ranks' tensor, on every rank of their replicas; others give one of its shape. Collective."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,8 @@ from ....core.weight_channel import WeightProgress
 from ....memory.budget import EngineBudget, plan_engine
 from ....memory.meters import available_bytes
 from ...models.chat_template import PlainText
-from ...models.hf_folder import ModelConfig, check_values, open_weights, read_config
+from ...models.hf_folder import check_values, open_weights, read_config
+from ...models.model_config import ModelConfig
 from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
 from .core import EmbeddedOptions, EngineCore
@@ -433,12 +435,12 @@ class EmbeddedEngine:
     def memory_tags(self) -> tuple[TagReport, ...]:
         lent = self._lent()
         if self._state is not None:
-            return lent.tags()
+            return lent.report()
         _, budget = self._plan()
         return expected(budget.weight_bytes, budget.kv_bytes)
 
     def memory_pids(self) -> tuple[int, ...]:
-        return self._lent().pids
+        return (os.getpid(),)
 
     async def park(self, within_s: float) -> None:
         """Between two steps nothing runs once no request is left."""

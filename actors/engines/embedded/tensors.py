@@ -7,8 +7,7 @@ and the cache of parked requests is computed again from their tokens.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....core.device_memory import MovedBytes, Tag, TagReport
+from ....core.device_memory import Tag, TagReport
 from ....memory.arenas.arena import Arena, SpreadArenas
 from ....memory.arenas.tensors import empty_tensors
 
@@ -48,38 +47,28 @@ PADDING_BYTES = 64 << 10
 """Of a tag, before it is known: tensors begin at multiples of 512 bytes, and a region ends with a page."""
 
 
-class LentMemory:
+class LentMemory(SpreadArenas):
     """One engine's. Methods block."""
 
     def __init__(self, *arenas: Arena) -> None:
         """Raises MemoryFault without any arena."""
-        self._store = SpreadArenas(arenas)
+        super().__init__(arenas)
         self._lent_bytes = [0] * len(arenas)
         for arena in arenas:
             for tag in ("weights", "kv_cache"):
                 arena.tag(tag, "discard")
 
     @property
-    def num_devices(self) -> int:
-        """Tensors are spread over these devices."""
-        return len(self._store.arenas)
-
-    @property
     def device_bytes(self) -> int:
         """Of all devices."""
-        return sum(arena.driver.capacity_bytes() for arena in self._store.arenas)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The engine runs in this process."""
-        return (os.getpid(),)
+        return sum(arena.driver.capacity_bytes() for arena in self.arenas)
 
     def allocate(self, tag: Tag) -> Allocate:
         """How tensors of that tag are made."""
 
         def make(specs: Sequence[Spec]) -> list[Tensor]:
             tensors: dict[int, Tensor] = {}
-            for arena, numbers in zip(self._store.arenas, self._dealt(specs), strict=True):
+            for arena, numbers in zip(self.arenas, self._dealt(specs), strict=True):
                 made = empty_tensors(arena, tag, [specs[number] for number in numbers], torch.device("cpu"))
                 tensors.update(zip(numbers, made, strict=True))
             for tensor in tensors.values():
@@ -96,22 +85,6 @@ class LentMemory:
             dealt[least].append(number)
             self._lent_bytes[least] += prod(shape) * dtype.itemsize
         return dealt
-
-    def tags(self) -> tuple[TagReport, ...]:
-        """As they are now."""
-        return self._store.report()
-
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """Take the memory of these tags off the device."""
-        return self._store.release(tags)
-
-    def restore(self, tags: Collection[Tag]) -> MovedBytes:
-        """Give these tags memory again, zeroed."""
-        return self._store.restore(tags)
-
-    def close(self) -> None:
-        """Free all memory; no tensor on it may be used again."""
-        self._store.close()
 
 
 def expected(weight_bytes: int, kv_bytes: int) -> tuple[TagReport, ...]:
