@@ -51,7 +51,7 @@ import enum
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, get_args
 
 from ..core.errors import ConfigError, StalenessError
 
@@ -161,31 +161,7 @@ class GroupLine:
 
 
 PolicyName = Literal["pace", "wait", "drop"]
-POLICIES: tuple[PolicyName, ...] = ("pace", "wait", "drop")
-
-
-class Policy(Protocol):
-    """Rules only; the line is the state."""
-
-    @property
-    def name(self) -> PolicyName: ...
-
-    @property
-    def num_slots(self) -> int:
-        """Most groups between dispatch and the end of the step that trains them."""
-        ...
-
-    def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
-        """May a new group start on an engine that serves `version`?"""
-        ...
-
-    def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
-        """May a group that was handed back continue there?"""
-        ...
-
-    def choose(self, line: GroupLine, step: int) -> list[int] | None:
-        """The batch of `step`, or None while it has to wait."""
-        ...
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def default_window(max_staleness: int, batch_size: int) -> int:
@@ -198,31 +174,43 @@ def default_window(max_staleness: int, batch_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PacePolicy:
-    """Slots paced by adopted versions; oldest first, past the slow."""
+class Policy:
+    """Rules only; the line is the state. See the module's head."""
 
+    name: PolicyName
     max_staleness: int
     batch_size: int
-    window: int
-    name: PolicyName = "pace"
+    window: int = 0
+    """W of `pace`; the others have none."""
 
     @property
     def num_slots(self) -> int:
-        """N, the most that the bound allows beside W."""
-        return (self.max_staleness + 1) * self.batch_size + 1 - self.window
+        """Most groups between dispatch and the end of the step that trains them: N of `pace`, the most that the bound
+        allows beside W."""
+        return (self.max_staleness + 1) * self.batch_size + 1 - max(self.window, 1)
 
     def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
-        return line.next_index < self.num_slots + self.batch_size * version
+        """May a new group start on an engine that serves `version`?"""
+        due = version + self.max_staleness
+        if self.name == "wait":
+            return _fits(line, due, next_step, self, leaving=None)
+        has_slot = line.next_index < self.num_slots + self.batch_size * version
+        return has_slot and (self.name == "pace" or due >= next_step)
 
     def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
-        if entry.version <= version:  # it has older tokens already: this engine makes nothing worse
-            return True
-        return _fits(line, version + self.max_staleness, next_step, self, leaving=entry)
+        """May a group that was handed back continue there? Of one that has older tokens already the engine makes
+        nothing worse."""
+        if self.name == "drop":
+            return min(version, entry.version) + self.max_staleness >= next_step
+        return entry.version <= version or _fits(line, version + self.max_staleness, next_step, self, leaving=entry)
 
     def choose(self, line: GroupLine, step: int) -> list[int] | None:
+        """The batch of `step`, or None while it has to wait."""
         if line.num_ready < self.batch_size:
             return None
-        near = self._in_window(line)
+        if self.name == "drop":  # what is too old is dropped by the caller's sweep
+            return [e.group_id for e in line if e.stage is LineStage.READY][: self.batch_size]
+        near = self._in_window(line) if self.name == "pace" else None
         chosen = _chosen(line, step, self, near) if near is not None else None
         return chosen or _chosen(line, step, self)
 
@@ -242,62 +230,11 @@ class PacePolicy:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class WaitPolicy:
-    """Earliest deadline first; the trainer waits rather than drop."""
-
-    max_staleness: int
-    batch_size: int
-    name: PolicyName = "wait"
-
-    @property
-    def num_slots(self) -> int:
-        return (self.max_staleness + 1) * self.batch_size
-
-    def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
-        return _fits(line, version + self.max_staleness, next_step, self, leaving=None)
-
-    def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
-        due = version + self.max_staleness
-        return entry.version <= version or _fits(line, due, next_step, self, leaving=entry)
-
-    def choose(self, line: GroupLine, step: int) -> list[int] | None:
-        return None if line.num_ready < self.batch_size else _chosen(line, step, self)
-
-
-@dataclass(frozen=True, slots=True)
-class DropPolicy:
-    """Greedy: whatever is ready, oldest first; the too old is dropped by the caller's sweep."""
-
-    max_staleness: int
-    batch_size: int
-    name: PolicyName = "drop"
-
-    @property
-    def num_slots(self) -> int:
-        return (self.max_staleness + 1) * self.batch_size
-
-    def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
-        has_slot = line.next_index < self.num_slots + self.batch_size * version
-        return has_slot and version + self.max_staleness >= next_step
-
-    def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
-        return min(version, entry.version) + self.max_staleness >= next_step
-
-    def choose(self, line: GroupLine, step: int) -> list[int] | None:
-        if line.num_ready < self.batch_size:
-            return None
-        ready = [e.group_id for e in line if e.stage is LineStage.READY]
-        return ready[: self.batch_size]
-
-
 def _has_deadline(entry: LineEntry) -> bool:
     return entry.stage is not LineStage.TAKEN and entry.version != NO_TOKEN
 
 
-def _fits(
-    line: GroupLine, due: int, next_step: int, rules: PacePolicy | WaitPolicy, *, leaving: LineEntry | None
-) -> bool:
+def _fits(line: GroupLine, due: int, next_step: int, rules: Policy, *, leaving: LineEntry | None) -> bool:
     """Whether I(next_step) holds with one more group that is due at that step. `leaving`: a group that is handed back,
     and is counted again."""
     if due < next_step:
@@ -313,9 +250,7 @@ def _fits(
     )
 
 
-def _chosen(
-    line: GroupLine, step: int, rules: PacePolicy | WaitPolicy, wanted: Sequence[LineEntry] | None = None
-) -> list[int] | None:
+def _chosen(line: GroupLine, step: int, rules: Policy, wanted: Sequence[LineEntry] | None = None) -> list[int] | None:
     """A batch after which I(step + 1) holds: `wanted`, or the earliest due of those that are ready; None: there is none
     yet. At least a batch is ready."""
     if wanted is None:
@@ -357,11 +292,9 @@ def make_policy(name: str, max_staleness: int, batch_size: int, window: int = 0)
                 f"async.window is {window}, but may be 1 to {limit} at this max_staleness and batch_size",
                 remedy="leave it 0 to have it chosen",
             )
-        return PacePolicy(max_staleness, batch_size, chosen)
-    if name == "wait":
-        return WaitPolicy(max_staleness, batch_size)
-    if name == "drop":
-        return DropPolicy(max_staleness, batch_size)
+        return Policy(name, max_staleness, batch_size, chosen)
+    if name in ("wait", "drop"):
+        return Policy(name, max_staleness, batch_size)
     raise ConfigError(f"async.policy is {name!r}", remedy=f"choose one of {', '.join(POLICIES)}")
 
 
@@ -407,10 +340,11 @@ class Admission:
         self, policy: str = "pace", *, max_staleness: int, batch_size: int, window: int = 0, next_step: int = 0
     ) -> None:
         """`next_step`: the version that training starts from. Raises ConfigError for impossible numbers."""
-        self._rules: Policy = make_policy(policy, max_staleness, batch_size, window)
+        self.rules = make_policy(policy, max_staleness, batch_size, window)
         self.max_staleness = max_staleness
         self.batch_size = batch_size
-        self._window = window
+        self.window: int = window
+        """W as it was asked for; 0: chosen by the rule."""
         self.next_step = next_step
         """The first step that has no claim yet."""
         self.newest_version = next_step
@@ -423,16 +357,7 @@ class Admission:
 
     @property
     def policy(self) -> PolicyName:
-        return self._rules.name
-
-    @property
-    def rules(self) -> Policy:
-        return self._rules
-
-    @property
-    def window(self) -> int:
-        """W as it was asked for; 0: chosen by the rule."""
-        return self._window
+        return self.rules.name
 
     @property
     def num_open(self) -> int:
@@ -446,7 +371,7 @@ class Admission:
     @property
     def slots_total(self) -> int:
         """Most groups between dispatch and training."""
-        return self._rules.num_slots
+        return self.rules.num_slots
 
     @property
     def slots_used(self) -> int:
@@ -459,8 +384,8 @@ class Admission:
         engine that announces a version that does not exist (left over from before a rewind) counts as newest."""
         version = min(engine_version, self.newest_version)
         if group_id is None:
-            return self._rules.admits(self._line, version, self.next_step)
-        return self._rules.readmits(self._line, self._line.get(group_id), version, self.next_step)
+            return self.rules.admits(self._line, version, self.next_step)
+        return self.rules.readmits(self._line, self._line.get(group_id), version, self.next_step)
 
     def dispatched(self, group_id: int, engine_version: int, *, is_undone: bool = False) -> None:
         """A new group, or one that was handed back, starts on an engine that serves `engine_version`. `is_undone`: in
@@ -518,7 +443,7 @@ class Admission:
         if step != self.next_step:
             raise StalenessError(f"step {step} asks for a batch, but the next step is {self.next_step}")
         overdue = self._sweep(step)
-        chosen = self._rules.choose(self._line, step)
+        chosen = self.rules.choose(self._line, step)
         if chosen is None:
             return Selection(overdue=overdue)
         for group_id in chosen:
@@ -543,9 +468,9 @@ class Admission:
         eta = self.max_staleness if max_staleness is None else max_staleness
         # A window chosen by hand fits one eta only: another eta without another window goes back to the rule.
         if window is None:
-            window = self._window if eta == self.max_staleness else 0
-        self._rules = make_policy(policy or self.policy, eta, self.batch_size, window)
-        self._window = window
+            window = self.window if eta == self.max_staleness else 0
+        self.rules = make_policy(policy or self.policy, eta, self.batch_size, window)
+        self.window = window
         self.max_staleness = eta
         self._era += 1
         self._swept_for = -1

@@ -25,7 +25,8 @@ from ...core.errors import ConfigError, MyxaError, ReferenceFailed, UserCodeErro
 from ...core.protocols import Tokenizer
 from ...core.samples import F32, Prompt, Sample
 from ..http_client import client_session
-from ..rewards.guard import MAX_PROBES, CallGuard, GaveUp, Reference
+from ..rewards.call import CallFailed
+from ..rewards.guard import CallGuard, Reference
 from .wire import BadAnswer, Probes, WantedScores, in_response, question, scores_in, wanted_of
 
 BYTES_PER_TOKEN = 512
@@ -267,33 +268,25 @@ class ServedReference(Reference):
         return replace(sample, reference_logprobs=in_response(sample, wanted, logprobs))
 
     async def _asked(self, wanted: WantedScores, place: str, group_id: int) -> F32:
-        guard, num_failed, is_probe = self._guard, 0, False
-        while True:
-            try:
-                is_probe = await guard.enter()
-                started_s = self._clock.monotonic()
-                found = await self._servers.logprobs(wanted)
-            except GaveUp:
-                raise _failure(f"is not asked any more; it last {guard.last_error}", place) from None
-            except Refused as no:
-                guard.refused(f"refused: {no}", group_id, is_probe=is_probe)
-                raise _failure(f"refused: {no}", place, REFUSED) from no
-            except NoScore as no:
-                num_failed += 1
-                if guard.failed(f"could not be asked: {no}", group_id, is_probe=is_probe) and num_failed <= MAX_PROBES:
-                    is_probe = False
-                    continue
-                raise _failure(f"could not be asked: {no}", place) from no
-            except MyxaError as error:
-                guard.ends(str(error), is_probe=is_probe)
-                raise ReferenceFailed(error.message, remedy=error.remedy) from error
-            except BaseException:
-                guard.abandon(is_probe=is_probe)
-                raise
-            guard.worked(group_id, is_probe=is_probe)
-            self._num_calls += 1
-            self._call_s += self._clock.monotonic() - started_s
-            return found
+        try:
+            return await self._guard.called(group_id, lambda: self._answer(wanted))
+        except CallFailed as no:
+            remedy = REFUSED if no.is_refusal else REMEDY
+            raise ReferenceFailed(f"the reference model of algo.ref_urls {no} ({place})", remedy=remedy) from no
+        except MyxaError as error:
+            raise ReferenceFailed(error.message, remedy=error.remedy) from error
+
+    async def _answer(self, wanted: WantedScores) -> F32:
+        started_s = self._clock.monotonic()
+        try:
+            found = await self._servers.logprobs(wanted)
+        except Refused as no:
+            raise CallFailed(f"refused: {no}", is_refusal=True) from no
+        except NoScore as no:
+            raise CallFailed(f"could not be asked: {no}") from no
+        self._num_calls += 1
+        self._call_s += self._clock.monotonic() - started_s
+        return found
 
     def gauges(self) -> dict[str, float]:
         """What the monitor shows of it; seconds are the mean of calls since the last time."""
@@ -306,7 +299,3 @@ class ServedReference(Reference):
     async def close(self) -> None:
         """End all connections."""
         await self._servers.close()
-
-
-def _failure(words: str, place: str, remedy: str = REMEDY) -> ReferenceFailed:
-    return ReferenceFailed(f"the reference model of algo.ref_urls {words} ({place})", remedy=remedy)

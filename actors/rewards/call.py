@@ -46,13 +46,15 @@ ALONE = RewardKeys()
 """Of the run's only function."""
 
 
-class BadReward(Exception):
-    """A reward function raised or returned nonsense; the text is the cause."""
+class CallFailed(Exception):
+    """What was called, such as a reward function, raised or answered with nonsense. The text is a sentence without its
+    subject."""
 
-    def __init__(self, cause: str, *, is_deadly: bool = False) -> None:
-        """`is_deadly`: it ended the process that ran it."""
+    def __init__(self, cause: str, *, is_deadly: bool = False, is_refusal: bool = False) -> None:
+        """`is_deadly`: it ended the process that ran it. `is_refusal`: it is well, and says no to these answers."""
         super().__init__(cause)
         self.is_deadly = is_deadly
+        self.is_refusal = is_refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +95,19 @@ def load_reward(of: RewardSpec) -> RewardFn:
 
 
 def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
-    """Call a function that is not async. Raises BadReward."""
+    """Call a function that is not async. Raises CallFailed."""
     try:
         returned = reward.fn(reward.argument(answers))
     except BaseException as error:
         raise raised(error) from error
     if inspect.iscoroutine(returned):
         returned.close()
-        raise BadReward("returned a coroutine; declare it with `async def`")
+        raise CallFailed("returned a coroutine; declare it with `async def`")
     return judged(returned, reward.num_judged(answers))
 
 
 async def await_reward(reward: RewardFn, answers: Answers) -> Outcomes:
-    """Call an async function. Raises BadReward, and CancelledError only if the caller's task is cancelled."""
+    """Call an async function. Raises CallFailed, and CancelledError only if the caller's task is cancelled."""
     try:
         returned = await reward.fn(reward.argument(answers))
     except BaseException as error:
@@ -116,24 +118,24 @@ async def await_reward(reward: RewardFn, answers: Answers) -> Outcomes:
 
 
 def judged(returned: object, num_answers: int | None) -> Outcomes:
-    """What a function returned, as outcomes. `num_answers`: of the group; None: a single answer. Raises BadReward."""
+    """What a function returned, as outcomes. `num_answers`: of the group; None: a single answer. Raises CallFailed."""
     try:
         return (outcome_of(returned),) if num_answers is None else outcomes_of(returned, num_answers)
     except (TypeError, ValueError) as error:
-        raise BadReward(words_of(error)) from error
+        raise CallFailed(words_of(error)) from error
     except BaseException as error:
-        raise BadReward(f"returned a {type(returned).__name__} that raised {what_was_raised(error)}") from error
+        raise CallFailed(f"returned a {type(returned).__name__} that raised {what_was_raised(error)}") from error
 
 
 def checked(outcomes: Sequence[RewardOutcome], num_answers: int) -> Outcomes:
-    """Outcomes that come from another process, as trustworthy as its memory. Raises BadReward."""
+    """Outcomes that come from another process, as trustworthy as its memory. Raises CallFailed."""
     return judged([{**one.parts, SCALAR_KEY: one.value} for one in outcomes], num_answers)
 
 
-def raised(error: BaseException) -> BadReward:
+def raised(error: BaseException) -> CallFailed:
     if isinstance(error, Blocked):
-        return BadReward(f"{error}; a plain def may, and so may asyncio.to_thread")
-    return BadReward(f"raised {what_was_raised(error)}")
+        return CallFailed(f"{error}; a plain def may, and so may asyncio.to_thread")
+    return CallFailed(f"raised {what_was_raised(error)}")
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """When a reward function is called, when it is given a pause, and when its failures end the run.
 
-Consecutive failures are treated as an outage: calls wait in `CallGuard.enter` and are repeated. Until the outage is
+Consecutive failures are treated as an outage: calls wait in `CallGuard.called` and are repeated. Until the outage is
 decided its failures count against no group. The breaker's states (pure: times are passed in):
 
     CLOSED ── `after` failures in a row, of as many groups ──> OPEN ── cool-down over ──> PROBING (one call)
@@ -21,7 +21,8 @@ import enum
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from ...algos.rewards.outcome import RewardOutcome
 from ...core.completions import Completion
@@ -37,6 +38,9 @@ from ...core.errors import (
     UserCodeError,
 )
 from ...core.samples import Prompt, Sample
+from .call import CallFailed
+
+T = TypeVar("T")
 
 MAX_COOL_DOWN_S = 60.0
 
@@ -137,10 +141,6 @@ Tell = Callable[[str, str], None]
 """Kind and text of an event."""
 
 
-class GaveUp(Exception):
-    """The breaker gave up; the text says after how long."""
-
-
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
@@ -186,18 +186,10 @@ class GroupBudget:
 
     def __init__(self, max_rate: float, max_outage_s: float = math.inf) -> None:
         """`max_outage_s`: for so long all groups may be lost through their environments."""
-        self._budget = ErrorBudget(max_rate)
+        self.lost = ErrorBudget(max_rate)
         self._max_outage_s = max_outage_s
         self._outage: tuple[float, int] | None = None
         """Since when, and how many groups."""
-
-    @property
-    def max_rate(self) -> float:
-        return self._budget.max_rate
-
-    @max_rate.setter
-    def max_rate(self, max_rate: float) -> None:
-        self._budget.max_rate = max_rate
 
     def note(self, error: MyxaError | None, now_s: float = 0.0) -> None:
         """One more group, lost to `error` or finished. Raises an error of the same kind once there are too many."""
@@ -207,13 +199,13 @@ class GroupBudget:
         if isinstance(error, RewardError | PromptTooLong):
             return
         self._outage = None if error is None else self._outage
-        self._budget.note(has_failed=error is not None)
-        if error is None or not self._budget.is_spent:
+        self.lost.note(has_failed=error is not None)
+        if error is None or not self.lost.is_spent:
             return
-        failed, groups = self._budget.recent
+        failed, groups = self.lost.recent
         kind = next((kind for kind in KINDS if isinstance(error, kind)), UserCodeError)
         raise kind(
-            f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self.max_rate:g} "
+            f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self.lost.max_rate:g} "
             f"allows; the last one: {error.message}",
             remedy=error.remedy,
         )
@@ -289,9 +281,9 @@ class Scorer(Guarded, ABC):
     judges_groups = False
     """Whether it gets all answers of a group at once."""
 
-    @abstractmethod
     async def score(self, completion: Completion) -> RewardOutcome:
         """Of one completion. Raises UserCodeError naming function, group, sample and cause."""
+        return (await self.score_group((completion,)))[0]
 
     @abstractmethod
     async def score_group(self, completions: Sequence[Completion]) -> Sequence[RewardOutcome]:
@@ -346,13 +338,39 @@ class CallGuard(Guarded):
     def num_errors(self) -> int:
         return self._num_errors
 
-    async def enter(self) -> bool:
-        """Wait until it may be called; True if this call is the probe. Raises GaveUp once there is no hope."""
+    async def called(self, group_id: int, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call()`, which waits and is repeated while an outage lasts. Raises CallFailed for a failure
+        that counts, and whatever else `call` raises."""
+        num_failed = 0
+        while True:
+            is_probe = await self._enter()
+            try:
+                result = await call()
+            except CallFailed as failed:
+                num_failed += 1
+                if self._failed(failed, group_id, is_probe=is_probe) and num_failed <= MAX_PROBES:
+                    continue
+                raise
+            except BaseException as error:
+                if is_probe:
+                    self._breaker.abandoned(_now_s())
+                    self._ring()
+                if isinstance(error, MyxaError):  # no further call has any sense
+                    self._num_errors += 1
+                    self._budget.note(has_failed=True)
+                    self._fatal = str(error)
+                raise
+            self._is_well(is_probe=is_probe)
+            self._book(group_id, has_failed=False)
+            return result
+
+    async def _enter(self) -> bool:
+        """Wait until it may be called; True if this call is the probe. Raises CallFailed once there is no hope."""
         self._num_waiting += 1
         try:
             while not self._breaker.may_call(_now_s()):
                 if self._breaker.state is BreakerState.GIVEN_UP:
-                    raise GaveUp
+                    raise CallFailed(f"is not called any more; it last {self.last_error}")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._breaker.wait_s(_now_s())):
                         await self._changed.wait()
@@ -363,10 +381,6 @@ class CallGuard(Guarded):
     def _ring(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def worked(self, group_id: int, *, is_probe: bool) -> None:
-        self._is_well(is_probe=is_probe)
-        self._book(group_id, has_failed=False)
 
     def _book(self, group_id: int, *, has_failed: bool) -> None:
         self._budget.note(has_failed=has_failed)
@@ -385,19 +399,16 @@ class CallGuard(Guarded):
                 self._book(group_id, has_failed=True)
             self._in_doubt.clear()
 
-    def refused(self, cause: str, group_id: int, *, is_probe: bool) -> None:
-        """It is well, and says no to these answers."""
-        self._is_well(is_probe=is_probe)
+    def _failed(self, failed: CallFailed, group_id: int, *, is_probe: bool) -> bool:
+        """Book a failure; True if the call is to be repeated later."""
+        cause = self.last_error = str(failed)
         self._num_errors += 1
-        self.last_error = cause
-        self._tell_cause(cause, group_id)
-        self._book(group_id, has_failed=True)
-
-    def failed(self, cause: str, group_id: int, *, is_probe: bool) -> bool:
-        """A call failed: book it; True if the call is to be repeated later."""
+        if failed.is_refusal:
+            self._is_well(is_probe=is_probe)
+            self._tell_cause(cause, group_id)
+            self._book(group_id, has_failed=True)
+            return False
         breaker = self._breaker
-        self._num_errors += 1
-        self.last_error = cause
         is_in_doubt, num_opened = breaker.is_in_doubt, breaker.num_opened
         is_for_later = breaker.failed(group_id, _now_s(), is_probe=is_probe)
         if is_probe:
@@ -434,19 +445,6 @@ class CallGuard(Guarded):
         lost = "its group is lost" if self._settings.on_error == "drop" else "its answer gets 0"
         then = "it waits" if is_for_later else lost
         self._tell(f"{self._kind}-failed", f"{self._what} {cause}{place} (group {group_id}): {then}{so_far}")
-
-    def ends(self, why: str, *, is_probe: bool) -> None:
-        """No further call has any sense."""
-        self.abandon(is_probe=is_probe)
-        self._num_errors += 1
-        self._budget.note(has_failed=True)
-        self._fatal = why
-
-    def abandon(self, *, is_probe: bool) -> None:
-        """The call was cancelled."""
-        if is_probe:
-            self._breaker.abandoned(_now_s())
-            self._ring()
 
     def gauges(self) -> dict[str, float]:
         failed, calls = self._budget.recent

@@ -20,7 +20,7 @@ from ..user_code.calls import GRACE_S
 from ..user_code.process import PoolWorker, SpokeGarbage, WorkerGone, WorkerPool
 from .call import (
     Answers,
-    BadReward,
+    CallFailed,
     CancelJudge,
     Judge,
     JudgeStuck,
@@ -70,7 +70,7 @@ class RewardPool(WorkerPool[RewardWorker]):
         super().__init__(RewardWorker, spec, what, max_workers=size or 1, max_calls=max_calls, starts_at_once=starts)
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
-        """Judge what belongs into one call. Raises BadReward if the function fails, hangs or ends its process twice;
+        """Judge what belongs into one call. Raises CallFailed if the function fails, hangs or ends its process twice;
         ConfigError or UserCodeError if a worker cannot load it. A worker's end is not always the answers' fault (memory
         that earlier ones left, a SIGKILL from outside): a second worker tries before they are blamed."""
         is_again = False
@@ -83,10 +83,10 @@ class RewardPool(WorkerPool[RewardWorker]):
                 if self._alone is not None and not lost.is_others:
                     return await self._alone.score(answers, timeout_s)
                 if self._alone is None and is_again:
-                    raise BadReward(f"ended its worker process ({lost})", is_deadly=True) from None
+                    raise CallFailed(f"ended its worker process ({lost})", is_deadly=True) from None
                 is_again = True
         if reply.cause:
-            raise BadReward(reply.cause[:CAUSE_CHARS])
+            raise CallFailed(reply.cause[:CAUSE_CHARS])
         return checked(reply.outcomes, len(answers))
 
     @property
@@ -108,10 +108,10 @@ class RewardPool(WorkerPool[RewardWorker]):
         except TimeoutError:
             worker.kill()
             if self._alone is None:
-                raise BadReward(f"took longer than {timeout_s:g} s; its worker process was killed") from None
+                raise CallFailed(f"took longer than {timeout_s:g} s; its worker process was killed") from None
             raise _Lost("it said nothing", is_others=False) from None
         except (TypeError, ValueError) as error:
-            raise BadReward(f"cannot be sent its answers: {error}") from error
+            raise CallFailed(f"cannot be sent its answers: {error}") from error
         finally:
             del worker.calls[number]
             if (future.cancelled() or not future.done()) and worker.is_alive:
@@ -142,7 +142,7 @@ class RewardPool(WorkerPool[RewardWorker]):
             worker.kill()
             lost = _Lost("it wrote into its own pipe", is_others=False)
             if self._alone is None:
-                lost = BadReward(f"wrote into its worker's own pipe ({garbage}); the worker was killed")
+                lost = CallFailed(f"wrote into its worker's own pipe ({garbage}); the worker was killed")
         for future in worker.calls.values():
             if not future.done():
                 future.set_exception(lost)

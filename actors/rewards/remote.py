@@ -23,7 +23,7 @@ from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
 from ..http_client import client_session
-from .call import Answers, BadReward, Outcomes, judged
+from .call import Answers, CallFailed, Outcomes, judged
 
 MAX_ANSWER_BYTES = 1 << 20
 MAX_PAUSE_S = 30.0
@@ -101,7 +101,7 @@ class RemoteReward:
         try:
             return msgspec.json.encode({"answers": bodies} if self._takes_group else bodies[0])
         except (TypeError, ValueError) as error:
-            raise BadReward(f"cannot be sent its answers: {error}") from error
+            raise CallFailed(f"cannot be sent its answers: {error}") from error
 
     async def _with_patience(self, body: bytes) -> Any:
         pause_s, tries = self._options.backoff_s, self._options.tries
@@ -111,7 +111,7 @@ class RemoteReward:
             except _Try as failed:
                 if number == tries:
                     more = f", the last of {tries} tries" if tries > 1 else ""
-                    raise BadReward(f"{failed}{more}") from failed
+                    raise CallFailed(f"{failed}{more}") from failed
             await asyncio.sleep(min(pause_s, MAX_PAUSE_S) * random.uniform(0.5, 1.5))
             pause_s *= 2
         raise AssertionError("there is at least one try")
@@ -127,7 +127,7 @@ class RemoteReward:
                 async for chunk in answer.content.iter_chunked(1 << 16):
                     found += chunk
                     if len(found) > MAX_ANSWER_BYTES:
-                        raise BadReward(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
+                        raise CallFailed(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
                 raw = bytes(found)
                 status = answer.status
         except TimeoutError as late:
@@ -136,16 +136,16 @@ class RemoteReward:
             raise _Try(f"{url} cannot be asked: {type(error).__name__}: {error}") from error
         if status != 200:
             text = f"{url} answered {status}: {raw[:SHOWN_BYTES].decode(errors='replace')}"
-            raise (_Try if status in WORTH_REPEATING or status >= 500 else BadReward)(text)
+            raise (_Try if status in WORTH_REPEATING or status >= 500 else CallFailed)(text)
         try:
             return msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             shown = raw[:SHOWN_BYTES].decode(errors="replace")
-            raise BadReward(f"{url} answered with what is no JSON: {shown!r}") from error
+            raise CallFailed(f"{url} answered with what is no JSON: {shown!r}") from error
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._is_closed:
-            raise BadReward("was called after the rewarder was closed")
+            raise CallFailed("was called after the rewarder was closed")
         if self._session is None:
             self._session = client_session(keepalive_s=KEEPALIVE_S, max_connections=self._options.max_calls)
         return self._session

@@ -26,12 +26,12 @@ from ...algos.rewards.outcome import RewardOutcome, overlong_penalty
 from ...core.completions import Completion
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import OVERLONG
-from ...core.errors import DeadlyReward, MyxaError, UserCodeError
+from ...core.errors import DeadlyReward, UserCodeError
 from .call import (
     ALONE,
     REMOTE,
     Answers,
-    BadReward,
+    CallFailed,
     Outcomes,
     RewardFn,
     RewardKeys,
@@ -40,7 +40,7 @@ from .call import (
     checked,
     load_reward,
 )
-from .guard import MAX_PROBES, CallGuard, GaveUp, Scorer
+from .guard import CallGuard, Scorer
 from .pool import RewardPool
 
 if TYPE_CHECKING:
@@ -101,12 +101,8 @@ class Rewarder(Scorer):
     async def _at_once(self, answers: Answers) -> Outcomes:
         return call_reward(self._reward, answers)
 
-    async def score(self, completion: Completion) -> RewardOutcome:
-        """After a while if the function is out of order. Raises DeadlyReward if the call ended its worker."""
-        return (await self.score_group((completion,)))[0]
-
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
-        """The rewards of all answers of a group, by one call. Raises as `score`."""
+        """By one call; it waits while the function is out of order. Raises DeadlyReward if it ended its worker."""
         answers = tuple(completions)
         return by_length(self._settings, answers, await self._score(answers))
 
@@ -118,34 +114,14 @@ class Rewarder(Scorer):
         return tuple(RewardOutcome(0.0) if nought else one for nought, one in zip(is_nought, outcomes, strict=True))
 
     async def _called(self, answers: Answers) -> Outcomes:
-        num_failed, is_probe = 0, False
-        while True:
-            try:
-                is_probe = await self._guard.enter()
-                outcomes = await self.run(answers)
-            except GaveUp:
-                raise self._failure(f"is not called any more; it last {self._guard.last_error}", answers) from None
-            except BadReward as bad:
-                num_failed += 1
-                if self._guard.failed(str(bad), answers[0].group_id, is_probe=is_probe) and num_failed <= MAX_PROBES:
-                    is_probe = False
-                    continue
-                if self._settings.on_error == "zero" and not self.too_many_errors:
-                    return tuple(RewardOutcome(0.0) for _ in answers)
-                raise self._failure(str(bad), answers, is_deadly=bad.is_deadly) from bad
-            except MyxaError as error:
-                self._guard.ends(str(error), is_probe=is_probe)
-                raise
-            except BaseException:
-                self._guard.abandon(is_probe=is_probe)
-                raise
-            self._guard.worked(answers[0].group_id, is_probe=is_probe)
-            return outcomes
-
-    def _failure(self, words: str, answers: Answers, *, is_deadly: bool = False) -> UserCodeError:
-        place = f"group {answers[0].group_id}" + ("" if self.judges_groups else f", sample {answers[0].index}")
-        kind = DeadlyReward if is_deadly else UserCodeError
-        return kind(f'reward function "{self._reward.name}" {words} ({place})', remedy=REMEDY)
+        try:
+            return await self._guard.called(answers[0].group_id, lambda: self.run(answers))
+        except CallFailed as bad:
+            if self._settings.on_error == "zero" and not self.too_many_errors:
+                return tuple(RewardOutcome(0.0) for _ in answers)
+            place = f"group {answers[0].group_id}" + ("" if self.judges_groups else f", sample {answers[0].index}")
+            kind = DeadlyReward if bad.is_deadly else UserCodeError
+            raise kind(f'reward function "{self._reward.name}" {bad} ({place})', remedy=REMEDY) from bad
 
     def gauges(self) -> dict[str, float]:
         return {**super().gauges(), "reward/workers": float(len(self.worker_pids))}
@@ -191,9 +167,6 @@ class SeveralRewards(Scorer):
         self.judges_groups = any(one.judges_groups for one in self._by_name.values())
         """Whether a function gets all answers of a group at once."""
 
-    async def score(self, completion: Completion) -> RewardOutcome:
-        return (await self.score_group((completion,)))[0]
-
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         answers = tuple(completions)
         names = self._names_for(answers[0])
@@ -205,7 +178,7 @@ class SeveralRewards(Scorer):
             found.append(one)
         try:
             sums = checked([self._sum(names, of) for of in zip(*found, strict=True)], len(answers))
-        except BadReward as bad:
+        except CallFailed as bad:
             raise UserCodeError(
                 f"the sum of reward.functions {bad} (group {answers[0].group_id})", remedy=REMEDY
             ) from bad
@@ -248,9 +221,6 @@ class FixedReward(Scorer):
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
         self._outcome = RewardOutcome(value)
-
-    async def score(self, completion: Completion) -> RewardOutcome:
-        return self._outcome
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         return tuple(self._outcome for _ in completions)

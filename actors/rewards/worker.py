@@ -17,7 +17,7 @@ from ..user_code.calls import TookTooLong, UserRaised, within
 from ..user_code.loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, read_in_thread
 from ..user_code.process import begin, read_frame, write_frame
 from .call import (
-    BadReward,
+    CallFailed,
     Judge,
     JudgeStuck,
     Outcomes,
@@ -62,7 +62,7 @@ def _reply(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Replied:
         is_async, answers = reward.is_async, judge.answers
         outcomes = runner.run(await_reward(reward, answers)) if is_async else call_reward(reward, answers)
         return Replied(judge.number, outcomes)
-    except BadReward as error:
+    except CallFailed as error:
         return Replied(judge.number, cause=str(error))
 
 
@@ -107,7 +107,7 @@ class _SideBySide:
             cause = f"took longer than {judge.timeout_s:g} s{more if late.hangs else ''}"
         except UserRaised as error:
             cause = str(raised(error.cause))
-        except (BadReward, Blocked) as error:
+        except (CallFailed, Blocked) as error:
             cause = str(error)
         except asyncio.CancelledError:
             cause = "was cancelled"

@@ -104,7 +104,7 @@ class GroupPull:
 
     def allow(self, max_error_rate: float) -> None:
         """Another share of lost groups, and of failed reward calls, from now on."""
-        self._budget.max_rate = max_error_rate
+        self._budget.lost.max_rate = max_error_rate
         self._judges.allow(max_error_rate)
 
     @property

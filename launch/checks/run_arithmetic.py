@@ -198,7 +198,7 @@ def staleness_plan(run: CheckedRun) -> StalenessPlan | None:
         policy=settings.policy,
         max_staleness=settings.max_staleness,
         num_slots=policy.num_slots,
-        window=getattr(policy, "window", 0),
+        window=policy.window,
         batch_size=batch,
         num_engines=num_rollouts,
         concurrency=num_rollouts * config.rollout.max_groups,
