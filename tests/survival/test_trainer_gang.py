@@ -19,7 +19,7 @@ import pytest
 from tests.harness.commands import run as run_command
 from tests.harness.own_segments import SHARED, own_segments
 from tests.harness.run_job import is_alive, worker_pids
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import is_running, wait_until
 from tests.survival.gang_run import GangRun, gang_run
 
 from myxa.launch.runtime_dir import ram_folder
@@ -99,7 +99,7 @@ def the_folder_goes_and_the_buffer_dies(site: Path, run: GangRun) -> Path:
     folder = Path(json.loads((run.run_dir / "control.json").read_text())["control"]).parent
     cat = janitors_cat(run.launcher.pid)
     cat.kill()
-    wait_until(lambda: not cat.is_running() or cat.status() == psutil.STATUS_ZOMBIE, "the end of cat")
+    wait_until(lambda: not is_running(cat.pid), "the end of cat")
     remove_and_wait(folder)
     attempt = state(site, "buffer")[1]
     (pid,) = worker_pids(run.launcher.pid, "buffer")
