@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.buffer.conftest import NumberedRows
 from tests.harness.decider import Decider, Outcome
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import WAIT_S, until
@@ -28,40 +29,10 @@ from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobValue
 from myxa.core.messages import EngineStatus, SamplingParams, WeightManifest
 from myxa.core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
-from myxa.core.samples import Message, Prompt
 from myxa.transport.node import Node
 
 PER_TURN = 6
 """New tokens of an answer."""
-
-
-@dataclass
-class Rows:
-    """A thousand rows without end."""
-
-    name: str = "rows"
-
-    def __len__(self) -> int:
-        return 1000
-
-    @property
-    def fingerprint(self) -> str:
-        return self.name
-
-    def prompt(self, draw: int) -> Prompt | None:
-        return Prompt(
-            group_id=draw, row=draw % 1000, pass_index=draw // 1000,
-            messages=(Message(role="user", content=f"row {draw}"),),
-        )  # fmt: skip
-
-    def row_of(self, draw: int) -> int | None:
-        return draw % 1000
-
-    def num_held_out(self, name: str = "") -> int:
-        return 0
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        return ()
 
 
 class GateEngine:
@@ -73,6 +44,7 @@ class GateEngine:
         self.may_start.set()
         self.gate = asyncio.Event()
         self.version = -1
+        self.token, self.logprob = 7, -0.5
         self.requests: list[GenerateRequest] = []
         self.open = 0
         self.most_open = 0
@@ -102,7 +74,7 @@ class GateEngine:
 
     def _delta(self, count: int, finish: Any) -> Delta:
         return Delta(
-            output_ids=np.full(count, 7, dtype=np.int32), logprobs=np.full(count, -0.5, dtype=np.float32),
+            output_ids=np.full(count, self.token, dtype=np.int32), logprobs=np.full(count, self.logprob, dtype=np.float32),
             versions=np.full(count, self.version, dtype=np.int32), finish=finish,
         )  # fmt: skip
 
@@ -205,7 +177,7 @@ async def data_floor(
         make_tiny_model(folder / "model", preset="0p5m", seed=0)
     node = await Node.attach(name="floor")
     buffer = Buffer(
-        source=Rows(), ledger_path=folder / "ledger.sqlite", run="run-1",
+        source=NumberedRows(), ledger_path=folder / "ledger.sqlite", run="run-1",
         admission=Admission("pace", max_staleness=max_staleness, batch_size=batch_size), num_samples=num_samples,
         sampling=SamplingParams(max_new_tokens=PER_TURN), group_filter=load_group_filters("none"),
     )  # fmt: skip

@@ -111,7 +111,9 @@ async def test_an_engine_that_breaks_all_streams_ends_its_actor(
 async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(tmp_path: Path) -> None:
     """What a SIGKILL leaves: the buffer hears that the actor is gone, and nothing from itself."""
     async with data_floor(tmp_path) as floor:
-        doomed = await floor.add("rollout/0", max_groups=2, save_partials_s=0.05)
+        doomed = GateEngine()
+        doomed.token, doomed.logprob = 9, -0.25
+        await floor.add("rollout/0", engine=doomed, max_groups=2, save_partials_s=0.05)
         await until(lambda: doomed.open == 4 and saved(floor, 0) == saved(floor, 1) == [1, 1], "all four tokens saved")
         assert (await floor.states()) == {"DISPATCHED": 2}, "and the groups go on"
         epoch = floor.rollouts["rollout/0"].ctx.epoch
@@ -119,13 +121,17 @@ async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
         assert await floor.buffer.rollout_gone("rollout/0", epoch) == 2
         heir = await floor.add("rollout/1", max_groups=2)
         await until(lambda: heir.open == 4, "the same groups")
-        assert {int(request.input_ids[-1]) for request in heir.requests} == {7}
+        assert {int(request.input_ids[-1]) for request in heir.requests} == {9}
         assert {request.sampling.max_new_tokens for request in heir.requests} == {5}
         doomed.gate.set()  # the dead come back: their word has no effect
         heir.gate.set()
         await floor.until_states(lambda states: states.get("READY", 0) >= 2, "both are ready")
         theirs = [recent for recent in await floor.buffer.recent(50) if recent.group.group_id < 2]
         assert [recent.rollout for recent in theirs] == ["rollout/1", "rollout/1"]
+        for sample in (sample for recent in theirs for sample in recent.group.samples):
+            assert sample.response_ids.tolist() == [9, 7, 7, 7, 7, 7], "what was saved, and on from there"
+            assert sample.logprobs.tolist() == [-0.25, -0.5, -0.5, -0.5, -0.5, -0.5], "as they were sampled"
+            assert sample.versions.tolist() == [0] * 6 and sample.loss_mask.tolist() == [1] * 6
 
 
 async def test_a_draw_says_whose_weights_the_engine_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,22 +38,10 @@ d = '[x]'
 
 def test_every_form_of_key() -> None:
     assert key_lines(TEXT) == {
-        ("top",): 2,
-        ("a",): 3,
-        ("a", "b"): 4,
-        ("a", "b", "c"): 4,
-        ("a", "list"): 8,
-        ("a", "inline"): 12,
-        ("a", "inline", "deep"): 12,
-        ("a", "inline", "deep", "er"): 12,
-        ("a", "inline", "k"): 12,
-        ("quoted.name",): 14,
-        ("quoted.name", 'also "this"'): 15,
-        ("many",): 16,
-        ("many", "x"): 17,
-        ("a", "sub"): 20,
-        ("a", "sub", "d"): 21,
-    }
+        ("top",): 2, ("a",): 3, ("a", "b"): 4, ("a", "b", "c"): 4, ("a", "list"): 8, ("a", "inline"): 12,
+        ("a", "inline", "deep"): 12, ("a", "inline", "deep", "er"): 12, ("a", "inline", "k"): 12, ("quoted.name",): 14,
+        ("quoted.name", 'also "this"'): 15, ("many",): 16, ("many", "x"): 17, ("a", "sub"): 20, ("a", "sub", "d"): 21,
+    }  # fmt: skip
 
 
 keys = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=6)

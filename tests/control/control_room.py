@@ -104,17 +104,14 @@ def handlers_of(bench: Bench) -> dict[Verb[Any], Handler]:
             bench.streams -= 1
 
     return {
-        Verb("echo", "read", Echo, "says it again"): echo,
-        Verb("put", "change", Put, "sets the value"): put,
+        Verb("echo", "read", Echo, "says it again"): echo, Verb("put", "change", Put, "sets the value"): put,
         Verb("refuse", "change", Put, "says no"): refuse,
         Verb("elsewhere", "change", Put, "noted elsewhere", by=COORDINATOR): put,
         Verb("elsewhere-refuse", "change", Put, "noted elsewhere", by=COORDINATOR): refuse,
         Verb("elsewhere-unsure", "change", Put, "noted elsewhere", by=COORDINATOR): unsure,
-        Verb("crash", "read", Arguments, "has a bug"): crash,
-        Verb("slow", "change", Put, "waits"): slow,
-        Verb("gaze", "read", Arguments, "looks for long"): gaze,
-        Verb("count", "read", Count, "counts"): count,
-    }
+        Verb("crash", "read", Arguments, "has a bug"): crash, Verb("slow", "change", Put, "waits"): slow,
+        Verb("gaze", "read", Arguments, "looks for long"): gaze, Verb("count", "read", Count, "counts"): count,
+    }  # fmt: skip
 
 
 @asynccontextmanager

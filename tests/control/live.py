@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.commands import run
-from tests.harness.run_job import PATIENT, Job, make_job
+from tests.harness.run_job import Job, make_job
 from tests.harness.waiting import wait_until
 
-ENDLESS = ("run.num_steps=1000000", 'eval.data="data/heldout.jsonl"', 'reward.fn="patient.py:reward"')
+ENDLESS = ("run.num_steps=1000000", 'eval.data="data/heldout.jsonl"')
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Live:
 def live_run(folder: Path, *overrides: str, steps: int = 3) -> Iterator[Live]:
     """Until the block ends; ready when so many steps were made, or (-1) at once."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(PATIENT.format(seconds=1.0))
+    job.be_patient(1.0)
     launcher = job.start(*ENDLESS, *overrides)
     live = Live(job, launcher)
     try:

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 from tests.control.live import Live, live_run
+from tests.harness.ledger_audit import audit_ledger
+from tests.harness.run_job import events
 from tests.harness.waiting import wait_until
 
 from myxa.launch.cli import main
@@ -272,3 +274,7 @@ def test_down_is_the_end(live: Live):
     assert live.launcher.wait(90) == 0
     assert live.myxa("get", "--run", run_dir).returncode == 3, "it is over"
     assert live.ask("history", "--run", run_dir)[-1]["verb"] == "down"
+    found = audit_ledger(live.run_dir / "ledger.sqlite")
+    assert found.problems == (), "engines came, left and were restarted, and no prompt was lost or trained twice"
+    assert set(found.trained.values()) == {1}
+    assert {e["text"].split()[0].rstrip(":") for e in events(live.run_dir, "engine-left")} >= {"rollout/2"}

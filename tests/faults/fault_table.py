@@ -86,37 +86,22 @@ NETWORK: dict[str, Fault] = {
     ),
     "reset of requests": Fault(
         "RST on the connection that carries requests",
-        cells(
-            3.0,
-            bulk=never("DeadlineExceeded", within_s=3.0),
-            join=once("done", within_s=6.0),
-        ),
+        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0), join=once("done", within_s=6.0)),
         UNDER_WAY,
         strikes=True,
     ),
     "reset of answers": Fault(
-        "RST on the connection that carries answers",
-        cells(3.0, join=None),
-        UNDER_WAY,
-        strikes=True,
+        "RST on the connection that carries answers", cells(3.0, join=None), UNDER_WAY, strikes=True
     ),
     "half-close, callee": Fault(
         "FIN towards the callee, the other direction stays open",
-        cells(
-            3.0,
-            bulk=never("DeadlineExceeded", within_s=3.0),
-            join=once("done", within_s=6.0),
-        ),
+        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0), join=once("done", within_s=6.0)),
         UNDER_WAY,
         strikes=True,
     ),
     "half-close, caller": Fault(
         "FIN towards the caller, the other direction stays open",
-        cells(
-            3.0,
-            bulk=never("DeadlineExceeded", within_s=3.0),
-            join=once("done", within_s=6.0),
-        ),
+        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0), join=once("done", within_s=6.0)),
         UNDER_WAY,
         strikes=True,
     ),
@@ -168,12 +153,7 @@ RPC: dict[str, Fault] = {
     ),
     "answer lost": Fault(
         "the answer is lost and its connection breaks",
-        cells(
-            4.0,
-            call=once("DeadlineExceeded", within_s=1.5),
-            bulk=once("DeadlineExceeded", within_s=1.5),
-            join=None,
-        ),
+        cells(4.0, call=once("DeadlineExceeded", within_s=1.5), bulk=once("DeadlineExceeded", within_s=1.5), join=None),
         _LOST,
         lasts_s=_LOST_S,
     ),

@@ -24,12 +24,9 @@ HERE = Path(__file__).parent
 def run(code: str, *args: str) -> list[str]:
     """Lines that a process of its own prints; it must end well."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        capture_output=True,
-        text=True,
-        timeout=45,
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=45,
         env={**os.environ, "HERE": str(HERE)},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -1,7 +1,7 @@
 """`myxa` as a process of its own, forked from one that has done its imports (command_server.py).
 
-Where the start itself is looked at, or a shell has a part in it, an interpreter is started: the first test of
-test_up.py, docs/control.md's examples, tests/launch/test_cli.py.
+Where the start itself is looked at, or a shell has a part in it, an interpreter is started:
+tests/monitor/test_finished_run.py, docs/control.md's examples, tests/launch/test_cli.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOM = 1024
 COMMANDS, MEGATRON = "commands", "megatron"
 """Servers: of what `myxa` imports; of Megatron too, for gangs of its ranks."""
 SERVER = Path(__file__).with_name("command_server.py")
-FORK_S = 60.0
+FORK_S = 150.0
 """Time for the server's imports, on a machine that does much else, and for the fork."""
 FOR_EVER_S = 1e6
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", SERVER.name)

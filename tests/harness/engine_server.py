@@ -142,14 +142,11 @@ class Reply:
         cuts = [0, *(np.flatnonzero(np.diff(self._versions)) + 1).tolist(), len(self._versions)]
         spans = [{"version": str(self._versions[a]), "start": a, "end": b} for a, b in pairwise(cuts) if b > a]
         meta: Body = {
-            "id": self._request.request_id,
-            "finish_reason": self._finish,
+            "id": self._request.request_id, "finish_reason": self._finish,
             "prompt_tokens": len(self._request.input_ids),
-            "weight_version": spans[-1]["version"] if spans else str(version),
-            "weight_versions": spans,
-            "completion_tokens": len(self._ids),
-            "cached_tokens": 0,
-        }
+            "weight_version": spans[-1]["version"] if spans else str(version), "weight_versions": spans,
+            "completion_tokens": len(self._ids), "cached_tokens": 0,
+        }  # fmt: skip
         if self._body.get("return_logprob"):
             meta["input_token_logprobs"] = self._given
             meta["output_token_logprobs"] = self._told(self._logprobs[first:].tolist(), ids)
@@ -249,15 +246,12 @@ class EngineServer(SglangRoutes):
     async def _server_info(self, body: Body) -> Body:
         info = await self._engine.info()
         return {
-            "model_path": str(self._folder),
-            "context_length": info.context_length,
-            "max_running_requests": info.max_running,
-            "max_total_num_tokens": info.max_running * info.context_length,
-            "incremental_streaming_output": self._is_incremental,
-            "enable_deterministic_inference": True,
+            "model_path": str(self._folder), "context_length": info.context_length,
+            "max_running_requests": info.max_running, "max_total_num_tokens": info.max_running * info.context_length,
+            "incremental_streaming_output": self._is_incremental, "enable_deterministic_inference": True,
             "min_p_with_seeds": True,
             "internal_states": [{"num_running_reqs": info.running, "is_paused": self._is_paused}],
-        }
+        }  # fmt: skip
 
     async def _flush_cache(self, body: Body) -> None:
         """There is no cache that outlives its request; with requests about, SGLang refuses."""
@@ -428,15 +422,9 @@ class ServedEngine:
 
 @asynccontextmanager
 async def serve(
-    folder: str | Path,
-    port: int = 0,
-    *,
-    options: EmbeddedOptions | None = None,
-    is_incremental: bool = False,
-    key: str = "",
-    access_log: logging.Logger | None = None,
-    kind: type[EngineServer] = EngineServer,
-) -> AsyncIterator[ServedEngine]:
+    folder: str | Path, port: int = 0, *, options: EmbeddedOptions | None = None, is_incremental: bool = False,
+    key: str = "", access_log: logging.Logger | None = None, kind: type[EngineServer] = EngineServer,
+) -> AsyncIterator[ServedEngine]:  # fmt: skip
     """Serve a model folder inside the block; port 0 takes any free one."""
     engine = EmbeddedEngine(folder, options)
     await engine.start()

@@ -85,12 +85,9 @@ def audit_ledger(path: Path) -> LedgerAudit:
     known = {str(state): state for state in State}
     again = {group.redraw_of for group in groups}
     problems = (
-        *_row_problems(groups),
-        *_draw_problems(groups),
-        *_source_problems(draws),
-        *_step_problems(done),
+        *_row_problems(groups), *_draw_problems(groups), *_source_problems(draws), *_step_problems(done),
         *_walk(groups, moves),
-    )
+    )  # fmt: skip
     return LedgerAudit(
         num_draws=len({group.draw for group in groups}),
         states=dict(Counter(known[group.state] for group in groups if group.state in known)),

@@ -77,10 +77,6 @@ class Struck:
     pid: int
     wall_s: float
 
-    @property
-    def role(self) -> str:
-        return self.actor.partition("/")[0]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -47,13 +47,9 @@ lr = 1e-3
 tensorboard = false
 """
 
-PATIENT = """
-import asyncio
-
-async def reward(completion):
-    await asyncio.sleep({seconds})  # some steps a second: the processor is for what the test looks at
-    return float(len(completion.text) % 3)
-"""
+PATIENCE = "patience"
+"""File beside a run file: seconds that each reward takes, so that the run makes some steps a second and the processor is
+for what the test looks at (standing_by.py)."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,12 @@ class Job:
         """Overrides of a run that has to go on while something else is looked at: so many steps a second, not all that
         the machine can."""
         groups = 8  # two batches of `RUN_TOML`
-        (self.folder / "patient.py").write_text(PATIENT.format(seconds=groups / BATCH / steps_per_s))
-        return 'reward.fn="patient.py:reward"', f"rollout.max_groups={groups}"
+        self.be_patient(groups / BATCH / steps_per_s)
+        return (f"rollout.max_groups={groups}",)
+
+    def be_patient(self, seconds: float) -> None:
+        """Rewards of this job's runs take so long, whatever they are."""
+        (self.folder / PATIENCE).write_text(str(seconds))
 
     def run_dir(self) -> Path:
         """Directory of the newest run."""

@@ -9,13 +9,18 @@ tests/launch/test_fork_server.py.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import os
 import socket
 import sys
+from pathlib import Path
+from typing import Any
 
 import nemesis
 
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.process import die_with_parent
 from myxa.launch.nodes.child import Child
 from myxa.launch.nodes.fork_server import LIGHT, ForkServer, adopt, serve
@@ -23,13 +28,16 @@ from myxa.launch.worker_spec import server_env
 
 
 def begin() -> None:
-    """Fork, and have the launcher take it. Its actors fail where the command's environment says (nemesis.py)."""
+    """Fork, and have the launcher take it. Its actors fail where the command's environment says (nemesis.py), and have
+    the patience that a file in the command's folder says (run_job.py)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
         ours.close()
         nemesis.arm_by(dict(os.environ))
+        if (patience := Path("patience")).exists():
+            be_patient(float(patience.read_text()))
         stand_by(theirs, launcher)
         os._exit(0)
     theirs.close()
@@ -46,6 +54,16 @@ def begin() -> None:
         return adopt("fork server", 0, pid, self.log_path, self.on_end), link
 
     ForkServer._make = make
+
+
+def be_patient(seconds: float) -> None:
+    """Rewards that need no process of their own take so long, and are not all the same."""
+
+    async def slowly(self: Any, answers: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return tuple(RewardOutcome(float(len(answer.text) % 3)) for answer in answers)
+
+    Rewarder._at_once = slowly
 
 
 def stand_by(launcher: socket.socket, launcher_pid: int) -> None:

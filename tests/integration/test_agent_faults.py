@@ -43,6 +43,7 @@ def note(*words):
 async def play(ctx, prompt):
     note("order", ctx.session_id, ctx.attempt, ctx.is_replay)
     try:
+        await asyncio.sleep(0.3)
         await ctx.episode.generate()
         if LOG.read_text().count("close") > 8 and not OPEN.exists():
             note("held", ctx.session_id, ctx.attempt, ctx.is_replay)
@@ -59,7 +60,10 @@ async def play(ctx, prompt):
 def test_d04_after_the_death_of_an_actor_a_replay_knows_that_it_is_one_and_the_first_was_closed(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     (tmp_path / "shop.py").write_text(SHOP)
-    flags = ('rollout.workflow="shop.py:play"', 'reward.fn="workflow"', "rollout.max_turns=2", "run.num_steps=100000")
+    flags = (
+        'rollout.workflow="shop.py:play"', 'reward.fn="workflow"', "rollout.max_turns=2", "rollout.max_groups=6",
+        "run.num_steps=100000",
+    )  # fmt: skip
     command = job.start(*flags)
 
     def lines(of: str) -> list[tuple[str, str, str]]:

@@ -17,9 +17,8 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +26,13 @@ import msgspec
 import psutil
 import pytest
 from rich.console import Console
+from tests.harness.inside import inside
 from tests.harness.run_job import Job, audit, events, make_job
 from tests.rewards.world import call_here
 
 from myxa.actors.buffer.store import NUM_BATCHES, StarvationCheck
-from myxa.actors.contracts import BufferContract, CoordinatorContract
 from myxa.actors.models.safetensors_file import open_safetensors
 from myxa.actors.rewards.guard import GroupBudget
-from myxa.core.config import load_config
 from myxa.core.errors import (
     DataError,
     EngineError,
@@ -48,12 +46,8 @@ from myxa.core.errors import (
 from myxa.core.messages import BufferStats, RunStatus
 from myxa.launch.cli import main
 from myxa.launch.first_failure import FirstFailure
-from myxa.launch.program import build_actor
-from myxa.launch.run_dir import RunDir
-from myxa.launch.supervisor.placement import place
 from myxa.launch.views.live import LiveView
 from myxa.launch.views.run_view import RunView
-from myxa.transport.node import InprocNetwork, Node
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -128,11 +122,8 @@ def make_models(folder: Path) -> None:
     crowded = json.dumps({f"w{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(300_000)})
     (folder / "crowded_weights/model.safetensors").write_bytes(struct.pack("<Q", len(crowded)) + crowded.encode())
     words = {
-        "type": "Split",
-        "pattern": {"Regex": "(?:1|a)+(?:a|1)+(?:1|a)+$"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+        "type": "Split", "pattern": {"Regex": "(?:1|a)+(?:a|1)+(?:1|a)+$"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
     tokens = json.loads((folder / "model/tokenizer.json").read_text())
     (folder / "slow_words/tokenizer.json").write_text(json.dumps({**tokens, "pre_tokenizer": words}))
     dice = {**tokens, "model": {**tokens["model"], "dropout": 0.5}}
@@ -252,41 +243,16 @@ def test_several_mistakes_are_told_at_once(here: Job, capsys: pytest.CaptureFixt
 # -- while a run goes on ---------------------------------------------------------------------------------------------
 
 
-QUICKLY = ("rollout.max_retries=0",)
+QUICKLY = "rollout.max_retries=0"
 NEED_NO_PROCESS = [(f"reward.fn=mine.py:{name}",) for name in ("fails", "nan", "text")]
 """What their calls come to is the same in a worker process: test_reward_user_code.py."""
-
-
-async def inside(flags: tuple[str, ...], until: Callable[[BufferStats], bool] = lambda stats: False) -> object:
-    """All actors of a run on this loop, until one fails (its error), the run ends (its status) or `until` (the buffer's
-    counts)."""
-    config = load_config("run.toml", [*QUICKLY, *(flag for flag in flags if flag != "--set")])
-    run_dir = RunDir.create(config.run.dir, config.run.name, datetime.now())
-    node = await Node.attach(name="inside", network=InprocNetwork())
-    try:
-        for spec in place(config, 1):
-            await node.start(build_actor(spec, config, run_dir.path), name=spec.name)
-        coordinator, buffer = node.ref(CoordinatorContract, "coordinator"), node.ref(BufferContract, "buffer")
-        async with asyncio.timeout(60):
-            while not node.failed.done():
-                status = await coordinator.status()
-                if status.phase in ("finished", "failed"):
-                    return status
-                if until(stats := await buffer.stats()):
-                    return stats
-                await asyncio.sleep(0.05)
-    except MyxaError as error:
-        return node.failed.result() if node.failed.done() else error
-    finally:
-        await node.close(grace_s=20)  # time for reward processes to be reaped, on a machine that does much else
-    return node.failed.result()
 
 
 @pytest.mark.parametrize("row", rows(DURING), ids=lambda row: " ".join(row.flags))
 def test_what_shows_while_actors_work(here: Job, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     if row.flags[1:] in NEED_NO_PROCESS:
         call_here(monkeypatch)
-    error = asyncio.run(inside(row.flags))
+    error, _ = asyncio.run(inside("run.toml", QUICKLY, *(flag for flag in row.flags if flag != "--set")))
     assert isinstance(error, MyxaError), error
     message = str(error).replace(f"{here.folder}/", "")
     assert row.fits(message), f"{message!r} is not {row.message!r}"
@@ -295,14 +261,14 @@ def test_what_shows_while_actors_work(here: Job, row: Row, monkeypatch: pytest.M
 
 def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> None:
     flags = ("algo.group_filter=mine.py:rejects", "algo.batch_size=1", "run.num_steps=1")
-    stats = asyncio.run(inside(flags, until=lambda stats: bool(stats.complaint)))
+    stats, run_dir = asyncio.run(inside("run.toml", QUICKLY, *flags, until=lambda stats, _: bool(stats.complaint)))
     assert isinstance(stats, BufferStats), stats
     said = re.fullmatch(
         rf"the last (\d+) groups in a row were all left out \({here.folder}/mine.py:rejects \1\) -- .*", stats.complaint
     )
     assert said
     assert int(said[1]) >= NUM_BATCHES
-    (event, *_) = events(here.run_dir(), "all-left-out")
+    (event, *_) = events(run_dir, "all-left-out")
     assert event["text"].startswith(f"the last {NUM_BATCHES} groups in a row were all left out")
 
     terminal = io.StringIO()
@@ -311,6 +277,18 @@ def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> N
     for buffer in (msgspec.structs.replace(stats, complaint=""), stats, stats):
         view.update(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status, buffer=buffer))
     assert [stats.complaint in line for line in terminal.getvalue().splitlines()] == [False, True]
+
+
+def test_an_engine_that_disagrees_with_the_trainer_pauses_the_run_with_the_reason(here: Job) -> None:
+    """No two programs agree to the last bit: a bound of 0 is always broken."""
+    flags = ("guard.every=1", "guard.bound=0.0")
+    _, run_dir = asyncio.run(
+        inside("run.toml", *flags, until=lambda _, run_dir: events(run_dir.path, "run-paused") != [])
+    )
+    (paused,) = events(run_dir, "run-paused")
+    for word in ("rollout/0 and the trainer disagree at weight version 0", "guard.bound is 0", "docs/engines.md"):
+        assert word in paused["text"]
+    assert audit(run_dir).trained == []
 
 
 def test_when_a_drought_is_told_and_when_it_is_hopeless() -> None:
@@ -419,13 +397,13 @@ def test_mistakes_of_the_run_file_come_all_at_once(here: Job, capsys: pytest.Cap
 
 
 def test_a_prompt_that_does_not_fit_costs_itself_only(here: Job) -> None:
-    code, lines = run(here, "data.train=data/one_too_long.jsonl", "engine.context_length=128", "run.num_steps=5")
-    assert code == 0, lines
-    assert "groups left out: 1 (prompt-too-long 1)" in lines
-    told = [event["text"] for event in events(here.run_dir(), "group-dropped")]
+    flags = ("data.train=data/one_too_long.jsonl", "engine.context_length=128", "run.num_steps=5")
+    status, run_dir = asyncio.run(inside("run.toml", *flags))
+    assert isinstance(status, RunStatus) and status.phase == "finished", status
+    told = [event["text"] for event in events(run_dir, "group-dropped")]
     assert len(told) == 1
     assert re.fullmatch(r"group \d+: prompt of row 5 in .*/one_too_long\.jsonl has \d+ tokens, .* -- .*", told[0])
-    facts = audit(here.run_dir())
+    facts = audit(run_dir)
     assert facts.states["DROPPED"] == 1
     assert len(set(facts.trained)) == 20
 

@@ -74,6 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run without end. One engine alone cannot hold all the groups that are under way, so a second one gets some;
     answers are long, so that there is always something unfinished."""
     job = make_job(tmp_path_factory.mktemp("embedding"))
+    job.be_patient(0.5)
     process = job.start(
         "run.num_steps=100000", "algo.batch_size=8", "rollout.max_groups=4", "rollout.num_samples=2",
         "rollout.max_new_tokens=128",
@@ -117,21 +118,16 @@ def traces() -> dict[str, Any]:
     signal.set_wakeup_fd(wakeup)
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in list(logging.root.manager.loggerDict))]
     return {
-        "tasks": asyncio.all_tasks(),
-        "threads": {task.name for task in Path("/proc/self/task").iterdir()},
-        "python threads": set(threading.enumerate()),
-        "children": psutil.Process().children(),
-        "signal handlers": {sig: signal.getsignal(sig) for sig in signal.valid_signals()},
-        "wake-up descriptor": wakeup,
-        "loop policy": policy,
-        "loop's exception handler": loop.get_exception_handler(),
+        "tasks": asyncio.all_tasks(), "threads": {task.name for task in Path("/proc/self/task").iterdir()},
+        "python threads": set(threading.enumerate()), "children": psutil.Process().children(),
+        "signal handlers": {sig: signal.getsignal(sig) for sig in signal.valid_signals()}, "wake-up descriptor": wakeup,
+        "loop policy": policy, "loop's exception handler": loop.get_exception_handler(),
         "task factory": loop.get_task_factory(),
         "log handlers": {logger.name: list(logger.handlers) for logger in loggers if logger.handlers},
         "log levels": (logging.root.level, logging.getLogger("myxa").level, logging.getLogger("myxa").propagate),
-        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
-        "environment": dict(os.environ),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook), "environment": dict(os.environ),
         "folder": Path.cwd(),
-    }
+    }  # fmt: skip
 
 
 async def settled_traces(before: dict[str, Any]) -> dict[str, Any]:

@@ -43,15 +43,10 @@ async def recorded(job: Job, path: Path) -> list[Group]:
     engine, scorer = EmbeddedEngine(config.model.path, EmbeddedOptions(seed=9)), make_rewarder(config)
     await engine.start()
     runner = GroupRunner(
-        workflow=named.answer_once,
-        scorer=scorer,
-        tokenizer=load_tokenizer(config.model.path),
-        model=ModelAccess(generate=engine.generate, sampling=SamplingParams(), context_length=64),
-        max_turns=1,
-        clock=SystemClock(),
-        on_load=lambda load: None,
-        on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )
+        workflow=named.answer_once, scorer=scorer, tokenizer=load_tokenizer(config.model.path),
+        model=ModelAccess(generate=engine.generate, sampling=SamplingParams(), context_length=64), max_turns=1,
+        clock=SystemClock(), on_load=lambda load: None, on_hop=lambda hop, group_id, began_s, lasted_s: None,
+    )  # fmt: skip
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
     groups: list[Group] = []
     writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=0, wall_s=0.0), 1 << 30)

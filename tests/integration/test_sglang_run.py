@@ -90,19 +90,3 @@ def profile_server(job: Job, run_dir: Path) -> None:
     (trace,) = [line.strip() for line in done.stdout.splitlines() if line.endswith(".json.gz")]
     with gzip.open(run_dir / "profiles" / trace) as file:
         assert "traceEvents" in json.load(file)
-
-
-def test_a_disagreement_pauses_the_run_with_the_reason(job: Job) -> None:
-    """No two programs agree to the last bit: a bound of 0 is always broken."""
-    run = job.start("guard.every=1", "guard.bound=0.0")
-    try:
-        wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
-        run_dir = job.run_dir()
-        wait_until(lambda: bool(events(run_dir, "run-paused")), "the pause")
-    finally:
-        run.send_signal(signal.SIGINT)
-        text, _ = run.communicate(timeout=60)
-    (paused,) = events(run_dir, "run-paused")
-    for word in ("rollout/0 and the trainer disagree at weight version 0", "guard.bound is 0", "docs/engines.md"):
-        assert word in paused["text"], text
-    assert steps_done(run_dir) == 0

@@ -101,26 +101,6 @@ def test_ranks_on_two_devices_take_turns_with_an_engine_over_both(job: Job) -> N
     assert max(told) < 1e-4, "every engine has the weights that were handed over"
 
 
-def test_parked_groups_are_neither_lost_nor_trained_twice(job: Job) -> None:
-    flags = ("run.num_steps=6", "async.max_staleness=2", "rollout.max_new_tokens=20", "trainer.checkpoint_every=3")
-    evaluation = ('eval.data="data/heldout.jsonl"', "eval.num_prompts=8", "eval.every=2", "guard.every=4")
-    sampler, run_dir = run_sampled(job, *TURNS, *flags, *evaluation, *REWARD)
-    facts = audit(run_dir)
-    assert len(facts.trained) == len(set(facts.trained)) == 6 * 4
-    assert not facts.states.get("DROPPED")
-    assert sampler.highest["host:0"] <= CAPACITY_MIB * MIB
-    points = [p["values"] for p in metrics(run_dir)]
-    shares = [v for v in points if "memory/exposed_s" in v]
-    assert len(shares) == 6
-    assert all(v["memory/exposed_s"] > 0 and v["memory/copied_bytes"] > 0 for v in shares)
-    assert any("time/wait-memory" in v and v["time/wait-memory"] > 0 for v in points)
-    assert max(v["lag/max"] for v in points if "lag/max" in v) <= 2
-    assert [v["eval/reward"] for v in points if "eval/reward" in v]
-    assert max(v["guard/logprob_diff"] for v in points if "guard/logprob_diff" in v) < 1e-4, "after every hand-over"
-    assert not events(run_dir, "lease-refused")
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["version_00000003", "version_00000006"]
-
-
 def test_a_device_that_is_too_small_is_refused_with_who_holds_what(job: Job) -> None:
     started = time.monotonic()
     # The engine does not fit either, and it may be told so often enough to end the run before the trainer is.

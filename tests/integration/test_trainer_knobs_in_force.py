@@ -105,55 +105,41 @@ async def test_values_are_judged_together_with_those_that_wait_for_their_step(mo
 # -- checkpoints
 
 
-async def test_a_checkpoint_on_request_while_the_run_is_paused(model: Path, tmp_path: Path) -> None:
-    live = LiveKnobs(epoch=3, knobs=(LiveKnob(name="lr", target="", value=2e-3, first=1e-3, epoch=3, at=1),))
-    run = tmp_path / "run"
-    async with trainer_room(model, run, checkpoints={"is_async": True}) as room:
-        room.conductor.live = live
-        room.data.allow(2)
-        await room.conductor.steps(2)
-        room.data.blocked_by = "paused"
-        room.data.ring()
-        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
-        assert folder == str(run / "checkpoints" / "version_00000002")
-        assert room.data.durables == [2]
-        assert await room.conductor.trainer.checkpoint_at_boundary(export=False) == folder, "there already"
-        assert "paused" in room.data.claims
-        assert room.trainer._meter.kind == "paused"
-        export = Path(await room.conductor.trainer.checkpoint_at_boundary(export=True))
-        assert (export / "model.safetensors").is_file()
-        assert export.is_relative_to(run)
-        room.data.allow(3)
-        await room.conductor.steps(3)
-    async with trainer_room(model, tmp_path / "again", resume=folder) as room:
-        assert room.conductor.given == [2]
-        assert room.conductor.resumed == live
+def lr_since(epoch: int, at: int, value: float) -> LiveKnobs:
+    knob = LiveKnob(name="lr", target="", value=value, first=1e-3, epoch=epoch, at=at)
+    return LiveKnobs(epoch=epoch, knobs=(knob,))
 
 
 @pytest.mark.parametrize(("asks", "is_async"), [("on request", True), ("at the end", False)])
-async def test_a_checkpoint_with_older_knobs_is_written_again(
+async def test_a_checkpoint_while_the_run_is_paused_and_one_with_older_knobs_is_written_again(
     model: Path, tmp_path: Path, asks: str, is_async: bool
 ) -> None:
-    first = LiveKnobs(epoch=3, knobs=(LiveKnob(name="lr", target="", value=2e-3, first=1e-3, epoch=3, at=1),))
-    then = LiveKnobs(epoch=4, knobs=(LiveKnob(name="lr", target="", value=5e-4, first=1e-3, epoch=4, at=2),))
-    run = tmp_path / "run"
+    run, then = tmp_path / "run", lr_since(4, 2, 5e-4)
     async with trainer_room(model, run, checkpoints={"is_async": is_async, "every": 2}) as room:
-        room.conductor.live = first
+        trainer = room.conductor.trainer
+        room.conductor.live = lr_since(3, 1, 2e-3)
         room.data.allow(2)
         await room.conductor.steps(2)
         room.data.blocked_by = "paused"
         room.data.ring()
-        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
+        folder = await trainer.checkpoint_at_boundary(export=False)
+        assert folder == str(run / "checkpoints" / "version_00000002")
+        assert room.data.durables == [2]
+        assert await trainer.checkpoint_at_boundary(export=False) == folder, "there already"
+        assert "paused" in room.data.claims and room.trainer._meter.kind == "paused"
         room.conductor.live = then
         if asks == "on request":
-            assert await room.conductor.trainer.checkpoint_at_boundary(export=False) == folder
+            assert await trainer.checkpoint_at_boundary(export=False) == folder
+            export = Path(await trainer.checkpoint_at_boundary(export=True))
+            assert (export / "model.safetensors").is_file() and export.is_relative_to(run)
+            room.data.allow(3)
+            await room.conductor.steps(3)
         else:
-            await room.conductor.trainer.stop_leader("enough")
+            await trainer.stop_leader("enough")
             await finished(room)
         assert [p.name for p in (run / "checkpoints").iterdir()] == ["version_00000002"], "in its place"
     async with trainer_room(model, tmp_path / "again", resume=folder) as room:
-        assert room.conductor.given == [2]
-        assert room.conductor.resumed == then
+        assert (room.conductor.given, room.conductor.resumed) == ([2], then)
 
 
 async def test_a_checkpoint_on_request_that_fails_is_told_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
@@ -183,33 +169,23 @@ async def test_how_often_checkpoints_are_written_and_how_many_stay(model: Path, 
             await room.conductor.trainer.checkpoint_at_boundary(export=False)
 
 
-async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(model: Path, tmp_path: Path) -> None:
-    async with trainer_room(model, tmp_path, num_steps=100) as room:
-        room.data.allow(3)
-        await room.conductor.steps(3)
-        assert "the trainer makes version 4 next" in await room.conductor.refused(1, num_steps=3)
-        assert "never end" in await room.conductor.refused(2, num_steps=0)
-        await room.conductor.change(3, num_steps=4)
-        room.data.allow(100)
-        await finished(room)
-        assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
-
-
 async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(model: Path, tmp_path: Path) -> None:
     """Version 2 is not taken for the last one. The step that ends the run then is one like any other."""
     async with trainer_room(model, tmp_path, num_steps=2) as room:
-        await room.conductor.change(1, weights_every=10)
+        assert "never end" in await room.conductor.refused(1, num_steps=0)
+        await room.conductor.change(2, weights_every=10)
 
         async def when_trained(step: int) -> None:
             if step == 1:
-                assert await room.conductor.change(2, num_steps=4) == 2
+                assert "the trainer makes version 3 next" in await room.conductor.refused(3, num_steps=2)
+                assert await room.conductor.change(4, num_steps=4) == 2
 
         room.data.when_trained = when_trained
         room.data.allow(9)
         await finished(room)
         assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
         assert room.conductor.given == [0, 4], "version 2 was not published as the last one"
-        assert "the last step is made" in await room.conductor.refused(3, num_steps=9), "never accepted and ignored"
+        assert "the last step is made" in await room.conductor.refused(5, num_steps=9), "never accepted and ignored"
 
 
 async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, tmp_path: Path) -> None:

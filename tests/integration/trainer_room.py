@@ -147,13 +147,9 @@ class Conductor(Decider):
         return self.ctx.ref(TrainerContract, "trainer/0")
 
     async def trainer_ready(
-        self,
-        version: int,
-        manifest: WeightManifest | None,
-        facts: dict[str, str],
-        live: LiveKnobs | None = None,
+        self, version: int, manifest: WeightManifest | None, facts: dict[str, str], live: LiveKnobs | None = None,
         is_leading: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.resumed, self.first = live, version
         await self._given(manifest)
         self.ctx.spawn(self._start(version), name="go")
@@ -226,35 +222,23 @@ class Room:
 
 @asynccontextmanager
 async def trainer_room(
-    model: Path,
-    run_dir: Path,
-    *,
-    num_steps: int = 0,
-    algo: dict[str, Any] | None = None,
-    optimizer: dict[str, Any] | None = None,
-    checkpoints: dict[str, Any] | None = None,
-    guard_every: int = 0,
-    resume: str = "",
-    restored: dict[str, KnobValue] | None = None,
-    conductor: Conductor | None = None,
-) -> AsyncGenerator[Room]:
+    model: Path, run_dir: Path, *, num_steps: int = 0, algo: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None, checkpoints: dict[str, Any] | None = None, guard_every: int = 0,
+    resume: str = "", restored: dict[str, KnobValue] | None = None, conductor: Conductor | None = None,
+) -> AsyncGenerator[Room]:  # fmt: skip
     algo_config = AlgoConfig.model_validate({"batch_size": BATCH, **(algo or {})})
     optimizer_config = OptimizerConfig.model_validate({"lr": 1e-3, **(optimizer or {})})
     settings = RankSettings(model_path=str(model), algo=algo_config, optimizer=optimizer_config, num_steps=num_steps)
     leader = TrainLoopOptions(
-        world_size=1,
-        num_steps=num_steps,
+        world_size=1, num_steps=num_steps,
         plan=StepPlanOptions(
             kind=algo_config.kind, normalise="group", num_ranks=1, max_tokens=64, minibatches=algo_config.minibatches
         ),
-        publishes=True,
-        run_dir=str(run_dir),
-        checkpoints=CheckpointOptions(run_dir=str(run_dir), **(checkpoints or {})),
-        export_at_end=False,
-        guard=CanaryOptions(every=guard_every, bound=1.0),
-        step_values=step_values(algo_config, optimizer_config),
+        publishes=True, run_dir=str(run_dir),
+        checkpoints=CheckpointOptions(run_dir=str(run_dir), **(checkpoints or {})), export_at_end=False,
+        guard=CanaryOptions(every=guard_every, bound=1.0), step_values=step_values(algo_config, optimizer_config),
         refused_channels={"cuda_ipc": "there is no GPU"},
-    )
+    )  # fmt: skip
     makers = EndMakers(
         writer=lambda channel: make_writer(channel, run_dir / "weights", model),  # pyright: ignore[reportArgumentType]
         sender=lambda channel: DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 20, host=boot_id()),

@@ -1,12 +1,14 @@
-"""The real coordinator with a trainer that makes a version every few milliseconds, and owners in other processes."""
+"""The real coordinator with a trainer that makes a version every few milliseconds, and owners in other processes; the
+coordinator may be killed and started again, as a launcher does."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shutil
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,61 +23,80 @@ from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.knobs.owner import OwnsKnobs, pull
 from myxa.actors.monitor.monitor import Monitor
+from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, LiveKnobs, Operator
 from myxa.core.messages import StepReport, WeightManifest
+from myxa.core.retry import until_answered
 from myxa.transport.node import Node
 
 WHO = Operator(user="tester", via="test")
 PATIENCE_S = 40.0
-STEP_S = 0.02
+STEP_S = 0.05
 
 
 class Trainer(OwnsKnobs, TrainerContract):
-    """Steps for ever; notes the values of every step."""
+    """Steps for ever and notes the values of every step. It survives its coordinator, as the real one does: it reports in
+    again, and tells each version until it is heard."""
 
     def __init__(self, live: LiveKnobs | None, version: int, manifest: WeightManifest | None = None) -> None:
         self.steps: dict[int, dict[str, KnobValue]] = {}
-        self._live = live
+        self.num_starts = 0
+        self._live, self._manifest = live, manifest
         self._version = version
-        self._manifest = manifest
-        self.may_step = asyncio.Event()
-        self.may_step.set()
+        self._is_known = False
+        """Whether a coordinator has heard of it; until then the first report goes on."""
+        self._is_leading = False
 
     async def on_start(self) -> None:
         self.desk: Desk = make_desk(self.ctx.name, "lr", "clip")
         self.knob_owner = self.desk.owner
+        self.ctx.watch("coordinator")
         self.ctx.spawn(self._report_in(), name="report-in")
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        if event.kind in ("up", "restarted") and self._is_known:
+            self.ctx.spawn(self._report_in(), name="report-again")
 
     async def _report_in(self) -> None:
         await self.ctx.wait_for("coordinator", timeout_s=20)
         self._coordinator = self.ctx.ref(CoordinatorContract, "coordinator")
-        await self._coordinator.trainer_ready(self._version, self._manifest, {}, self._live)
+        told = self._version, self._manifest, {}, self._live, self._is_leading
+        await self._until_heard(lambda: self._coordinator.trainer_ready(*told))
+        self._is_known = True
+
+    async def _until_heard(self, tell: Callable[[], Awaitable[None]]) -> None:
+        await until_answered(tell, who="coordinator", clock=SystemClock(), log=self.ctx.log)
 
     async def run_leader(self, start_version: int) -> None:
-        self.ctx.spawn(self._lead(start_version), name="lead")
+        self.num_starts += 1
+        assert start_version == self._version
+        if not self._is_leading:
+            self._is_leading = True
+            self.ctx.spawn(self._lead(start_version), name="lead")
 
     async def _lead(self, version: int) -> None:
         while True:
-            await self.may_step.wait()
             await pull(self.ctx, self.knob_owner, "step", version)
             self.steps[version] = dict(self.desk.values)
             await asyncio.sleep(STEP_S)
-            version += 1
+            version = self._version = version + 1
             report = StepReport(step=version - 1, version=version, metrics={}, lags=(), group_ids=())
-            await self._coordinator.version_made(None, report)
+            await self._until_heard(lambda report=report: self._coordinator.version_made(None, report))
 
 
 @dataclass
 class Room:
-    """The parent's side: coordinator and trainer in this process, owners in others."""
+    """The parent's side: trainer and monitor in this process, owners in others; and the coordinator here, or in one that
+    may be killed."""
 
     folder: Path
     sockets: str
     node: Node
-    coordinator: Coordinator
     trainer: Trainer
+    coordinator: Coordinator | None = None
     children: dict[str, Program] = field(default_factory=dict[str, Program])
+    num_coordinators: int = 0
 
     @property
     def ref(self) -> CoordinatorContract:
@@ -92,10 +113,44 @@ class Room:
 
     async def start(self, name: str, dies: str = "") -> None:
         """A process with that owner, up and ready."""
-        words = [str(self.folder / "rdzv.json"), self.sockets, name, str(self.uses_file(name)), dies]
-        self.children[name] = await start_program(Path(__file__).with_name("owner_child.py"), *words)
         count = len(self.uses(name))
+        await self._fork(name, self.uses_file(name), dies)
         await until(lambda: len(self.uses(name)) > count and name in self.node.peers(name), f"{name} at work")
+
+    async def _fork(self, name: str, file: Path, dies: str = "") -> None:
+        words = [str(self.folder / "rdzv.json"), self.sockets, name, str(file), dies]
+        self.children[name] = await start_program(Path(__file__).with_name("room_child.py"), *words)
+
+    async def begin(self) -> None:
+        """Start the coordinator (again), as another process."""
+        self.num_coordinators += 1
+        await self._fork("coordinator", self._log)
+        await until(lambda: "coordinator" in self.node.peers("coordinator"), "the coordinator is there")
+
+    async def again(self) -> None:
+        """The next one, until it is attached."""
+        await self.begin()
+        await until(lambda: "coordinator-attached" in self.said, "attached again")
+
+    async def kill(self) -> None:
+        """The coordinator."""
+        self.children["coordinator"].send_signal(signal.SIGKILL)
+        await self.ended("coordinator")
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / f"coordinator.{self.num_coordinators}.log"
+
+    @property
+    def said(self) -> str:
+        """By the newest incarnation of the coordinator."""
+        return self._log.read_text()
+
+    async def everywhere(self, name: str) -> set[object]:
+        """The values of a knob, of all who have it."""
+        table = await self.ref.knob_table()
+        assert not table.silent, table.silent
+        return {state.value for sheet in table.sheets for state in sheet.knobs if state.tunable.name == name}
 
     async def ended(self, name: str) -> None:
         """That process has died, and the coordinator knows."""
@@ -127,29 +182,37 @@ class Room:
         shutil.rmtree(self.sockets)
 
 
+def make_coordinator(folder: Path, *, has_engines: bool = False, **more: Any) -> Coordinator:
+    """Whose journal and audit log are in `folder`."""
+    options = CoordinatorOptions(
+        name="room", launch="room", num_steps=0, has_engines=has_engines, eval_at_start=False,
+        audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal", **more,
+    )  # fmt: skip
+    return Coordinator(options=options, clock=SystemClock())
+
+
 @asynccontextmanager
 async def open_room(
     folder: Path, live: LiveKnobs | None = None, version: int = 0, *, beside: Mapping[str, Any] | None = None,
-    manifest: WeightManifest | None = None,
+    manifest: WeightManifest | None = None, is_apart: bool = False,
 ) -> AsyncIterator[Room]:  # fmt: skip
     """A coordinator that has let its trainer go. `beside`: actors of this process that are there before the trainer;
-    with `manifest` engines are among them."""
+    with `manifest` engines are among them. `is_apart`: the coordinator is a process of its own."""
     sockets = tempfile.mkdtemp(prefix="k-")
     node = await Node.attach(name="launcher/0")
     node.rendezvous.save(folder / "rdzv.json")
-    options = CoordinatorOptions(
-        name="room", launch="room", num_steps=0, has_engines=manifest is not None, eval_at_start=False,
-        audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal",
-    )  # fmt: skip
-    coordinator, trainer = Coordinator(options=options, clock=SystemClock()), Trainer(live, version, manifest)
-    room = Room(folder, sockets, node, coordinator, trainer)
+    room = Room(folder, sockets, node, Trainer(live, version, manifest))
     try:
         await node.start(Monitor(folder, ()), "monitor")
-        await node.start(coordinator, "coordinator")
+        if is_apart:
+            await room.begin()
+        else:
+            room.coordinator = make_coordinator(folder, has_engines=manifest is not None)
+            await node.start(room.coordinator, "coordinator")
         for name, actor in (beside or {}).items():
             await node.start(actor, name)
-        await node.start(trainer, "trainer/0")
-        await until(lambda: bool(trainer.steps), "the first step")
+        await node.start(room.trainer, "trainer/0")
+        await until(lambda: bool(room.trainer.steps), "the first step")
         yield room
     finally:
         await room.close()

@@ -40,14 +40,9 @@ def _row(tunable: Tunable) -> str:
     guard = f"; above {tunable.guard_factor:g} times the file's only by `--force`" if tunable.guard_factor else ""
     kind = "whole number " if tunable.kind == "int" else ""
     cells = (
-        f"`{tunable.name}`",
-        tunable.unit,
-        f"{kind}{tunable.range_text()}{guard}",
-        f"`{tunable.boundary}`",
-        f"`{tunable.owner}`",
-        f"`{tunable.key}`" if tunable.key else "",
-        tunable.help,
-    )
+        f"`{tunable.name}`", tunable.unit, f"{kind}{tunable.range_text()}{guard}", f"`{tunable.boundary}`",
+        f"`{tunable.owner}`", f"`{tunable.key}`" if tunable.key else "", tunable.help,
+    )  # fmt: skip
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -191,9 +191,11 @@ async def test_a_value_whose_time_is_over_goes_back_once_that_can_be_recorded(
     """The disk is full when it is due: the run goes on and tries again."""
     engine, late = Engine(), Engine()
     async with open_room(tmp_path, beside={"rollout/0": engine}) as room:
-        await until(lambda: len(room.coordinator.fleet.present) == 1, "the engine")
+        coordinator = room.coordinator
+        assert coordinator is not None
+        await until(lambda: len(coordinator.fleet.present) == 1, "the engine")
         await room.change(room=2, target="rollout", for_s=0.5)
-        desk = room.coordinator.conductor._audit
+        desk = coordinator.conductor._audit
         write, num_tried = desk.write, 0
 
         async def full(record: Any) -> Any:

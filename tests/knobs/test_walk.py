@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import sqlite3
 import statistics
 import time
@@ -19,7 +18,6 @@ from tests.harness.waiting import wait_until
 
 from myxa.actors.buffer.dumps import DumpedGroup
 from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
-from myxa.core.errors import ConfigError
 from myxa.launch.control.client import ControlClient
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,14 +36,6 @@ import random
 def score(completion):
     return float(random.random() < 0.5)
 '''
-NONSENSE: dict[str, dict[str, Any]] = {
-    "lr = -1: must be above 0": {"values": {"lr": -1}},
-    "temperature = 0: must be from 0.001 up to 100": {"values": {"temperature": 0}},
-    "learning_rat": {"values": {"learning_rat": 1e-4}},
-    "more than 10 times the run file's": {"values": {"lr": 100 * FIRST_LR}},
-    "not 0.123 as expected": {"values": {"temperature": 0.9}, "expect": {"temperature": 0.123}},
-    "must be above 0": {"values": {"temperature": 0.9, "lr": -1}},
-}
 
 
 @dataclass
@@ -62,9 +52,6 @@ class Walk:
     """Epoch of a timed change -> when it was asked for, wall clock."""
     crowd: list[int] = field(default_factory=list)
     """Groups in flight at one engine, by the ledger, after concurrency was lowered."""
-    folder: str = ""
-    """The checkpoint."""
-    refusals: list[str] = field(default_factory=list)
 
     @property
     def run_dir(self) -> Path:
@@ -170,55 +157,15 @@ def _take(walk: Walk) -> None:
     walk.change("undo filter", "undo")
     walk.goes_on(2)
     wait_until(lambda: _has_looked_at_the_crowd(walk), "groups in flight at both engines")
-    _hold(walk)
     undone = walk.change("undo lr", "undo", epoch=walk.epoch("lr"))
     wait_until(lambda: walk.version() >= undone["at"] + 2, "steps with the old rate")
-    before = walk.client.ask("get")
-    walk.refusals = [_refusal(walk, asked) for asked in NONSENSE.values()]
-    after = walk.client.ask("get")
-    assert after["epoch"] == before["epoch"]
-    assert [s["knobs"] for s in after["sheets"]] == [s["knobs"] for s in before["sheets"]], "nothing was changed"
-    walk.goes_on(5)
+    walk.goes_on(3)
 
 
 def _has_looked_at_the_crowd(walk: Walk) -> bool:
     rows = walk.ledger("SELECT COUNT(*) FROM groups WHERE state = 'DISPATCHED' GROUP BY rollout")
     walk.crowd.extend(count for (count,) in rows)
     return len(walk.crowd) > 4
-
-
-def _hold(walk: Walk) -> None:
-    """Pause, three steps, a checkpoint, and on."""
-    walk.versions["pause"] = rests_at = walk.order("pause")["rests_at"]
-    _rests(walk, rests_at)
-    walk.versions["step"] = until_step = walk.order("step", num_steps=3)["pauses_at"]
-    _rests(walk, until_step)
-    walk.folder = walk.order("ckpt")["folder"]
-    assert walk.version() == until_step
-    walk.order("resume")
-    walk.goes_on(3)
-
-
-def _rests(walk: Walk, version: int) -> None:
-    """The trainer asks for its next batch as soon as it has made one: time that it spent refused proves that it did."""
-
-    def refused_s() -> float:
-        return walk.client.ask("status")["snapshot"].get("time/trainer/0", {}).get("paused/claim", 0.0)
-
-    wait_until(lambda: walk.version() == version, f"rests at {version}")
-    was_s = refused_s()
-    wait_until(lambda: refused_s() > was_s, "a claim that is refused")
-    assert walk.version() == version
-    assert walk.ledger("SELECT MAX(step) FROM groups") == [(version - 1,)], "no batch was claimed beyond"
-
-
-def _refusal(walk: Walk, asked: dict[str, Any]) -> str:
-    try:
-        reply = walk.order("set", **asked)
-    except ConfigError as error:
-        return str(error)
-    assert reply["epoch"] == 0
-    return str(reply["refused"])
 
 
 def newest(changes: list[tuple[int, float]], number: int) -> float:
@@ -288,19 +235,6 @@ def test_the_filter_judges_from_its_change_to_its_undoing(walk: Walk) -> None:
             assert len(set(group.group.rewards.tolist())) == 2, "what was kept meanwhile has both kinds of answers"
 
 
-def test_pause_steps_and_checkpoint(walk: Walk) -> None:
-    assert walk.versions["step"] == walk.versions["pause"] + 3
-    assert walk.folder.endswith(f"version_{walk.versions['step']:08d}")
-    kept = json.loads((Path(walk.folder) / "manifest.json").read_text())["extra"]["knobs"]
-    values = {knob["name"]: knob["value"] for knob in kept["knobs"]}
-    assert (values["lr"], values["temperature"], values["max_staleness"]) == (NEW_LR, COLD, 1)
-    assert kept["epoch"] == walk.epoch("undo filter")
-
-
-def test_bad_values_are_refused_with_the_reason(walk: Walk) -> None:
-    assert [reason for reason, said in zip(NONSENSE, walk.refusals, strict=True) if reason not in said] == []
-
-
 def test_no_sample_is_lost_or_doubled(walk: Walk) -> None:
     found, ids = audit(walk.run_dir), walk.ledger("SELECT group_id FROM groups ORDER BY group_id")
     assert [row[0] for row in ids] == list(range(len(ids))), "every prompt that was drawn is there, in one state"
@@ -328,4 +262,4 @@ def test_the_audit_log_tells_it_all(walk: Walk) -> None:
     assert verify_audit(log).complaint == ""
     records = read_audit(log)
     assert len(records) == walk.num_orders
-    assert sum(record.result == "refused" for record in records) == len(NONSENSE)
+    assert all(record.result == "done" for record in records)

@@ -47,27 +47,21 @@ def facts_of_process() -> dict[str, Any]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     environ = {word for word in Path("/proc/self/environ").read_text().split("\0") if word}
     return {
-        "parent": os.getppid(),
-        "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
-        "argv": sys.argv,
+        "parent": os.getppid(), "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()], "argv": sys.argv,
         "orig_argv": sys.orig_argv,
         "cmdline": [word for word in Path("/proc/self/cmdline").read_text().split("\0") if word],
         "environ": sorted(word for word in environ if word.partition("=")[0] not in VARYING),
         "env": sorted(f"{key}={value}" for key, value in os.environ.items() if key not in VARYING),
-        "main": getattr(sys.modules["__main__"].__spec__, "name", None),
-        "path": sys.path,
-        "cwd": str(Path.cwd()),
+        "main": getattr(sys.modules["__main__"].__spec__, "name", None), "path": sys.path, "cwd": str(Path.cwd()),
         "stdin": sys.stdin.read(),
         "descriptors": sorted(target for target in map(target_of, Path("/proc/self/fd").iterdir()) if target),
         "signals": {name: status[name].strip() for name in ("SigBlk", "SigIgn", "SigCgt")},
         "handlers": {number.name: str(signal.getsignal(number))[:60] for number in (signal.SIGINT, signal.SIGTERM)},
         "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "gc": [gc.isenabled(), gc.get_threshold(), sys.getswitchinterval()],
-        "modules": "torch" in sys.modules,
-        "draw": random.random(),
-        "num_tasks": int(status["Threads"]),
+        "gc": [gc.isenabled(), gc.get_threshold(), sys.getswitchinterval()], "modules": "torch" in sys.modules,
+        "draw": random.random(), "num_tasks": int(status["Threads"]),
         "comm": Path("/proc/self/comm").read_text().strip(),
-    }
+    }  # fmt: skip
 
 
 def target_of(path: Path) -> str:

@@ -98,12 +98,7 @@ def test_times_are_positive_numbers(capsys, flag: str, value: str):
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]):
-    for arguments in (
-        ["--help"],
-        ["up", "--help"],
-        ["launch", "--help"],
-        ["demo", "--help"],
-    ):
+    for arguments in (["--help"], ["up", "--help"], ["launch", "--help"], ["demo", "--help"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0

@@ -15,15 +15,7 @@ from myxa.launch.contracts import LateWish, NodeFacts
 from myxa.launch.node_place import NodePlace
 from myxa.launch.nodes.launch_options import facts_of
 from myxa.launch.supervisor.membership import Membership
-from myxa.launch.supervisor.placement import (
-    Present,
-    check_distance,
-    check_leaver,
-    place,
-    server_of,
-    staff,
-    staff_node,
-)
+from myxa.launch.supervisor.placement import Present, check_distance, check_leaver, place, server_of, staff, staff_node
 from myxa.launch.supervisor.run_actors import ActorStatus
 
 GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',

@@ -30,13 +30,9 @@ LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 async def run_child(tmp_path: Path, code: str, act=None) -> tuple[Child, list[tuple[str, int]]]:
     told: list[tuple[str, int]] = []
     child = start_child(
-        "rollout/0",
-        3,
-        [sys.executable, "-u", "-c", code],
-        env=dict(os.environ),
-        log_path=tmp_path / "log",
+        "rollout/0", 3, [sys.executable, "-u", "-c", code], env=dict(os.environ), log_path=tmp_path / "log",
         on_exit=lambda c, status: told.append((c.name, status)),
-    )
+    )  # fmt: skip
     if act is not None:
         await act(child)
     assert await child.wait(WAIT_S)

@@ -183,12 +183,9 @@ class Stage:
 
 
 def staged(
-    body: Callable[[Stage], Awaitable[Any]],
-    *actors: ActorSpec,
-    num_nodes: int = 1,
-    at_once: bool = True,
+    body: Callable[[Stage], Awaitable[Any]], *actors: ActorSpec, num_nodes: int = 1, at_once: bool = True,
     timeouts: RunTimeouts = TIMEOUTS,
-) -> Any:
+) -> Any:  # fmt: skip
     """Run `body` on a run of these actors; `at_once`: with all of them started."""
 
     async def scenario(seed: int) -> Any:

@@ -59,15 +59,10 @@ WRONG: dict[str, Wrong] = {
     # context
     "context longer than the model's": instead("context_length = 256", "context_length = 999999", "lower it"),
     # model
-    "model without weights": instead('path = "model"', 'path = "no_weights"', "convert the weights to safetensors"),
-    "model with half its weights": instead('path = "model"', 'path = "torn_weights"', "download or export the weights again"),
     "model with experts for torch": instead('path = "model"', 'path = "moe_type"', "use one of type"),
     # data
-    "data missing": instead('train = "data/train.jsonl"', 'train = "data/trian.jsonl"', "its folder holds"),
     "data compressed": instead('train = "data/train.jsonl"', 'train = "data/packed.jsonl"', "copy it again"),
     "data a folder": instead('train = "data/train.jsonl"', 'train = "data"', "write one JSON object per line"),
-    "data with a torn line": instead('train = "data/train.jsonl"', 'train = "data/torn.jsonl"', "mend the line"),
-    "held-out data missing": instead('data = "data/heldout.jsonl"', 'data = "held.jsonl"', "check eval.data"),
     # code
     "reward function missing": instead('fn = "mine.py:score"', 'fn = "mine.py:scor"', 'did you mean "score"'),
     "reward file broken": instead('fn = "mine.py:score"', 'fn = "broken.py:score"', "mend it"),
@@ -106,7 +101,6 @@ WRONG: dict[str, Wrong] = {
     # places
     "node that is not there": add("roles.rollout", "nodes = [0, 3]", "--nnodes"),
     "more quorum than actors": add("roles.rollout", "quorum = 9", "the run has 2 rollout actors"),
-    "interpreter missing": add("roles.rollout", 'python = "no/python"', "name a Python interpreter"),
     # layouts
     "layout that does not divide ranks": Wrong(
         "[roles.trainer]\n", '[megatron]\ntp = 3\n[roles.trainer]\nkind = "megatron"\n', "count = 2", "does not divide"
@@ -136,7 +130,6 @@ WRONG: dict[str, Wrong] = {
     # memory in turns
     "turns without a size on the CPU": end(SHARED, 'share = "switch"', "must be set on the CPU", "memory.capacity_mb"),
     # what is written
-    "nothing to go on from": add("trainer", 'resume = "data"', "name a checkpoint"),
     "folder that is a file": add("run", 'dir = "mine.py"', "set run.dir"),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.buffer.conftest import NumberedRows
 from tests.harness.decider import Decider
 from tests.simulation.sim_network import Net
 from tests.simulation.simulator import Nemesis, Sim, carry_out
@@ -28,38 +29,10 @@ from myxa.core.errors import CallError, RemoteError
 from myxa.core.messages import Assignment, DrawRequest, GroupDropped, GroupReturned, SamplingParams
 from myxa.core.refs import with_deadline
 from myxa.core.retry import until_answered
-from myxa.core.samples import Group, Message, Prompt, Sample
+from myxa.core.samples import Group, Sample
 
 BATCH = 2
 CHECKPOINT_EVERY = 3
-
-
-@dataclass
-class Rows:
-    """`num_rows` prompts, once each."""
-
-    num_rows: int
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    @property
-    def fingerprint(self) -> str:
-        return f"rows-{self.num_rows}"
-
-    def prompt(self, draw: int) -> Prompt | None:
-        if draw >= self.num_rows:
-            return None
-        return Prompt(group_id=draw, row=draw, pass_index=0, messages=(Message(role="user", content=f"row {draw}"),))
-
-    def row_of(self, draw: int) -> int | None:
-        return draw if draw < self.num_rows else None
-
-    def num_held_out(self, name: str = "") -> int:
-        return 0
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        return ()
 
 
 @dataclass
@@ -194,7 +167,7 @@ async def training(seed: int, folder: Path) -> Sim:
     """Two or three rollout actors and a trainer over one buffer, until the data is used up."""
     rng = random.Random(f"{seed}/training")
     plant = Plant(eta=rng.choice((0, 1, 2)))
-    rows = Rows(rng.choice((9, 14)))
+    rows = NumberedRows(rng.choice((9, 14)), max_passes=1)
     ledger = folder / f"{seed}.sqlite"
     policy = rng.choice(("pace", "wait", "drop"))
     buffers: list[Buffer] = []

@@ -221,13 +221,9 @@ class Sim:
     # -- nodes
 
     async def node(
-        self,
-        name: str,
-        boot: Boot | None = None,
-        *,
-        on_crash: Callable[[], None] | None = None,
+        self, name: str, boot: Boot | None = None, *, on_crash: Callable[[], None] | None = None,
         clock_offset_s: float = 0.0,
-    ) -> SimNode:
+    ) -> SimNode:  # fmt: skip
         """Start a process with a node of that name; returns when `boot(node)` has. `on_crash` is called when it is
         killed, to do what the kernel does: release files and locks, nothing else."""
         if name in self.nodes:

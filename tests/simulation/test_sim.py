@@ -1,16 +1,15 @@
-"""The simulator itself: virtual time, processes that stop and die, a network that fails, and what it refuses."""
+"""Processes that stop and die, and a network that fails, in virtual time. That sweeps find bugs: test_scenarios.py."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from tests.simulation.sim_loop import SimulationError
 from tests.simulation.sim_network import Net
-from tests.simulation.simulator import VERBS, Nemesis, ProcessCrashed, Sim, carry_out, run, sweep
+from tests.simulation.simulator import ProcessCrashed, Sim, run
 
 from myxa.core.actor import Actor
 from myxa.core.errors import OutcomeUnknown, PeerDied
@@ -54,60 +53,6 @@ def simulated(body: Callable[[Sim], Awaitable[Any]], net: Net | None = None, see
 
 def ref(sim: Sim, here: str, there: str, deadline_s: float = 5.0) -> Clerk:
     return with_deadline(sim.nodes[here].node.ref(Clerk, f"clerk/{there}"), deadline_s)
-
-
-# -- time
-
-
-async def for_ever() -> None:
-    while True:
-        await asyncio.sleep(10)
-
-
-async def stand_still() -> None:
-    asyncio.current_task().set_name("Godot's friend")  # pyright: ignore[reportOptionalMemberAccess]
-    await asyncio.Event().wait()
-
-
-async def leave_a_task() -> None:
-    KEPT.append(asyncio.get_running_loop().create_task(asyncio.sleep(9), name="forgotten"))
-
-
-async def hide_an_error() -> None:
-    asyncio.get_running_loop().call_soon(lambda: 1 / 0)
-    await asyncio.sleep(1)
-
-
-KEPT: list[Any] = []
-ENDS: dict[Callable[[], Coroutine[Any, Any, None]], str] = {
-    for_ever: "did not end in time", stand_still: "standstill.*Godot's friend", leave_a_task: "forgotten",
-    hide_an_error: "never retrieved",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("body", ENDS, ids=lambda body: body.__name__)
-def test_a_run_that_does_not_end_well_names_the_reason(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with pytest.raises(SimulationError, match=ENDS[body]):
-        run(lambda seed: body(), 1, limit_s=100)
-
-
-# -- what is outside
-
-
-OUTSIDE: dict[str, Callable[[asyncio.AbstractEventLoop], Any]] = {
-    "run_in_executor": lambda loop: loop.run_in_executor(None, time.monotonic),
-    "create_connection": lambda loop: loop.create_connection(asyncio.Protocol, "localhost", 80),
-    "add_reader": lambda loop: loop.add_reader(0, print),
-}
-
-
-def test_the_world_is_refused_by_name() -> None:
-    async def reach_out(seed: int) -> None:
-        for name, deed in OUTSIDE.items():
-            with pytest.raises(SimulationError, match=f"loop.{name} reaches out"):
-                await deed(asyncio.get_running_loop())
-
-    run(reach_out, 1)
 
 
 # -- processes
@@ -198,41 +143,3 @@ def test_a_slow_reader_is_spared_by_credit() -> None:
 
     most = simulated(body, Net(unreachable_s=100.0))
     assert 900 < most < 1100  # the window, and a few answers
-
-
-# -- the rest
-
-
-def test_what_is_still_under_way_is_named() -> None:
-    async def body(sim: Sim) -> None:
-        sim.spawn("a", ref(sim, "a", "b").work(3.0)).add_done_callback(lambda done: done.exception())
-        await asyncio.sleep(0.1)
-        with pytest.raises(SimulationError, match="after 1 s still under way: .*clerk/b"):
-            await sim.quiet(1.0)
-
-    with pytest.raises(SimulationError, match="a call of node 2 epoch 1 to clerk/b is still open"):
-        simulated(body)
-
-
-def test_every_verb_of_the_nemesis_is_carried_out() -> None:
-    async def body(sim: Sim) -> set[str]:
-        schedule = Nemesis(every_s=(0.3, 0.3)).schedule(sim.rng("nemesis"), ["a", "b"], 40.0)
-        assert schedule == Nemesis(every_s=(0.3, 0.3)).schedule(sim.rng("nemesis"), ["a", "b"], 40.0)
-        assert {strike.verb for strike in schedule} == set(VERBS)
-        await carry_out(sim, schedule)
-        assert all(node.is_alive for node in sim.nodes.values())
-        await sim.quiet()
-        return {line.split()[2] for line in sim.log.lines()}
-
-    assert {"kill", "pause", "resume", "partition", "heal", "reset", "slow", "clock", "break"} <= simulated(body)
-
-
-def test_a_failing_seed_says_how_to_repeat_it() -> None:
-    async def fragile(seed: int) -> None:
-        await asyncio.sleep(1)
-        assert seed != 17
-
-    with pytest.raises(AssertionError) as found:
-        sweep(fragile, range(100), repro="python -m pytest tests/mine -k fragile")
-    assert found.value.__notes__ == ["SIM_SEED=17 python -m pytest tests/mine -k fragile"]
-    assert sweep(fragile, range(10), repro="") == 10

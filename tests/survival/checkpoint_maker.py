@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import sqlite3
 import time
@@ -89,6 +90,33 @@ class RunOnDisk:
     @property
     def ledger(self) -> Path:
         return self.path / LEDGER
+
+
+# -- what may become of a file
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """Some bytes in its middle; nothing but a digest tells."""
+    data = bytearray(path.read_bytes())
+    for place in range(len(data) // 2, min(len(data) // 2 + 200, len(data))):
+        data[place] ^= 0xFF
+    path.write_bytes(data)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"}{ not what was here \xff\xfe" * 9)
 
 
 def states(path: Path) -> dict[str, int]:

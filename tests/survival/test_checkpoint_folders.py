@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.survival.checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
+from tests.survival.checkpoint_maker import RunOnDisk, add_run_part, flip, grow, halve, make_checkpoint, remove
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import (
@@ -24,39 +24,10 @@ from myxa.actors.checkpoints.folder import (
 from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
 from myxa.core.errors import TrainError
 
-
-def truncate(name: str) -> Callable[[Path], None]:
-    def do(folder: Path) -> None:
-        os.truncate(folder / name, (folder / name).stat().st_size // 2)
-
-    return do
-
-
-def flip(name: str) -> Callable[[Path], None]:
-    def do(folder: Path) -> None:
-        data = bytearray((folder / name).read_bytes())
-        data[len(data) // 2] ^= 1
-        (folder / name).write_bytes(data)
-
-    return do
-
-
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def grow(name: str) -> Callable[[Path], None]:
-    def do(folder: Path) -> None:
-        with (folder / name).open("ab") as file:
-            file.write(b"more")
-
-    return do
-
-
 DAMAGE = {
-    f"{how.__name__} {name}": (how(name), said)
+    f"{how.__name__} {name}": (how, name)
     for name in (rank_file(0), rank_file(1), MANIFEST)
-    for how, said in ((truncate, ""), (flip, ""), (remove, "is missing"), (grow, ""))
+    for how in (halve, flip, remove, grow)
     if (how, name) != (flip, MANIFEST)  # a flipped bit of a number is another number: run.json knows the digest
 }
 
@@ -65,14 +36,14 @@ DAMAGE = {
 def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, name: str):
     for version in (10, 20, 30):
         make_checkpoint(tmp_path / f"version_{version:08d}", version)
-    hurt, said = DAMAGE[name]
-    hurt(tmp_path / "version_00000030")
+    hurt, file = DAMAGE[name]
+    hurt(tmp_path / "version_00000030" / file)
     newest, passed = newest_whole(tmp_path)
     assert newest is not None
     assert newest.version == 20
     assert [info.path.name for info in passed] == ["version_00000030"]
     assert "is torn: " in passed[0].problem
-    assert said in passed[0].problem
+    assert ("is missing" in passed[0].problem) is (hurt is remove)
     assert find_checkpoint(tmp_path) == tmp_path / "version_00000020"
 
 
@@ -214,14 +185,14 @@ def test_a_torn_one_is_no_reason_for_a_whole_one_to_go(tmp_path: Path):
     for version in (10, 20, 30, 40):
         make_checkpoint(tmp_path / f"version_{version:08d}", version)
     for version in (10, 30):
-        truncate(rank_file(0))(tmp_path / f"version_{version:08d}")
+        halve(tmp_path / f"version_{version:08d}" / rank_file(0))
     assert pruned(tmp_path, 40, keep_last=2) == [20, 30, 40], "20 and 40 are whole; 10 helps nobody any more"
 
 
 def test_nothing_goes_when_the_new_one_is_not_whole(tmp_path: Path):
     for version in (10, 20, 30):
         make_checkpoint(tmp_path / f"version_{version:08d}", version)
-    remove(MANIFEST)(tmp_path / "version_00000030")
+    remove(tmp_path / "version_00000030" / MANIFEST)
     assert pruned(tmp_path, 30, keep_last=1) == [10, 20, 30]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
-from tests.knobs.coordinator_room import until
-from tests.survival.coordinator_anew import Anew, SteadyTrainer, open_anew
+from tests.harness.waiting import until
+from tests.knobs.coordinator_room import Room, Trainer, open_room
 
 from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.core.errors import CallError
@@ -23,14 +23,14 @@ NEW = {"lr": 2e-3, "eta": 4, "room": 3}
 OLD = {"lr": 1e-3, "eta": 1, "room": 8}
 
 
-async def _all_have(room: Anew, wanted: dict[str, object]) -> None:
+async def _all_have(room: Room, wanted: dict[str, object]) -> None:
     for name, value in wanted.items():
         async with asyncio.timeout(30):
             while await room.everywhere(name) != {value}:
                 await asyncio.sleep(0.1)
 
 
-async def _steps_on(room: Anew, count: int = 5) -> None:
+async def _steps_on(room: Room, count: int = 5) -> None:
     first = max(room.trainer.steps)
     await until(lambda: max(room.trainer.steps) > first + count, "more steps")
 
@@ -43,13 +43,14 @@ async def _outcome(change: Awaitable[ChangeReply]) -> ChangeReply | None:
         return None
 
 
-def _check_chain(room: Anew) -> None:
+def _check_chain(room: Room) -> None:
     verdict = verify_audit(room.audit)
     assert not verdict.complaint, verdict
 
 
 async def test_a_change_that_was_not_decided_is_none_and_one_that_was_is_made(tmp_path: Path) -> None:
-    async with open_anew(tmp_path) as room:
+    async with open_room(tmp_path, is_apart=True) as room:
+        await asyncio.gather(*(room.start(name) for name in ("buffer", "rollout/0", "rollout/1")))
         await room.start("rollout/2", "judges-late")
         change = asyncio.ensure_future(_outcome(room.change(**NEW)))
         await until(room.uses_file("rollout/2").with_suffix(".asked").exists, "the one that judges late was asked")
@@ -73,7 +74,7 @@ async def test_a_change_that_was_not_decided_is_none_and_one_that_was_is_made(tm
         _check_chain(room)
 
 
-async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Anew) -> None:
+async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Room) -> None:
     assert not (await room.change(room=3, for_s=4.0)).refused
     steps = await room.change(lr=2e-3, for_steps=40)
     assert not steps.refused
@@ -87,17 +88,16 @@ async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Anew)
     assert [r.verb for r in read_audit(room.audit) if r.result == "done"].count("expire") == 2
 
 
-async def _thrown_back(room: Anew, version: int) -> SteadyTrainer:
+async def _thrown_back(room: Room, version: int) -> Trainer:
     """Another trainer takes the place of the first one, from an older version."""
     await room.node.stop("trainer/0", "it died")
     await until(lambda: "trainer/0" not in room.node.peers("trainer/"), "its end")
-    room.trainer = trainer = SteadyTrainer(None, version)
-    trainer.version = version
+    room.trainer = trainer = Trainer(None, version)
     await room.node.start(trainer, "trainer/0")
     return trainer
 
 
-async def _a_trainer_that_falls_back_takes_its_coordinator_along_even_if_that_was_killed(room: Anew) -> None:
+async def _a_trainer_that_falls_back_takes_its_coordinator_along_even_if_that_was_killed(room: Room) -> None:
     changed = await room.change(lr=2e-3)
     await until(lambda: max(room.trainer.steps) > changed.at + 3, "the change in force")
     come_to = max(room.trainer.steps)

@@ -124,6 +124,7 @@ def _paused(victim: Victim) -> None:
     wait_until(lambda: victim.newest >= pauses_at, "two more steps", PATIENCE_S)
     time.sleep(1.0)
     assert victim.newest == pauses_at == rests_at + 2, "and no more"
+    assert audit(victim.live.run_dir).states.get("CLAIMED", 0) == 0, "no batch was claimed beyond"
     victim.live.ask("undo")
     victim.live.ask("resume")
     victim.steps_on()

@@ -15,15 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.knobs.coordinator_room import until
+from tests.harness.waiting import until
+from tests.knobs.coordinator_room import make_coordinator
 
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator, PhaseMoves
-from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.coordinator.rejoin import LeaderControl
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.monitor.monitor import Monitor
-from myxa.core.clock import ManualClock, SystemClock
+from myxa.core.clock import ManualClock
 from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent
 from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node
@@ -63,11 +63,7 @@ async def place(
 ) -> AsyncIterator[tuple[Node, Coordinator, Leader, Any]]:
     """A coordinator, a leader that says only what the test has it say, and the coordinator's reference."""
     node = await Node.attach(name="launcher/0")
-    options = CoordinatorOptions(
-        name="start", num_steps=0, has_engines=has_engines, eval_at_start=False, launch="start",
-        audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal", **more,
-    )  # fmt: skip
-    coordinator, leader = Coordinator(options=options, clock=SystemClock()), Leader()
+    coordinator, leader = make_coordinator(folder, has_engines=has_engines, **more), Leader()
     try:
         await node.start(Monitor(folder, ()), "monitor")
         await node.start(leader, "trainer/0")

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from tests.survival.gang_run import listening
+from tests.survival.lives import listening
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from myxa.actors.torch_store import find_store, host_store, own_address_towards

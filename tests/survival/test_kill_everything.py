@@ -8,15 +8,14 @@ import random
 import sqlite3
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness.ledger_audit import LedgerAudit, audit_ledger
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.nemesis import Plan, struck
 from tests.harness.waiting import wait_until
-from tests.survival.lives import Lives, make_lives
+from tests.survival.lives import Lives, check_each_once, make_lives
 
 from myxa.launch.demo.run import write_rows
 
@@ -40,15 +39,8 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
         made.end()
 
 
-def audit(lives: Lives) -> LedgerAudit:
-    assert lives.run_dir is not None
-    return audit_ledger(lives.run_dir / "ledger.sqlite")
-
-
-def check_each_once(lives: Lives, num_prompts: int) -> None:
-    found = audit(lives)
-    assert (found.problems, found.num_waiting) == ((), 0)
-    assert found.trained == Counter(range(num_prompts))
+def problems(lives: Lives) -> tuple[str, ...]:
+    return audit_ledger(lives.run_dir / "ledger.sqlite").problems
 
 
 @pytest.mark.soak
@@ -60,16 +52,15 @@ def test_everything_dies_at_labelled_points(lives: Lives):
     for number in range(len(AT)):
         until_struck(lives, number + 1)
         lives.kill(launcher_only=number % 2 == 1)
-        assert audit(lives).problems == ()
+        assert problems(lives) == ()
         lives.resume()
     assert lives.wait() == 0
     assert [strike.text for strike in struck(lives.job.folder / "strikes")] == list(AT)
-    check_each_once(lives, 64)
+    check_each_once(lives.run_dir)
 
 
 def until_struck(lives: Lives, count: int) -> None:
     def is_so() -> bool:
-        assert lives.launcher is not None
         assert lives.launcher.poll() is None, lives.launcher.communicate()[0][-3000:]
         return len(struck(lives.job.folder / "strikes")) >= count
 
@@ -82,7 +73,7 @@ def test_everything_dies_a_hundred_times(tmp_path: Path):
     seed = random.randrange(sys.maxsize)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    lives = make_lives(tmp_path, f'data.train="data/prompts.jsonl@[0:{NUM_PROMPTS}]"')
+    lives = make_lives(tmp_path, num_prompts=NUM_PROMPTS)
     write_rows(tmp_path / "data" / "prompts.jsonl", NUM_PROMPTS, seed=1)
     costs: list[float] = []
     try:
@@ -92,14 +83,14 @@ def test_everything_dies_a_hundred_times(tmp_path: Path):
             # Every third time the next life is killed while it starts.
             assert lives.after(dice.uniform(0.0, 4.0) if number % 3 == 0 else 0.0), "the data is too short"
             lives.kill(launcher_only=number % 2 == 1)
-            assert audit(lives).problems == ()
+            assert problems(lives) == ()
             before, began = steps_trained(lives), time.monotonic()
             lives.resume()
             if number % 3:
                 wait_until(lambda before=before: has_gone_on(lives, before), "a step of the new life", timeout_s=120)
                 costs.append(time.monotonic() - began)
         assert lives.wait(timeout_s=3000) == 0
-        check_each_once(lives, NUM_PROMPTS)
+        check_each_once(lives.run_dir, NUM_PROMPTS)
     finally:
         lives.end()
     costs.sort()
@@ -108,14 +99,12 @@ def test_everything_dies_a_hundred_times(tmp_path: Path):
 
 
 def has_gone_on(lives: Lives, before: int) -> bool:
-    assert lives.launcher is not None
     assert lives.launcher.poll() is None, f"it ended; is the data too short? {lives.launcher.communicate()[0][-3000:]}"
     return steps_trained(lives) > before
 
 
 def steps_trained(lives: Lives) -> int:
     """Transitions to TRAINED, also those that were undone since."""
-    assert lives.run_dir is not None
     path = lives.run_dir / "ledger.sqlite"
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         return int(db.execute("SELECT COUNT(*) FROM transitions WHERE to_state = 'TRAINED'").fetchone()[0])

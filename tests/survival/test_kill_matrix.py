@@ -17,14 +17,11 @@ from tests.harness.commands import run as run_command
 from tests.harness.nemesis import POINTS, struck
 from tests.harness.run_job import Job, metrics
 from tests.harness.waiting import wait_until
-from tests.survival.recovery import PROMISED_S, recoveries, table
 from tests.survival.under_chaos import ChaosRun, chaos_job, check_lossless, check_nobody_left, marks, run_under
 
 CHECKPOINTS = "trainer.checkpoint_every=2"
 GANG = "roles.trainer.count=2"
 NUM_TRIES = 8
-SLACK = 8.0
-"""What is promised for an idle machine of two cores may take so many times as long on a busy one."""
 
 
 def nothing(_: Job) -> None:
@@ -90,10 +87,6 @@ def check(folder: Path, cells: Cells) -> ChaosRun:
     )  # fmt: skip
     check_lossless(run, cells.strikes)
     check_nobody_left(run)
-    print(table([run]))
-    for strike, seconds in recoveries(run):
-        if ":kill" in strike.text:
-            assert seconds < SLACK * PROMISED_S[strike.role], f"{strike}: back after {seconds:.1f} s"
     return run
 
 

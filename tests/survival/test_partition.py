@@ -14,11 +14,8 @@ GANG = ("roles.trainer.count=2", "trainer.checkpoint_every=2")
 @pytest.mark.timeout(200)
 def test_a_short_partition_costs_no_process(tmp_path: Path):
     cuts = (
-        "buffer.put:cut=1:3",
-        "rollout.put@rollout/1:cut=1",
-        "coordinator.version_made:cut=1:2",
-        "trainer.claim:cut=1",
-    )
+        "buffer.put:cut=1:3", "rollout.put@rollout/1:cut=1", "coordinator.version_made:cut=1:2", "trainer.claim:cut=1",
+    )  # fmt: skip
     run = run_under(chaos_job(tmp_path, reward_s=0.2), cuts, *GANG, num_steps=10, rest_s=1.2)
     check_lossless(run, cuts)
     assert run.said("actor-restarted", "trainer-restarted") == []

@@ -6,14 +6,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import events
-from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
+from tests.survival.checkpoint_maker import flip
+from tests.survival.lives import BATCH, Lives, check_each_once, make_lives
 
 from myxa.actors.coordinator.audit import verify_audit
 from myxa.actors.models.tiny import make_tiny_model
@@ -99,7 +97,6 @@ def test_e02_a_refused_start_leaves_every_byte(
     killed: Lives, verb: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, cause = REFUSALS[what]
-    assert killed.run_dir is not None
     assert cause in refused([verb, str(killed.run_dir), *words], killed, capsys, monkeypatch)
 
 
@@ -122,7 +119,6 @@ def test_a_run_that_is_not_named_is_not_guessed(
 def test_e02_a_full_disk_and_a_launcher_that_has_the_run_are_refused(
     killed: Lives, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert killed.run_dir is not None
     with monkeypatch.context() as patched:
         patched.setattr("myxa.launch.checks.node.free_at", lambda _: 1 << 20)
         for verb in ("resume", "fork"):
@@ -144,13 +140,9 @@ def test_e02_a_full_disk_and_a_launcher_that_has_the_run_are_refused(
     ids=["no checkpoint", "torn checkpoints", "no origin", "no configuration"],
 )
 def test_e02_a_run_with_nothing_to_go_on_from_is_left(
-    killed: Lives,
-    hurt: Callable[[Path], object],
-    cause: str,
-    capsys: pytest.CaptureFixture[str],
+    killed: Lives, hurt: Callable[[Path], object], cause: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert killed.run_dir is not None
+) -> None:  # fmt: skip
     copy = killed.run_dir.with_name("hurt-copy")
     shutil.copytree(killed.run_dir, copy, symlinks=True)
     try:
@@ -163,13 +155,10 @@ def test_e02_a_run_with_nothing_to_go_on_from_is_left(
         shutil.rmtree(copy)
 
 
-def test_a_run_killed_as_a_whole_and_resumed_trains_each_prompt_once(
-    killed: Lives,
-) -> None:
+def test_a_run_killed_as_a_whole_and_resumed_trains_each_prompt_once(killed: Lives) -> None:
     """E02: no code of a user runs before an actor's process does; a start that fails then leaves the configuration. The newest
     checkpoints are damaged (their sizes as they were) and the start files torn. The last test of this module: it uses the
     run up."""
-    assert killed.run_dir is not None
     config = killed.run_dir / "config.toml"
     before = config.read_text()
     killed.resume("--set", "algo.loss_fn=late.py:loss", "--set", "optimizer.lr=2e-3")
@@ -179,7 +168,7 @@ def test_a_run_killed_as_a_whole_and_resumed_trains_each_prompt_once(
     assert config.read_text() == before
     whole, *damaged = sorted(path.parent for path in killed.run_dir.glob("checkpoints/version_*/manifest.json"))[-3:]
     for checkpoint in damaged:
-        damage(checkpoint)
+        flip(checkpoint / "rank-00000.safetensors")
     config.write_text(before[: len(before) // 2])
     (killed.run_dir / "origin.json").unlink()
     killed.resume()
@@ -190,21 +179,7 @@ def test_a_run_killed_as_a_whole_and_resumed_trains_each_prompt_once(
     assert settings[0] == settings[1]
     life = RunOrigin.load(killed.run_dir).lives[-1]
     assert (life.began_at, life.ledger) == (int(whole.name.removeprefix("version_")), "its own ledger")
-    told = "\n".join(event["text"] for event in events(killed.run_dir, "checkpoint-passed-over"))
+    told = "\n".join(killed.told("checkpoint-passed-over"))
     assert all(checkpoint.name in told for checkpoint in damaged)
-    found = consumed(killed.run_dir)
-    assert found.draws == dict.fromkeys(range(NUM_PROMPTS), 1), "the multiset of an undisturbed run"
-    assert found.steps == dict.fromkeys(range(NUM_PROMPTS // BATCH), BATCH)
-    assert found.net == Counter()
-    assert audit_ledger(killed.run_dir / "ledger.sqlite").problems == ()
+    check_each_once(killed.run_dir)
     assert verify_audit(killed.run_dir / "audit.jsonl").complaint == ""
-
-
-def damage(checkpoint: Path) -> None:
-    """Some bytes of a tensor, as a failing disk would; nothing but a digest tells."""
-    path = checkpoint / "rank-00000.safetensors"
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        before = file.read(8)
-        file.seek(-8, os.SEEK_CUR)
-        file.write(bytes(byte ^ 0xFF for byte in before))

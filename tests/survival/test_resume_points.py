@@ -6,7 +6,6 @@ from."""
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable
 from datetime import datetime
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.survival.checkpoint_maker import DATASET, RunOnDisk, make_checkpoint, states
+from tests.survival.checkpoint_maker import DATASET, RunOnDisk, flip, garble, halve, make_checkpoint, remove, states
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import being_read, look_at, newest_whole, take_away_unread
@@ -26,7 +25,6 @@ from myxa.core.errors import LaunchError, LedgerError
 from myxa.launch.cli import main
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage import next_run
-from myxa.launch.run_lineage import next_run as fork_run_module
 from myxa.launch.run_lineage.next_run import begin_next_life, fork_run, no_longer_alive
 from myxa.launch.run_lineage.origin import RunOrigin, origin_events
 from myxa.launch.run_lineage.resume_point import choose_point
@@ -45,26 +43,7 @@ def run(whole: RunOnDisk, tmp_path: Path) -> RunOnDisk:
     return whole.copied(tmp_path)
 
 
-def flip(path: Path, at: float = 0.5) -> None:
-    data = bytearray(path.read_bytes())
-    for place in range(int(len(data) * at), min(int(len(data) * at) + 200, len(data))):
-        data[place] ^= 0xFF
-    path.write_bytes(data)
-
-
-def halve(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def make_other(path: Path) -> None:
-    path.write_text("not a ledger")
-
-
-HURTS: tuple[Callable[[Path], None], ...] = (flip, halve, remove, make_other)
+HURTS: tuple[Callable[[Path], None], ...] = (flip, halve, remove, garble)
 
 
 def test_no_byte_of_a_checkpoint_is_read_before_the_nodes_meet(run: RunOnDisk, monkeypatch: pytest.MonkeyPatch):
@@ -385,7 +364,7 @@ def test_a_fork_that_fails_leaves_nothing_and_the_latest_run_is_who_it_was(
     def fails(*_: Any) -> None:
         raise LedgerError("the disk is full")
 
-    monkeypatch.setattr(fork_run_module, "continue_ledger", fails)
+    monkeypatch.setattr(next_run, "continue_ledger", fails)
     with pytest.raises(LaunchError, match="could not be taken over: the disk is full"):
         fork_run(parent.path, None, "", [], NOW)
     assert [path.name for path in runs.iterdir() if not path.is_symlink()] == ([before] if earlier else [])

@@ -1,13 +1,12 @@
-"""A run on two nodes, a rank of its gang and an engine on each, is killed as a whole (both launchers and every actor),
-and `myxa resume` on two nodes goes on to the end of the data: each prompt is trained on once. Two launchers on this
-machine meet over tcp, as on two."""
+"""A run on two nodes, a rank of its gang and an engine on each, which take turns on the node's device, is killed as a
+whole (both launchers and every actor), and `myxa resume` on two nodes goes on to the end of the data: each prompt is
+trained on once. Two launchers on this machine meet over tcp, as on two."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,16 +14,22 @@ import psutil
 import pytest
 from tests.harness.commands import Command
 from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import PATIENT, Job, events, make_job, metrics, worker_pids
+from tests.harness.run_job import Job, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
-from tests.survival.lives import BATCH, FLAGS, NUM_PROMPTS, consumed
+from tests.integration.device_sampler import Sampler
+from tests.survival.lives import BATCH, FLAGS, NUM_PROMPTS, check_each_once
 
 from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(180)
 
+CAPACITY_MIB = 9
+"""Not enough for a rank and an engine at once."""
 SPREAD = (
-    *FLAGS, 'roles.trainer.nodes="*"', 'roles.rollout.nodes="*"', 'weights.channel="disk"', f"rollout.max_groups={BATCH}",
+    *FLAGS, f'data.train="data/prompts.jsonl@[0:{NUM_PROMPTS}]"', "roles.trainer.nodes=[0, 1]",
+    "roles.rollout.nodes=[0, 1]", "roles.memory.nodes=[0, 1]", 'weights.channel="disk"', f"rollout.max_groups={BATCH}",
+    'memory.share="switch"', f"memory.capacity_mb={CAPACITY_MIB}", "memory.switch_s=40",
+    "engine.context_length=64", "engine.max_running=4", "guard.every=2",
 )  # fmt: skip
 
 
@@ -83,7 +88,7 @@ class TwoNodes:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
     job = make_job(tmp_path)
-    (tmp_path / "patient.py").write_text(PATIENT.format(seconds=0.3))
+    job.be_patient(0.3)
     made = TwoNodes(job)
     try:
         yield made
@@ -103,13 +108,19 @@ def test_a_run_on_two_nodes_that_is_killed_as_a_whole_goes_on_on_two(nodes: TwoN
     assert nodes.kill() >= 8, "also the buffer and the coordinator"
     assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
     nodes.begin("resume", str(run_dir))
-    assert nodes.wait() == [0, 0], nodes.said()
-    found = consumed(run_dir)
-    assert found.draws == dict.fromkeys(range(NUM_PROMPTS), 1), "the multiset of an undisturbed run"
-    assert found.steps == dict.fromkeys(range(NUM_PROMPTS // BATCH), BATCH)
-    assert found.net == {}
-    audit = audit_ledger(run_dir / "ledger.sqlite")
-    assert (audit.problems, audit.num_waiting, audit.trained) == ((), 0, Counter(range(NUM_PROMPTS)))
+    watched = [
+        Sampler(launcher.pid, (f"trainer/{node}",), (f"rollout/{node}",), (f"host:0@{node}",))
+        for node, launcher in enumerate(nodes.launchers)
+    ]
+    with watched[0], watched[1]:
+        assert nodes.wait() == [0, 0], nodes.said()
+    check_each_once(run_dir)
     assert len(RunOrigin.load(run_dir).lives) == 2
     (told,) = [event["text"] for event in events(run_dir, "resumed")]
     assert "its own ledger" in told
+    for node, seen in enumerate(watched):
+        assert seen.num_looks > 20
+        assert seen.seen[f"trainer/{node}"] + seen.seen[f"rollout/{node}"] > CAPACITY_MIB << 20, "not both at once"
+        assert seen.highest[f"host:0@{node}"] <= CAPACITY_MIB << 20
+    told = [p["values"]["guard/logprob_diff"] for p in metrics(run_dir) if "guard/logprob_diff" in p["values"]]
+    assert told and max(told) < 1e-4, "the engines of both nodes have the weights that were handed over"

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.run_job import Job, audit, events, make_job, metrics
+from tests.buffer.conftest import NumberedRows
+from tests.harness.inside import inside
+from tests.harness.run_job import audit, events, make_job, metrics
 
 from myxa.actors.buffer import cursor as buffer_cursor
 from myxa.actors.buffer.cursor import PromptCursor
@@ -18,43 +21,15 @@ from myxa.actors.buffer.quarantine import Quarantine, open_quarantine
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import QUARANTINED, Row, State
 from myxa.core.errors import DataError
-from myxa.core.samples import Message, Prompt
+from myxa.core.messages import RunStatus
 
 LOG = logging.getLogger("test")
-
-
-class Rows:
-    """`num` rows, for ever or so many times."""
-
-    fingerprint = "rows"
-
-    def __init__(self, num: int, passes: int = 0) -> None:
-        self.num, self.passes = num, passes
-
-    def __len__(self) -> int:
-        return self.num
-
-    def prompt(self, draw: int) -> Prompt | None:
-        pass_index, row = divmod(draw, self.num)
-        if self.passes and pass_index >= self.passes:
-            return None
-        words = (Message(role="user", content="?"),)
-        return Prompt(group_id=draw, row=row, pass_index=pass_index, messages=words, source="rows.jsonl")
-
-    def row_of(self, draw: int) -> int | None:
-        return None if self.passes and draw >= self.num * self.passes else draw % self.num
-
-    def num_held_out(self, name: str = "") -> int:
-        return 0
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        return ()
 
 
 class Shop:
     """Ledger, list and cursor, as a buffer has them."""
 
-    def __init__(self, folder: Path, source: Rows, after: int) -> None:
+    def __init__(self, folder: Path, source: NumberedRows, after: int) -> None:
         self.ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
         self.quarantine = open_quarantine(folder, source, self.ledger, after, LOG)
         self.cursor = PromptCursor(source, self.ledger, self.quarantine)
@@ -83,7 +58,7 @@ def shop(tmp_path: Path) -> Any:
     def open_shop(num_rows: int = 4, after: int = 2, passes: int = 0) -> Shop:
         if made:
             made[-1].close()
-        made.append(Shop(tmp_path, Rows(num_rows, passes), after))
+        made.append(Shop(tmp_path, NumberedRows(num_rows, passes, "rows.jsonl"), after))
         return made[-1]
 
     yield open_shop
@@ -211,7 +186,7 @@ def test_what_a_person_writes_into_the_list_stays(shop: Open, tmp_path: Path) ->
 
 def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = Quarantine(tmp_path / "gone" / "q.jsonl", after=1, failures=(), log=LOG)
-    prompt = Rows(4).prompt(1)
+    prompt = NumberedRows(4, name="rows.jsonl").prompt(1)
     assert prompt is not None
     made.failed(prompt, 1, "reward-error", "it raised")
     assert made.holds(prompt)
@@ -229,16 +204,19 @@ def deadly(completion):
 """
 
 
-@pytest.mark.timeout(240)
-def test_a_run_goes_on_without_the_prompt_that_ends_its_reward(tmp_path: Path) -> None:
-    job: Job = make_job(tmp_path)
+async def test_a_run_goes_on_without_the_prompt_that_ends_its_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_job(tmp_path).folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "deadly.py").write_text(REWARD)
     lines = (tmp_path / "data" / "prompts.jsonl").read_text().splitlines()[:8]
     rows = [json.loads(line) for line in lines]
     rows[3]["metadata"] = {"bad": True}
     (tmp_path / "data" / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, said, run_dir = job.run("reward.fn=deadly.py:deadly", "run.num_steps=5", "rollout.max_groups=4")
-    assert code == 0, said
+    flags = ("reward.fn=deadly.py:deadly", "run.num_steps=5", "rollout.max_groups=4")
+    status, run_dir = await inside("run.toml", *flags)
+    assert isinstance(status, RunStatus) and status.phase == "finished", status
     (entry,) = [json.loads(line) for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
     assert (entry["row"], entry["reason"], entry["count"]) == (3, "reward-crash", 1)
     (event,) = events(run_dir, "prompt-quarantined")

@@ -74,11 +74,7 @@ WORDS = {
 
 @pytest.mark.parametrize(
     ("fn", "settings"),
-    [
-        ("act", {}),
-        ("act_later", {}),
-        ("act_later", {"workers": 1}),
-    ],
+    [("act", {}), ("act_later", {}), ("act_later", {"workers": 1})],
     ids=["process", "side-by-side", "process-async"],
 )
 async def test_whatever_a_reward_does_is_told_and_the_next_call_works(

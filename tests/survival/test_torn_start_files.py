@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tests.survival.checkpoint_maker import RunOnDisk
+from tests.survival.checkpoint_maker import RunOnDisk, garble, halve, remove
 
 from myxa.actors.checkpoints.run_part import START_FILE, read_start_copy
 from myxa.core.errors import LaunchError
@@ -26,28 +26,12 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def cut_within_a_number(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 3)
 
 
-def garbage(path: Path) -> None:
-    path.write_bytes(bytes(range(256)) * 4)
-
-
 def zeros(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
-
-
-def other_text(path: Path) -> None:
-    path.write_text("}{ not what was here")
-
-
-def missing(path: Path) -> None:
-    path.unlink()
 
 
 def folder(path: Path) -> None:
@@ -61,7 +45,7 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-HURTS: tuple[Callable[[Path], None], ...] = (empty, cut, garbage, zeros, other_text, missing, folder, pipe)
+HURTS: tuple[Callable[[Path], None], ...] = (empty, halve, garble, zeros, remove, folder, pipe)
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +82,11 @@ def test_e11_torn_files_are_replaced_by_their_copies_and_kept_aside(whole: RunOn
         assert (begun.program, len(begun.lives)) == ("mine:build", 3)
         assert RunOrigin.found(run.path) == (begun, "")
         kept = {path.name for path in (run.path / "lives" / "2" / "damaged").glob("*")}
-        assert kept == (
-            set() if hurt is missing else {"config.toml", "origin.json"} if hurt in HURTS else {config.name}
-        )
+        assert kept == (set() if hurt is remove else {"config.toml", "origin.json"} if hurt in HURTS else {config.name})
 
 
 def test_a_torn_copy_is_passed_over_for_an_older_one(whole: RunOnDisk, tmp_path: Path):
-    for hurt in (empty, cut, garbage, missing, folder):
+    for hurt in (empty, halve, garble, remove, folder):
         run = whole.copied(tmp_path / hurt.__name__)
         hurt(run.place(3) / START_FILE)
         empty(run.path / "config.toml")
@@ -114,7 +96,7 @@ def test_a_torn_copy_is_passed_over_for_an_older_one(whole: RunOnDisk, tmp_path:
 def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk):
     """A guess could start another composition root."""
     for version in (1, 2, 3):
-        missing(run.place(version) / START_FILE)
+        remove(run.place(version) / START_FILE)
     empty(run.path / "config.toml")
     assert config_of(run.path) == (None, "")
     for damage in (b"", b"{", b'{"program": 3}', b"\xff\xfe"):
@@ -123,7 +105,7 @@ def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk)
             with pytest.raises(LaunchError, match="origin.json.*cannot be read") as caught:
                 ask()
             assert caught.value.remedy
-    missing(run.path / "origin.json")
+    remove(run.path / "origin.json")
     assert len(RunOrigin.load(run.path).lives) == 1, "started once, by an older version"
 
 
@@ -137,7 +119,7 @@ def test_what_a_person_wrote_is_not_passed_over(run: RunOnDisk):
 def test_the_copy_of_the_latest_life_is_taken(run: RunOnDisk):
     """A life that went back to version 2, and made no checkpoint of its own yet."""
     begun = begin_next_life(RunDir(run.path), choose_point(run.path, 2))
-    missing(run.path / "origin.json")
+    remove(run.path / "origin.json")
     assert RunOrigin.load(run.path) == begun
 
 
@@ -157,5 +139,5 @@ def test_a_fork_keeps_its_own_and_leaves_its_parents(tmp_path: Path, monkeypatch
     assert 'name = "child"' in copy.config
     assert str(made.path) in copy.origin
     assert (made.place(3) / START_FILE).read_bytes() == before
-    missing(child / "config.toml")
+    remove(child / "config.toml")
     assert 'name = "child"' in config_text(child)

@@ -20,7 +20,7 @@ from tests.harness.commands import run as run_command
 from tests.harness.own_segments import SHARED, own_segments
 from tests.harness.run_job import is_alive, worker_pids
 from tests.harness.waiting import is_running, wait_until
-from tests.survival.gang_run import GangRun, gang_run
+from tests.survival.lives import Lives, gang_run
 
 from myxa.launch.runtime_dir import ram_folder
 
@@ -68,32 +68,33 @@ def test_a_copy_in_memory_costs_a_step_at_most_and_a_run_whose_folder_goes_train
     """There is no checkpoint, and nothing of the copies is left when the run has ended."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = own_segments()
-    with gang_run(tmp_path, "trainer.standby_every=1", "roles.buffer.max_restarts=1", patience_s=1.5) as run:
+    with gang_run(
+        tmp_path, "trainer.standby_every=1", "trainer.checkpoint_every=0", "roles.buffer.max_restarts=1", patience_s=1.5
+    ) as run:
         run.until_version(3)
         run.check_sockets()
         (folder,) = (SHARED / name for name in own_segments() - before)
         assert folder.stat().st_mode & 0o777 == 0o700
         os.kill(run.rank(0), signal.SIGSTOP)
-        made, kept = run.versions()[-1], sorted(path.name for path in folder.glob("version_*"))
+        made, kept = run.version(), sorted(path.name for path in folder.glob("version_*"))
         at = time.time()
         os.kill(run.rank(1), signal.SIGKILL)
         print(f"recovered in {run.recovery_s(at):.1f} s")
         runtime = the_folder_goes_and_the_buffer_dies(tmp_path, run)
-        run.end()
+        assert run.wait() == 0
         run.prove()
         (back,) = run.told("trainer-goes-back")
         version = int(back.split()[2].rstrip(","))
         assert version >= made - 1
         assert f"version_{version:08d}" in kept
         assert 1 <= len(kept) <= 2
-        assert run.versions().count(version) <= 1, (
-            "what is known is not trained again; its metrics may die with its rank"
-        )
+        made_again = [step["step"] for step in run.steps()].count(version)
+        assert made_again <= 1, "what is known is not trained again; its metrics may die with its rank"
     assert own_segments() <= before
     assert not runtime.exists(), "it goes with the launcher"
 
 
-def the_folder_goes_and_the_buffer_dies(site: Path, run: GangRun) -> Path:
+def the_folder_goes_and_the_buffer_dies(site: Path, run: Lives) -> Path:
     """E01: the shell that is to remove the folder of the sockets at the end loses its `cat`, and a cleaner removes the
     folder. The run is found again, and its actors may still die."""
     folder = Path(json.loads((run.run_dir / "control.json").read_text())["control"]).parent
@@ -120,5 +121,5 @@ def test_the_trainer_dies_where_it_shares_its_device_in_turns(tmp_path: Path):
         os.kill(run.rank(0), signal.SIGKILL)
         print(f"recovered in {run.recovery_s(at):.1f} s")
         assert run.engines() == engines
-        run.end()
+        assert run.wait() == 0
         run.prove()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 from tests.harness.commands import Command
 from tests.harness.ledger_audit import LedgerAudit, audit_ledger
 from tests.harness.nemesis import Plan, Struck, struck
-from tests.harness.run_job import PATIENT, Job, events, make_job
+from tests.harness.run_job import Job, events, make_job
 
 BATCH = 4
 RUN = (
@@ -26,7 +25,6 @@ RUN = (
     "data.max_passes=1",
     "rollout.max_groups=4",
     "rollout.max_new_tokens=20",  # longer than the engine keeps tokens to itself: answers come in parts
-    'reward.fn="patient.py:reward"',
     "roles.rollout.count=2",
     *(
         f"roles.{role}.{setting}"
@@ -45,7 +43,6 @@ class ChaosRun:
     run_dir: Path
     num_prompts: int
     strikes: tuple[Struck, ...]
-    seconds: float
 
     def audit(self) -> LedgerAudit:
         return audit_ledger(self.run_dir / "ledger.sqlite")
@@ -62,23 +59,17 @@ class ChaosRun:
 def chaos_job(folder: Path, *, reward_s: float = 0.1) -> Job:
     """A job whose reward takes its time."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(PATIENT.format(seconds=reward_s))
+    job.be_patient(reward_s)
     return job
 
 
 def run_under(
-    job: Job,
-    strikes: Sequence[str],
-    *overrides: str,
-    num_steps: int,
-    rest_s: float = 0.0,
-    timeout_s: float = 240,
+    job: Job, strikes: Sequence[str], *overrides: str, num_steps: int, rest_s: float = 0.0, timeout_s: float = 240,
     beside: Callable[[Job], None] = lambda _: None,
-) -> ChaosRun:
+) -> ChaosRun:  # fmt: skip
     """A run to its own end, with these strikes one after the other; `num_steps` batches of data. `beside`: what
     somebody does meanwhile."""
     num_prompts = num_steps * BATCH
-    started = time.monotonic()
     words = job.words(
         *RUN, f'data.train="data/prompts.jsonl@[0:{num_prompts}]"', *overrides,
     )  # fmt: skip
@@ -94,13 +85,12 @@ def run_under(
         launcher.communicate()
         raise
     run_dir = job.run_dir()
-    seconds = time.monotonic() - started
-    return ChaosRun(launcher.returncode, output, run_dir, num_prompts, struck(marks(job)), seconds)
+    return ChaosRun(launcher.returncode, output, run_dir, num_prompts, struck(marks(job)))
 
 
 def hang_report(job: Job, launcher: subprocess.Popen[str]) -> str:
     """End a run that does not end, and say what it was about."""
-    run = ChaosRun(0, "", job.run_dir(), 0, struck(marks(job)), 0)
+    run = ChaosRun(0, "", job.run_dir(), 0, struck(marks(job)))
     told = f"{[strike.text for strike in run.strikes]}\n{run.audit()}\n"
     os.kill(launcher.pid, 9)  # its children go with it
     output, _ = launcher.communicate()

@@ -36,12 +36,9 @@ class SilentWhilePaused(EngineServer):
 
 async def run_computing(args: argparse.Namespace, stopped: asyncio.Event) -> None:
     options = EmbeddedOptions(
-        max_running=args.max_running_requests,
-        context_length=args.context_length or 0,
-        dtype=args.dtype,
-        seed=args.random_seed,
-        stream_interval=args.stream_interval,
-    )
+        max_running=args.max_running_requests, context_length=args.context_length or 0, dtype=args.dtype,
+        seed=args.random_seed, stream_interval=args.stream_interval,
+    )  # fmt: skip
     log: logging.Logger | None = None
     if os.environ.get("STAND_IN_ACCESS_LOG"):
         logging.basicConfig(level=logging.INFO)

@@ -1,6 +1,6 @@
-"""A process with one owner of knobs, that may die at a planted point of a change.
+"""A process with one owner of knobs, that may die at a planted point of a change; or with the coordinator.
 
-Arguments: rendezvous file, directory for sockets, actor name, file for what it uses, where to die ("", "when-judging",
+Arguments: rendezvous file, directory for sockets, actor name, file for what it uses or says, where to die ("", "when-judging",
 "before-use", "after-use"; "judges-late": its first verdict does not come in time).
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.knobs.coordinator_room import make_coordinator
 from tests.knobs.knob_maker import Desk, make_desk
 
 from myxa.actors.contracts import CoordinatorContract
@@ -93,7 +95,11 @@ class Child(OwnsKnobs):
 async def main(rdzv: str, sockets: str, name: str, uses: str, dies: str) -> None:
     node_name = f"{name.replace('/', '-')}-node"
     node = await Node.attach(name=node_name, rdzv=Rendezvous.load(Path(rdzv)), run_dir=sockets)
-    await node.start(Child(Path(uses), dies), name)
+    if name == COORDINATOR:
+        logging.basicConfig(level=logging.INFO, filename=uses)
+        await node.start(make_coordinator(Path(uses).parent), name)
+    else:
+        await node.start(Child(Path(uses), dies), name)
     raise await node.failed
 
 
