@@ -74,11 +74,8 @@ def plan_engine(
     available_bytes: int,
     share: float = DEFAULT_SHARE,
 ) -> EngineBudget:
-    """Choose the number of slots: `max_running`, or fewer if memory demands it.
-
-    `context_length` 0 means the model's own. Raises EngineError with the numbers when the settings are impossible or
-    not even one sequence fits.
-    """
+    """Choose the number of slots: `max_running`, or fewer if memory demands it. `context_length` 0 means the model's
+    own. Raises EngineError with the numbers when the settings are impossible or not even one sequence fits."""
     if dtype not in ITEM_BYTES:
         raise EngineError(f"engine: unknown number type {dtype!r}", remedy=f"use one of {', '.join(ITEM_BYTES)}")
     if max_running < 1:

@@ -37,11 +37,9 @@ def built(
     remedy: str,
 ) -> Path:
     """Path of the library made of `source`; compiles unless this was done with equal source, arguments and `facts`.
-
     `cache_dir` None: `.cache/myxa/native` in the user's home, or where that cannot be written a folder of this user
     alone among the temporary files. Raises MemoryFault with what the compiler said, or when another process keeps the
-    lock for twice `timeout_s`.
-    """
+    lock for twice `timeout_s`."""
     parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts)))
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     name = f"{source.stem}-{key}"

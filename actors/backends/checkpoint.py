@@ -43,11 +43,9 @@ class RankContent(Protocol):
 
     def write(self, partial: Path) -> None:
         """Any thread, not collective."""
-        ...
 
     def finish(self, partial: Path) -> None:
         """Once every rank has written. Collective."""
-        ...
 
     def files(self, partial: Path) -> list[Path]:
         """Of this rank, those that are there."""
@@ -58,11 +56,7 @@ class PendingCheckpoint:
     """A checkpoint whose content is copied away: training may continue while `write` runs in another thread."""
 
     def __init__(
-        self,
-        folder: str | Path,
-        world: World,
-        manifest: Manifest,
-        copy: Callable[[Path], RankContent],
+        self, folder: str | Path, world: World, manifest: Manifest, copy: Callable[[Path], RankContent]
     ) -> None:
         """Collective; raises TrainError on every rank if any rank fails. `manifest`: without files; its `extra` must be
         JSON. `copy(partial folder)`: collective."""
@@ -104,12 +98,10 @@ class PendingCheckpoint:
 def load_checkpoint(
     folder: str | Path, world: World, check: ManifestCheck, restore: Callable[[Path, Manifest], None]
 ) -> dict[str, Any]:
-    """Restore what a trainer saved; returns `extra`. Collective.
-
-    Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if
-    `check` refuses it, or it is another one on each rank. A TrainError of `restore` leaves a part restored: then only
-    another load makes a state of it that may be trained.
-    """
+    """Restore what a trainer saved; returns `extra`. Collective. Raises on every rank, before anything is changed,
+    TornCheckpoint if it is not as it was written and TrainError if `check` refuses it, or it is another one on each
+    rank. A TrainError of `restore` leaves a part restored: then only another load makes a state of it that may be
+    trained."""
     path, manifest = agreed_checkpoint(world, folder, check)
     what = f"loading checkpoint {path}"
     with world.together(what), of_a_checkpoint(what):
@@ -117,10 +109,8 @@ def load_checkpoint(
     return manifest.extra
 
 
-class ManifestCheck(Protocol):
-    """Raises TrainError if this rank cannot use what the manifest lists."""
-
-    def __call__(self, folder: Path, manifest: Manifest, /) -> None: ...
+ManifestCheck = Callable[[Path, Manifest], None]
+"""Raises TrainError if this rank cannot use what the manifest, in that folder, lists."""
 
 
 class CheckpointFinding(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from ..checkpoints.folder import Manifest, check_digest, check_model, find_check
 from ..models.hf_folder import read_config, write_folder
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import open_safetensors
-from .export import named_array
+from .export import named_arrays
 from .megatron.families import HEAD, CutRequest, Family, Rule, family_of
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes, largest_beyond
@@ -51,12 +51,10 @@ class Converted:
 
 
 def convert(checkpoint: str | Path, model: str | Path, folder: str | Path, *, dtype: str = "") -> Converted:
-    """Write the weights of `checkpoint` (its folder, or a run's) as the HuggingFace folder `folder`.
-
-    `model`: the folder that the run started from; configuration and tokenizer come from there. `dtype`: of the weights
-    ("" as in the checkpoint). Raises TrainError for a torn checkpoint or one of another model, ModelError for a bad
-    model folder, for a target that holds something, for an unknown dtype, or for weights that it has no number for.
-    """
+    """Write the weights of `checkpoint` (its folder, or a run's) as the HuggingFace folder `folder`. `model`: the
+    folder that the run started from; configuration and tokenizer come from there. `dtype`: of the weights ("" as in the
+    checkpoint). Raises TrainError for a torn checkpoint or one of another model, ModelError for a bad model folder, for
+    a target that holds something, for an unknown dtype, or for weights that it has no number for."""
     target = Path(folder)
     if dtype and dtype not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"weights of type {dtype!r} are not written", remedy="use float32, bfloat16 or float16")
@@ -99,12 +97,7 @@ def _tensors(path: Path, manifest: Manifest, config: ModelConfig, dtype: str) ->
         raise TrainError(
             f"checkpoint {path} mixes {', '.join(sorted(NAME_OF[t] for t in types))}", remedy="choose one with --dtype"
         )
-    arrays: list[NamedArray] = []
-    offset = 0
-    for name in shapes:
-        arrays.append(named_array(name, found[name], offset))
-        offset += arrays[-1].spec.num_bytes
-    return arrays
+    return named_arrays((name, found[name]) for name in shapes)
 
 
 def _read(path: Path, manifest: Manifest, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +122,6 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
     reader = FileSystemReader(folder)
     index = cast("Mapping[str, Any]", reader.read_metadata().state_dict_metadata)
     shapes = config.tensor_shapes()
-    cutter = _Cutter(config, shapes)
     for key, entry in index.items():
         if not hasattr(entry, "size") or key.startswith(("optimizer.", "rng_state", "rerun_state")):
             continue
@@ -141,7 +133,7 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that one process reads is the point
             cast(Any, checkpoint).load({key: tensor_of_all}, storage_reader=reader, no_dist=True)
         for prefix, tensor in _parts(key, tensor_of_all, has_experts):
-            yield from cutter.names_and_tensors(rule, prefix, tensor)
+            yield from _cut(rule, prefix, tensor, config, shapes).items()
 
 
 def _rule_of(family: Family, key: str) -> tuple[Rule, bool]:
@@ -173,17 +165,15 @@ def _parts(key: str, tensor: Tensor, has_experts: bool) -> Iterator[tuple[str, T
             yield f"{prefix}mlp.experts.{number}.", of_expert.flatten(0, 1) if gates_apart else of_expert
 
 
-class _Cutter:
-    def __init__(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._config = config
-        self._shapes = shapes
-
-    def names_and_tensors(self, rule: Rule, prefix: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        names = [prefix + name for name in rule.names]
-        whole = {name: tensor.new_empty(self._shapes[name]) for name in names}
-        row = 0
-        for piece in rule.cut(CutRequest(names, self._shapes, self._config, 0, 1)):
-            target = whole[piece.name][slice(*piece.rows)]
-            target.copy_(tensor[row : row + target.shape[0]])
-            row += target.shape[0]
-        yield from whole.items()
+def _cut(
+    rule: Rule, prefix: str, tensor: Tensor, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """HuggingFace name -> whole tensor, of those that one parameter is made of."""
+    names = [prefix + name for name in rule.names]
+    whole = {name: tensor.new_empty(shapes[name]) for name in names}
+    row = 0
+    for piece in rule.cut(CutRequest(names, shapes, config, 0, 1)):
+        target = whole[piece.name][slice(*piece.rows)]
+        target.copy_(tensor[row : row + target.shape[0]])
+        row += target.shape[0]
+    return whole

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ def named_array(name: str, tensor: Tensor, offset: int = 0) -> NamedArray:
     return NamedArray(spec=spec, data=raw)
 
 
+def named_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[NamedArray]:
+    """The same of several, one behind the other."""
+    arrays: list[NamedArray] = []
+    offset = 0
+    for name, tensor in tensors:
+        arrays.append(named_array(name, tensor, offset))
+        offset += arrays[-1].spec.num_bytes
+    return arrays
+
+
 def gathered_as(folder_dtype: torch.dtype) -> torch.dtype:
     """The type that weights are gathered in for a folder of that type: what `for_folder` can still look at."""
     return torch.float32 if folder_dtype == torch.float16 else folder_dtype
@@ -39,8 +49,7 @@ def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[Named
     the log says so: a run that ends writes its model all the same."""
     if gathered_as(dtype) == dtype:
         return arrays, dtype
-    narrow: list[NamedArray] = []
-    offset = 0
+    narrow: list[tuple[str, Tensor]] = []
     for array in arrays:
         tensor = from_bytes(array)
         if largest := largest_beyond(tensor, dtype):
@@ -50,9 +59,8 @@ def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[Named
                 array.spec.name, largest,
             )  # fmt: skip
             return arrays, torch.float32
-        narrow.append(named_array(array.spec.name, tensor.to(dtype), offset))
-        offset += narrow[-1].spec.num_bytes
-    return narrow, dtype
+        narrow.append((array.spec.name, tensor.to(dtype)))
+    return named_arrays(narrow), dtype
 
 
 WholeTensors = Callable[[bool], Iterator[tuple[str, Tensor]]]
@@ -69,60 +77,51 @@ class ExportTypes:
     folder: torch.dtype
 
 
+@dataclass(slots=True)
 class Exporter:
     """Gathers a model's weights. Rank 0 sends; under a pipeline each stage has a sender, which holds its layers' whole
     tensors one after another. For channels of the host all of them come to rank 0."""
 
-    def __init__(
-        self,
-        world: World,
-        config: ModelConfig,
-        types: ExportTypes,
-        model_path: str,
-        tensors: WholeTensors,
-        *,
-        has_stages: bool = False,
-    ) -> None:
-        """`has_stages`: some weights are not on rank 0."""
-        self._world = world
-        self._config = config
-        self._types = types
-        self._model_path = model_path
-        self._tensors = tensors
-        self._has_stages = has_stages
-        self._buffers: dict[str, Tensor] = {}
+    world: World
+    config: ModelConfig
+    types: ExportTypes
+    model_path: str
+    tensors: WholeTensors
+    has_stages: bool = False
+    """Some weights are not on rank 0."""
+    _buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace name, whole tensor) on its sending rank, in a fixed order; nothing elsewhere. With `to_all` all
         on every rank. Collective: every rank must go through it to its end. Live parameters where they are whole and
         of the serving type already."""
-        for name, tensor in self._tensors(to_all):
-            yield name, tensor.detach().to(self._types.device)
+        for name, tensor in self.tensors(to_all):
+            yield name, tensor.detach().to(self.types.device)
 
     def on_host(self) -> list[NamedArray]:
         """All weights on rank 0 in the order of the model's own list, one behind the other (`offset`); empty on other
         ranks. Collective. From a GPU the bytes lie in buffers that the next export overwrites; on the CPU they may be
         the live parameters: they hold until the next training step or load."""
-        return self._arrays(self._types.host, self._buffers)
+        return self._arrays(self.types.host, self._buffers)
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        wanted = self._types.folder
+        wanted = self.types.folder
         gathered = self._arrays(gathered_as(wanted), {})
         failure: Exception | None = None
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             try:
                 tensors, dtype = for_folder(gathered, wanted)
-                facts = {**self._config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
-                write_folder(folder, facts, tensors, tokenizer_from=self._model_path)
+                facts = {**self.config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
+                write_folder(folder, facts, tensors, tokenizer_from=self.model_path)
             except (MyxaError, OSError) as error:
                 failure = error
-        self._world.agree(failure, f"exporting to {folder}")
+        self.world.agree(failure, f"exporting to {folder}")
 
     def _arrays(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> list[NamedArray]:
         found: dict[str, Tensor] = {}
-        for name, whole in self._tensors(self._has_stages):
-            if self._world.rank != 0:
+        for name, whole in self.tensors(self.has_stages):
+            if self.world.rank != 0:
                 continue
             tensor = whole.detach().to(dtype)
             if tensor.device.type == "cpu":
@@ -131,13 +130,8 @@ class Exporter:
             if name not in buffers:
                 buffers[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
             found[name] = buffers[name].copy_(tensor, non_blocking=True)
-        if self._world.rank != 0:
+        if self.world.rank != 0:
             return []
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)  # copies to pinned memory are under way until now
-        arrays: list[NamedArray] = []
-        offset = 0
-        for name in self._config.tensor_shapes():
-            arrays.append(named_array(name, found[name], offset))
-            offset += arrays[-1].spec.num_bytes
-        return arrays
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)  # copies to pinned memory are under way until now
+        return named_arrays((name, found[name]) for name in self.config.tensor_shapes())

@@ -31,7 +31,6 @@ class RankOffload:
         """Before parameters are read. May be collective."""
 
     def arrived(self) -> None:
-        """Before the optimizer's state is read or written."""
         for tag, coming in self._coming.items():
             coming.wait(tag)
         self._coming.clear()

@@ -117,7 +117,6 @@ class RankBackend(Generic[C]):
         return self._parts
 
     def _ready_with_optimizer(self) -> RankParts:
-        """The same, with the optimizer's state there too."""
         if self._home is not None:
             self._home.arrived()
         return self._ready()
@@ -148,12 +147,6 @@ class RankBackend(Generic[C]):
         parts = self._ready()
         with parts.world.phase("score samples"):
             return parts.stepper.score(samples, self._config.trainer.max_tokens_per_microbatch)
-
-    def score_shard(self, shard: TrainShard) -> list[F32]:
-        """The same for a shard's samples, bit for bit what `train` computes of them."""
-        parts = self._ready()
-        with parts.world.phase(f"score step {shard.step}"):
-            return parts.stepper.score_shard(shard)
 
     def export_weights(self) -> list[NamedArray]:
         """HF-named whole tensors on rank 0; see the exporter for how long the bytes hold."""

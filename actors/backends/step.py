@@ -15,20 +15,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...algos.objective import (
-    Normaliser,
-    ObjectiveConfig,
-    needs_proximal,
-    needs_reference,
-    needs_whitening,
-    objective_config,
-)
+from ...algos.objective import Normaliser, ObjectiveConfig, needs_proximal, needs_reference, needs_whitening
 from ...core.clock import Clock
 from ...core.errors import MyxaError, TrainError
 from ...core.protocols import StepStats
@@ -46,14 +40,7 @@ from .torch_backend.accounting import (
     whiten_together,
 )
 from .torch_backend.critic import Critic, take_metrics
-from .torch_backend.microbatch import (
-    MicroBatch,
-    check_samples,
-    left_out,
-    plan_scoring,
-    scatter_scores,
-    served_reference,
-)
+from .torch_backend.microbatch import MicroBatch, check_samples, plan_scoring, scatter_scores, served_reference
 from .torch_backend.settings import StepSettings, learning_rate, with_knobs
 from .torch_backend.tensors import floats, from_array
 from .torch_backend.token_functions import failure_of_all, name_metrics_alike
@@ -61,36 +48,27 @@ from .trained_model import Learner, Micros, ScoringModel, TrainedModel
 from .vocab_scores import TokenScores
 
 
+@dataclass(frozen=True, slots=True)
 class Stepper:
     """Trains a policy, shard by shard."""
 
-    def __init__(
-        self,
-        policy: TrainedModel,
-        reference: ScoringModel | None,
-        settings: StepSettings,
-        clock: Clock,
-        critic: Critic | None = None,
-    ) -> None:
-        self._policy = policy
-        self.has_reference = reference is not None
-        self._reference = reference
-        self._settings = settings
-        self._clock = clock
-        self._critic = critic
-        self._world = policy.world
+    policy: TrainedModel
+    reference: ScoringModel | None
+    settings: StepSettings
+    clock: Clock
+    critic: Critic | None = None
 
     def settings_for(self, knobs: dict[str, float]) -> StepSettings:
         """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
-        return with_knobs(self._settings, knobs, has_reference=self.has_reference)
+        return with_knobs(self.settings, knobs, has_reference=self.reference is not None)
 
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
         """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown. Ranks of
         one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a loss or
         gradient is not finite, and UserCodeError likewise for a function of the user's that failed."""
-        started_s = self._clock.monotonic()
+        started_s = self.clock.monotonic()
         step = TrainingStep.begin(shard, settings)
-        minibatches = self._policy.cut(shard, skips_neutral=skips_neutral(step.objective))
+        minibatches = self.policy.cut(shard, skips_neutral=skips_neutral(step.objective))
         self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
@@ -99,43 +77,31 @@ class Stepper:
                     for model in self._models:
                         model.forget_gradients()
                         model.rest()
-                    raise self._world.agreed(problem)
+                    raise self.policy.world.agreed(problem)
         self._rest()
         return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.scores())
-
-    def score_shard(self, shard: TrainShard) -> list[F32]:
-        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that
-        `train` would make of this shard: with unchanged weights the numbers are the same to the last bit."""
-        objective = objective_config(self._settings.algo, max(1, len(shard.minibatches)))
-        skips = skips_neutral(objective)
-        layouts = [[m.layout for m in micros] for micros in self._policy.cut(shard, skips_neutral=skips)]
-        if skips:
-            layouts.append(self._policy.layouts(shard.samples, left_out(shard)))
-        return self._scores(shard.samples, layouts)
 
     def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); replicas may differ in samples,
         ranks of one replica may not."""
-        check_samples(samples, self._policy.vocab_size)
+        check_samples(samples, self.policy.vocab_size)
         micros = plan_scoring(samples, max_tokens)
-        longest = int(self._world.max(torch.tensor([len(micros)])).item())
+        longest = int(self.policy.world.max(torch.tensor([len(micros)])).item())
         micros += [[] for _ in range(longest - len(micros))]
-        return self._scores(samples, [self._policy.layouts(samples, micros)])
+        return self._scores(samples, [self.policy.layouts(samples, micros)])
 
     def _scores(self, samples: Sequence[TrainSample], parts: Sequence[Sequence[Any]]) -> list[F32]:
         scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in samples]
         for layouts in parts:
-            for layout, found in zip(
-                layouts, self._policy.score(layouts), strict=False
-            ):  # none where nothing is scored
+            for layout, found in zip(layouts, self.policy.score(layouts), strict=False):  # none where none is scored
                 scatter_scores(found.logprobs_M, layout, scores)
         self._rest()
-        whole = self._world.shared(from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))).cpu().numpy()
+        whole = self.policy.world.shared(from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))).cpu().numpy()
         return np.split(whole, np.cumsum([len(s) for s in scores])[:-1]) if scores else []
 
     @property
     def _models(self) -> list[TrainedModel]:
-        return [self._policy] if self._critic is None else [self._policy, self._critic.model]
+        return [self.policy] if self.critic is None else [self.policy, self.critic.model]
 
     def _rest(self) -> None:
         for model in self._models:
@@ -144,12 +110,12 @@ class Stepper:
     def _score_before(self, step: TrainingStep, minibatches: Sequence[Micros]) -> None:
         """Fill in proximal and reference log-probs, values, and the advantages of every token, and what is known of
         the weights of all of them."""
-        objective, policy, critic, device = step.objective, self._policy, self._critic, self._world.device
+        objective, policy, critic, device = step.objective, self.policy, self.critic, self.policy.world.device
         micros = [micro for minibatch in minibatches for micro in minibatch]
         layouts = [micro.layout for micro in micros]
         step.mean_weights = [1.0] * len(minibatches)  # ranks that do not score have no use for another
         starts = policy.score_start(layouts) if _needs_start(objective) else []
-        references = self._reference.score(layouts) if self._reference and needs_reference(objective) else []
+        references = self.reference.score(layouts) if self.reference and needs_reference(objective) else []
         if not policy.is_scoring:
             return
         for number, micro in enumerate(micros):
@@ -182,16 +148,16 @@ class Stepper:
         problem = self._trouble(step, learners, micros, f"step {step.shard.step}, mini-batch {number}")
         if problem is not None:
             return problem
-        rates = [learning_rate(settings, self._policy.num_updates, step.settings.total_updates)]
-        if self._critic is not None:
-            rates.append(self._critic.rate(settings))
+        rates = [learning_rate(settings, self.policy.num_updates, step.settings.total_updates)]
+        if self.critic is not None:
+            rates.append(self.critic.rate(settings))
         for learner, rate in zip(learners, rates, strict=True):
             learner.update(rate, settings, step.tally)
         step.num_updates += 1
         return None
 
     def _learners(self, step: TrainingStep, normaliser: Normaliser, *, is_first: bool) -> list[Learner]:
-        policy, critic = self._policy, self._critic
+        policy, critic = self.policy, self.critic
 
         def policy_loss(micro: MicroBatch[Any], scores: TokenScores, tally: MetricSums) -> Tensor:
             if policy.is_teller:
@@ -215,9 +181,9 @@ class Stepper:
         own = [step.failure is not None]
         for learner in learners:
             own += [learner.bad_loss >= 0, not bool(torch.isfinite(learner.norm))]
-        has_failed, *found = floats(self._world.max(torch.tensor(own, dtype=torch.float32)))
+        has_failed, *found = floats(self.policy.world.max(torch.tensor(own, dtype=torch.float32)))
         if has_failed:
-            return failure_of_all(self._world, step.failure, place)
+            return failure_of_all(self.policy.world, step.failure, place)
         for k, learner in enumerate(learners):
             whose = "critic's " if learner.name else ""
             if found[2 * k]:
@@ -227,8 +193,8 @@ class Stepper:
         return None
 
     def _accuse(self, what: str, place: str, bad: int, micros: Micros) -> TrainError | None:
-        named = bad if self._policy.is_teller else -1
-        return accusation(self._world, what, place, named, micros[bad].group_ids if bad >= 0 else ())
+        named = bad if self.policy.is_teller else -1
+        return accusation(self.policy.world, what, place, named, micros[bad].group_ids if bad >= 0 else ())
 
     def _bad_gradient(self, learner: Learner, micros: Micros, what: str, place: str) -> TrainError:
         """All losses are finite but the gradient is not: the passes one by one again, to find the first micro-batch
@@ -236,7 +202,7 @@ class Stepper:
         then accused together."""
         bad = -1
         for number, micro in enumerate(micros):
-            learner.passes(self._policy.filled_up(micro), MetricSums())
+            learner.passes(self.policy.filled_up(micro), MetricSums())
             if not learner.model.has_finite_gradient() and bad < 0:
                 bad = number
         return self._accuse(what, place, bad, micros) or TrainError(
@@ -247,14 +213,14 @@ class Stepper:
     def _metrics(self, step: TrainingStep, minibatches: Sequence[Micros], started_s: float) -> dict[str, float]:
         """Everything reduced over replicas, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
-        name_metrics_alike(self._world, step.tally, step.settings.functions)
+        name_metrics_alike(self.policy.world, step.tally, step.settings.functions)
 
-        own = step.tally.reduced(self._policy.replicas) if self._policy.is_scoring else ()
-        said = self._world.exchange(json.dumps(own) if own else "")
+        own = step.tally.reduced(self.policy.replicas) if self.policy.is_scoring else ()
+        said = self.policy.world.exchange(json.dumps(own) if own else "")
         sums, maxima = json.loads(next(text for text in said if text))  # all that score say the same
         values = take_metrics(sums)
-        metrics = {**report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s), **values}
-        metrics["train/num_updates"] = float(self._policy.num_updates)
+        metrics = {**report(sums, maxima, step.num_updates, self.clock.monotonic() - started_s), **values}
+        metrics["train/num_updates"] = float(self.policy.num_updates)
         return metrics
 
 

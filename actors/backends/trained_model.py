@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...core.config import OptimizerConfig
 from ...core.samples import TrainSample, TrainShard
-from .torch_backend.accounting import MetricSums, SumRanks, first_not_finite
-from .torch_backend.microbatch import MicroBatch
-from .torch_backend.world import World
+from .torch_backend.accounting import MetricSums, first_not_finite
+from .torch_backend.microbatch import MicroBatch, batch_of, check_shard, trained_members
+from .torch_backend.world import RankGroup, World
 from .vocab_scores import TokenScores
 
 Micros = Sequence[MicroBatch[Any]]
@@ -38,7 +38,7 @@ class TrainedModel(ABC):
     """A model with its optimizer. Methods are collective where they compute, and every rank gives as many layouts."""
 
     world: World
-    replicas: SumRanks
+    replicas: RankGroup
     """Over whom samples are added up."""
     vocab_size: int
     is_scoring = True
@@ -48,9 +48,16 @@ class TrainedModel(ABC):
     @abstractmethod
     def num_updates(self) -> int: ...
 
-    @abstractmethod
     def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Any]]]:
-        """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
+        """[minibatch][micro-batch], without samples of advantage 0 if `skips_neutral`. Raises TrainError for a shard
+        that contradicts itself."""
+        check_shard(shard, self.vocab_size)
+        minibatches: list[list[MicroBatch[Any]]] = []
+        for micros in shard.minibatches:
+            members = [trained_members(shard, micro, skips_neutral=skips_neutral) for micro in micros]
+            layouts = self.layouts(shard.samples, members)
+            minibatches.append([batch_of(layout, shard.samples, self.world.device) for layout in layouts])
+        return minibatches
 
     @abstractmethod
     def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Any]:
@@ -58,7 +65,8 @@ class TrainedModel(ABC):
 
     def filled_up(self, micro: MicroBatch[Any]) -> list[MicroBatch[Any]]:
         """With empty ones to what a pass takes."""
-        return [micro]
+        empty = self.layouts((), [()])[1:]
+        return [micro, *(batch_of(layout, (), self.world.device) for layout in empty)]
 
     @abstractmethod
     def score(self, layouts: Sequence[Any]) -> list[Any]: ...

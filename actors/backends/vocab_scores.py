@@ -119,11 +119,8 @@ def score_tokens(
 ) -> TokenScores:
     """The same with the whole vocabulary on this rank."""
     whole = VocabSlice(0, head_Vh.shape[0], None)
-    scores_M2 = cast(
-        Tensor, cast(Any, _ScoreRows).apply(hidden_Mh, head_Vh, targets_M, whole, temperature, needs_entropy_grad)
-    )
-    logprobs_M, entropy_M = scores_M2.unbind(dim=1)
-    return TokenScores(logprobs_M, entropy_M if needs_entropy_grad else entropy_M.detach())
+    scores_M2 = score_rows(hidden_Mh, head_Vh, targets_M, whole, temperature, needs_entropy_grad=needs_entropy_grad)
+    return TokenScores(*scores_M2.unbind(dim=1))
 
 
 class _ScoreRows(Function):

@@ -38,15 +38,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import TornCheckpoint, TrainError
-from ...core.files import (
-    FileEntry,
-    describe_file,
-    has_no_locks,
-    locked_folder,
-    sync_folder,
-    take_lock,
-    write_durably,
-)
+from ...core.files import FileEntry, describe_file, has_no_locks, locked_folder, sync_folder, take_lock, write_durably
 from ..models.model_config import ModelConfig
 from .run_part import writing_run
 
@@ -102,7 +94,6 @@ class CheckpointInfo:
 
     @property
     def writer(self) -> Writer | None:
-        """Who wrote it. None: it does not say."""
         return writer_of(self.extra)
 
 

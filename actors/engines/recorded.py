@@ -89,7 +89,6 @@ class RecordedEngine:
             raise EngineError(f"{self._options.name} was not started", remedy="await start() first")
 
     async def until_lost(self) -> None:
-        """Waits: it cannot be lost."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
@@ -98,7 +97,6 @@ class RecordedEngine:
         self._tell()
 
     def _tell(self) -> None:
-        """Requests that wait look again."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -166,7 +164,6 @@ class RecordedEngine:
             return self._kept[key]
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all."""
         self._running = {mine: name for mine, name in self._running.items() if request_id not in (None, name)}
         self._tell()
 
@@ -178,7 +175,6 @@ class RecordedEngine:
             await self.abort()
 
     async def resume(self) -> None:
-        """Continue after a pause."""
         self._check_started()
         self._is_paused = False
         self._tell()
@@ -186,7 +182,6 @@ class RecordedEngine:
     # -- weights
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """Nothing is read."""
         self._check_started()
         self._prepared = manifest.version
 
@@ -204,7 +199,6 @@ class RecordedEngine:
     # -- questions
 
     async def info(self) -> EngineInfo:
-        """Current state."""
         self._check_started()
         options = self._options
         return EngineInfo(

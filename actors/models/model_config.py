@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -176,7 +176,6 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights, tied ones counted once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
@@ -247,7 +246,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         )
     if fields.get("quantization_config"):
         raise fields.fail("the weights are quantised (quantization_config)", remedy="use the model as it was before")
-    if why := _obstacle(fields, model_type):
+    if why := next(_obstacles(fields, model_type), ""):
         return _foreign(fields, f"{place}: {why}")
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = fields.size("head_dim", max(hidden // heads, 1))
@@ -401,51 +400,27 @@ def _rotary_share(fields: _Fields, *, default: float) -> float:
     return default if value is None else fields.number("partial_rotary_factor", value)
 
 
-def _strange_rope(fields: _Fields, model_type: str) -> str:
-    kind = _rope_kind(fields)
-    return "" if kind in ROPE_KINDS else f"rotary positions of type {kind!r}"
-
-
-def _strange_activation(fields: _Fields, model_type: str) -> str:
-    activation = fields.get("hidden_act")
-    return "" if activation in (None, "silu") else f"hidden_act {activation!r}"
-
-
-def _sliding_window(fields: _Fields, model_type: str) -> str:
+def _obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
+    """What our own code does not compute of it."""
+    if model_type not in MODEL_TYPES:
+        yield f"model_type {model_type!r}"
+    if (kind := _rope_kind(fields)) not in ROPE_KINDS:
+        yield f"rotary positions of type {kind!r}"
+    if (activation := fields.get("hidden_act")) not in (None, "silu"):
+        yield f"hidden_act {activation!r}"
     if fields.get("use_sliding_window"):
-        return "use_sliding_window is true"
+        yield "use_sliding_window is true"
     kinds: Any = fields.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):
-        return f"layer_types is {kinds!r}"
-    other = sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - {"full_attention"})
-    return f"layer_types has {other[0]!r}" if other else ""
-
-
-def _strange_bias(fields: _Fields, model_type: str) -> str:
+        yield f"layer_types is {kinds!r}"
+    elif other := sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - {"full_attention"}):
+        yield f"layer_types has {other[0]!r}"
     if model_type not in ("qwen2", "glm4") and fields.get("attention_bias"):
-        return "attention_bias is true (the output projection would have one too)"
-    return "mlp_bias is true" if fields.get("mlp_bias") else ""
-
-
-def _partial_rotation(fields: _Fields, model_type: str) -> str:
-    whole = model_type == "glm4" or _rotary_share(fields, default=1.0) == 1.0
-    return "" if whole else f"partial_rotary_factor {_rotary_share(fields, default=1.0)}"
-
-
-_REFUSALS: tuple[Callable[[_Fields, str], str], ...] = (
-    _strange_rope,
-    _strange_activation,
-    _sliding_window,
-    _strange_bias,
-    _partial_rotation,
-)
-"""Each answers with what it cannot run, or with nothing."""
-
-
-def _obstacle(fields: _Fields, model_type: str) -> str:
-    if model_type not in MODEL_TYPES:
-        return f"model_type {model_type!r}"
-    return next((why for refuses in _REFUSALS if (why := refuses(fields, model_type))), "")
+        yield "attention_bias is true (the output projection would have one too)"
+    if fields.get("mlp_bias"):
+        yield "mlp_bias is true"
+    if model_type != "glm4" and (share := _rotary_share(fields, default=1.0)) != 1.0:
+        yield f"partial_rotary_factor {share}"
 
 
 def _foreign(fields: _Fields, why: str) -> ModelConfig:

@@ -297,5 +297,4 @@ class ServedReference(Reference):
         return values
 
     async def close(self) -> None:
-        """End all connections."""
         await self._servers.close()

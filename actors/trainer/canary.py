@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -123,59 +123,51 @@ def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound:
 REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.every = 0` switches the check off"
 
 
+@dataclass(slots=True)
 class CanaryGuard:
     """See the module's head. One per leader."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        options: CanaryOptions,
-        ranks: ActorGroup[TrainerContract],
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-    ) -> None:
-        self._ctx = ctx
-        self._options = options
-        self.every = options.every
-        """Live: versions between two checks; 0: never."""
-        self._checked: int | None = None
-        self._ranks = ranks
-        self._meter = meter
-        self._telemetry = telemetry
-        self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
+    ctx: ActorContext
+    options: CanaryOptions
+    ranks: ActorGroup[TrainerContract]
+    meter: ActivityMeter
+    telemetry: TelemetryBuffer
+    _checked: int | None = None
+    """Version that was looked at last; None: none yet."""
 
     async def check(self, version: int, scoring: Callable[[], AbstractAsyncContextManager[None]] = nullcontext) -> None:
         """If it is due. `scoring`: inside it the trainer can score. Raises TrainError above the bound if `is_fatal`."""
-        if not replace(self._options, every=self.every).is_due(version, self._checked):
+        if not self.options.is_due(version, self._checked):
             return
         self._checked = version
-        with self._meter.during("wait-weights", f"canary {version}"):
+        coordinator = self.ctx.ref(CoordinatorContract, "coordinator")
+        with self.meter.during("wait-weights", f"canary {version}"):
             try:
-                answers = await self._coordinator.canary(version)
+                answers = await coordinator.canary(version)
             except MyxaError as err:
-                self._telemetry.event("guard-skipped", f"version {version}: {err.message}")
-                self._ctx.log.warning("version %d was not compared with an engine: %s", version, err)
+                self.telemetry.event("guard-skipped", f"version {version}: {err.message}")
+                self.ctx.log.warning("version %d was not compared with an engine: %s", version, err)
                 return
             async with scoring():
                 verdict = await self._compare(version, answers)
         if not verdict.num_tokens:
-            self._telemetry.event("guard-skipped", f"version {version}: the engine answered with no token of it")
+            self.telemetry.event("guard-skipped", f"version {version}: the engine answered with no token of it")
             return
         values = {"guard/logprob_diff": verdict.mean_diff, "guard/logprob_diff_max": verdict.max_diff}
-        self._telemetry.metric(version, values)
+        self.telemetry.metric(version, values)
         if not verdict.complaint:
             return
-        if self._options.is_fatal:
+        if self.options.is_fatal:
             raise TrainError(verdict.complaint, remedy=REMEDY)
-        self._ctx.log.error("%s -- %s", verdict.complaint, REMEDY)
+        self.ctx.log.error("%s -- %s", verdict.complaint, REMEDY)
         reason = f"{verdict.complaint} -- {REMEDY}"
         await until_answered(
-            lambda: self._coordinator.pause(reason), who="coordinator", clock=self._ctx.clock, log=self._ctx.log
+            lambda: coordinator.pause(reason), who="coordinator", clock=self.ctx.clock, log=self.ctx.log
         )
 
     async def _compare(self, version: int, answers: CanaryAnswers) -> CanaryVerdict:
         logprobs = np.zeros(0, np.float32)
         if answers.samples:  # ranks have nothing to run for none
-            scores = (await self._ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]
+            scores = (await self.ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]
             logprobs = np.asarray(scores.logprobs, dtype=np.float32)
-        return judge(version, answers.rollout, answers.samples, logprobs, self._options.bound)
+        return judge(version, answers.rollout, answers.samples, logprobs, self.options.bound)

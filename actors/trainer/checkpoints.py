@@ -17,7 +17,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -106,48 +106,36 @@ class _Parted:
     """Version of the oldest whole one that stays; the newest is one of these."""
 
 
+@dataclass(slots=True)
 class Checkpoints:
     """See the module's head."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        options: CheckpointOptions,
-        ranks: ActorGroup[TrainerContract],
-        run: RunSide,
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
-    ) -> None:
-        """`ranks` fail fast together."""
-        self._run = run
-        self._ctx = ctx
-        self._options = options
-        self._ranks = ranks
-        self._meter = meter
-        self._telemetry = telemetry
-        self._clock = clock
-        self._pending: _Pending | None = None
-        self._newest: tuple[int, LiveKnobs] | None = None
-        """Version and knobs of the one that was written last, with all its parts, and reported to the buffer."""
-        self._written_at_s = 0.0
-        """When every rank had written the newest one."""
-        self._num_failed = 0
-        """Attempts by schedule since one was written."""
-        self._try_at_s = 0.0
-        """When the next of them may be made."""
-        self._began_at = 0
-        self._covered = 0
-        """Version that is safe: of the newest checkpoint, or the one that training continued from."""
-        self.every = options.every
-        """Live: steps between two; 0: none."""
-        self.keep_last = options.keep_last
-        """Live: how many stay; 0: all."""
-        self.at_stop = options.at_stop
-        """Whether a run that is stopped writes one, also with `every` = 0."""
-        for kind, text in options.origin():
-            ctx.log.info("%s: %s", kind, text)
-            telemetry.event(kind, text)
+    ctx: ActorContext
+    options: CheckpointOptions
+    """`every` and `keep_last` are live."""
+    ranks: ActorGroup[TrainerContract]
+    """Which fail fast together."""
+    run: RunSide
+    meter: ActivityMeter
+    telemetry: TelemetryBuffer
+    clock: Clock
+    _pending: _Pending | None = None
+    _newest: tuple[int, LiveKnobs] | None = None
+    """Version and knobs of the one that was written last, with all its parts, and reported to the buffer."""
+    _written_at_s: float = 0.0
+    """When every rank had written the newest one."""
+    _num_failed: int = 0
+    """Attempts by schedule since one was written."""
+    _try_at_s: float = 0.0
+    """When the next of them may be made."""
+    _began_at: int = 0
+    _covered: int = 0
+    """Version that is safe: of the newest checkpoint, or the one that training continued from."""
+
+    def __post_init__(self) -> None:
+        for kind, text in self.options.origin():
+            self.ctx.log.info("%s: %s", kind, text)
+            self.telemetry.event(kind, text)
 
     @property
     def is_pending(self) -> bool:
@@ -161,7 +149,7 @@ class Checkpoints:
     @property
     def is_overdue(self) -> bool:
         """Whether that boundary is so long in coming that it is worth a turn on the device."""
-        return self.is_written and self._clock.monotonic() >= self._written_at_s + OVERDUE_S
+        return self.is_written and self.clock.monotonic() >= self._written_at_s + OVERDUE_S
 
     @property
     def newest(self) -> int:
@@ -173,14 +161,14 @@ class Checkpoints:
 
     def is_due(self, version: int) -> bool:
         """After the step that made this version; if the last one failed, whenever it is time to try again."""
-        if not self.every:
+        if not self.options.every:
             return False
         if self._num_failed and not self.is_pending:
-            return self._clock.monotonic() >= self._try_at_s
-        return version % self.every == 0
+            return self.clock.monotonic() >= self._try_at_s
+        return version % self.options.every == 0
 
     def folder_of(self, version: int) -> Path:
-        return Path(self._options.run_dir) / "checkpoints" / f"version_{version:08d}"
+        return Path(self.options.run_dir) / "checkpoints" / f"version_{version:08d}"
 
     def lacks(self, version: int) -> bool:
         """Whether this run's own folder has no checkpoint of it, although something was trained."""
@@ -189,15 +177,15 @@ class Checkpoints:
     async def save(self, version: int) -> None:
         """Write the checkpoint of `version`, or begin to, unless there is one with all that was decided about the
         knobs. Raises TrainError naming a rank that could not, and CallError if coordinator or buffer stay away."""
-        with self._meter.during("compute", f"checkpoint {version}"):
+        with self.meter.during("compute", f"checkpoint {version}"):
             await self.settle()
-            live = await self._run.live_knobs()
+            live = await self.run.live_knobs()
             if (version, live) == self._newest:
                 return
             self._newest = None  # its folder may be replaced: until the new one has all its parts there is none
             await self._in_thread(self._sweep)  # what others left may have filled the disk
             await self._begin(version, live)
-            if not self._options.is_async:
+            if not self.options.is_async:
                 await self.settle()
 
     async def save_by_schedule(self, version: int) -> None:
@@ -221,7 +209,7 @@ class Checkpoints:
         except MyxaError as error:
             self._num_failed += 1
             pause_s = min(RETRY_LIMIT_S, RETRY_S * 2 ** min(self._num_failed - 1, 10))
-            self._try_at_s = self._clock.monotonic() + pause_s
+            self._try_at_s = self.clock.monotonic() + pause_s
             self._tell_failed(version, error, pause_s)
 
     def _tell_failed(self, version: int, error: MyxaError, pause_s: float) -> None:
@@ -229,19 +217,19 @@ class Checkpoints:
             f"{error} (attempt {self._num_failed}; training continues, the next follows in {pause_s:g} s; steps not "
             f"covered by a checkpoint: {version - self._covered}, since version {self._covered})"
         )
-        self._telemetry.event("checkpoint-failed", text)
-        self._ctx.log.error("a checkpoint could not be written: %s", text)
+        self.telemetry.event("checkpoint-failed", text)
+        self.ctx.log.error("a checkpoint could not be written: %s", text)
 
     async def _begin(self, version: int, live: LiveKnobs) -> None:
-        folder, begun_at = str(self.folder_of(version)), self._clock.monotonic()
+        folder, begun_at = str(self.folder_of(version)), self.clock.monotonic()
         try:
-            await self._all("begin", lambda: self._ranks.all(TrainerContract.begin_checkpoint, folder, live))
+            await self._all("begin", lambda: self.ranks.all(TrainerContract.begin_checkpoint, folder, live))
         except MyxaError as error:
             await self._clear_after(error)
             raise
-        if self._options.is_async:
-            self._telemetry.metric(version, {"checkpoint/copy_s": self._clock.monotonic() - begun_at})
-        written = self._ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
+        if self.options.is_async:
+            self.telemetry.metric(version, {"checkpoint/copy_s": self.clock.monotonic() - begun_at})
+        written = self.ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
         self._pending = _Pending(version, live, begun_at, written)
 
     async def settle(self) -> None:
@@ -250,14 +238,14 @@ class Checkpoints:
         if pending is None:
             return
         try:
-            with self._meter.during("compute", f"checkpoint {pending.version}"):
+            with self.meter.during("compute", f"checkpoint {pending.version}"):
                 ledger = await pending.written
                 if isinstance(ledger, TrainError):
                     raise ledger
-                await self._all("finish", lambda: self._ranks.all(TrainerContract.finish_checkpoint))
-                if self._options.is_async:
-                    took_s = self._clock.monotonic() - pending.begun_at
-                    self._telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
+                await self._all("finish", lambda: self.ranks.all(TrainerContract.finish_checkpoint))
+                if self.options.is_async:
+                    took_s = self.clock.monotonic() - pending.begun_at
+                    self.telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
                 await self._is_there(pending.version, pending.live, ledger)
         except MyxaError as error:
             await self._clear_after(error)
@@ -268,30 +256,29 @@ class Checkpoints:
     async def _until_written(self, version: int) -> FileEntry | TrainError:
         """The copy of the ledger, or what went wrong, for the boundary at which it is looked for."""
         try:
-            await self._all("write", lambda: self._ranks.all(TrainerContract.checkpoint_written))
-            return await self._run.copy_ledger(self._copy_of(version), version)
+            await self._all("write", lambda: self.ranks.all(TrainerContract.checkpoint_written))
+            return await self.run.copy_ledger(self._copy_of(version), version)
         except TrainError as error:
             return error
         finally:
-            self._written_at_s = self._clock.monotonic()
+            self._written_at_s = self.clock.monotonic()
 
     def _copy_of(self, version: int) -> Path:
         """Made beside the folder, since the folder may not be there yet."""
-        draft = partial_of(self.folder_of(version), self._options.writer)
+        draft = partial_of(self.folder_of(version), self.options.writer)
         return draft.with_name(f"{draft.name}-{LEDGER}")
 
     async def _is_there(self, version: int, live: LiveKnobs, ledger: FileEntry) -> None:
-        folder = self.folder_of(version)
-        stays = bool(self._options.keep_every and self.every) and version % (self._options.keep_every * self.every) == 0
+        folder, period = self.folder_of(version), self.options.keep_every * self.options.every
         part = RunPart(
-            run=Path(self._options.run_dir).name,
+            run=Path(self.options.run_dir).name,
             version=version,
             files=(msgspec.structs.replace(ledger, name=LEDGER),),
             knobs=live,
-            is_kept=stays,
+            is_kept=bool(period) and version % period == 0,
         )
         await self._in_thread(lambda: self._write_run_part(folder, part))
-        await self._run.durable(version, await self._in_thread(lambda: self._oldest_to_stay(folder)))
+        await self.run.durable(version, await self._in_thread(lambda: self._oldest_to_stay(folder)))
         self._newest, self._num_failed, self._covered = (version, live), 0, version
         await self._in_thread(lambda: self._prune(folder))
 
@@ -300,8 +287,8 @@ class Checkpoints:
 
     def _write_run_part(self, folder: Path, part: RunPart) -> None:
         try:
-            with place_of(folder, self._options.writer):
-                self._options.keep_start(folder)
+            with place_of(folder, self.options.writer):
+                self.options.keep_start(folder)
                 write_run_part(folder, part, self._copy_of(part.version), read_manifest(folder).files)
         except OSError as error:
             raise TrainError(f"{folder} cannot be completed: {error}", remedy="check disk and rights") from error
@@ -312,13 +299,13 @@ class Checkpoints:
         for the disk: the new one is whole, and the next one finds again what should have gone."""
         self._sweep()
         try:
-            if self.keep_last and look_at(newest).is_complete:
+            if self.options.keep_last and look_at(newest).is_complete:
                 parted = self._parted(newest)
                 useless = [info for info in parted.others if version_in(info.path) < parted.first_to_stay]
                 for info in (*(info for info in parted.too_many if not is_kept(info.path)), *useless):
                     take_away_unread(info.path)
         except OSError as error:
-            self._ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
+            self.ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
 
     def _oldest_to_stay(self, newest: Path) -> int | None:
         """Version of the oldest one that training may fall back to once the others have gone; those that stay for ever
@@ -334,7 +321,7 @@ class Checkpoints:
         beside = [info for info in found if info.path != newest and version_in(info.path) >= 0]
         good = [info for info in beside if info.is_complete and not self._is_undone(info, own)]
         old = sorted(good, key=lambda info: version_in(info.path))
-        num_going = max(len(old) + 1 - self.keep_last, 0) if self.keep_last else 0
+        num_going = max(len(old) + 1 - self.options.keep_last, 0) if self.options.keep_last else 0
         return _Parted(
             too_many=old[:num_going],
             others=[info for info in beside if info not in good],
@@ -354,9 +341,9 @@ class Checkpoints:
         """Nothing is being written, but perhaps by ranks whose mates have failed. Never raises for the disk."""
         holder = self.folder_of(0).parent
         try:
-            sweep(holder, self._options.writer)
+            sweep(holder, self.options.writer)
         except OSError as error:
-            self._ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
+            self.ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
 
     async def _all(self, what: str, send: Callable[[], Awaitable[object]]) -> None:
         try:
@@ -376,20 +363,20 @@ class AskUntilAnswered(Protocol):
     async def __call__(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T: ...
 
 
+@dataclass(frozen=True, slots=True)
 class RunSide:
     """Knows both by their contracts."""
 
-    def __init__(self, buffer: BufferContract, coordinator: CoordinatorContract, ask: AskUntilAnswered) -> None:
-        self._buffer = buffer
-        self._coordinator = coordinator
-        self._ask = ask
+    buffer: BufferContract
+    coordinator: CoordinatorContract
+    ask: AskUntilAnswered
 
     async def copy_ledger(self, path: Path, version: int) -> FileEntry:
         """Durably, with everything in it that was trained up to `version`. Raises TrainError if it cannot be made."""
         try:
-            return await self._ask(
+            return await self.ask(
                 "buffer",
-                lambda: self._buffer.snapshot(str(path), version),
+                lambda: self.buffer.snapshot(str(path), version),
                 waits_for_disk=False,  # that disk is this checkpoint's: training does not wait for it
             )
         except MyxaError as error:
@@ -398,12 +385,12 @@ class RunSide:
 
     async def live_knobs(self) -> LiveKnobs:
         """What was decided so far. Raises CallError if the coordinator does not come back."""
-        return await self._ask("coordinator", self._coordinator.live_knobs)
+        return await self.ask("coordinator", self.coordinator.live_knobs)
 
     async def durable(self, version: int, oldest: int | None) -> None:
         """The buffer may give away what only checkpoints older than `oldest` need (None: than the one before). Raises
         CallError if it does not come back."""
-        await self._ask("buffer", lambda: self._buffer.durable(version, oldest))
+        await self.ask("buffer", lambda: self.buffer.durable(version, oldest))
 
 
 MIB = 1 << 20
@@ -415,29 +402,21 @@ class _Order:
     done: asyncio.Future[str]
 
 
+@dataclass(slots=True)
 class CheckpointOrders:
     """Checkpoints and exports on request. An order that fails is answered with the error; the run continues."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        ranks: ActorGroup[TrainerContract],
-        run_dir: str,
-        meter: ActivityMeter,
-        log: logging.Logger,
-    ) -> None:
-        """`ranks` fail fast together."""
-        self._checkpoints = checkpoints
-        self._ranks = ranks
-        self._exports = Path(run_dir) / "exports"
-        self._meter = meter
-        self._log = log
-        self._waiting: list[_Order] = []
-        self._closed = ""
+    checkpoints: Checkpoints
+    ranks: ActorGroup[TrainerContract]
+    """Which fail fast together."""
+    run_dir: str
+    meter: ActivityMeter
+    log: logging.Logger
+    _waiting: list[_Order] = field(default_factory=list[_Order])
+    _closed: str = ""
 
     @property
     def are_waiting(self) -> bool:
-        """Whether there is anything to serve."""
         return bool(self._waiting)
 
     async def ask(self, *, is_export: bool) -> str:
@@ -452,14 +431,14 @@ class CheckpointOrders:
         """Write what is waited for; the ranks are at `version` and may compute."""
         while self._waiting:
             if not self._waiting[0].is_export:  # one by schedule that cannot be written is no business of who asks now
-                await self._checkpoints.settle_by_schedule(version)
+                await self.checkpoints.settle_by_schedule(version)
             order = self._waiting.pop(0)
             if order.done.done():  # the caller is gone
                 continue
             try:
                 folder = await (self._export(version) if order.is_export else self._save(version))
             except MyxaError as error:
-                self._log.warning("what was asked for could not be written: %s", error)
+                self.log.warning("what was asked for could not be written: %s", error)
                 _tell(order, error)
             except BaseException as error:
                 _tell(order, TrainError(f"the trainer stopped while writing: {error!r}", remedy="see its log"))
@@ -468,7 +447,6 @@ class CheckpointOrders:
                 _tell(order, str(folder))
 
     def close(self, reason: str) -> None:
-        """Nothing more is served."""
         self._closed = reason
         for order in self._waiting:
             _tell(
@@ -477,17 +455,17 @@ class CheckpointOrders:
         self._waiting.clear()
 
     async def _save(self, version: int) -> Path:
-        if self._checkpoints.lacks(version):
-            await asyncio.to_thread(_check_room, self._checkpoints.folder_of(version).parent)
-        await self._checkpoints.save(version)
-        await self._checkpoints.settle()
-        return self._checkpoints.folder_of(version)
+        if self.checkpoints.lacks(version):
+            await asyncio.to_thread(_check_room, self.checkpoints.folder_of(version).parent)
+        await self.checkpoints.save(version)
+        await self.checkpoints.settle()
+        return self.checkpoints.folder_of(version)
 
     async def _export(self, version: int) -> Path:
-        folder = self._exports / f"version_{version:08d}"
+        folder = Path(self.run_dir) / "exports" / f"version_{version:08d}"
         try:
-            with self._meter.during("compute", f"export {version}"):
-                await self._ranks.all(TrainerContract.export_hf, str(folder))
+            with self.meter.during("compute", f"export {version}"):
+                await self.ranks.all(TrainerContract.export_hf, str(folder))
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))
             raise TrainError(f"{name} could not export the model: {cause}", remedy=f"see the log of {name}") from cause

@@ -161,7 +161,6 @@ class TrainerKnobs:
         return of_ranks({name: v for name, v in self._values.items() if v != self._first[name]})
 
     def planned(self, options: StepPlanOptions) -> StepPlanOptions:
-        """The plan's options with live values put in."""
         minibatches, max_tokens = (
             int(self._values.get(name, given))
             for name, given in (("minibatches", options.minibatches), ("max_tokens_per_microbatch", options.max_tokens))
@@ -183,5 +182,4 @@ def after(sheet: KnobSheet, values: Mapping[str, KnobValue]) -> dict[str, KnobVa
 
 
 def of_ranks(values: Mapping[str, KnobValue]) -> dict[str, float]:
-    """The part of it that travels with a shard."""
     return {name: float(value) for name, value in values.items() if name in _OF_RANKS}

@@ -56,7 +56,6 @@ class StartFinder(Protocol):
     def begun(self, start: StartPoint, version: int) -> None:
         """All ranks have restored `start`, which is of `version`, and nothing is trained yet: from now on no newer one
         is found. Raises TrainError if the disk refuses."""
-        ...
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,57 +98,45 @@ def restore(rank: int, finder: StartFinder, backend: TrainBackend) -> tuple[Star
         return start, extra
 
 
-def marks_of(start: StartPoint, version: int) -> dict[str, Any]:
-    """What a checkpoint of `version` says of who wrote it: one of an earlier life, or of an attempt of the gang that
-    was undone, may appear late and must not be taken for the newest."""
-    return {"version": version, "life": start.life, "attempt": start.attempt}
-
-
 REMEDY = "free memory of the host (its /dev/shm), or set trainer.standby_every = 0"
 
 
+@dataclass(slots=True)
 class Standby:
     """See the module's head. One per leader."""
 
-    def __init__(
-        self,
-        folder: str,
-        every: int,
-        ranks: ActorGroup[TrainerContract],
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-        live_knobs: Callable[[], Awaitable[LiveKnobs]],
-    ) -> None:
-        """`folder`: in memory, for this user only; the launcher removes it. Empty: no copies are made. `every`: steps
-        between two; 0: none. `ranks` fail fast together. `live_knobs`: what was decided so far, kept with a copy."""
-        self._folder = Path(folder)
-        self._every = every if folder else 0
-        self._ranks = ranks
-        self._meter = meter
-        self._telemetry = telemetry
-        self._live_knobs = live_knobs
-        self._has_leftover = False
-        """Whether a copy lies there although no more are made."""
+    folder: Path
+    """In memory, for this user only; the launcher removes it."""
+    every: int
+    """Steps between two; 0: none."""
+    ranks: ActorGroup[TrainerContract]
+    """Which fail fast together."""
+    meter: ActivityMeter
+    telemetry: TelemetryBuffer
+    live_knobs: Callable[[], Awaitable[LiveKnobs]]
+    """What was decided so far, kept with a copy."""
+    _has_leftover: bool = False
+    """Whether a copy lies there although no more are made."""
 
     def is_due(self, version: int) -> bool:
         """After the step that made this version."""
-        return bool(self._every) and version % self._every == 0
+        return bool(self.every) and version % self.every == 0
 
     async def copy(self, version: int) -> None:
         """Keep the state of `version` beside the one before. Copies are optional: after a failed write no more are
         made; a copy for which the coordinator does not answer is skipped."""
-        with self._meter.during("compute", f"standby {version}"):
+        with self.meter.during("compute", f"standby {version}"):
             try:
-                live = await self._live_knobs()
+                live = await self.live_knobs()
             except MyxaError as error:
-                self._telemetry.event("standby-failed", f"version {version} is left out: {error}")
+                self.telemetry.event("standby-failed", f"version {version} is left out: {error}")
                 return
             try:
                 await asyncio.to_thread(self._make_room)
-                folder = str(self._folder / f"version_{version:08d}")
-                await self._ranks.all(TrainerContract.begin_checkpoint, folder, live)
-                await self._ranks.all(TrainerContract.checkpoint_written)
-                await self._ranks.all(TrainerContract.finish_checkpoint)
+                folder = str(self.folder / f"version_{version:08d}")
+                await self.ranks.all(TrainerContract.begin_checkpoint, folder, live)
+                await self.ranks.all(TrainerContract.checkpoint_written)
+                await self.ranks.all(TrainerContract.finish_checkpoint)
             except OSError as error:
                 self._end(f"version {version}: {error} -- {REMEDY}")
             except GatherError as error:
@@ -159,8 +146,8 @@ class Standby:
                 await asyncio.to_thread(self._drop, -1)
 
     def _end(self, why: str) -> None:
-        self._every = 0
-        self._telemetry.event("standby-failed", f"{why} (no more copies are made)")
+        self.every = 0
+        self.telemetry.event("standby-failed", f"{why} (no more copies are made)")
 
     async def superseded(self, version: int) -> None:
         """There is a checkpoint of `version`. If no more copies are made, the last of them, as old, goes for it."""
@@ -170,8 +157,8 @@ class Standby:
     def _drop(self, version: int) -> None:
         """The memory is wanted: copies up to that version go, and what was not completed."""
         with suppress(OSError):
-            sweep(self._folder)
-        copies = list(self._folder.glob("version_*"))
+            sweep(self.folder)
+        copies = list(self.folder.glob("version_*"))
         for copy in copies:
             if version_in(copy) <= version:
                 shutil.rmtree(copy, ignore_errors=True)
@@ -179,10 +166,10 @@ class Standby:
 
     def _make_room(self) -> None:
         """For one more: of those that are there only the newest whole one stays meanwhile."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        if self._folder.stat().st_uid != os.getuid():  # anybody may make a folder where memory is mounted
-            raise OSError(f"{self._folder} belongs to another user")
-        newest = max(self._folder.glob("version_*"), default=None)
-        for old in self._folder.iterdir():
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if self.folder.stat().st_uid != os.getuid():  # anybody may make a folder where memory is mounted
+            raise OSError(f"{self.folder} belongs to another user")
+        newest = max(self.folder.glob("version_*"), default=None)
+        for old in self.folder.iterdir():
             if old != newest:  # what a rank left unfinished goes too
                 shutil.rmtree(old, ignore_errors=True)

@@ -80,7 +80,6 @@ class _Call:
     step: int
 
     def rows(self, groups: Sequence[Group]) -> list[tuple[Group, Sequence[object]]]:
-        """What it returned for each group."""
         try:
             returned: Any = self.function.fn(list(groups))
         except (Exception, SystemExit) as error:
@@ -103,7 +102,6 @@ class _Call:
         return [self._number(value, what, group, i) for i, value in enumerate(row)]
 
     def advantages(self, group: Group, row: Sequence[object]) -> list[float | F32]:
-        """A number or an array for each sample."""
         found: list[float | F32] = []
         for i, value in enumerate(row):
             is_row = _sequence(value) is not None

@@ -16,7 +16,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -146,15 +146,20 @@ class TrainLoop:
         """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
         side = RunSide(self._buffer, self._coordinator, self._ask)
         self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
-        self._orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
+        self.orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
         channels = ChannelChoice(
             owner, lambda: knobs.text(CHANNEL), options.channel, options.refused_channels, side.live_knobs, telemetry
         )
-        self._publisher = Publisher(ctx, self._together, channels, meter, self._tell, Path(options.run_dir))
+        self.publisher = Publisher(ctx, self._together, channels, meter, self._tell, Path(options.run_dir))
         self._standby = Standby(
-            options.standby_folder, options.standby_every, self._together, meter, telemetry, side.live_knobs
+            Path(options.standby_folder),
+            options.standby_every if options.standby_folder else 0,
+            self._together,
+            meter,
+            telemetry,
+            side.live_knobs,
         )
-        self._link = CoordinatorLink(ctx, self._publisher, self._ask)
+        self.link = CoordinatorLink(ctx, self.publisher, self._ask)
         self._parts = PartMetrics()
         self._may_go, self._has_order = False, asyncio.Event()  # set by whatever concerns a loop that has not begun
         self._refused = -1
@@ -165,30 +170,21 @@ class TrainLoop:
     def go(self, start_version: int) -> None:
         """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
         order that arrives before the gang reported in was meant for the gang before it, and is void."""
-        if (at := self._link.version) < 0:
+        if (at := self.link.version) < 0:
             self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
             return
         self._ctx.log.info("the coordinator lets the loop start at version %d; it is at %d", start_version, at)
-        self._link.is_leading = self._may_go = True
+        self.link.is_leading = self._may_go = True
         self._has_order.set()
 
     def stop(self, reason: str) -> None:
         self._stop_reason, self._may_go = self._stop_reason or reason, True
         self._has_order.set()
 
-    async def released(self, version: int) -> None:
-        await self._publisher.released(version)
-
     def publish_again(self, version: int) -> None:
         """No engine can take `version` as it was published."""
         self._refused = version if self._share is None else -1  # in turns they have it, or the leader waits for them
         self._has_order.set()
-
-    async def write_now(self, *, export: bool) -> str:
-        return await self._orders.ask(is_export=export)
-
-    def on_peer(self, event: PeerEvent) -> None:
-        self._link.on_peer(event)
 
     async def run(
         self, version: int, facts: dict[str, str], live: LiveKnobs | None = None, *, is_restart: bool = False
@@ -200,9 +196,9 @@ class TrainLoop:
         await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
-        manifest, live = await self._publisher.first(version, live) if self._options.publishes else (None, live)
+        manifest, live = await self.publisher.first(version, live) if self._options.publishes else (None, live)
         async with self._engines_turn(version):
-            await self._link.ready(version, manifest, facts, live)
+            await self.link.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
             while not self._may_go:
                 self._has_order.clear()
@@ -239,7 +235,7 @@ class TrainLoop:
 
     async def _compare(self, version: int) -> None:
         """With an engine, when that is due and engines were given `version`; the trainer stays at it meanwhile."""
-        if version == self._publisher.newest and not self._stop_reason and version < self._last:
+        if version == self.publisher.newest and not self._stop_reason and version < self._last:
             await self._guard.check(version, lambda: self._trainers_turn(version))
 
     async def _next_batch(self, version: int) -> ClaimedBatch | None:
@@ -250,7 +246,7 @@ class TrainLoop:
             with self._meter.during(kind, {"disk": "disk"}.get(blocked_by, f"claim {version}")):
                 claim = await self._claim(version, blocked_by)
                 if claim.groups:
-                    batch = await self._fetch(claim.groups)
+                    batch = ClaimedBatch(await self._fetcher.groups(tuple(claim.groups)), claim.groups)
                     batch.check(version, claim.max_staleness)
                     return batch
             if claim.finished:
@@ -261,7 +257,7 @@ class TrainLoop:
         return None
 
     async def _claim(self, version: int, blocked_by: str) -> Claim:
-        lacks = self._options.publishes and self._publisher.newest < version
+        lacks = self._options.publishes and self.publisher.newest < version
         wait_s = HELD_BACK_WAIT_S if lacks and blocked_by not in _RESTING else CLAIM_WAIT_S
         return await self._ask("buffer", lambda: self._buffer.claim(version, wait_s, blocked_by))
 
@@ -271,18 +267,15 @@ class TrainLoop:
         # in turns on a device, a checkpoint is finished with the next step, unless that is long in coming
         costs_a_turn = self._share is not None and blocked_by not in _RESTING
         is_written = self.checkpoints.is_overdue if costs_a_turn else self.checkpoints.is_written
-        if newcomers or is_written or self._orders.are_waiting:
+        if newcomers or is_written or self.orders.are_waiting:
             async with self._trainers_turn(version):
                 await self.checkpoints.at_boundary(version)
-                await self._orders.serve(version)
+                await self.orders.serve(version)
                 if newcomers:
                     self._ctx.log.info("version %d is handed over again, to new engines", version)
         await self._publish_refused(version)
         if blocked_by not in _RESTING:
             await self._give_held_back(version)
-
-    async def _fetch(self, oldest: Mapping[int, int]) -> ClaimedBatch:
-        return ClaimedBatch(await self._fetcher.groups(tuple(oldest)), oldest)
 
     def _end_of_data(self, version: int) -> str:
         """Why the loop ends now. A run that could not make a single step did not do what it was started for."""
@@ -306,7 +299,7 @@ class TrainLoop:
             stats = await self._gang.train(plan.shards, self._knobs.for_step())
         metrics = plan.metrics | self._parts.of(batch.groups) | stats.metrics | self._knobs.metrics()
         metrics["knobs/epoch"] = float(self._owner.epoch)
-        made = self._link.version = version + 1
+        made = self.link.version = version + 1
         with self._meter.during("wait-data", "tell buffer"):
             await self._ask("buffer", lambda: self._buffer.trained(version, stats.scores))
         await self._is_end(made)  # before anything is written or published as the run's last
@@ -334,10 +327,13 @@ class TrainLoop:
         with self._meter.during("wait-data", "knobs"):
             used = await pull(self._ctx, self._owner, "step", version)
         if used:
-            self.checkpoints.every = self._knobs.count("checkpoint_every")
-            self.checkpoints.keep_last = self._knobs.count("keep_last")
+            self.checkpoints.options = replace(
+                self.checkpoints.options,
+                every=self._knobs.count("checkpoint_every"),
+                keep_last=self._knobs.count("keep_last"),
+            )
             if self._options.publishes:
-                self._guard.every = self._knobs.count("guard_every")
+                self._guard.options = replace(self._guard.options, every=self._knobs.count("guard_every"))
 
     async def _publish_if_due(self, made: int) -> WeightManifest | None:
         """None where engines keep what they have. The last version is always published."""
@@ -345,8 +341,8 @@ class TrainLoop:
             return None
         with self._meter.during("wait-weights", "knobs"):
             await pull(self._ctx, self._owner, "weights", made)
-        is_due = made - self._publisher.newest >= self._knobs.count("weights_every", 1)
-        return await self._publisher.publish(made) if is_due or made >= self._last else None
+        is_due = made - self.publisher.newest >= self._knobs.count("weights_every", 1)
+        return await self.publisher.publish(made) if is_due or made >= self._last else None
 
     async def _publish_refused(self, version: int) -> None:
         """Again what was damaged where it was published."""
@@ -357,7 +353,7 @@ class TrainLoop:
 
     async def _give_held_back(self, version: int) -> None:
         """Engines lack `version`: given once nothing is under way, for no group may start before they have it."""
-        if not self._options.publishes or self._publisher.newest == version:
+        if not self._options.publishes or self.publisher.newest == version:
             return
         stats = await self._ask("buffer", self._buffer.stats)
         if not stats.states.get(State.DISPATCHED, 0):
@@ -365,21 +361,22 @@ class TrainLoop:
             await self._compare(version)
 
     async def _offer(self, version: int) -> None:
-        manifest = await self._publisher.publish(version)
+        manifest = await self.publisher.publish(version)
         await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
 
     async def _finish(self, version: int, start_version: int, reason: str) -> None:
-        self._orders.close(reason)
+        self.orders.close(reason)
         self._knobs.is_at_end = True
-        if self._options.publishes and self._publisher.newest < version:
+        if self._options.publishes and self.publisher.newest < version:
             await self._offer(version)
         if self._written != version:
-            is_wanted = self.checkpoints.every > 0 or (self.checkpoints.at_stop and bool(self._stop_reason))
+            asked = self.checkpoints.options
+            is_wanted = asked.every > 0 or (asked.at_stop and bool(self._stop_reason))
             is_new = is_wanted and (version > start_version or self.checkpoints.lacks(version))
             if is_new or self.checkpoints.is_pending or self._options.export_at_end:
                 async with self._trainers_turn(version):
                     await self._write_last(version, is_new=is_new)
-        await self._link.finished(version, reason)
+        await self.link.finished(version, reason)
 
     async def _write_last(self, version: int, *, is_new: bool) -> None:
         """What is left of a run: a whole checkpoint, the exported model. A disk that refuses them is waited for."""
@@ -407,12 +404,12 @@ class TrainLoop:
         """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
         await self.checkpoints.at_boundary(version)
         if self._share is not None and version >= self._last:
-            await self._write_last(version, is_new=self.checkpoints.every > 0)
+            await self._write_last(version, is_new=self.checkpoints.options.every > 0)
         elif self.checkpoints.is_due(version):
             await self.checkpoints.save_by_schedule(version)
         elif self._standby.is_due(version) and not self.checkpoints.is_pending:
             await self._standby.copy(version)
-        await self._orders.serve(version)
+        await self.orders.serve(version)
         await self._standby.superseded(self.checkpoints.newest)
 
     @asynccontextmanager
@@ -424,7 +421,7 @@ class TrainLoop:
             return
         await self._share.offer()
         yield
-        await self._publisher.await_release(version)
+        await self.publisher.await_release(version)
         await self._share.give()
 
     @asynccontextmanager
@@ -436,7 +433,7 @@ class TrainLoop:
         await self._share.take()
         yield
         self._share.trained()
-        manifest = await self._publisher.publish(version)
+        manifest = await self.publisher.publish(version)
         async with self._engines_turn(version):
             await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
 
@@ -498,50 +495,53 @@ class TrainerGang:
         )
 
 
+@dataclass(slots=True)
 class CoordinatorLink:
     """Reports to the coordinator that the gang is up or finished, and reports again to a coordinator that restarted."""
 
-    def __init__(self, ctx: ActorContext, publisher: Publisher, ask: AskUntilAnswered) -> None:
-        self._ctx = ctx
-        self._publisher = publisher
-        self._ask = ask
-        self._coordinator = ctx.ref(CoordinatorContract, COORDINATOR)
-        self.version = -1
-        """That the ranks have; -1: the gang has not reported in yet."""
-        self.is_leading = False
-        """Whether the loop was started."""
-        self._facts: dict[str, str] = {}
-        self._live: LiveKnobs | None = None
-        self._finished = ""
+    ctx: ActorContext
+    publisher: Publisher
+    ask: AskUntilAnswered
+    version: int = -1
+    """That the ranks have; -1: the gang has not reported in yet."""
+    is_leading: bool = False
+    """Whether the loop was started."""
+    _facts: dict[str, str] = field(default_factory=dict[str, str])
+    _live: LiveKnobs | None = None
+    _finished: str = ""
+
+    @property
+    def _coordinator(self) -> CoordinatorContract:
+        return self.ctx.ref(CoordinatorContract, COORDINATOR)
 
     async def ready(
         self, version: int, manifest: WeightManifest | None, facts: dict[str, str], live: LiveKnobs | None
     ) -> None:
         """The gang is up. `live`: knobs of its checkpoint. A coordinator that restarts just now may get this twice."""
         self._facts, self._live, self.version = facts, live, version
-        await self._ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
+        await self.ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
 
     async def finished(self, version: int, reason: str) -> None:
         self._finished = reason
-        await self._ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, reason))
+        await self.ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, reason))
 
     def on_peer(self, event: PeerEvent) -> None:
         """A coordinator that came up after the gang reported in does not know it."""
         if event.name == COORDINATOR and event.kind in ("up", "restarted") and self.version >= 0:
-            self._ctx.spawn(self._tell_again(), name=f"tell coordinator {event.epoch}")
+            self.ctx.spawn(self._tell_again(), name=f"tell coordinator {event.epoch}")
 
     async def _tell_again(self) -> None:
         """The former coordinator's pending releases are void. The new one releases later ones."""
         version, live = self.version, None if self.is_leading else self._live
-        manifest, newest = self._publisher.readable, self._publisher.newest
-        self._ctx.log.info("the coordinator is new: it gets the trainer's version, %d", version)
-        await self._ask(
+        manifest, newest = self.publisher.readable, self.publisher.newest
+        self.ctx.log.info("the coordinator is new: it gets the trainer's version, %d", version)
+        await self.ask(
             COORDINATOR,
             lambda: self._coordinator.trainer_ready(version, manifest, self._facts, live, is_leading=self.is_leading),
         )
-        await self._publisher.release_older(newest)
+        await self.publisher.release_older(newest)
         if self._finished:
-            await self._ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, self._finished))
+            await self.ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, self._finished))
 
 
 class GroupFetcher:

@@ -40,7 +40,7 @@ from ..tenancy.time_share import TimeShare
 from ..weights.channel_ends import ChannelEnds
 from ..weights.publish import CHANNEL, refuses
 from .knobs import after, of_ranks
-from .start_point import StartFinder, StartPoint, marks_of, restore
+from .start_point import StartFinder, StartPoint, restore
 from .tenant import TrainerTenancy, TrainerTenant
 from .train_loop import TrainLoop, TrainLoopOptions
 
@@ -103,16 +103,12 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._meter.switch("other", "start")
-        self.knob_owner = self._own_knobs(pace := ReportPace())
+        pace, knobs = ReportPace(), () if self._options.rank else self._knobs.knobs()  # rank 0 owns them for all ranks
+        self.knob_owner = KnobOwner(self.ctx.name, knobs, self._telemetry)
+        self.knob_owner.add(process_knobs(pace))
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, pace), name="trainer-telemetry")
         self.ctx.spawn(self._run(), name="trainer-run")
-
-    def _own_knobs(self, pace: ReportPace) -> KnobOwner:
-        """Rank 0 owns the trainer's for all ranks; every process has its own beside."""
-        owner = KnobOwner(self.ctx.name, () if self._options.rank else self._knobs.knobs(), self._telemetry)
-        owner.add(process_knobs(pace))
-        return owner
 
     async def _run(self) -> None:
         """Model, optimizer, process group; rank 0 then leads until the run is over."""
@@ -140,7 +136,6 @@ class Trainer(OwnsKnobs, TrainerContract):
             await self._leader.run(self._version, texts, self._live, is_restart=start.is_restart)
 
     async def _restore(self) -> StartPoint:
-        """The state that this attempt begins with."""
         start, extra = await self._in_thread(lambda: restore(self._options.rank, self._finder, self._backend))
         self._start, self._version, self._live = start, int(extra["version"]), _live_knobs(extra)
         if self._options.rank == 0:
@@ -179,7 +174,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         if self._share is not None:
             self._share.on_peer(event)
         if self._leader is not None:
-            self._leader.on_peer(event)
+            self._leader.link.on_peer(event)
 
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
@@ -232,7 +227,9 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
         knobs = msgspec.json.decode(msgspec.json.encode(live))
-        extra = {**marks_of(self._start, self._version), "knobs": knobs}
+        # One of an earlier life, or of an attempt that was undone, may appear late and is not to count as the newest.
+        writer = {"life": self._start.life, "attempt": self._start.attempt}
+        extra = {"version": self._version, **writer, "knobs": knobs}
         with self._meter.during("compute", "copy checkpoint"), self._blocking("copies a checkpoint"):
             if self._saving is not None:  # one that failed on another rank; both would write files of the same names
                 await asyncio.wait([self._saving])
@@ -297,7 +294,7 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def release_weights(self, version: int) -> None:
         await self._ends.release(version)
         if self._options.rank == 0:
-            await self._require_leader().released(version)
+            await self._require_leader().publisher.released(version)
 
     async def publish_again(self, version: int) -> None:
         self._require_leader().publish_again(version)
@@ -328,7 +325,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         leader = self._require_leader()
         if not export and (reason := self._backend.judge_knobs({}, saves=True)):
             raise TrainError(f"no checkpoint can be written: {reason}", remedy="export the model instead")
-        return await leader.write_now(export=export)
+        return await leader.orders.ask(is_export=export)
 
 
 def _live_knobs(extra: dict[str, Any]) -> LiveKnobs | None:

@@ -57,7 +57,6 @@ class ChannelEnds:
 
     @property
     def open(self) -> tuple[WeightChannel, ...]:
-        """Channels that this rank has an end of."""
         return (*self._writers, *self._senders)
 
     async def publish(

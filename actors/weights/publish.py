@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -40,73 +41,63 @@ def max_unreleased(channel: WeightChannel) -> int:
     return 2 if channel in SENT_CHANNELS else 3
 
 
+@dataclass(slots=True)
 class Publisher:
     """Publishes weight versions and keeps account of those that engines still read. One per run."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        ranks: ActorGroup[TrainerContract],
-        channels: ChannelChoice,
-        meter: ActivityMeter,
-        tell: Tell,
-        run_dir: Path,
-        limit: Callable[[WeightChannel], int] = max_unreleased,
-    ) -> None:
-        """`ranks` fail fast together. `tell`: of a disk, in `run_dir`, that refuses a version."""
-        self._ctx = ctx
-        self._ranks = ranks
-        self._channels = channels
-        self._meter = meter
-        self._tell = tell
-        self._run_dir = run_dir
-        self._limit = limit
-        self._unreleased: dict[int, tuple[str, ...]] = {}
-        """Version -> ranks that published it."""
-        self._unheard: dict[int, tuple[str, ...]] = {}
-        """Version that was released -> ranks beside this one that have not heard it."""
-        self._letting_go: set[int] = set()
-        """Released versions that the other ranks are hearing of; what they staged is still there."""
-        self._release_seen = asyncio.Event()
-        self.newest = -1
-        """Version that was published last; -1: none."""
-        self._manifest: WeightManifest | None = None
+    ctx: ActorContext
+    ranks: ActorGroup[TrainerContract]
+    """Which fail fast together."""
+    channels: ChannelChoice
+    meter: ActivityMeter
+    tell: Tell
+    """Of a disk, in `run_dir`, that refuses a version."""
+    run_dir: Path
+    limit: Callable[[WeightChannel], int] = max_unreleased
+    newest: int = -1
+    """Version that was published last; -1: none."""
+    _unreleased: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    """Version -> ranks that published it."""
+    _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    """Version that was released -> ranks beside this one that have not heard it."""
+    _letting_go: set[int] = field(default_factory=set[int])
+    """Released versions that the other ranks are hearing of; what they staged is still there."""
+    _release_seen: asyncio.Event = field(default_factory=asyncio.Event)
+    _manifest: WeightManifest | None = None
 
     async def first(self, version: int, kept: LiveKnobs | None) -> tuple[WeightManifest, LiveKnobs | None]:
         """As `publish`, of the version that the gang begins with; `kept` is what its checkpoint says of the knobs,
         returned without what this run cannot use."""
-        usable = await self._channels.take_up(kept)
+        usable = await self.channels.take_up(kept)
         return await self.publish(version), usable
 
     async def publish(self, version: int) -> WeightManifest:
         """Where engines find `version`. Raises TrainError when no rank gathered it, or older ones are not released."""
         is_new = self._manifest is not None and version != self.newest
-        channel = self._channels.of_new() if is_new else self._channels.newest()
-        limit = self._limit(channel)
+        channel = self.channels.of_new() if is_new else self.channels.newest()
+        limit = self.limit(channel)
         if version not in self._unreleased and len(self._unreleased) >= limit:
             await self.await_release(version, at_most=limit - 1)
         self._unheard.pop(version, None)  # ranks that publish it again drop what they had
-        with self._meter.during("wait-weights", f"publish others {version}"):
+        with self.meter.during("wait-weights", f"publish others {version}"):
             parts = await until_written(
-                lambda: self._ranks.all(TrainerContract.publish, version, channel),
-                path=self._run_dir,
-                tell=self._tell,
-                meter=self._meter,
+                lambda: self.ranks.all(TrainerContract.publish, version, channel),
+                path=self.run_dir,
+                tell=self.tell,
+                meter=self.meter,
             )
         manifest = join_parts(parts)
         if manifest is None:
             raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")
         if channel in SHARED_CHANNELS and len(set(manifest.digest.split(","))) > 1:
-            self._ctx.log.warning("version %d differs between its senders: %s", version, manifest.location)
-        manifest = msgspec.structs.replace(manifest, lineage=self._ctx.epoch, attempt=self._attempt_at(version))
+            self.ctx.log.warning("version %d differs between its senders: %s", version, manifest.location)
+        before = self._manifest
+        attempt = before.attempt + 1 if before is not None and before.version == version else 0
+        manifest = msgspec.structs.replace(manifest, lineage=self.ctx.epoch, attempt=attempt)
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
-        self._ctx.log.info("weight version %d is published over %s, digest %s", version, channel, manifest.digest)
+        self.ctx.log.info("weight version %d is published over %s, digest %s", version, channel, manifest.digest)
         return manifest
-
-    def _attempt_at(self, version: int) -> int:
-        before = self._manifest
-        return before.attempt + 1 if before is not None and before.version == version else 0
 
     @property
     def readable(self) -> WeightManifest | None:
@@ -114,14 +105,14 @@ class Publisher:
 
     async def release_older(self, before: int) -> None:
         """Release the versions below `before`: the actor that would have done it is gone."""
-        own = self._ctx.ref(TrainerContract, self._ctx.name)
+        own = self.ctx.ref(TrainerContract, self.ctx.name)
         for version in sorted(self._unreleased):
             if version < before:
                 await own.release_weights(version)
 
     async def released(self, version: int) -> None:
         """No engine reads `version` any more. A rank that misses this message gets it again with the next version."""
-        others = tuple(name for name in self._unreleased.pop(version, ()) if name != self._ctx.name)
+        others = tuple(name for name in self._unreleased.pop(version, ()) if name != self.ctx.name)
         if others:
             self._unheard[version] = others
         self._letting_go.add(version)
@@ -134,9 +125,9 @@ class Publisher:
     async def _tell_unheard(self) -> None:
         for version, names in list(self._unheard.items()):
             try:
-                await self._ctx.group(TrainerContract, names).all(TrainerContract.release_weights, version)
+                await self.ctx.group(TrainerContract, names).all(TrainerContract.release_weights, version)
             except GatherError as error:
-                self._ctx.log.warning("version %d may go, but not all ranks heard it: %s", version, error)
+                self.ctx.log.warning("version %d may go, but not all ranks heard it: %s", version, error)
                 continue
             if self._unheard.get(version) is names:
                 del self._unheard[version]
@@ -145,7 +136,7 @@ class Publisher:
         """Before `version`, wait until the engines released all published versions but `at_most`, and the other ranks
         what they staged of them, since that memory is needed."""
         try:
-            with self._meter.during("wait-weights", f"release for {version}"):
+            with self.meter.during("wait-weights", f"release for {version}"):
                 async with asyncio.timeout(RELEASE_DEADLINE_S):
                     while len(self._unreleased) + len(self._letting_go) > at_most:
                         self._release_seen.clear()
@@ -162,38 +153,32 @@ ASK_S = 5.0
 """For rollout actors to say whether a channel reaches them; less than the coordinator waits for a verdict."""
 
 
+@dataclass(slots=True)
 class ChannelChoice:
     """Chooses the channel of each version. One per run."""
 
-    def __init__(
-        self,
-        owner: KnobOwner,
-        in_force: Callable[[], str],
-        first: WeightChannel,
-        refused: Mapping[WeightChannel, str],
-        live_knobs: Callable[[], Awaitable[LiveKnobs]],
-        telemetry: TelemetryBuffer,
-    ) -> None:
-        """`in_force`: value of the knob; empty: the run has none. `first`: the run file's channel. `refused`: channels
-        that the run's shape refuses, and why. `live_knobs`: what was decided in this run. `telemetry`: the event
-        "knobs-not-restored" names a kept channel that cannot be used."""
-        self._owner = owner
-        self._in_force = in_force
-        self._live_knobs = live_knobs
-        self._telemetry = telemetry
-        self._begins_with: WeightChannel = first
-        self._refused = refused
-        self._kept: LiveKnob | None = None
-        """Decided before this gang began; the gang gets it only once engines have its first version."""
+    owner: KnobOwner
+    in_force: Callable[[], str]
+    """Value of the knob; empty: the run has none."""
+    begins_with: WeightChannel
+    """The run file's."""
+    refused: Mapping[WeightChannel, str]
+    """Channels that the run's shape refuses, and why."""
+    live_knobs: Callable[[], Awaitable[LiveKnobs]]
+    """What was decided in this run."""
+    telemetry: TelemetryBuffer
+    """Gets the event "knobs-not-restored" for a kept channel that cannot be used."""
+    _kept: LiveKnob | None = None
+    """Decided before this gang began; the gang gets it only once engines have its first version."""
 
     async def take_up(self, kept: LiveKnobs | None) -> LiveKnobs | None:
         """Before the first version. `kept`: what the checkpoint that the gang begins with says of the knobs; this run's
         own word is the newer one. Returns `kept` without a channel that this run's roles cannot use: a fork may have
         others than the run that wrote it."""
-        if not self._in_force():
+        if not self.in_force():
             return kept
         usable = None if kept is None else self._usable(kept)
-        for live in (usable or LiveKnobs(), self._usable(await self._live_knobs())):
+        for live in (usable or LiveKnobs(), self._usable(await self.live_knobs())):
             found = [k for k in live.knobs if self._is_ours(k)]
             if found:
                 self._kept = max(found, key=lambda k: k.epoch)
@@ -201,24 +186,24 @@ class ChannelChoice:
 
     def _is_ours(self, knob: LiveKnob) -> bool:
         """Whether it is the channel, and newer than the run file's word."""
-        return (knob.name, knob.first) == (CHANNEL, self._begins_with)
+        return (knob.name, knob.first) == (CHANNEL, self.begins_with)
 
     def _usable(self, live: LiveKnobs) -> LiveKnobs:
-        refused = {k: why for k in live.knobs if self._is_ours(k) and (why := _refusal(k.value, self._refused))}
+        refused = {k: why for k in live.knobs if self._is_ours(k) and (why := _refusal(k.value, self.refused))}
         for knob, why in refused.items():
-            self._telemetry.event("knobs-not-restored", f"{why}; decided by change {knob.epoch}")
+            self.telemetry.event("knobs-not-restored", f"{why}; decided by change {knob.epoch}")
         return msgspec.structs.replace(live, knobs=tuple(k for k in live.knobs if k not in refused))
 
     def of_new(self) -> WeightChannel:
         """For a version that is published for the first time."""
         self._kept = None
-        return cast(WeightChannel, self._in_force() or self._begins_with)
+        return cast(WeightChannel, self.in_force() or self.begins_with)
 
     def newest(self) -> WeightChannel:
         """For the first version after a start, and for one that is published again."""
-        if not self._in_force():
-            return self._begins_with
-        epoch, decided = self._owner.newest(CHANNEL)
+        if not self.in_force():
+            return self.begins_with
+        epoch, decided = self.owner.newest(CHANNEL)
         # Epochs, not values: to go back to the one in force is a decision like any other.
         kept = self._kept
         return cast(WeightChannel, kept.value if kept is not None and kept.epoch > epoch else decided)

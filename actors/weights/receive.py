@@ -8,6 +8,7 @@ The coordinator calls both (`coordinator`), the engine fetches bytes through `Tr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -26,41 +27,38 @@ from ..stream_checks import StreamChecks
 A = TypeVar("A")
 
 
+@dataclass(slots=True)
 class EngineWeights:
     """Of one engine; None: the actor has none, and every version is taken at its word."""
 
-    def __init__(
-        self, name: str, engine: Engine | None, checks: StreamChecks, telemetry: TelemetryBuffer, clock: Clock
-    ) -> None:
-        self._name = name
-        self._engine = engine
-        self._checks = checks
-        self._telemetry = telemetry
-        self._clock = clock
-        self._prepared: WeightManifest | None = None
-        self.lineage = 0
-        """Of the weights that serve (`WeightManifest.lineage`)."""
+    name: str
+    engine: Engine | None
+    checks: StreamChecks
+    telemetry: TelemetryBuffer
+    clock: Clock
+    lineage: int = 0
+    """Of the weights that serve (`WeightManifest.lineage`)."""
+    _prepared: WeightManifest | None = None
 
     async def prepare(self, manifest: WeightManifest) -> WeightAck:
         """Bytes beside the weights that serve, which stay whole whatever happens."""
-        if self._engine is None:
+        if self.engine is None:
             return self._ack(manifest.version)
         self._prepared = None
         try:
-            await self._engine.prepare_weights(manifest)
+            await self.engine.prepare_weights(manifest)
         except MyxaError as err:
             return self._ack(manifest.version, reason=str(err), is_whole=True)
         self._prepared = manifest
         return self._ack(manifest.version)
 
     async def commit(self, version: int) -> WeightAck:
-        """The next token is of that version."""
-        if self._engine is None:
+        if self.engine is None:
             return self._ack(version)
         if self._prepared is None or self._prepared.version != version:
-            return self._ack(version, reason=f"{self._name} has not prepared version {version}", is_whole=True)
+            return self._ack(version, reason=f"{self.name} has not prepared version {version}", is_whole=True)
         try:
-            await self._swap(self._engine, version)
+            await self._swap(self.engine, version)
         except MyxaError as err:
             return self._ack(version, reason=str(err), is_whole=isinstance(err, WeightsRefused))
         self.lineage, self._prepared = self._prepared.lineage, None
@@ -68,29 +66,29 @@ class EngineWeights:
 
     async def _swap(self, engine: Engine, version: int) -> None:
         """Commit, on its own track in the trace, since generation continues around it."""
-        started, wall_s = self._clock.monotonic(), self._clock.wall()
-        self._checks.loading(version)
+        started, wall_s = self.clock.monotonic(), self.clock.wall()
+        self.checks.loading(version)
         try:
             await engine.commit_weights(version)
         except WeightsRefused:
-            self._checks.kept()
+            self.checks.kept()
             raise
-        self._checks.loaded()
-        self._telemetry.span(
+        self.checks.loaded()
+        self.telemetry.span(
             f"adopt {version}",
             "compute",
             wall_s,
-            self._clock.monotonic() - started,
+            self.clock.monotonic() - started,
             track="weights",
             adopts_version=version,
         )
 
     def progress(self) -> WeightProgress:
-        engine = self._engine
+        engine = self.engine
         return engine.weight_progress() if isinstance(engine, ReportsProgress) else WeightProgress(at="not reported")
 
     def _ack(self, version: int, *, reason: str = "", is_whole: bool = False) -> WeightAck:
-        return WeightAck(rollout=self._name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)
+        return WeightAck(rollout=self.name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)
 
 
 class TrainerSenders:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -113,7 +113,6 @@ class Adoption:
 
     @property
     def adopting(self) -> tuple[str, ...]:
-        """Engines in the middle of adopting, by name."""
         return tuple(sorted(n for n, e in self._engines.items() if e.state is EngineState.ADOPTING))
 
     def engines_at(self, version: int | None) -> list[str]:
@@ -211,7 +210,6 @@ class Adoption:
             known.is_put_off = False
 
     def lost(self, engine: str, epoch: int) -> None:
-        """The engine is well, but its weights are gone."""
         known = self._alive(engine, epoch)
         if known is not None and known.state is EngineState.SERVING:
             known.move(engine, EngineState.JOINED)
@@ -257,6 +255,7 @@ RETRY_LIMIT_S = 4.0
 
 RELEASE_S = 10.0
 """For the trainer to hear that a version may go."""
+LEADER = "trainer/0"
 
 Phase = Literal["prepare", "commit"]
 
@@ -282,45 +281,34 @@ class NoProgress(Exception):
     """An engine made no progress for too long; says where it is."""
 
 
+@dataclass(slots=True)
 class Adopter:
     """See the module's head."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        adoption: Adoption,
-        *,
-        limits: AdoptionLimits,
-        on_adopted: Callable[[str, int, int], None],
-        on_work: Callable[[], None],
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
-    ) -> None:
-        """`on_adopted`: name, epoch, version that an engine serves. `on_work`: `adopt_pending` has something to do."""
-        self._ctx = ctx
-        self._adoption = adoption
-        self._limits = limits
-        self._on_adopted = on_adopted
-        self._on_work = on_work
-        self._meter = meter
-        self._telemetry = telemetry
-        self._clock = clock
-        self._leader = ctx.ref(TrainerContract, "trainer/0")
-        self._turn = asyncio.Lock()
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._adopted = asyncio.Event()
-        self._unreleased: set[tuple[int, int]] = set()
-        """Lineage and version of releases that the trainer has not acknowledged yet."""
-        self._is_releasing = False
-        self._to_ask: set[tuple[str, int]] = set()
-        """Engines (name, epoch) that refused too often: asked once in every round, so that a round has an end."""
+    ctx: ActorContext
+    adoption: Adoption
+    limits: AdoptionLimits
+    on_adopted: Callable[[str, int, int], None]
+    """Name, epoch, and version that an engine serves."""
+    on_work: Callable[[], None]
+    """`adopt_pending` has something to do."""
+    meter: ActivityMeter
+    telemetry: TelemetryBuffer
+    clock: Clock
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _under_way: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    _adopted: asyncio.Event = field(default_factory=asyncio.Event)
+    _unreleased: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    """Lineage and version of releases that the trainer has not acknowledged yet."""
+    _is_releasing: bool = False
+    _to_ask: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """Engines (name, epoch) that refused too often: asked once in every round, so that a round has an end."""
 
     async def engines_at(self, version: int | None) -> list[str]:
         """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
         try:
-            async with asyncio.timeout(self._limits.prepare_s + max(self._limits.commit_s, self._limits.sent_commit_s)):
-                while not (ready := self._adoption.engines_at(version)):
+            async with asyncio.timeout(self.limits.prepare_s + max(self.limits.commit_s, self.limits.sent_commit_s)):
+                while not (ready := self.adoption.engines_at(version)):
                     self._adopted.clear()
                     await self._adopted.wait()
         except TimeoutError as err:
@@ -337,14 +325,14 @@ class Adopter:
         no engine needs any more are released on the way."""
         async with self._turn:
             while self._to_ask:
-                self._adoption.ask_again(*self._to_ask.pop())
+                self.adoption.ask_again(*self._to_ask.pop())
             while True:
-                while (instruction := self._adoption.next()) is not None:
+                while (instruction := self.adoption.next()) is not None:
                     name = f"adopt-{instruction.engine}-{instruction.manifest.version}"
-                    self._under_way.add(self._ctx.spawn(self._bring(instruction), name=name))
+                    self._under_way.add(self.ctx.spawn(self._bring(instruction), name=name))
                 if not self._under_way:
                     break
-                with self._meter.during("wait-weights", f"adopt {self._adoption.newest}"):
+                with self.meter.during("wait-weights", f"adopt {self.adoption.newest}"):
                     done, _ = await asyncio.wait(self._under_way, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 self._under_way -= done
                 if done:
@@ -354,31 +342,31 @@ class Adopter:
     async def _bring(self, instruction: Adopt) -> None:
         """Prepare and commit one engine, and report the result to the bookkeeping."""
         name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
-        started_s = self._clock.monotonic()
+        started_s = self.clock.monotonic()
         phase: Phase = "prepare"
-        engine = self._ctx.ref(RolloutContract, name)
+        engine = self.ctx.ref(RolloutContract, name)
         try:
-            prepare = with_deadline(engine, self._limits.prepare_s).prepare_weights(instruction.manifest)
-            ack = await self._watched(name, self._limits.prepare_s, prepare)
+            prepare = with_deadline(engine, self.limits.prepare_s).prepare_weights(instruction.manifest)
+            ack = await self._watched(name, self.limits.prepare_s, prepare)
             if ack.accepted:
                 phase = "commit"
-                limit_s = self._limits.commit_by(instruction.manifest.channel)
+                limit_s = self.limits.commit_by(instruction.manifest.channel)
                 ack = await self._watched(name, limit_s, with_deadline(engine, limit_s).commit_weights(version))
         except (Draining, NoSuchActor, PeerDied) as err:
             text = f"{name} (epoch {epoch}) left during {phase}: {err.message}"
-            self._ctx.log.info("engine-left: %s", text)
-            self._telemetry.event("engine-left", text)
-            self._adoption.gone(name, epoch)
+            self.ctx.log.info("engine-left: %s", text)
+            self.telemetry.event("engine-left", text)
+            self.adoption.gone(name, epoch)
             return
         except (CallError, NoProgress) as err:
             self.fence(name, epoch, f"{phase} of version {version}: {err}")
             return
         if ack.accepted:
-            if not self._adoption.adopted(name, epoch, version):
+            if not self.adoption.adopted(name, epoch, version):
                 return  # that incarnation is over, or was fenced meanwhile
             self._adopted.set()
-            self._on_adopted(name, epoch, version)
-            self._telemetry.metric(version, {"weights/adopt_s": self._clock.monotonic() - started_s})
+            self.on_adopted(name, epoch, version)
+            self.telemetry.metric(version, {"weights/adopt_s": self.clock.monotonic() - started_s})
         elif ack.is_whole:
             await self._put_off(instruction, f"{phase} of version {version} refused: {ack.reason}")
         else:
@@ -387,7 +375,7 @@ class Adopter:
 
     async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
         """The engine's answer. Raises NoProgress, and what the call raises."""
-        stall = StallCheck(self._limits.stall_s, self._clock.monotonic())
+        stall = StallCheck(self.limits.stall_s, self.clock.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch(name, stall))
@@ -403,80 +391,80 @@ class Adopter:
 
     async def _watch(self, name: str, stall: StallCheck) -> None:
         """Asks how far it is, from time to time. Raises NoProgress."""
-        engine = with_deadline(self._ctx.ref(RolloutContract, name), LOOK_S)
+        engine = with_deadline(self.ctx.ref(RolloutContract, name), LOOK_S)
         while True:
             await asyncio.sleep(LOOK_S)
             progress: WeightProgress | None = None
             try:
                 progress = await engine.weight_progress()
             except CallError as err:
-                self._ctx.log.debug("%s does not say how far it is: %s", name, err)
-            if stall.heard(progress, self._clock.monotonic()):
-                raise NoProgress(f"no progress for {self._limits.stall_s:g} s: {stall.at}")
+                self.ctx.log.debug("%s does not say how far it is: %s", name, err)
+            if stall.heard(progress, self.clock.monotonic()):
+                raise NoProgress(f"no progress for {self.limits.stall_s:g} s: {stall.at}")
 
     async def _put_off(self, instruction: Adopt, reason: str) -> None:
         """Ask again after a while. An engine that refuses too often what others could take, or serves nothing anyway,
         is fenced. If no engine could take it, the publication may be at fault: the trainer publishes it again, and the
         engine is asked again, but not waited for."""
         name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
-        num_refusals = self._adoption.put_off(name, epoch)
-        self._telemetry.event("weights-refused", f"{name}: {reason}")
-        self._ctx.log.warning("weights-refused: %s: %s", name, reason)
+        num_refusals = self.adoption.put_off(name, epoch)
+        self.telemetry.event("weights-refused", f"{name}: {reason}")
+        self.ctx.log.warning("weights-refused: %s: %s", name, reason)
         pause_s = min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0))
-        if num_refusals <= MAX_REFUSALS or not self._ctx.peers("trainer/0"):
+        if num_refusals <= MAX_REFUSALS or not self.ctx.peers(LEADER):
             await asyncio.sleep(pause_s)
-            self._adoption.ask_again(name, epoch)
+            self.adoption.ask_again(name, epoch)
             return
         self._doubt(version)
-        if name not in self._adoption.serving or self._adoption.engines_at(version):
+        if name not in self.adoption.serving or self.adoption.engines_at(version):
             self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
         else:
-            self._ctx.spawn(self._ask_later(name, epoch, pause_s), name=f"ask-again-{name}")
+            self.ctx.spawn(self._ask_later(name, epoch, pause_s), name=f"ask-again-{name}")
 
     def fence(self, name: str, epoch: int, reason: str) -> None:
-        self._adoption.fenced(name, epoch)
-        self._telemetry.event("engine-fenced", f"{name}: {reason}")
-        self._ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
-        self._ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
+        self.adoption.fenced(name, epoch)
+        self.telemetry.event("engine-fenced", f"{name}: {reason}")
+        self.ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
+        self.ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
 
     async def _tell_fenced(self, name: str, epoch: int, reason: str) -> None:
         """Until it has heard, or is gone: an actor that never heard of it would wait for weights without end."""
-        engine = self._ctx.ref(RolloutContract, name)
+        engine = self.ctx.ref(RolloutContract, name)
         while True:
             try:
                 await engine.fence(epoch, reason)
             except (Draining, NoSuchActor, PeerDied, RemoteError) as err:
-                self._ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
+                self.ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
                 return
             except CallError as err:
-                self._ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
+                self.ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
                 await asyncio.sleep(RETRY_S)
             else:
                 return
 
     def _doubt(self, version: int) -> None:
         """`version` was refused for good. If no engine has it, its publication may be at fault."""
-        if not self._adoption.engines_at(version):
-            self._ctx.spawn(self._have_published_again(version), name=f"publish-again-{version}")
+        if not self.adoption.engines_at(version):
+            self.ctx.spawn(self._have_published_again(version), name=f"publish-again-{version}")
 
     async def _have_published_again(self, version: int) -> None:
         try:
-            await with_deadline(self._leader, RELEASE_S).publish_again(version)
+            await with_deadline(self.ctx.ref(TrainerContract, LEADER), RELEASE_S).publish_again(version)
         except MyxaError as err:
-            self._ctx.log.warning("the trainer was not asked to publish version %d again: %s", version, err)
+            self.ctx.log.warning("the trainer was not asked to publish version %d again: %s", version, err)
 
     async def _ask_later(self, name: str, epoch: int, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
         self._to_ask.add((name, epoch))
-        self._on_work()
+        self.on_work()
 
     def _release(self) -> None:
         """Tell the trainer which versions no engine needs. In its own task: a trainer that hangs must not delay
         the engines."""
-        self._unreleased |= {(self._adoption.lineage, version) for version in self._adoption.releasable()}
+        self._unreleased |= {(self.adoption.lineage, version) for version in self.adoption.releasable()}
         if self._unreleased and not self._is_releasing:
             self._is_releasing = True
-            self._ctx.spawn(self._tell_released(), name="release-weights")
+            self.ctx.spawn(self._tell_released(), name="release-weights")
 
     async def _tell_released(self) -> None:
         """Until it has heard: it may wait for just this before another version, and nothing else would remind us."""
@@ -485,11 +473,11 @@ class Adopter:
             while self._unreleased:
                 of, version = oldest = min(self._unreleased)
                 # Else the trainer went back, and the number may mean other weights; or it was offered again meanwhile.
-                if of == self._adoption.lineage and not self._adoption.holds(version):
+                if of == self.adoption.lineage and not self.adoption.holds(version):
                     try:
-                        await with_deadline(self._leader, RELEASE_S).release_weights(version)
+                        await with_deadline(self.ctx.ref(TrainerContract, LEADER), RELEASE_S).release_weights(version)
                     except MyxaError as err:
-                        self._ctx.log.warning("the trainer did not hear that version %d may go: %s", version, err)
+                        self.ctx.log.warning("the trainer did not hear that version %d may go: %s", version, err)
                         await asyncio.sleep(pause_s)
                         pause_s = min(2 * pause_s, RETRY_LIMIT_S)
                         continue

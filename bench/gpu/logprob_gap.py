@@ -120,11 +120,12 @@ def score_main(options: argparse.Namespace) -> None:
         [np.abs(mine - s.logprobs) for mine, s in zip(backend.score(shard.samples), shard.samples, strict=True)]
     )
     found = {"mean": float(gaps.mean()), "most": float(gaps.max()), "num": int(gaps.size)}
-    if hasattr(backend, "score_shard"):
-        own = make_shard(answers, backend.score_shard(shard))
-        metrics = backend.train(own, {}).metrics
-        found["own_kl"] = float(metrics["train/approx_kl"])
-        found["own_most"] = float(metrics["train/logprob_diff_abs_max"])
+    stepper = backend._parts.stepper
+    layouts = [[m.layout for m in micros] for micros in stepper.policy.cut(shard, skips_neutral=False)]
+    own = make_shard(answers, stepper._scores(shard.samples, layouts))  # by the passes that training makes
+    metrics = backend.train(own, {}).metrics
+    found["own_kl"] = float(metrics["train/approx_kl"])
+    found["own_most"] = float(metrics["train/logprob_diff_abs_max"])
     print(MARK + json.dumps(found), flush=True)
     backend.close()
     os._exit(0)

@@ -41,9 +41,9 @@ def open_pool(device: str, limit_bytes: int, ordinal: int = 0) -> HostPool:
     """Where released tags go; pinned for a GPU."""
     if device == "cpu":
         return HostPool(limit_bytes, None)
-    from myxa.memory.arenas.pinned import pin_for  # as above
+    from myxa.memory.arenas.cuda_driver import Pinning  # as above
 
-    return HostPool(limit_bytes, pin_for(ordinal))
+    return HostPool(limit_bytes, Pinning(ordinal))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ lock keeps torch's allocator, which may call from any thread, out of the middle 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import get_args
@@ -39,11 +40,8 @@ CHUNK_BYTES = 256 << 20
 
 
 class Arena:
-    """The tags of one device. Driver and pool belong to the arena from here on: `close` closes them too.
-
-    `chunk_bytes`: memory is created, copied and given back in pieces of this size at most (rounded up to the driver's
-    granularity).
-    """
+    """The tags of one device. Driver and pool belong to the arena from here on: `close` closes them too. `chunk_bytes`:
+    memory is created, copied and given back in pieces of this size at most (rounded up to the driver's granularity)."""
 
     def __init__(self, driver: VmmDriver, pool: HostPool, clock: Clock, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         if chunk_bytes <= 0:
@@ -56,7 +54,6 @@ class Arena:
 
     @property
     def device(self) -> str:
-        """As the driver names it."""
         return self._mover.driver.device
 
     @property
@@ -142,10 +139,8 @@ class Arena:
 
     def divide(self, parts: Sequence[Tag]) -> None:
         """Deal what the first tag holds out to all of these, which leave and come back each on its own from now on:
-        regions go over whole, so that the parts are as equal as these allow; small ones stay together.
-
-        MemoryFault when a part is not on the device, holds memory already, or has another policy.
-        """
+        regions go over whole, so that the parts are as equal as these allow; small ones stay together. MemoryFault when
+        a part is not on the device, holds memory already, or has another policy."""
         with self._lock:
             whole, *others = memories = self._chosen(parts)
             for memory in memories:
@@ -178,12 +173,10 @@ class Arena:
     # -- leaving and coming back -----------------------------------------------------------------------------------
 
     def release(self, tags: Collection[Tag]) -> MovedMemory:
-        """Take tags off the device, each by its policy; those that are away already are left alone.
-
-        Waits for all work on the device first. Raises MemoryFault before anything moved when a tag is unknown, kept
-        or poisoned, or when the host pool has no room. When a copy fails its tag is poisoned; what had left before
-        stays away, what had not begun stays.
-        """
+        """Take tags off the device, each by its policy; those that are away already are left alone. Waits for all work
+        on the device first. Raises MemoryFault before anything moved when a tag is unknown, kept or poisoned, or when
+        the host pool has no room. When a copy fails its tag is poisoned; what had left before stays away, what had not
+        begun stays."""
         with self._lock:
             meter = TransferMeter(self._mover.clock)
             leaving = [m for m in self._chosen(tags) if m.backing not in AWAY]
@@ -204,10 +197,8 @@ class Arena:
 
     def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag] = ()) -> Restoring:
         """Map tags that are away and let their contents stream in; a tag may be touched after its `wait`. Those
-        `awaited` are wanted before anybody computes: they may take the device's processors.
-
-        Raises OutOfDeviceMemory, with everything as it was, when not all of it fits.
-        """
+        `awaited` are wanted before anybody computes: they may take the device's processors. Raises OutOfDeviceMemory,
+        with everything as it was, when not all of it fits."""
         with self._lock:
             meter = TransferMeter(self._mover.clock)
             memories = self._chosen(tags)
@@ -215,7 +206,7 @@ class Arena:
                 if memory.backing == "poisoned":
                     self._mover.settle(memory)
             self._mover.begin_restore([m for m in memories if m.backing in AWAY], awaited, meter)
-            return Restoring(self._mover.settle, self._lock, memories, meter)
+            return Restoring(self._mover.settle, self._lock, {m.tag: m for m in memories}, meter)
 
     def restore(self, tags: Collection[Tag]) -> MovedMemory:
         """Bring tags back and wait for their contents. A tag under policy rematerialise comes back undefined and is
@@ -293,35 +284,28 @@ def _all_of(ends: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
+@dataclass(frozen=True, slots=True)
 class Restoring:
     """Tags with copies under way. Not waiting for them leaks nothing: the arena's next call on a tag waits."""
 
-    def __init__(
-        self,
-        settle: Callable[[TaggedMemory], None],
-        lock: RLock,
-        memories: Sequence[TaggedMemory],
-        meter: TransferMeter,
-    ) -> None:
-        self._settle = settle
-        self._lock = lock
-        self._memories: dict[Tag, TaggedMemory] = {memory.tag: memory for memory in memories}
-        self._meter = meter
+    settle: Callable[[TaggedMemory], None]
+    lock: RLock
+    memories: dict[Tag, TaggedMemory]
+    meter: TransferMeter
 
     def wait(self, tag: Tag) -> None:
         """Until this tag is there. Raises MemoryFault when a copy failed; the tag is poisoned then."""
-        memory = self._memories.get(tag)
+        memory = self.memories.get(tag)
         if memory is None:
-            others = ", ".join(self._memories) or "nothing is"
+            others = ", ".join(self.memories) or "nothing is"
             raise MemoryFault(f"tag {tag!r} is not on its way here ({others})", remedy="wait for a tag asked for")
-        with self._lock, self._meter.part("copy"):
-            self._settle(memory)
+        with self.lock, self.meter.part("copy"):
+            self.settle(memory)
 
     def wait_all(self) -> MovedMemory:
-        """Until everything is there."""
-        for tag in self._memories:
+        for tag in self.memories:
             self.wait(tag)
-        return self._meter.total()
+        return self.meter.total()
 
 
 class SpreadArenas:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from threading import RLock, local
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -29,9 +29,8 @@ from ...core.clock import Clock
 from ...core.device_memory import MovedMemory, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .arena import CHUNK_BYTES, Arena, Restoring
-from .cuda_driver import LIBRARY, CudaDriver
+from .cuda_driver import LIBRARY, CudaDriver, Pinning
 from .host_pool import HostPool
-from .pinned import Pinning
 from .segment_table import MAX_CHUNK_BYTES, SLOTS, SegmentTable, TorchSegment
 from .tagged_memory import MAPPED, REMEDIES
 
@@ -52,29 +51,11 @@ def vacate(device: str) -> None:
         trim_torch_cache(torch.cuda.current_device())
 
 
-class CachingAllocator(Protocol):
-    """The few things wanted of torch's caching allocator on one GPU."""
-
-    @property
-    def no_memory(self) -> type[Exception]:
-        """What it raises when a pool's allocator gave nothing."""
-        ...
-
-    def pool(self, library: Path, allocate: str, free: str) -> object:
-        """A pool whose segments come from these two functions; it ends with its last reference."""
-        ...
-
-    def using(self, pool: object) -> AbstractContextManager[None]:
-        """This thread's allocations go to the pool meanwhile."""
-        ...
-
-    def trim(self) -> None:
-        """Give back unused memory that it caches, outside of living pools."""
-        ...
-
-
 class TorchCachingAllocator:
-    """torch's own, on GPU `ordinal`."""
+    """torch's caching allocator, on GPU `ordinal`."""
+
+    no_memory: type[Exception] = torch.OutOfMemoryError
+    """What it raises when a pool's allocator gave nothing."""
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
@@ -91,11 +72,8 @@ class TorchCachingAllocator:
                 remedy="leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF (and PYTORCH_ALLOC_CONF)",
             )
 
-    @property
-    def no_memory(self) -> type[Exception]:
-        return torch.OutOfMemoryError
-
     def pool(self, library: Path, allocate: str, free: str) -> object:
+        """A pool whose segments come from these two functions; it ends with its last reference."""
         allocator = torch.cuda.memory.CUDAPluggableAllocator(str(library), allocate, free).allocator()
         # torch's pool points at the allocator and frees through it as late as at the interpreter's end: it never dies.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(allocator))
@@ -103,6 +81,7 @@ class TorchCachingAllocator:
             return torch.cuda.MemPool(allocator)
 
     def using(self, pool: object) -> AbstractContextManager[None]:
+        """This thread's allocations go to the pool meanwhile."""
         return torch.cuda.use_mem_pool(cast("torch.cuda.MemPool", pool), self._ordinal)
 
     def trim(self) -> None:
@@ -112,12 +91,9 @@ class TorchCachingAllocator:
 class CudaMemory:
     """One process's memory on one GPU. Any thread may allocate; one worker thread moves tags, as with the arena."""
 
-    def __init__(
-        self, arena: Arena, driver: CudaDriver, pinning: Pinning, table: SegmentTable, caching: CachingAllocator
-    ) -> None:
+    def __init__(self, arena: Arena, driver: CudaDriver, table: SegmentTable, caching: TorchCachingAllocator) -> None:
         self.arena = arena
         self.driver = driver
-        self.pinning = pinning
         self.table = table
         self._caching = caching
         self._pools: dict[Tag, object] = {}
@@ -131,11 +107,9 @@ class CudaMemory:
 
     @contextmanager
     def region(self, tag: Tag, policy: TagPolicy) -> Generator[None]:
-        """What this thread allocates by torch on this GPU belongs to `tag` (declared so, if it was not).
-
-        Raises MemoryFault when the tag is away: torch would hand out addresses without memory; OutOfDeviceMemory in the
-        driver's words instead of torch's error when a segment could not be had.
-        """
+        """What this thread allocates by torch on this GPU belongs to `tag` (declared so, if it was not). Raises
+        MemoryFault when the tag is away: torch would hand out addresses without memory; OutOfDeviceMemory in the
+        driver's words instead of torch's error when a segment could not be had."""
         inside = getattr(self._here, "tag", None)
         if inside is not None:
             raise MemoryFault(
@@ -184,10 +158,8 @@ class CudaMemory:
                 self.table.reap()
 
     def shrink(self, tags: Collection[Tag]) -> None:
-        """End these tags' pools: segments without a living tensor go back to the device.
-
-        The next region of such a tag has a fresh pool; living tensors keep their memory.
-        """
+        """End these tags' pools: segments without a living tensor go back to the device. The next region of such a tag
+        has a fresh pool; living tensors keep their memory."""
         with self._lock:
             if not [tag for tag in tags if self._pools.pop(tag, None) is not None]:
                 return
@@ -217,7 +189,6 @@ class CudaMemory:
         self.arena.divide(parts)
 
     def mark_dirty(self, tag: Tag) -> None:
-        """See `Arena`."""
         self.arena.mark_dirty(tag)
 
     def release(self, tags: Collection[Tag]) -> MovedMemory:
@@ -232,7 +203,6 @@ class CudaMemory:
         return self.arena.begin_restore(tags, awaited=awaited)
 
     def report(self) -> tuple[TagReport, ...]:
-        """Every tag, as reported to a manager."""
         return self.arena.report()
 
     def close(self) -> None:
@@ -299,20 +269,18 @@ def open_cuda(
     num_threads: int = 8,
     library: str = LIBRARY,
     cache_dir: Path | None = None,
-    caching: CachingAllocator | None = None,
+    caching: TorchCachingAllocator | None = None,
 ) -> CudaMemory:
-    """Everything for GPU `ordinal` (among those visible, as torch counts them), or nothing and an error.
-
-    `pool_bytes` of the host are made resident and pinned before this returns, by `num_threads` threads: at least the
-    sum of all tags with policy backup. The allocator for torch is compiled at the first use on a machine.
-    `caching` None: torch's, which makes torch's context of this GPU if there is none yet.
-    """
+    """Everything for GPU `ordinal` (among those visible, as torch counts them), or nothing and an error. `pool_bytes`
+    of the host are made resident and pinned before this returns, by `num_threads` threads: at least the sum of all tags
+    with policy backup. The allocator for torch is compiled at the first use on a machine. `caching` None: torch's,
+    which makes torch's context of this GPU if there is none yet."""
     with ExitStack() as undo:
         driver = CudaDriver(ordinal, library)
         undo.callback(driver.close)
         table = SegmentTable(library=library, chunk_bytes=min(chunk_bytes, MAX_CHUNK_BYTES), cache_dir=cache_dir)
         allocator = caching or TorchCachingAllocator(ordinal)
-        pinning = Pinning(ordinal, library=library, num_threads=num_threads, clock=clock)
+        pinning = Pinning(ordinal, library=library, num_threads=num_threads)
         arena = Arena(driver, HostPool(pool_bytes, pinning), clock, chunk_bytes=chunk_bytes)
         undo.pop_all()
-    return CudaMemory(arena, driver, pinning, table, allocator)
+    return CudaMemory(arena, driver, table, allocator)

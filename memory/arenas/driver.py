@@ -29,7 +29,6 @@ class VmmDriver(Protocol):
 
     def free_reservation(self, address: int, num_bytes: int) -> None:
         """Nothing may be mapped in it."""
-        ...
 
     def create(self, num_bytes: int) -> int:
         """Memory; returns its handle. Raises OutOfDeviceMemory when there is not enough."""
@@ -37,15 +36,12 @@ class VmmDriver(Protocol):
 
     def release(self, handle: int, num_bytes: int) -> None:
         """Give it back; it must not be mapped."""
-        ...
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
         """The whole chunk, readable and writable."""
-        ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
         """The addresses stay reserved; touching them is an error from now on."""
-        ...
 
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> int:
         """Begin a copy to the host; returns a ticket for `wait`."""
@@ -62,11 +58,9 @@ class VmmDriver(Protocol):
 
     def wait(self, ticket: int) -> None:
         """Until that copy or filling is done, and all of its kind that were begun before it."""
-        ...
 
     def synchronise(self) -> None:
         """Until nothing that this process started runs on the device any more."""
-        ...
 
     def free_bytes(self) -> int:
         """Measured now, as this process sees it."""
@@ -78,4 +72,3 @@ class VmmDriver(Protocol):
 
     def close(self) -> None:
         """Streams and handles of the driver itself."""
-        ...

@@ -68,7 +68,6 @@ def map_anonymous(num_bytes: int) -> int:
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Addresses and all."""
     _check(not _munmap(address, num_bytes), "munmap", num_bytes, address)
 
 
@@ -98,5 +97,4 @@ def zero(address: int, num_bytes: int) -> None:
 
 
 def view(address: int, num_bytes: int) -> memoryview:
-    """The bytes themselves, without an owner."""
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

@@ -141,13 +141,10 @@ class ChunkMover:
 
     def begin_restore(self, coming: Sequence[TaggedMemory], awaited: Collection[Tag], meter: TransferMeter) -> None:
         """Map memories that are away and begin to fill them; `settle` waits for each. `awaited`: tags for which it will
-        be called at once.
-
-        Of those awaited, what is copied goes before the others: the link is busy from the first chunk on, and mapping
-        the rest (1.5 ms a GiB on an H200) happens beside it. What streams in is begun when everything is mapped: its
-        copies take turns with the driver's clearing of freed memory, and mapping may wait for both (0.46 s until an
-        8B-shaped trainer had what it begins with, on two H200s; 0.20 this way).
-        """
+        be called at once. Of those awaited, what is copied goes before the others: the link is busy from the first
+        chunk on, and mapping the rest (1.5 ms a GiB on an H200) happens beside it. What streams in is begun when
+        everything is mapped: its copies take turns with the driver's clearing of freed memory, and mapping may wait for
+        both (0.46 s until an 8B-shaped trainer had what it begins with, on two H200s; 0.20 this way)."""
         ordered = sorted(coming, key=lambda memory: (memory.tag not in awaited, memory.backing != "host"))
         for index, memory in enumerate(ordered):
             try:
@@ -218,11 +215,9 @@ class ChunkMover:
     # -- leaving
 
     def reserve_host_copies(self, leaving: Sequence[TaggedMemory], staying: Iterable[TaggedMemory]) -> None:
-        """Room on the host for all that will be copied, or MemoryFault with nothing changed.
-
-        Copies kept of `staying` tags that are on the device are given up for it, out-of-date ones first: those tags
-        lose no byte, they will have to be copied again when they leave.
-        """
+        """Room on the host for all that will be copied, or MemoryFault with nothing changed. Copies kept of `staying`
+        tags that are on the device are given up for it, out-of-date ones first: those tags lose no byte, they will have
+        to be copied again when they leave."""
         chunks = [chunk for memory in leaving for chunk in memory.chunks() if chunk.slab is None]
         wanted = sum(chunk.num_bytes for chunk in chunks)
         spare = [m for m in staying if m.backing in MAPPED and m.host_bytes]

@@ -45,7 +45,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ...core.clock import Clock, SystemClock
 from ...core.errors import MemoryFault
 from .. import native
-from .residency import Absent, CommStats, MembershipCheck, first_line
+from .residency import Absent, MembershipCheck, first_line
 
 Native = Literal["gloo", "nccl"]
 KEYS = "myxa"
@@ -104,12 +104,12 @@ def built_proxy(cache_dir: Path | None = None, compilers: Collection[str] = nati
     )
 
 
-def load(cache_dir: Path | None = None) -> ModuleType:
+def load() -> ModuleType:
     """The module with `ReloadableBackend`; compiled first where the cache has none. A process has one: its type is
     known to torch under one name."""
     if MODULE in sys.modules:
         return sys.modules[MODULE]
-    path = built_proxy(cache_dir)
+    path = built_proxy()
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
@@ -135,10 +135,8 @@ class Overrun(MemoryFault):
 
 
 def within(seconds: float, what: Callable[[], str], work: Callable[[], T]) -> T:
-    """The result, or error, of `work`; Overrun with `what()` after `seconds`.
-
-    In a daemon thread: one of `concurrent.futures` would be joined at exit, so that one hung call would keep the
-    process from ending."""
+    """The result, or error, of `work`; Overrun with `what()` after `seconds`. In a daemon thread: one of
+    `concurrent.futures` would be joined at exit, so that one hung call would keep the process from ending."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -341,18 +339,11 @@ class EpochGate:
 class ReloadComms:
     """CommResidency over proxies; one per process. Methods block."""
 
-    def __init__(
-        self,
-        *,
-        cache: Path | None = None,
-        first_op_timeout_s: float = 60.0,
-        local_kinds: Collection[Native] = ("nccl",),
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, *, first_op_timeout_s: float = 60.0, local_kinds: Collection[Native] = ("nccl",)) -> None:
         """`local_kinds`: whose groups of one copy for themselves instead of asking the library, which would build a
         communicator."""
-        self._module = load(cache)
-        self._clock = clock or SystemClock()
+        self._module = load()
+        self._clock = SystemClock()
         self._first_op_timeout_s = first_op_timeout_s
         self._local_kinds = frozenset(local_kinds)
         self._gate = EpochGate()
@@ -413,12 +404,11 @@ class ReloadComms:
 
     # -- the manager's side
 
-    def stats(self) -> CommStats:
-        """At present."""
-        num_live = sum(group.is_live for group in self._groups.values())
-        return CommStats(epoch=self._gate.newest, num_groups=len(self._groups), num_live=num_live)
+    def live(self) -> list[ProxiedGroup]:
+        """Groups with a communicator, by name."""
+        return [group for _, group in sorted(self._groups.items()) if group.is_live]
 
-    def release(self, epoch: int, timeout_s: float) -> CommStats:
+    def release(self, epoch: int, timeout_s: float) -> None:
         """Drop every inner backend, once all members have come. A member that does not come keeps all others' alive."""
         if self._gate.needs_work("release", epoch):
             deadline = self._clock.monotonic() + timeout_s
@@ -433,9 +423,8 @@ class ReloadComms:
                 raise
             self._tell(f"released under epoch {epoch}")
         self._gate.became("released", epoch)
-        return self.stats()
 
-    def restore(self, epoch: int, timeout_s: float) -> CommStats:
+    def restore(self, epoch: int, timeout_s: float) -> None:
         """Groups may be used again, once all members have come; those that were live are built."""
         if self._gate.needs_work("restore", epoch):
             deadline = self._clock.monotonic() + timeout_s
@@ -454,7 +443,6 @@ class ReloadComms:
             self._was_live = ()
             self._tell(f"at epoch {epoch}")
         self._gate.became("live", epoch)
-        return self.stats()
 
     def abort(self) -> None:
         """Drop without asking anybody. MemoryFault when the libraries hang even in that: end this process then."""
@@ -491,8 +479,7 @@ class ReloadComms:
             self._membership.tell(where)
 
     def _drop_all(self) -> None:
-        live = [group for _, group in sorted(self._groups.items()) if group.is_live]
-        self._for_each(live, lambda g: g.drop("shutdown" if g.kind == "nccl" else ""), NUM_DROPS)
+        self._for_each(self.live(), lambda g: g.drop("shutdown" if g.kind == "nccl" else ""), NUM_DROPS)
 
     def _abort_all(self) -> None:
         """All at the same time: each ends its own threads and frees its memory, and frees may wait for what runs
@@ -514,8 +501,7 @@ class ReloadComms:
         all_at_once(groups, run, num_at_once)
 
     def _note_live(self) -> None:
-        live = {name for name, group in self._groups.items() if group.is_live}
-        self._was_live = tuple(sorted(live.union(self._was_live)))
+        self._was_live = tuple(sorted({group.name for group in self.live()}.union(self._was_live)))
 
     def _within(self, deadline: float, word: str, work: Callable[[], None]) -> None:
         """In its own thread, on the caller's device."""

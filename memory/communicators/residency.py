@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ...core.clock import Clock
@@ -27,35 +26,18 @@ MAX_POLL_S = 0.02
 GAVE_UP = "gave up"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommStats:
-    """Communicators of this process."""
-
-    epoch: int
-    num_groups: int
-    num_live: int
-    """Of them built and not released now."""
-
-
 class CommResidency(Protocol):
     """Releases communicators. Methods block: call them in the backend thread, never on the event loop."""
 
-    def stats(self) -> CommStats:
-        """At present."""
-        ...
-
-    def release(self, epoch: int, timeout_s: float) -> CommStats:
+    def release(self, epoch: int, timeout_s: float) -> None:
         """Give the memory back. Idempotent for an epoch; an epoch older than the newest seen is refused.
         Raises MemoryFault naming group and rank when the others did not come within `timeout_s`."""
-        ...
 
-    def restore(self, epoch: int, timeout_s: float) -> CommStats:
+    def restore(self, epoch: int, timeout_s: float) -> None:
         """Usable again under `epoch`, which is newer than that of the release."""
-        ...
 
     def abort(self) -> None:
         """A member died: give up whatever hangs in a collective, and the memory with it."""
-        ...
 
 
 class Absent(MemoryFault):
@@ -95,10 +77,8 @@ class MembershipCheck:
         self._left.append(mine)
 
     def meet(self, point: str, ranks: Collection[int], deadline: float, word: str = "") -> dict[int, str]:
-        """Wait until all `ranks` came to `point`; the word that each brought.
-
-        `deadline` is a reading of the clock. Raises Absent with the ranks that did not come.
-        """
+        """Wait until all `ranks` came to `point`; the word that each brought. `deadline` is a reading of the clock.
+        Raises Absent with the ranks that did not come."""
         keys = {rank: f"{point}/{rank}" for rank in sorted(ranks)}
         mine = f"{point}/{self.rank}"
         self._guard(lambda: self._store.set(mine, word))

@@ -51,16 +51,14 @@ from ...core.errors import MemoryFault
 
 ALLOWED: MappingProxyType[TenantState, frozenset[TenantState]] = MappingProxyType(
     {
-        "cold": frozenset({"releasing", "granted", "restoring", "active", "fenced", "dead"}),
-        "active": frozenset({"draining", "fenced", "dead"}),
-        "draining": frozenset({"quiesced", "active", "fenced", "dead"}),
-        "quiesced": frozenset({"releasing", "restoring", "active", "fenced", "dead"}),
-        "releasing": frozenset({"released", "quiesced", "granted", "fenced", "dead"}),
-        "released": frozenset({"releasing", "granted", "restoring", "active", "fenced", "dead"}),
-        "granted": frozenset({"quiesced", "restoring", "releasing", "active", "fenced", "dead"}),
-        "restoring": frozenset({"quiesced", "released", "granted", "fenced", "dead"}),
-        "fenced": frozenset({"active", "quiesced", "released", "granted", "cold", "dead"}),
-        "dead": frozenset(),
+        "cold": frozenset({"releasing", "granted", "restoring", "active"}),
+        "active": frozenset({"draining"}),
+        "draining": frozenset({"quiesced", "active"}),
+        "quiesced": frozenset({"releasing", "restoring", "active"}),
+        "releasing": frozenset({"released", "quiesced", "granted"}),
+        "released": frozenset({"releasing", "granted", "restoring", "active"}),
+        "granted": frozenset({"quiesced", "restoring", "releasing", "active"}),
+        "restoring": frozenset({"quiesced", "released", "granted"}),
     }
 )
 """From -> to."""

@@ -18,10 +18,12 @@ import msgspec
 import numpy as np
 
 from myxa.actors.backends.rank_backend import RankSettings
+from myxa.actors.backends.torch_backend.accounting import skips_neutral
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.tensors import whole_tensor
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
+from myxa.algos.objective import objective_config
 from myxa.core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import MyxaError
 from myxa.core.protocols import StepStats
@@ -114,6 +116,23 @@ def make_backend(
         **rest,
     )
     return TorchBackend(config)
+
+
+def own_scores(backend: Any, shard: TrainShard) -> list[np.ndarray]:
+    """Log-probs of the loss tokens by the very passes that `train` makes of the shard, and those of samples that it
+    leaves out."""
+    stepper = backend._parts.stepper
+    objective = objective_config(stepper.settings.algo, max(1, len(shard.minibatches)))
+    micros = [m for part in stepper.policy.cut(shard, skips_neutral=skips_neutral(objective)) for m in part]
+    taken = {i for micro in micros for i in micro.layout.members}
+    left = [[i for i in micro if i not in taken] for minibatch in shard.minibatches for micro in minibatch]
+    return stepper._scores(shard.samples, [[m.layout for m in micros], stepper.policy.layouts(shard.samples, left)])
+
+
+def with_scores(shard: TrainShard, scores: Sequence[np.ndarray]) -> TrainShard:
+    """The shard as if the scores had been the engine's log-probs."""
+    samples = tuple(msgspec.structs.replace(s, logprobs=v) for s, v in zip(shard.samples, scores, strict=True))
+    return msgspec.structs.replace(shard, samples=samples)
 
 
 def weights_of(backend: TorchBackend) -> dict[str, np.ndarray]:

@@ -83,11 +83,11 @@ def check_weights(case: dict[str, Any], chunks: list[Any], config: Any, layout: 
     """Names that this rank sent; AssertionError for a tensor that is not the folder's."""
     folder = load_file(Path(case["folder"]) / "model.safetensors")
     names: list[str] = []
-    for name, tensor in iter_hf_tensors(chunks, config, layout):
+    for name, tensor in iter_hf_tensors(chunks, config):
         same(name, tensor, folder[name])
         names.append(name)
     everything = {}
-    for name, tensor in iter_hf_tensors(chunks, config, layout, to_all=True):
+    for name, tensor in iter_hf_tensors(chunks, config, to_all=True):
         same(name, tensor, folder[name])
         everything[name] = 1
     assert everything.keys() == folder.keys(), everything.keys() ^ folder.keys()
@@ -198,7 +198,7 @@ def check_numbers(case: dict[str, Any], chunks: list[Any], config: Any, layout: 
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     loss = float(expected.pop("loss"))
     result = {"gradient": 0.0, "loss": abs(float(total[0] / total[1]) - loss) / loss if reports else 0.0}
-    for name, gradient in iter_hf_tensors(wrapped, config, layout, to_all=True, pick=main_grad):
+    for name, gradient in iter_hf_tensors(wrapped, config, to_all=True, pick=main_grad):
         wanted, gradient = expected.pop(name), gradient.cpu()
         result["gradient"] = max(
             result["gradient"], float((gradient - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))

@@ -116,7 +116,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
             result["lost"] = without_its_folder(backend, out / "lost")
         if case.get("export_hf"):
             backend.export_hf(str(out / "hf"))
-        mine = with_own_scores(shards[0], backend.score_shard(shards[0]))
+        mine = gang_rank.with_scores(shards[0], gang_rank.own_scores(backend, shards[0]))
         stats = backend.train(mine, {})
         result["metrics_of_own_scores"] = stats.metrics
         result["shown"] = gang_rank.shown(mine, stats)
@@ -147,11 +147,13 @@ def reloading() -> Callable[[], None]:
     comms.register()
 
     def reload() -> None:
-        before = comms.stats()
-        assert before.num_groups > 10, "Megatron makes many groups"
-        assert before.num_live > 2, "they are behind proxies"
-        assert comms.release(before.epoch + 1, RELOAD_S).num_live == 0
-        assert comms.restore(before.epoch + 2, RELOAD_S).num_live >= before.num_live
+        epoch, num_live = comms._gate.newest, len(comms.live())
+        assert len(comms._groups) > 10, "Megatron makes many groups"
+        assert num_live > 2, "they are behind proxies"
+        comms.release(epoch + 1, RELOAD_S)
+        assert not comms.live()
+        comms.restore(epoch + 2, RELOAD_S)
+        assert len(comms.live()) >= num_live
 
     return reload
 
@@ -182,7 +184,7 @@ def share_routed_alike(backend: Any, shard: Any) -> float:
     """Of all tokens in all layers of experts: how many go to the same experts in the training passes of a step as in
     its scoring passes before."""
     maps: list[Any] = []
-    for chunk in backend._parts.stepper._policy._pipeline.chunks:
+    for chunk in backend._parts.stepper.policy._pipeline.chunks:
         for module in chunk.modules():
             if type(module).__name__ == "TopKRouter":
                 module.register_forward_hook(lambda _module, _input, output: maps.append(output[1].clone()))
@@ -203,12 +205,6 @@ def weights_of(backend: Any) -> dict[str, np.ndarray]:
             values = np.frombuffer(bytes(array.data), np.float32)
         found[array.spec.name] = values.reshape(array.spec.shape)
     return found
-
-
-def with_own_scores(shard: Any, scores: list[np.ndarray]) -> Any:
-    """The shard as if an engine with exactly our numbers had sampled it."""
-    samples = tuple(msgspec.structs.replace(s, logprobs=v) for s, v in zip(shard.samples, scores, strict=True))
-    return msgspec.structs.replace(shard, samples=samples)
 
 
 def named(shard: Any, scores: list[np.ndarray]) -> dict[str, list[float]]:

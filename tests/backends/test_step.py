@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.backends.gang_rank import own_scores, with_scores
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
@@ -20,12 +21,6 @@ Shards = Callable[..., tuple[TrainShard, ...]]
 Weights = Callable[[TorchBackend], dict[str, np.ndarray]]
 
 PLAIN = {"eps": 1e-4, "lr": 1e-3}
-
-
-def with_behaviour(shard: TrainShard, scores: list[np.ndarray]) -> TrainShard:
-    """The shard as if the scores had been the engine's log-probs."""
-    samples = tuple(msgspec.structs.replace(s, logprobs=scores[i]) for i, s in enumerate(shard.samples))
-    return msgspec.structs.replace(shard, samples=samples)
 
 
 def change(shard: TrainShard, position: int, **fields: Any) -> TrainShard:
@@ -45,7 +40,7 @@ def test_the_first_ratio_is_one_to_the_last_bit(
 ) -> None:
     backend = backends(algo={"minibatches": minibatches, "batch_size": 6, "entropy_coef": entropy_coef})
     (shard,) = make_shards(31, minibatches=minibatches)
-    metrics = backend.train(with_behaviour(shard, backend.score_shard(shard)), {}).metrics
+    metrics = backend.train(with_scores(shard, own_scores(backend, shard)), {}).metrics
     assert metrics["train/logprob_diff_abs_mean"] == 0.0
     assert metrics["train/logprob_diff_abs_max"] == 0.0
     if minibatches == 1:
@@ -63,7 +58,7 @@ def test_the_log_probs_that_people_are_shown_are_those_of_the_pass(
 ) -> None:
     backend = backends(algo={"minibatches": minibatches, "batch_size": 6})
     (shard,) = make_shards(31, minibatches=minibatches)
-    scores = backend.score_shard(shard)
+    scores = own_scores(backend, shard)
     told = {(s.group_id, s.index): s.logprobs for s in backend.train(shard, {}).scores}
     assert {group_id for group_id, _ in told} == set(shard.shown_groups)
     assert len(shard.shown_groups) == 4
@@ -101,7 +96,7 @@ def test_the_reference_may_be_another_model_over_the_same_vocabulary(
     make_tiny_model(tmp_path / "foreign", "0p5m", seed=4, vocab_size=300)
     backend = backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "ref")})
     judge = backends(folder=tmp_path / "ref")
-    mine = with_behaviour(shard, backend.score_shard(shard))
+    mine = with_scores(shard, own_scores(backend, shard))
     reference = judge.score(shard.samples)
     x = np.concatenate([(s.logprobs - r)[s.loss_mask == 1] for s, r in zip(mine.samples, reference, strict=True)])
     assert backend.train(shard, {}).metrics["train/kl"] == pytest.approx(np.mean(np.exp(-x) - 1 + x), rel=1e-4)
@@ -154,7 +149,7 @@ def test_distillation_is_training_on_the_gap_to_the_teacher_token_by_token(
     (shard,) = make_shards(32)
     algo = {"kl_coef": 0.5, "kl_in": "advantage", "kl_kind": "k1", "ref_path": str(tmp_path / "teacher")}
     student = backends(algo=algo, optimizer=PLAIN)
-    mine = with_behaviour(shard, student.score_shard(shard))
+    mine = with_scores(shard, own_scores(student, shard))
     teacher = backends(folder=tmp_path / "teacher").score(mine.samples)
     by_hand = tuple(
         msgspec.structs.replace(s, advantage=1.0, token_advantages=s.advantage - 0.5 * (s.logprobs - t))
@@ -177,7 +172,7 @@ def test_a_freeze_that_fits_nothing_or_everything_is_refused(backends: Backends,
 def test_scores_of_loose_samples_are_those_of_the_shard(backends: Backends, make_shards: Shards) -> None:
     backend = backends()
     (shard,) = make_shards(33)
-    exact = backend.score_shard(shard)
+    exact = own_scores(backend, shard)
     for got, expected, sample in zip(backend.score(shard.samples), exact, shard.samples, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
         assert got.dtype == np.float32
@@ -243,7 +238,7 @@ def test_supervised_training_lowers_the_loss(backends: Backends, make_shards: Sh
     assert losses[0] > 4
     assert losses[-1] < 1.5, losses
     assert losses[0] == pytest.approx(-np.mean(np.concatenate(
-        [s[x.loss_mask == 1] for s, x in zip(backends(algo={"kind": "sft"}).score_shard(shard), shard.samples, strict=True)]
+        [s[x.loss_mask == 1] for s, x in zip(own_scores(backends(algo={"kind": "sft"}), shard), shard.samples, strict=True)]
     )), rel=1e-5)  # fmt: skip
 
 
@@ -383,7 +378,7 @@ def test_several_mini_batches_keep_the_proximal_policy_of_the_start(backends: Ba
     """With exact behaviour log-probs all weights are 1, whatever the earlier mini-batches did to the live policy."""
     backend = backends(algo={"minibatches": 3, "batch_size": 6, "correction": "decoupled"}, optimizer={"lr": 3e-3})
     (shard,) = make_shards(45, minibatches=3)
-    metrics = backend.train(with_behaviour(shard, backend.score_shard(shard)), {}).metrics
+    metrics = backend.train(with_scores(shard, own_scores(backend, shard)), {}).metrics
     assert metrics["train/weight"] == 1.0
     assert metrics["train/ratio_max"] > 1.0
     assert metrics["train/num_updates"] == 3.0

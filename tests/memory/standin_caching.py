@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from myxa.memory.arenas.cuda_memory import TorchCachingAllocator
+
 GRANULE = 2 << 20
 
 
@@ -38,7 +40,7 @@ class Handle:
         self.pool.owner.ended.append(self.pool)
 
 
-class StandinCaching:
+class StandinCaching(TorchCachingAllocator):
     no_memory = NoMemory
 
     def __init__(self, ordinal: int = 0) -> None:

@@ -12,9 +12,8 @@ from myxa.core.clock import SystemClock
 from myxa.core.device_memory import Tag
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas.arena import Arena
-from myxa.memory.arenas.cuda_driver import IN, OUT, CudaDriver, CudaLibrary, PrimaryContext
+from myxa.memory.arenas.cuda_driver import IN, OUT, CudaDriver, CudaLibrary, Pinning, PrimaryContext
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.pinned import Pinning, pin_for
 
 OUT_OF_MEMORY, INVALID_VALUE, INVALID_DEVICE, LAUNCH_FAILED = 2, 1, 101, 719
 
@@ -100,7 +99,7 @@ def pinned_page(gpu: StandinGpu):
     host = ctypes.create_string_buffer(2 * GRANULE)
     at = ctypes.addressof(host) + -ctypes.addressof(host) % 4096
     ctypes.memset(at, 5, GRANULE)
-    unpin = pin_for(0, library=gpu.path)(at, GRANULE)
+    unpin = Pinning(0, library=gpu.path)(at, GRANULE)
     assert unpin is not None
     yield at
     unpin()
@@ -265,14 +264,11 @@ def test_closing_twice_is_closing_once_and_a_failing_stream_keeps_nothing_back(g
 
 
 def test_a_pool_is_resident_and_pinned_once_and_unpinned_at_its_end(gpu: StandinGpu):
-    pinning = Pinning(0, library=gpu.path, num_threads=3)
-    pool = HostPool(5 * MIB, pinning)
+    pool = HostPool(5 * MIB, Pinning(0, library=gpu.path, num_threads=3))
     address = pool.take(MIB)
     assert gpu.is_pinned(address, MIB)
     assert gpu.live() == {"registrations": 1, "contexts": 1}
     assert resident_bytes(address) == MIB
-    assert pinning.report is not None
-    assert pinning.report.num_bytes == 5 * MIB
     pool.close()
     pool.close()
 
@@ -288,7 +284,7 @@ def test_a_pool_that_cannot_be_pinned_is_not_there(gpu: StandinGpu):
     with pytest.raises(
         MemoryFault, match=r"cuMemHostRegister_v2.*bytes of the host.*make the host pool smaller"
     ) as told:
-        HostPool(MIB, pin_for(0, library=gpu.path))
+        HostPool(MIB, Pinning(0, library=gpu.path))
     assert not isinstance(told.value, OutOfDeviceMemory)
     with pytest.raises(MemoryFault, match="by 0 threads"):
         Pinning(0, library=gpu.path, num_threads=0)
@@ -296,7 +292,7 @@ def test_a_pool_that_cannot_be_pinned_is_not_there(gpu: StandinGpu):
 
 @pytest.fixture
 def host_pool(gpu: StandinGpu):
-    return HostPool(64 * MIB, pin_for(0, library=gpu.path, num_threads=2))
+    return HostPool(64 * MIB, Pinning(0, library=gpu.path, num_threads=2))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, MovedMemory, Tag, TagReport
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
-from myxa.memory.communicators.residency import Absent, CommStats
+from myxa.memory.communicators.residency import Absent
 
 pytestmark = [pytest.mark.timeout(30)]
 
@@ -69,18 +69,13 @@ class Comms:
         self.log = log
         self.error: MemoryFault | None = None
 
-    def stats(self) -> CommStats:
-        return CommStats(epoch=0, num_groups=1, num_live=1)
-
-    def release(self, epoch: int, timeout_s: float) -> CommStats:
+    def release(self, epoch: int, timeout_s: float) -> None:
         self.log.append("comms release")
         if self.error is not None:
             raise self.error
-        return self.stats()
 
-    def restore(self, epoch: int, timeout_s: float) -> CommStats:
+    def restore(self, epoch: int, timeout_s: float) -> None:
         self.log.append(f"comms restore {epoch}")
-        return self.stats()
 
     def abort(self) -> None:
         self.log.append("comms abort")

@@ -4,6 +4,7 @@ no more than another attempt: training goes on meanwhile."""
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,7 +215,7 @@ async def test_the_buffer_keeps_samples_for_the_checkpoints_that_are_kept(tmp_pa
         await room.checkpoints.save(version)
     assert room.buffer.durables == [1, 2, 3, 4, 5, 6, 7]
     assert room.buffer.oldest == [1, 1, 1, 2, 3, 4, 5]
-    room.checkpoints.keep_last = 1
+    room.checkpoints.options = replace(room.checkpoints.options, keep_last=1)
     await room.checkpoints.save(8)
     assert room.buffer.oldest[-1] == 8
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [

@@ -18,7 +18,7 @@ def standby(folder: Path, ranks: Ranks, live_knobs: Callable[[], Awaitable[LiveK
     clock = SystemClock()
     telemetry = TelemetryBuffer("trainer/0", clock)
     of_ranks: Any = ranks
-    made = Standby(str(folder), 1, of_ranks, ActivityMeter("trainer/0", clock), telemetry, live_knobs)
+    made = Standby(folder, 1, of_ranks, ActivityMeter("trainer/0", clock), telemetry, live_knobs)
     return made, lambda: [event.text for event in telemetry.drain().events]
 
 

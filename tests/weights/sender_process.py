@@ -106,7 +106,8 @@ def main() -> None:
         if method == "release":
             return made.release(msgspec.convert(argument, int))
         if method == "progress":
-            return made.sender.progress() if isinstance(made, Sending) else {}
+            channels = made.sender._channels if isinstance(made, Sending) else {}
+            return {name: channel.at for name, channel in channels.items()}
         return sender().answer(msgspec.convert(argument, AnyOrder))
 
     def answer(number: int, method: str, argument: object) -> None:

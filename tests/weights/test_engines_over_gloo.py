@@ -75,8 +75,8 @@ async def test_versions_arrive_whole_while_tokens_flow(folders: list[Path], shar
             sender.release(version - 1)
         assert all(len(ids) == 24 for ids, _, _ in await flowing)
         await answers_like(engine, folders[1], 4)
-        assert len(sender.progress()) == 1 and not senders.left, "one group served all versions"
-    assert not sender.progress(), "and was left at the end"
+        assert len(sender._channels) == 1 and not senders.left, "one group served all versions"
+    assert not sender._channels, "and was left at the end"
     sender.close()
 
 
@@ -101,7 +101,7 @@ async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folde
 
     async def leave(number: int) -> None:
         if number == 3:  # the sender gives up in the middle, once
-            for channel in sender.progress():
+            for channel in list(sender._channels):
                 sender.answer(LeaveOrder(channel=channel, reason="a cable was pulled"))
 
     async with started(engine_of(shared.url, senders, leave, join_s=20, send_s=10)) as engine:

@@ -118,7 +118,7 @@ async def go_over(
     assert outcome.accepted, outcome.reason
     await pull(leader.ctx, leader.knob_owner, "weights", version)
     assert leader._leader is not None
-    return await leader._leader._publisher.publish(version)
+    return await leader._leader.publisher.publish(version)
 
 
 async def serves(engine: SglangEngine, manifest: WeightManifest) -> tuple[list[int], list[float]]:
@@ -151,7 +151,7 @@ async def test_over_a_shared_channel_each_rank_beside_an_engine_has_the_whole_mo
             for stage in stages:
                 stage.num_exports = stage.num_exhausted = 0
             for version in (1, 2):
-                manifest = await ranks[0]._leader._publisher.publish(version)
+                manifest = await ranks[0]._leader.publisher.publish(version)
                 assert (manifest.location, manifest.channel) == (location, "cuda_ipc")
                 assert manifest.num_bytes == sum(tensor.nbytes for _, tensor in tensors_of(folders[0])), "not twice"
                 plans = [await senders.ask(name, PlanRequest(version=version)) for name in location.split(",")]
@@ -194,7 +194,7 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                     await asyncio.sleep(0.01)
             for stage in stages:
                 stage.version = 1
-            manifest = await first._leader._publisher.publish(1)
+            manifest = await first._leader.publisher.publish(1)
             assert manifest.location == "trainer/0,trainer/1" and manifest.digest.count(",") == 1
             assert manifest.lineage == first.ctx.epoch
             for stage in stages:
@@ -232,7 +232,7 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                 await first.release_weights(1)
                 for rank, end in zip((first, second), ends, strict=True):
                     assert "nccl" not in rank._ends.open
-                    assert end._channels.progress() == {} == end._staging._staged  # type: ignore[attr-defined]
+                    assert end._channels == {} == end._staging._staged  # type: ignore[attr-defined]
                 with pytest.raises(MyxaError, match="trainer/1 does not send weight version 1: it was released"):
                     await senders.ask("trainer/1", PlanRequest(version=1))
 

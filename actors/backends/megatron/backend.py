@@ -94,11 +94,11 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             raise
         routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
         pipeline = Pipeline(wrapped, _config_of(chunks), model.vocab_size, routing)
-        policy = MegatronPolicy(pipeline, optimizer, self._cutting(model, world), world)
+        policy = MegatronPolicy(pipeline, optimizer, self._cutting(world), world, model.vocab_size)
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
             optimizer.settle()
-            return iter_hf_tensors(wrapped, model, config.layout, to_all=to_all)
+            return iter_hf_tensors(wrapped, model, to_all=to_all)
 
         has_stages = config.layout.pp > 1
         self._parts = RankParts(
@@ -154,11 +154,10 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             chunk.requires_grad_(requires_grad=False)
         return Pipeline(chunks, _config_of(chunks), model.vocab_size)
 
-    def _cutting(self, model: ModelConfig, world: MegatronWorld) -> PackCutting:
+    def _cutting(self, world: MegatronWorld) -> PackCutting:
         layout = self._config.layout
         return PackCutting(
             device=world.device,
-            vocab_size=model.vocab_size,
             num_chunks=2 * layout.cp if layout.cp > 1 else 1,
             pack_multiple=layout.sequence_multiple,
             cp_rank=world.grid.cp.rank(),

@@ -26,9 +26,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....core.samples import TrainSample, TrainShard
+from ....core.samples import TrainSample
 from ..torch_backend.layout import I64, temperature_of
-from ..torch_backend.microbatch import MicroBatch, batch_of, check_shard, trained_members
 from ..torch_backend.tensors import from_array
 from ..vocab_scores import Temperature
 from . import mcore
@@ -39,12 +38,9 @@ class PackCutting:
     """How samples become micro-batches on this rank."""
 
     device: torch.device
-    vocab_size: int
     num_chunks: int
     pack_multiple: int
     cp_rank: int
-    skips_neutral: bool = False
-    """Whether samples of advantage 0 are left out: right when nothing but the policy loss depends on them."""
     multiple_of_micros: int = 1
     """Micro-batches of a mini-batch are filled up with empty ones to a multiple of this (interleaved schedules)."""
 
@@ -76,21 +72,6 @@ class Pack:
     @property
     def num_loss_tokens(self) -> int:
         return len(self.columns_M)
-
-
-PackedBatch = MicroBatch[Pack]
-
-
-def cut_shard(shard: TrainShard, cutting: PackCutting) -> list[list[PackedBatch]]:
-    """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
-    check_shard(shard, cutting.vocab_size)
-    shards: list[list[PackedBatch]] = []
-    for minibatch in shard.minibatches:
-        micros = [trained_members(shard, micro, skips_neutral=cutting.skips_neutral) for micro in minibatch]
-        missing = _round_up(len(micros), cutting.multiple_of_micros) - len(micros)
-        packs = [pack_samples(shard.samples, members, cutting) for members in [*micros, *([] for _ in range(missing))]]
-        shards.append([batch_of(pack, shard.samples, cutting.device) for pack in packs])
-    return shards
 
 
 def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting: PackCutting) -> Pack:

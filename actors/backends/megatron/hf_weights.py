@@ -167,29 +167,19 @@ def read_piece(array: NamedArray, piece: Piece) -> Tensor:
 Named = tuple[str, Tensor]
 
 
-def own_value(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach()
-
-
 def iter_hf_tensors(
     chunks: Sequence[nn.Module],
     config: ModelConfig,
-    layout: ParallelLayout,
     *,
     to_all: bool = False,
-    pick: Callable[[nn.Parameter], Tensor] = own_value,
+    pick: Callable[[nn.Parameter], Tensor] = Tensor.detach,
 ) -> Iterator[Named]:
     """(HuggingFace name, whole tensor on this rank's device) in a fixed order. Collective: every rank must run through
-    to the end.
-
-    Yields on the sending rank of each pipeline stage (first of its tensor, context and data-parallel groups) what the
-    stage holds, elsewhere nothing; with `to_all` the whole model on every rank, stage by stage. Padding of the
-    vocabulary is cut off and a tied head is left out, as in the folder.
-
-    `pick` says which tensor, shaped like the parameter and of one number type for all, to export: values, gradients,
-    moments. A tensor may share memory with the picked one, so use it before training on.
-    """
-    del layout  # the grid says it all; part of the seam
+    to the end. Yields on the sending rank of each pipeline stage (first of its tensor, context and data-parallel
+    groups) what the stage holds, elsewhere nothing; with `to_all` the whole model on every rank, stage by stage.
+    Padding of the vocabulary is cut off and a tied head is left out, as in the folder. `pick` says which tensor, shaped
+    like the parameter and of one number type for all, to export: values, gradients, moments. A tensor may share memory
+    with the picked one, so use it before training on."""
     grid = read_grid()
     exporter = _Exporter(
         config, config.tensor_shapes(), grid, pick, [w for w in map_weights(chunks, config, grid) if not w.is_tied_copy]

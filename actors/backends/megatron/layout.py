@@ -53,15 +53,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, settings: MegatronSettings) -> ParallelLayout:
-        return cls(
-            tp=settings.tp,
-            pp=settings.pp,
-            vpp=settings.vpp,
-            cp=settings.cp,
-            ep=settings.ep,
-            etp=settings.etp,
-            sequence_parallel=settings.sequence_parallel,
-        )
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property
     def model_size(self) -> int:

@@ -38,18 +38,12 @@ class MegatronOffload(RankOffload):
     """Over memory that is opened in set-up, once the device is chosen."""
 
     def __init__(
-        self,
-        open_memory: Callable[[int], CudaMemory],
-        settings: MegatronSettings,
-        *,
-        rebuilds: bool,
-        clock: Clock,
+        self, open_memory: Callable[[int], CudaMemory], settings: MegatronSettings, *, rebuilds: bool, clock: Clock
     ) -> None:
         """`open_memory(local GPU)`: called in set-up, once the device is chosen. `rebuilds`: parameters are rebuilt
         from masters instead of copied."""
         super().__init__(clock)
         self._open = open_memory
-        self._housing: CudaMemory | None = None
         self._in_buffers = settings.distributed_optimizer
         self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"
         self._optimizer: MegatronAdamW | None = None
@@ -60,7 +54,7 @@ class MegatronOffload(RankOffload):
         """Parameters came back without contents."""
 
     def begin(self, local_gpu: int) -> None:
-        self._movable = self._housing = self._open(local_gpu)
+        self._movable = self._open(local_gpu)
 
     def region(self, what: Part) -> AbstractContextManager[None]:
         """Around building a part. With a distributed optimizer the parameters of the chunks move to Megatron's buffers
@@ -101,9 +95,7 @@ class MegatronOffload(RankOffload):
         self._home().divide(OPTIMIZER_PARTS)
 
     def _home(self) -> CudaMemory:
-        if self._housing is None:
-            raise ConfigError("the rank's memory was not opened", remedy="this is a bug; call begin() in set-up")
-        return self._housing
+        return cast("CudaMemory", self._memory())
 
     def ready(self) -> None:
         """Before parameters are read: rebuild them from their masters if they came back empty on any rank. Collective:
@@ -122,7 +114,6 @@ class MegatronOffload(RankOffload):
             self._home().mark_dirty("frozen")
 
     def _came_back(self, tags: Collection[Tag]) -> None:
-        """Parameters are then to be rebuilt by `ready`."""
         self._is_stale = self._is_stale or ("params" in tags and self._params_policy == "rematerialise")
 
     def _num_buffer_writes(self) -> int:

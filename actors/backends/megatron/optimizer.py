@@ -29,10 +29,6 @@ class Precision:
     params: torch.dtype
     device: torch.device
 
-    @property
-    def is_bf16(self) -> bool:
-        return self.params is torch.bfloat16
-
 
 def wrap_chunks(
     chunks: Sequence[nn.Module], config: Any, settings: MegatronSettings, options: Mapping[str, Any]
@@ -89,7 +85,7 @@ class MegatronAdamW:
             "clip_grad": config.max_grad_norm,
             "use_distributed_optimizer": settings.distributed_optimizer,
             "overlap_param_gather": self._overlaps_gather,
-            "bf16": precision.is_bf16,
+            "bf16": precision.params is torch.bfloat16,
             "params_dtype": precision.params,
             **(_offload(settings, precision) if settings.offload_optimizer else {}),
             **options,

@@ -87,11 +87,6 @@ def build_model_chunks(
     return chunks
 
 
-def padded_vocab_size(config: ModelConfig, layout: ParallelLayout) -> int:
-    """Rows of the embedding and of the head, over all tensor-parallel ranks."""
-    return -(-config.vocab_size // layout.tp) * layout.tp
-
-
 def _chunk(
     config: ModelConfig, layout: ParallelLayout, settings: Any, stage: int | None, *, uses_engine: bool
 ) -> nn.Module:
@@ -101,7 +96,7 @@ def _chunk(
     model: nn.Module = mcore.module("models.gpt").GPTModel(
         config=settings,
         transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(config, layout),
+        vocab_size=-(-config.vocab_size // layout.tp) * layout.tp,
         max_sequence_length=config.context_length,
         pre_process=state.is_pipeline_first_stage(**virtual),
         post_process=state.is_pipeline_last_stage(**virtual),

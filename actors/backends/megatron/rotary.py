@@ -24,25 +24,16 @@ class Rotary:
 
     config: ModelConfig
 
-    @property
-    def dim(self) -> int:
-        """Rotated channels, even; those after them pass unchanged."""
-        return self.config.rotary_dim
-
-    @property
-    def is_interleaved(self) -> bool:
-        """Pairs are neighbours, not (i, i + dim / 2)."""
-        return self.config.is_rope_interleaved
-
     def tables(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, dim] of integer positions; computed in float32, as HuggingFace does."""
         angles, gain = rotary_angles(self.config, positions_T), rotary_gain(self.config)
-        angles = angles.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat([angles, angles], dim=-1)
+        is_interleaved = self.config.is_rope_interleaved
+        angles = angles.repeat_interleave(2, dim=-1) if is_interleaved else torch.cat([angles, angles], dim=-1)
         return (angles.cos() * gain)[:, None].to(dtype), (angles.sin() * gain)[:, None].to(dtype)
 
     def rotate(self, x_Thd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Heads [T, heads, head_dim] with their leading channels rotated; same shape and dtype."""
-        return _rotated(x_Thd, *tables, self.dim, self.is_interleaved)
+        return _rotated(x_Thd, *tables, self.config.rotary_dim, self.config.is_rope_interleaved)
 
 
 @fused

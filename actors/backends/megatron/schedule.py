@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ....core.errors import TrainError
-from ....core.samples import TrainSample, TrainShard
-from ..torch_backend.microbatch import batch_of
+from ....core.samples import TrainSample
 from ..trained_model import LossOf, TrainedModel
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
-from .batch import Pack, PackCutting, PackedBatch, cut_shard, pack_samples
+from .batch import Pack, PackCutting, pack_samples
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
 
@@ -228,10 +227,9 @@ class MegatronPolicy(TrainedModel):
     """A pipeline with its optimizer."""
 
     def __init__(
-        self, pipeline: Pipeline, optimizer: MegatronAdamW, cutting: PackCutting, world: MegatronWorld
+        self, pipeline: Pipeline, optimizer: MegatronAdamW, cutting: PackCutting, world: MegatronWorld, vocab_size: int
     ) -> None:
-        self.world, self.replicas = world, world.replicas
-        self.vocab_size = cutting.vocab_size
+        self.world, self.replicas, self.vocab_size = world, world.replicas, vocab_size
         self.is_scoring, self.is_teller = world.grid.is_scoring, world.grid.is_teller
         self._pipeline = pipeline
         self._optimizer = optimizer
@@ -241,16 +239,9 @@ class MegatronPolicy(TrainedModel):
     def num_updates(self) -> int:
         return self._optimizer.num_updates
 
-    def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[PackedBatch]]:
-        return cut_shard(shard, replace(self._cutting, skips_neutral=skips_neutral))
-
     def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Pack]:
         missing = -len(micros) % self._cutting.multiple_of_micros
         return [pack_samples(samples, members, self._cutting) for members in (*micros, *[()] * missing)]
-
-    def filled_up(self, micro: PackedBatch) -> list[PackedBatch]:
-        empty = batch_of(pack_samples((), (), self._cutting), (), self._cutting.device)
-        return [micro, *[empty] * (self._cutting.multiple_of_micros - 1)]
 
     def score(self, layouts: Sequence[Pack]) -> list[TokenScores]:
         return self._pipeline.score(layouts)

@@ -38,16 +38,9 @@ def checked_fields(name: str, table: Mapping[str, Any], record: type, owned: Map
 
 
 def model_fields(settings: MegatronSettings) -> dict[str, Any]:
+    chosen: dict[str, Any] = {} if settings.recompute == "none" else {"recompute_granularity": settings.recompute}
     if settings.recompute == "full":
-        chosen: dict[str, Any] = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    elif settings.recompute == "selective":
-        chosen = {"recompute_granularity": "selective"}
-    else:
-        chosen = {}
+        chosen |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if settings.routing_replay:
         chosen["moe_enable_routing_replay"] = True
     return {**chosen, **settings.model}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....core.errors import LaunchError
-from ..torch_backend.world import Gang, World
+from ..torch_backend.world import Gang, RankGroup, World
 from . import mcore
 from .layout import ParallelLayout
 
@@ -30,34 +30,15 @@ MIN_DESCRIPTORS = 65536
 """Communicators of many groups hold thousands of descriptors; the usual soft limit of 1024 ends in "too many files"."""
 
 
-class Replicas:
-    """The ranks with the same place in every replica, as far as the loss goes: sums over them are sums over samples."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._group = parallel_state.get_data_parallel_group()
-        self.size = parallel_state.get_data_parallel_world_size()
-
-    def sum(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        total = values.detach().to(self.device, copy=True)
-        dist.all_reduce(total, op=op, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
-        return total
-
-
 class MegatronWorld(World):
     """`World` with Megatron's groups in it. Use `MegatronWorld.enter`."""
 
     def __init__(self, base: World, layout: ParallelLayout) -> None:
         super().__init__(base.rank, base.size, base.device, base._store)
         self.layout = layout
-        self.replicas = Replicas(base.device)
         self.grid = mcore.read_grid()
+        self.replicas = RankGroup(self.grid.dp.size(), base.device, self.grid.dp)
+        """The ranks with the same place in every replica: sums over them are sums over samples."""
 
     @staticmethod
     def enter(gang: Gang, device: torch.device, layout: ParallelLayout, seed: int) -> MegatronWorld:
@@ -97,7 +78,6 @@ class MegatronWorld(World):
         return box
 
     def close(self) -> None:
-        """Leave all groups; never raises."""
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             if self.size == 1 and dist.is_initialized():
                 dist.destroy_process_group()

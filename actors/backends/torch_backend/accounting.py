@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -36,18 +36,7 @@ from ..vocab_scores import TokenScores
 from .microbatch import MicroBatch, ShownScores
 from .settings import StepSettings
 from .tensors import floats
-from .world import World
-
-
-class SumRanks(Protocol):
-    """Over whom a tally is added up; elementwise, and collective."""
-
-    device: torch.device
-    size: int
-
-    def sum(self, values: Tensor) -> Tensor: ...
-
-    def max(self, values: Tensor) -> Tensor: ...
+from .world import RankGroup, World
 
 
 class MetricSums:
@@ -71,7 +60,7 @@ class MetricSums:
         value = torch.cat([values.detach().double(), floor]).max()
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def reduced(self, world: SumRanks) -> tuple[dict[str, float], dict[str, float]]:
+    def reduced(self, world: RankGroup) -> tuple[dict[str, float], dict[str, float]]:
         """(sums, maxima) over all ranks. Collective. A maximum over nothing is 0."""
         sums, maxima = sorted(self._sums), sorted(self._maxima)
         totals = floats(world.sum(_stack(self._sums, sums, world.device))) if sums else []
@@ -241,13 +230,7 @@ class TrainingStep:
         )
 
     def policy_loss(
-        self,
-        rows: MicroBatch[Any],
-        scores: TokenScores,
-        normaliser: Normaliser,
-        tally: MetricSums,
-        *,
-        is_first: bool,
+        self, rows: MicroBatch[Any], scores: TokenScores, normaliser: Normaliser, tally: MetricSums, *, is_first: bool
     ) -> Tensor:
         """A micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
         batch = token_batch(rows, scores.logprobs_M, scores.entropy_M)

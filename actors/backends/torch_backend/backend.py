@@ -24,7 +24,6 @@ from ..step import Stepper
 from .adamw import AdamW
 from .checkpoint import TorchState
 from .critic import Critic, ValueModel, load_value_model
-from .microbatch import Cutting
 from .model import CausalLM, linear_cost, load_weights
 from .offload import TorchOffload
 from .parallel import Replica, TorchModel
@@ -73,13 +72,11 @@ class TorchBackend(RankBackend[RankSettings]):
                 self._offload.house("params", [p for _, p in trained])
                 self._offload.house("frozen", [p for _, p in reference.parameters()] if reference else [])
             cost = linear_cost(model_config, device) if config.trainer.impl == "own" else None
-            cutting = Cutting(cost, device, model_config.vocab_size, skips_neutral=False)
-            policy = TorchModel(replica, self._adamw(replica), cutting)
-            critic = (
-                Critic(TorchModel(values, self._adamw(values), cutting), config.critic, layers)
-                if values and layers
-                else None
-            )
+            size = model_config.vocab_size
+            policy = TorchModel(replica, self._adamw(replica), size, cost)
+            critic = None
+            if values and layers:
+                critic = Critic(TorchModel(values, self._adamw(values), size, cost), config.critic, layers)
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
             for name, whole in replica.module.for_folder(whole_tensor):

@@ -132,11 +132,7 @@ def _bundle(
         prompt = sample.token_ids[: sample.prompt_len].tobytes()
         total = sample.prompt_len + lengths[i]
         bundle = open_bundles.get(prompt)
-        if (
-            bundle is not None
-            and linear_cost is not None
-            and _sharing_pays(bundle.num_tokens, lengths[i], total, linear_cost)
-        ):
+        if bundle is not None and _sharing_pays(bundle.num_tokens, lengths[i], total, linear_cost):
             bundle.members.append(i)
             bundle.num_tokens += lengths[i]
             continue

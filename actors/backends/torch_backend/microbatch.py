@@ -19,7 +19,7 @@ from torch import Tensor
 from ....algos.segments import Segments
 from ....core.errors import TrainError
 from ....core.samples import F32, ScoredSample, TrainSample, TrainShard
-from .layout import I64, Layout, plan_layout
+from .layout import I64
 from .tensors import from_array
 
 
@@ -68,35 +68,12 @@ class MicroBatch(Generic[L]):
         return self.layout.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Cutting:
-    """How samples become micro-batches."""
-
-    linear_cost: float | None
-    device: torch.device
-    vocab_size: int
-    skips_neutral: bool
-    """Whether samples of advantage 0 are left out: right when nothing but the policy loss depends on them."""
-
-
-def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[MicroBatch[Layout]]]:
-    """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
-    check_shard(shard, cutting.vocab_size)
-    return [[_micro(shard, micro, cutting) for micro in minibatch] for minibatch in shard.minibatches]
-
-
 def trained_members(shard: TrainShard, micro: Sequence[int], *, skips_neutral: bool) -> list[int]:
     return [i for i in micro if not (skips_neutral and _is_neutral(shard.samples[i]))]
 
 
 def _is_neutral(sample: TrainSample) -> bool:
     return sample.advantage == 0.0 and (sample.token_advantages is None or not sample.token_advantages.any())
-
-
-def left_out(shard: TrainShard) -> list[list[int]]:
-    """Per micro-batch in order, the members that are left out if neutral ones are (often none)."""
-    micros = [micro for minibatch in shard.minibatches for micro in minibatch]
-    return [sorted(set(micro) - set(trained_members(shard, micro, skips_neutral=True))) for micro in micros]
 
 
 def plan_scoring(samples: Sequence[TrainSample], max_tokens: int) -> list[list[int]]:
@@ -178,12 +155,6 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
 
 def _name(sample: TrainSample) -> str:
     return f"sample {sample.group_id}/{sample.index}"
-
-
-def _micro(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> MicroBatch[Layout]:
-    members = trained_members(shard, micro, skips_neutral=cutting.skips_neutral)
-    layout = plan_layout(shard.samples, members, linear_cost=cutting.linear_cost, device=cutting.device)
-    return batch_of(layout, shard.samples, cutting.device)
 
 
 def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:

@@ -238,7 +238,6 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """What FSDP shards one by one."""
         raise NotImplementedError
 
     def exact_parts(self) -> tuple[nn.Module, ...]:

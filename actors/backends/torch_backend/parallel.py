@@ -16,19 +16,17 @@ acts in the last micro-batch only. Where the exchange costs, fsdp is the strateg
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
-from ....core.samples import TrainSample, TrainShard
+from ....core.samples import TrainSample
 from ...models.model_config import frozen_names
 from ..trained_model import LossOf, TrainedModel
 from .adamw import AdamW
 from .layout import Layout, plan_layout
-from .microbatch import Cutting, MicroBatch, cut_shard
 from .model import PolicyModel
 from .tensors import backward, floats, local_part, whole_tensor
 from .world import World
@@ -134,22 +132,20 @@ class Replica:
 class TorchModel(TrainedModel):
     """A replica with its optimizer."""
 
-    def __init__(self, replica: Replica, optimizer: AdamW, cutting: Cutting) -> None:
+    def __init__(self, replica: Replica, optimizer: AdamW, vocab_size: int, linear_cost: float | None) -> None:
+        """`linear_cost`: see `plan_layout`."""
         self.replica = replica
         self.optimizer = optimizer
         self.world = self.replicas = replica.world
-        self.vocab_size = cutting.vocab_size
-        self._cutting = cutting
+        self.vocab_size = vocab_size
+        self._linear_cost = linear_cost
 
     @property
     def num_updates(self) -> int:
         return self.optimizer.num_updates
 
-    def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Layout]]]:
-        return cut_shard(shard, replace(self._cutting, skips_neutral=skips_neutral))
-
     def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Layout]:
-        cost, device = self._cutting.linear_cost, self._cutting.device
+        cost, device = self._linear_cost, self.world.device
         return [plan_layout(samples, members, linear_cost=cost, device=device) for members in micros]
 
     def score(self, layouts: Sequence[Layout]) -> list[Any]:

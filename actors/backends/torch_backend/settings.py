@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from ....algos.objective import OPTIONS_OWN, TokenFunctions
 from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError
+from ...trainer.knobs import STEP_TUNABLES
 
 
 def check_schedule(config: OptimizerConfig, total_updates: int) -> None:
@@ -30,12 +31,10 @@ def check_schedule(config: OptimizerConfig, total_updates: int) -> None:
 
 
 def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int) -> float:
-    """Rate of the next update after `num_updates` finished ones.
-
-    Warm-up rises linearly and reaches the peak at its last update; then constant, or a half cosine, or a line down to
-    `min_lr_ratio * lr` at `decay_steps` (0: at `total_updates`). wsd ("warm-up, stable, decay", arXiv 2404.06395,
-    section 4) is constant until `wsd_decay_steps` before that.
-    """
+    """Rate of the next update after `num_updates` finished ones. Warm-up rises linearly and reaches the peak at its
+    last update; then constant, or a half cosine, or a line down to `min_lr_ratio * lr` at `decay_steps` (0: at
+    `total_updates`). wsd ("warm-up, stable, decay", arXiv 2404.06395, section 4) is constant until `wsd_decay_steps`
+    before that."""
     if num_updates < config.warmup_steps:
         return config.lr * (num_updates + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -53,12 +52,7 @@ def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int)
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "sapo_tau_pos", "sapo_tau_neg", "tis_cap", "tis_floor",
-              "mis_low", "mis_high", "reject_low", "reject_high", "veto", "opsm_delta", "kl_coef", "entropy_coef",
-              "minibatches")  # fmt: skip
-OPTIMIZER_KNOBS = ("lr", "max_grad_norm", "weight_decay", "min_lr_ratio", "decay_steps")
-WHOLE = ("minibatches", "decay_steps")
-KNOBS = ALGO_KNOBS + OPTIMIZER_KNOBS
+KNOBS = {tunable.name: tunable for tunable in STEP_TUNABLES}
 """`lr` is the peak of the schedule, not the rate of the moment."""
 
 
@@ -92,8 +86,11 @@ def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings
     unknown = sorted(set(knobs) - set(KNOBS))
     if unknown:
         raise ConfigError(f"no such knob: {', '.join(unknown)}", remedy=f"the trainer has {', '.join(KNOBS)}")
-    values = {name: int(value) if name in WHOLE else value for name, value in knobs.items()}
-    algo, optimizer = ({n: v for n, v in values.items() if n in names} for names in (ALGO_KNOBS, OPTIMIZER_KNOBS))
+    values = {KNOBS[name].key: int(value) if KNOBS[name].kind == "int" else value for name, value in knobs.items()}
+    algo, optimizer = (
+        {key.removeprefix(section): value for key, value in values.items() if key.startswith(section)}
+        for section in ("algo.", "optimizer.")
+    )
     try:
         return replace(
             settings,

@@ -79,13 +79,32 @@ class Gang:
         )
 
 
-class World:
+class RankGroup:
+    """Some ranks, over which tensors are added up. Collective."""
+
+    def __init__(self, size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """`group` None: all ranks."""
+        self.size, self.device, self._group = size, device, group
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        total = values.detach().to(self.device, copy=True)
+        if self.size > 1:
+            dist.all_reduce(total, op=op, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
+        return total
+
+
+class World(RankGroup):
     """This rank's place in the gang. Use `World.join`."""
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Store | None) -> None:
+        super().__init__(size, device)
         self.rank = rank
-        self.size = size
-        self.device = device
         self._store = store
         self._broken = ""
         self._agreed: Exception | None = None
@@ -134,12 +153,6 @@ class World:
             if error is not self._agreed:
                 self._leave(f"{type(error).__name__}: {error}")
             raise
-
-    def sum(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, values: Tensor) -> Tensor:
         """[size, *shape]: every rank's tensor (same shape and dtype everywhere)."""
@@ -192,15 +205,8 @@ class World:
         return error
 
     def close(self) -> None:
-        """Leave the process group; never raises."""
         self._leave("closed")
         self._store = None
-
-    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        total = values.detach().to(self.device, copy=True)
-        if self.size > 1:
-            dist.all_reduce(total, op=op)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
-        return total
 
     def _leave(self, reason: str) -> None:
         if self.size == 1 or self._broken:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -137,12 +138,9 @@ class DecodeAttention:
 
 
 def _weighted_sums(weights: Tensor, values: Tensor) -> Tensor:
-    """[B, G, length] x [B, length, D] -> [B, G, D].
-
-    With one or two queries per head this is bound by reading the values, and numpy's einsum reads them almost twice as
-    fast as MKL's batched product of a row vector and a matrix (measured on Zen 4: 12 against 6 GB/s); it knows neither
-    threads nor bfloat16.
-    """
+    """[B, G, length] x [B, length, D] -> [B, G, D]. With one or two queries per head this is bound by reading the
+    values, and numpy's einsum reads them almost twice as fast as MKL's batched product of a row vector and a matrix
+    (measured on Zen 4: 12 against 6 GB/s); it knows neither threads nor bfloat16."""
     num_queries = weights.shape[1]
     if num_queries > MAX_EINSUM_QUERIES or values.dtype != torch.float32 or torch.get_num_threads() > 1:
         return torch.bmm(weights, values)
@@ -163,7 +161,6 @@ class PrefillAttention:
         self._blocks = _equal_runs(lengths)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Causal attention inside each prompt."""
         self._cache.write(layer, self._places, keys, values)
         out = torch.empty(queries.shape, dtype=queries.dtype)
         start = 0
@@ -188,11 +185,9 @@ def _equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class TileAttention:
-    """A tile of tokens, each of any row at any position: for products whose result must not depend on the neighbours.
-
-    A token looks at as many keys as its own position asks for, rounded up, and every product is computed for the whole
-    tile: shapes, and with them the order of additions, follow from nothing else.
-    """
+    """A tile of tokens, each of any row at any position: for products whose result must not depend on the neighbours. A
+    token looks at as many keys as its own position asks for, rounded up, and every product is computed for the whole
+    tile: shapes, and with them the order of additions, follow from nothing else."""
 
     def __init__(self, cache: SlotCache, rows: Index, positions: Index, dtype: torch.dtype, num_kv_heads: int) -> None:
         """`rows` and `positions`, int64 [tile]; a pair may be there twice, with the same token."""
@@ -208,7 +203,6 @@ class TileAttention:
             self._parts.append((length, bias.repeat_interleave(num_kv_heads, dim=0)[:, None], members))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As `Attention`."""
         self._cache.write(layer, self._places, keys, values)
         tile, num_heads, head_dim = queries.shape
         out = torch.empty(tile, num_heads * head_dim, dtype=queries.dtype)
@@ -227,20 +221,19 @@ def padded_lengths(positions: Index) -> Index:
     return SHORTEST_PAST << doublings.astype(np.int64)
 
 
+@dataclass(frozen=True, slots=True)
 class MixedAttention:
     """Two attentions side by side: the first `num_first` tokens by one, the rest by the other."""
 
-    def __init__(self, first: Attention, rest: Attention, *, num_first: int) -> None:
-        self._first = first
-        self._rest = rest
-        self._num_first = num_first
+    first: Attention
+    rest: Attention
+    num_first: int
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Each part by its own attention."""
-        cut = self._num_first
+        cut = self.num_first
         return torch.cat(
             [
-                self._first.attend(layer, queries[:cut], keys[:cut], values[:cut]),
-                self._rest.attend(layer, queries[cut:], keys[cut:], values[cut:]),
+                self.first.attend(layer, queries[:cut], keys[:cut], values[:cut]),
+                self.rest.attend(layer, queries[cut:], keys[cut:], values[cut:]),
             ]
         )

@@ -72,14 +72,6 @@ class EmbeddedOptions:
     name: str = "embedded engine"
 
 
-def _everything(request: Running) -> bool:
-    return True
-
-
-def _no_text(ids: Sequence[int]) -> str:
-    return ""
-
-
 _EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
 _NOTHING = Delta(output_ids=_EMPTY_I32, logprobs=np.zeros(0, dtype=np.float32), versions=_EMPTY_I32, finish="abort")
 """The end of a request that had no untold token."""
@@ -131,12 +123,10 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
         return not self.is_paused and bool(self._slots.rows or self._waiting)
 
     def take_events(self) -> list[RequestEvent]:
@@ -153,7 +143,7 @@ class EngineCore:
             self._check(request)
             seed = request.sampling.seed
             state = stream_state(self._random.getrandbits(64) if seed is None else seed)
-            running = make_running(request, owner, self._eos_token_ids, state, self._decode or _no_text)
+            running = make_running(request, owner, self._eos_token_ids, state, self._decode or (lambda _: ""))
         except EngineError as err:
             self._events.append(RequestEvent(owner, err))
         except Exception as err:  # noqa: BLE001 -- whatever is wrong with it, its owner waits for an answer
@@ -181,7 +171,7 @@ class EngineCore:
                 remedy="give every request its own id, or abort the first",
             )
 
-    def abort(self, is_meant: Callable[[Running], bool] = _everything) -> None:
+    def abort(self, is_meant: Callable[[Running], bool] = lambda _: True) -> None:
         """End the requests that are meant (all); their last delta says "abort" and holds what was not sent yet."""
         for row in reversed(range(len(self._slots))):
             if is_meant(self._slots.rows[row]):
@@ -364,14 +354,14 @@ class EngineCore:
     def _draw(self, logits: torch.Tensor) -> None:
         """Draw and record a token for every row; end the rows that are done."""
         slots = self._slots
-        for row in slots.penalised():
+        for row in np.flatnonzero(slots.records["is_penalised"]).tolist():
             penalise(logits[row], slots.rows[row].sampling, slots.answer(row), slots.rows[row].end_ids)
         records = slots.records
         numbers = uniforms(records["state"], records["length"])
         drawn = (draw_tiles if self._options.is_invariant else draw)(logits, records, numbers)
         stopped, ended = slots.append(drawn.ids, drawn.logprobs, self.version)
         failed: dict[int, EngineError] = {}
-        for row in slots.with_stop_strings():
+        for row in np.flatnonzero(slots.records["has_stops"]).tolist():
             try:
                 stopped[row] |= slots.matched_text(row) != ""
             except BaseException as err:

@@ -96,7 +96,6 @@ class EngineThread:
             self._changed.notify()
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
-        """Run a function between two steps and return its result."""
         result: asyncio.Future[T] = self._loop.create_future()
 
         def command(core: EngineCore) -> None:
@@ -120,7 +119,6 @@ class EngineThread:
         return await result
 
     def stop(self) -> None:
-        """Ask the thread to end after the current step."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -232,10 +230,8 @@ class EmbeddedEngine:
     # -- start and end
 
     async def start(self) -> EngineInfo:
-        """Check memory, load the folder, start the thread.
-
-        Raises ModelError for a bad folder, EngineError for impossible settings or too little memory.
-        """
+        """Check memory, load the folder, start the thread. Raises ModelError for a bad folder, EngineError for
+        impossible settings or too little memory."""
         async with self._starting:
             if self._is_closed or self._state is not None:
                 raise EngineError(f"{self._place} was started before", remedy="build a new one")
@@ -281,7 +277,6 @@ class EmbeddedEngine:
         return config, budget, core
 
     def _plan(self) -> tuple[ModelConfig, EngineBudget]:
-        """How much room there is for what."""
         config = read_config(self._folder)
         config.require_plain(self._place)
         room = available_bytes()
@@ -296,7 +291,6 @@ class EmbeddedEngine:
         return config, budget
 
     def _new_weights(self, config: ModelConfig) -> DecoderWeights:
-        """A set without values."""
         allocate = plain_zeros if self._memory is None else self._memory.allocate("weights")
         return DecoderWeights(config, getattr(torch, self._options.dtype), allocate)
 
@@ -335,7 +329,6 @@ class EmbeddedEngine:
             stream.put_nowait(error)
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
-        """What it returns, between two steps."""
         return await self._started().thread.call(function)
 
     async def until_lost(self) -> None:
@@ -385,8 +378,7 @@ class EmbeddedEngine:
         reader, what = self._reader, f"weight version {manifest.version}"
         if reader is None:
             raise EngineError(
-                f"{self._place} was built without a reader for channel {manifest.channel!r}",
-                remedy="pass reader=",
+                f"{self._place} was built without a reader for channel {manifest.channel!r}", remedy="pass reader="
             )
 
         def load(weights: DecoderWeights) -> None:
@@ -475,7 +467,6 @@ class EmbeddedEngine:
         return self._started().config
 
     async def info(self) -> EngineInfo:
-        """Answered between two steps."""
         state = self._started()
         running, waiting, version = await state.thread.call(lambda c: (c.num_running, c.num_waiting, c.version))
         return EngineInfo(

@@ -52,18 +52,18 @@ class DecoderWeights:
         """`allocate` is called once, for all of them."""
         self.config = config
         self.dtype = dtype
-        shapes = [*_outer_shapes(config), *(shape for _ in range(config.num_layers) for shape in _layer_shapes(config))]
+        table = (config.vocab_size, config.hidden_size)
+        shapes = [table, (config.hidden_size,), *([] if config.tie_word_embeddings else [table])]
+        shapes += [shape for _ in range(config.num_layers) for shape in _layer_shapes(config)]
         tensors = iter(allocate([(shape, dtype) for shape in shapes]))
         self.embedding, self.norm = next(tensors), next(tensors)
         self.head = self.embedding if config.tie_word_embeddings else next(tensors)
         self.layers = tuple(_layer(config, tensors) for _ in range(config.num_layers))
 
     def load(self, tensors: Mapping[str, NamedArray], place: str) -> None:
-        """Copy all weights; the bytes in `tensors` are not needed afterwards.
-
-        Raises EngineError naming the tensor and `place` when one is missing or has the wrong shape or type; the set
-        is then half old, half new and must not be served.
-        """
+        """Copy all weights; the bytes in `tensors` are not needed afterwards. Raises EngineError naming the tensor and
+        `place` when one is missing or has the wrong shape or type; the set is then half old, half new and must not be
+        served."""
         source = _Source(self.config, tensors, place)
         half = self.config.head_dim // 2
         scale = 1.0 / math.sqrt(self.config.head_dim)
@@ -95,11 +95,6 @@ class DecoderWeights:
             source.copy(prefix + "mlp.gate_proj.weight", layer.gate_up[:inner])
             source.copy(prefix + "mlp.up_proj.weight", layer.gate_up[inner:])
             source.copy(prefix + "mlp.down_proj.weight", layer.down)
-
-
-def _outer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-    table = (config.vocab_size, config.hidden_size)
-    return [table, (config.hidden_size,)] if config.tie_word_embeddings else [table, (config.hidden_size,), table]
 
 
 def _layer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
@@ -223,10 +218,8 @@ class Decoder:
         )
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension (arXiv 1910.07467, equation 4).
-
-        Written out: torch's own `rms_norm` takes ten times as long on a CPU once there are thousands of rows.
-        """
+        """RMSNorm over the last dimension (arXiv 1910.07467, equation 4). Written out: torch's own `rms_norm` takes ten
+        times as long on a CPU once there are thousands of rows."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self._config.rms_norm_eps)
         return (wide * scale).to(x.dtype).mul_(weight)

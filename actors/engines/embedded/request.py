@@ -39,7 +39,6 @@ class Running:
 def make_running(
     request: GenerateRequest, owner: object, eos_token_ids: frozenset[int], state: int, decode: Decode
 ) -> Running:
-    """Of a checked request."""
     sampling, context = request.sampling, request.input_ids.astype(np.int32, copy=True)
     end_ids = eos_token_ids | frozenset(sampling.stop_token_ids)
     return Running(

@@ -98,11 +98,9 @@ def draw_tiles(logits: Tensor, rows: Records, numbers: F64) -> DrawnTokens:
 
 
 def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: Records) -> Tensor:
-    """Draw from the likeliest tokens only, int64 [m, 1].
-
-    A token stays if those before it in order of probability sum to less than top_p, it is among the first top_k, and it
-    is at least min_p times as likely as the first; all are judged on the full distribution (SGLang's joint order).
-    """
+    """Draw from the likeliest tokens only, int64 [m, 1]. A token stays if those before it in order of probability sum
+    to less than top_p, it is among the first top_k, and it is at least min_p times as likely as the first; all are
+    judged on the full distribution (SGLang's joint order)."""
     ordered, order = masses.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
     limits = np.where(rows["top_k"] > 0, rows["top_k"], masses.shape[-1])
@@ -116,7 +114,6 @@ def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: Records)
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
-    """Whether a request's logits are changed at all."""
     return bool(
         sampling.min_new_tokens
         or sampling.frequency_penalty

@@ -60,7 +60,6 @@ class SlotTable:
 
     @property
     def records(self) -> Records:
-        """Of the running rows: dtype `ROW`."""
         return self._table[: len(self.rows)]
 
     def add(self, requests: Sequence[Running]) -> None:
@@ -90,12 +89,6 @@ class SlotTable:
             (i in row.stop_ids for i, row in zip(ids.tolist(), self.rows, strict=True)), np.bool_, len(self.rows)
         )
         return stopped, stopped | (records["length"] >= records["limit"])
-
-    def with_stop_strings(self) -> list[int]:
-        return np.flatnonzero(self.records["has_stops"]).tolist()
-
-    def penalised(self) -> list[int]:
-        return np.flatnonzero(self.records["is_penalised"]).tolist()
 
     def matched_text(self, row: int) -> str:
         """The stop string that the newest token completes, or nothing."""
@@ -168,10 +161,8 @@ class AdmissionPlan:
 
 
 def take_waiting(waiting: deque[Running], num_free: int, max_tokens: int) -> list[Running]:
-    """Take requests off the queue, in order, for the free rows.
-
-    Their distinct contexts stay within `max_tokens`, except that one is always taken.
-    """
+    """Take requests off the queue, in order, for the free rows. Their distinct contexts stay within `max_tokens`,
+    except that one is always taken."""
     taken: list[Running] = []
     seen: set[bytes] = set()
     room = max_tokens

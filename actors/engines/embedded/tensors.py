@@ -39,7 +39,6 @@ Allocate = Callable[[Sequence[Spec]], list[Tensor]]
 
 
 def plain_zeros(specs: Sequence[Spec]) -> list[Tensor]:
-    """In torch's own memory."""
     return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in specs]
 
 
@@ -51,7 +50,6 @@ class LentMemory(SpreadArenas):
     """One engine's. Methods block."""
 
     def __init__(self, *arenas: Arena) -> None:
-        """Raises MemoryFault without any arena."""
         super().__init__(arenas)
         self._lent_bytes = [0] * len(arenas)
         for arena in arenas:
@@ -60,11 +58,9 @@ class LentMemory(SpreadArenas):
 
     @property
     def device_bytes(self) -> int:
-        """Of all devices."""
         return sum(arena.driver.capacity_bytes() for arena in self.arenas)
 
     def allocate(self, tag: Tag) -> Allocate:
-        """How tensors of that tag are made."""
 
         def make(specs: Sequence[Spec]) -> list[Tensor]:
             tensors: dict[int, Tensor] = {}

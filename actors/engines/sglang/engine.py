@@ -55,7 +55,7 @@ from ...http_client import stream_timeout
 from ..embedded.request import check_request
 from .http_client import ServerSilence, SglangHttp, SglangMemory
 from .server_args import NO_NEEDS, SglangNeeds, ends_at_min_p
-from .weight_routes import Routes, WeightRoute, close_others, folder_routes
+from .weight_routes import Routes, WeightRoute, folder_routes
 from .wire import HeldTokens, request_body, version_number, whole_number
 
 HEAD_START_S = 0.01
@@ -286,7 +286,6 @@ class SglangEngine:
 
     @contextmanager
     def _sent(self, request_id: str) -> Generator[_Open]:
-        """A new one, open inside the block."""
         self._num_sent += 1
         one = _Open(request_id, f"{request_id}{RID_END}{self._self_id}.{self._num_sent}{RID_END}")
         self._open.append(one)
@@ -452,7 +451,9 @@ class SglangEngine:
             finally:
                 if not self._is_paused and not self._torn:
                     await self._continue_generation()
-            await close_others(self._routes, manifest.channel)
+            for name, route in self._routes.items():
+                if name != manifest.channel:  # what others hold of earlier versions is of no more use
+                    await route.close()
 
     def weight_progress(self) -> WeightProgress:
         return self._routes[self._channel].beacon.progress() if self._channel else WeightProgress(at="idle")

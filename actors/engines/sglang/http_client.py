@@ -44,15 +44,12 @@ class ServerSilence:
         self._num_failed = 0
 
     def lasts_s(self, now_s: float) -> float:
-        """Since the last good answer."""
         return now_s - self._heard_s
 
     def wait_s(self, now_s: float) -> float:
-        """Until the next look."""
         return max(min(self._every_s, self._bound_s - self.lasts_s(now_s)), self._every_s / 10)
 
     def look_s(self, now_s: float) -> float:
-        """How long the next look may take."""
         least_s = min(LEAST_LOOK_S, self._bound_s)
         return min(LOOK_S, max(self._bound_s - self.lasts_s(now_s), least_s))
 
@@ -63,7 +60,6 @@ class ServerSilence:
             self._num_failed += 1
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it is lost."""
         return self._num_failed > 1 and self.lasts_s(now_s) >= self._bound_s
 
 
@@ -71,10 +67,6 @@ CLOSE_S = 2.0
 KEEPALIVE_S = 2.0
 """An idle connection is not used again after so long. The server (uvicorn) closes it after 5 s: a request sent in that
 moment is lost, and whether a POST arrived is not known."""
-
-
-async def _as_it_is(error: EngineError) -> EngineError:
-    return error
 
 
 class SglangHttp:
@@ -85,8 +77,8 @@ class SglangHttp:
         self._name = name
         self.call_s = call_s
         self._session: aiohttp.ClientSession | None = None
-        self.explain: Callable[[EngineError], Awaitable[EngineError]] = _as_it_is
-        """What to raise for a call that got no answer."""
+        self.explain: Callable[[EngineError], Awaitable[EngineError]] | None = None
+        """What to raise for a call that got no answer, instead of the error itself."""
         self.aim(url, admin_key)
 
     def aim(self, url: str, admin_key: str) -> None:
@@ -151,12 +143,8 @@ class SglangHttp:
             raise EngineError(f"{self.place}: {fault}", remedy=remedy)
 
     async def answer(self, route: str, within_s: float) -> ServerAnswer:
-        """What a GET is answered with, whatever that is."""
         try:
-            async with (
-                asyncio.timeout(within_s),
-                self.session.get(self.url + route, headers=self.headers) as answer,
-            ):
+            async with asyncio.timeout(within_s), self.session.get(self.url + route, headers=self.headers) as answer:
                 return ServerAnswer(route, answer.status, await answer.read())
         except TimeoutError:  # some of aiohttp's are both
             return ServerAnswer(route, error=f"no answer within {within_s:g} s", is_absent=True, is_silent=True)
@@ -187,7 +175,7 @@ class SglangHttp:
                 f"{place} failed within {within_s:g} s: {type(err).__name__}: {err}",
                 remedy="is the server alive and reachable?",
             )
-            raise await self.explain(error) from err
+            raise (await self.explain(error) if self.explain is not None else error) from err
         if status >= 400:
             raise _refusal(place, status, raw)
         value: Any = None
@@ -245,7 +233,6 @@ class SglangMemory:
         self._bytes = {tag: _gib(usage.get(key)) for tag, key in _USAGE_KEYS.items()}
 
     def reports(self) -> tuple[TagReport, ...]:
-        """What the server holds, in its own numbers."""
         return tuple(
             TagReport(
                 tag=tag,
@@ -258,14 +245,11 @@ class SglangMemory:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is off."""
         return not self._off and not self._unknown
 
     async def until_idle(self, within_s: float) -> None:
-        """Wait until no request is left in the server, health checks included; its cache is flushed then.
-
-        Raises EngineError when it is not idle in time: releasing would end it.
-        """
+        """Wait until no request is left in the server, health checks included; its cache is flushed then. Raises
+        EngineError when it is not idle in time: releasing would end it."""
         try:
             async with asyncio.timeout(within_s):
                 while not await self._flushed():

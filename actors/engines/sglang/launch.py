@@ -145,12 +145,7 @@ async def start_server(what: ServerCommand) -> ServerProcess:
         *command, stdin=PIPE, stdout=PIPE, env=dict(what.env), start_new_session=True
     )
     assert guardian.stdin is not None
-    task = {
-        "command": list(what.command),
-        "env": dict(what.env),
-        "log_path": str(what.log_path),
-        "grace_s": GRACE_S,
-    }
+    task = {"command": list(what.command), "env": dict(what.env), "log_path": str(what.log_path), "grace_s": GRACE_S}
     guardian.stdin.write(json.dumps(task).encode() + b"\n")
     try:
         async with asyncio.timeout(START_S):
@@ -283,7 +278,6 @@ class LaunchedSglang(SglangEngine):
     def __init__(self, launch: SglangLaunch, options: SglangOptions, routes: Routes = folder_routes) -> None:
         super().__init__("", options, routes, saves_memory=launch.expects is not None)
         self._launch = launch
-        self._name = options.name
         self._env = server_env(launch.env, has_gpus=bool(launch.num_devices))
         if launch.expects is not None:
             self._env = saver_env(self._env)
@@ -291,13 +285,10 @@ class LaunchedSglang(SglangEngine):
         self._http.explain = self._death_or
 
     async def start(self) -> EngineInfo:
-        """Start the server and wait until it serves.
-
-        Raises ConfigError for arguments that the installed SGLang does not take, EngineError with the last lines of
-        its log when it ends or does not answer in time.
-        """
+        """Start the server and wait until it serves. Raises ConfigError for arguments that the installed SGLang does
+        not take, EngineError with the last lines of its log when it ends or does not answer in time."""
         self._begin()
-        schema = await read_schema(self._name, self._launch.python, self._env)
+        schema = await read_schema(self._options.name, self._launch.python, self._env)
         check_table(self._launch.table, schema)
         try:
             return await self._start_server(schema)
@@ -318,10 +309,15 @@ class LaunchedSglang(SglangEngine):
             words = command_line(server_values(launch, port, schema, self._options.needs), schema)
             command = (launch.python, "-m", MODULE, *words, "--config", str(_write_keys(key, place)))
             env = self._env if launch.expects is None else hide_megatron(self._env, place)
-            server = await start_server(ServerCommand(self._name, command, env, launch.log_path))
+            server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path))
             self._server = server
             _log.info(
-                "%s: SGLang %s is pid %d, log %s: %s", self._name, schema.version, server.pid, launch.log_path, command
+                "%s: SGLang %s is pid %d, log %s: %s",
+                self._options.name,
+                schema.version,
+                server.pid,
+                launch.log_path,
+                command,
             )
             async with unwrapped_group() as group:
                 watch = group.create_task(self._fail_when_ended(server, "while it was loading"))
@@ -344,7 +340,7 @@ class LaunchedSglang(SglangEngine):
     async def _fail_when_stopped(self, server: ServerProcess) -> None:
         pid = await until_stopped(server.pid)
         raise EngineError(
-            f"{self._name}: process {pid} of its server was stopped (SIGSTOP) and does nothing",
+            f"{self._options.name}: process {pid} of its server was stopped (SIGSTOP) and does nothing",
             remedy="its work continues elsewhere; to inspect a hanging server, attach a debugger",
         )
 
@@ -376,17 +372,14 @@ class LaunchedSglang(SglangEngine):
         return super().memory_tags() if self._server is not None else self._launch.expects or ()
 
     def memory_pids(self) -> tuple[int, ...]:
-        """The server and everything that it started."""
         return tuple(one.pid for one in _family(self._server.pid)) if self._server is not None else ()
 
 
 def server_values(
     launch: SglangLaunch, port: int, schema: ServerSchema, needs: SglangNeeds = NO_NEEDS
 ) -> dict[str, Any]:
-    """ServerArgs field -> value: what the user said, and what is myxa's.
-
-    Raises ConfigError for sizes that do not fit the actor's GPUs and for a version of SGLang that is too old.
-    """
+    """ServerArgs field -> value: what the user said, and what is myxa's. Raises ConfigError for sizes that do not fit
+    the actor's GPUs and for a version of SGLang that is too old."""
     own: dict[str, Any] = {
         "model_path": launch.model_path,
         "host": LOOPBACK,
@@ -412,10 +405,8 @@ def server_values(
 
 def server_env(base: Mapping[str, str], *, has_gpus: bool) -> dict[str, str]:
     """The server's environment: the actor's own, which holds the role's `env`, less what would mislead it.
-
-    NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE must be what the trainer has: with unequal values the weight group cannot
-    be formed. SGLang's memory saver does not go with expandable segments.
-    """
+    NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE must be what the trainer has: with unequal values the weight group cannot be
+    formed. SGLang's memory saver does not go with expandable segments."""
     env = {name: value for name, value in base.items() if name not in NOT_FOR_SERVERS}
     for name in ALLOCATOR:
         if "expandable_segments" in env.get(name, ""):
@@ -450,12 +441,10 @@ def saver_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def hide_megatron(env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment of a server that cannot import megatron-core; `folder` must last until it serves.
-
-    SGLang's dumper looks for megatron.core in whatever environment it is in, and importing that turns
-    torch-memory-saver, in the whole process, to a mode in which captured graphs are not pausable: the server would end
-    while it captures. Where both are installed in one environment this is the way around that patches neither.
-    """
+    """The environment of a server that cannot import megatron-core; `folder` must last until it serves. SGLang's dumper
+    looks for megatron.core in whatever environment it is in, and importing that turns torch-memory-saver, in the whole
+    process, to a mode in which captured graphs are not pausable: the server would end while it captures. Where both are
+    installed in one environment this is the way around that patches neither."""
     text = 'raise ImportError("hidden from SGLang: megatron.core switches the mode of torch-memory-saver")\n'
     (folder / "megatron.py").write_text(text, encoding="ascii")
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH", "")]))}

@@ -43,12 +43,10 @@ class OptionSchema(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes no value."""
         return self.nargs == "0"
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values."""
         return self.nargs in ("+", "*") or self.nargs.strip("0").isdigit()
 
 
@@ -130,10 +128,8 @@ def _word(value: Any) -> str:
 
 
 def check_sizes(values: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
-    """The parallel sizes to start with: `tp_size` is filled up to the actor's GPUs when it is left out.
-
-    Raises ConfigError when the sizes do not need exactly the actor's GPUs. Without GPUs nothing is checked.
-    """
+    """The parallel sizes to start with: `tp_size` is filled up to the actor's GPUs when it is left out. Raises
+    ConfigError when the sizes do not need exactly the actor's GPUs. Without GPUs nothing is checked."""
     if not num_devices:
         return {}
     shards = max(int(values.get("pp_size", 1)), 1)
@@ -155,15 +151,13 @@ PROBE = Path(__file__).with_name("server_probe.py")
 
 
 async def read_schema(name: str, python: str, env: Mapping[str, str]) -> ServerSchema:
-    """The arguments that SGLang in interpreter `python` takes.
-
-    Raises ConfigError, starting with `name`, when there is no SGLang or it cannot be imported; EngineError when it
-    does not answer in time.
-    """
-    where = f"{name}: {python}"
+    """The arguments that SGLang in interpreter `python` takes. Raises ConfigError, starting with `name`, when there is
+    no SGLang or it cannot be imported; EngineError when it does not answer in time."""
+    where, home = f"{name}: {python}", env.get("XDG_CACHE_HOME")
+    cache = (Path(home) if home else Path.home() / ".cache") / "myxa"
     try:
         probe = await asyncio.create_subprocess_exec(
-            python, str(PROBE), str(_cache_folder(env)), env=dict(env), stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+            python, str(PROBE), str(cache), env=dict(env), stdin=DEVNULL, stdout=PIPE, stderr=PIPE
         )
     except OSError as err:
         raise ConfigError(f"{where} cannot be run: {err.strerror}", remedy="check engine.python") from err
@@ -175,12 +169,12 @@ async def read_schema(name: str, python: str, env: Mapping[str, str]) -> ServerS
             f"{where} cannot import sglang.srt.server_args: {why}",
             remedy="install SGLang 0.5.17 or later there, or name an interpreter that has it with engine.python",
         )
-    found = _decode(line)
-    if found is None:
+    text = line.removeprefix(MARK)
+    if msgspec.json.decode(text).get("missing"):
         raise ConfigError(
             f"{where} has no SGLang", remedy="install it there, or name an interpreter that has it with engine.python"
         )
-    return found
+    return msgspec.json.decode(text, type=ServerSchema)
 
 
 async def _answer(probe: Process, where: str) -> tuple[str, str]:
@@ -195,18 +189,6 @@ async def _answer(probe: Process, where: str) -> tuple[str, str]:
             raise EngineError(f"{where} did not import sglang within {PROBE_S:g} s", remedy="try it by hand") from err
         raise
     return out.decode(errors="replace"), errors.decode(errors="replace")
-
-
-def _decode(line: str) -> ServerSchema | None:
-    text = line.removeprefix(MARK)
-    if msgspec.json.decode(text).get("missing"):
-        return None
-    return msgspec.json.decode(text, type=ServerSchema)
-
-
-def _cache_folder(env: Mapping[str, str]) -> Path:
-    home = env.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "myxa"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,6 @@ class Task(TypedDict):
 
 
 def main() -> int:
-    """See the module's head."""
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)
     task: Task = json.loads(sys.stdin.buffer.readline())
     try:
@@ -81,7 +80,6 @@ def _start(task: Task) -> subprocess.Popen[bytes]:
 
 
 def _watch(server: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Until the server ended or must be killed."""
     pidfd = os.pidfd_open(server.pid)
     kill_at: float | None = None
     inputs: list[int] = [pidfd, sys.stdin.fileno()]

@@ -44,7 +44,6 @@ def find(folder: Path) -> str:
 
 
 def look(version: str) -> str:
-    """Ask the server's own argument parser."""
     server_args = importlib.import_module("sglang.srt.server_args")
     parser = argparse.ArgumentParser()
     server_args.ServerArgs.add_cli_args(parser)

@@ -42,14 +42,7 @@ from urllib.parse import urlsplit
 from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused
 from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
-from ....core.weight_channel import (
-    Bucket,
-    JoinRequest,
-    LeaveOrder,
-    PlanRequest,
-    SendOrder,
-    ShareRequest,
-)
+from ....core.weight_channel import Bucket, JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
 from ...weights.beacon import Beacon
 from ...weights.channels.disk import DiskWeightReader
 from .http_client import SglangHttp
@@ -68,32 +61,20 @@ class WeightRoute(Protocol):
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Everything that can be done while the old weights serve: join groups, check or stage bytes."""
-        ...
 
     async def load(self, manifest: WeightManifest) -> bool:
-        """Bring the prepared version in and have the server announce it (`weight_version`); the server is paused.
-
-        True: its answer said that it does. Otherwise it has to be asked, which costs a round trip in the pause.
-
-        Raises WeightsRefused only if the old weights are certainly whole: generation then continues with them. After
-        any other error the server stays paused, because its weights are unknown.
-        """
+        """Bring the prepared version in and have the server announce it (`weight_version`); the server is paused. True:
+        its answer said that it does. Otherwise it has to be asked, which costs a round trip in the pause. Raises
+        WeightsRefused only if the old weights are certainly whole: generation then continues with them. After any other
+        error the server stays paused, because its weights are unknown."""
         ...
 
     async def close(self) -> None:
         """Leave groups, free staging; never raises. A later version may come by it all the same."""
-        ...
 
 
 Routes = Callable[[SglangHttp], Mapping[str, WeightRoute]]
 """Channel name -> route, made for one server."""
-
-
-async def close_others(routes: Mapping[str, WeightRoute], channel: str) -> None:
-    """The server has a version by `channel`: what other channels hold of earlier ones is of no more use."""
-    for name, route in routes.items():
-        if name != channel:
-            await route.close()
 
 
 def announces(answer: Mapping[str, Any], version: int) -> bool:
@@ -204,7 +185,6 @@ class DeviceRouteOptions:
 
 
 def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes:
-    """Folders, and both channels between devices."""
 
     def routes(server: SglangHttp) -> Mapping[str, WeightRoute]:
         return {
@@ -400,7 +380,6 @@ class GroupRoute(_DeviceRoute):
         return hears
 
     async def close(self) -> None:
-        """See the protocol."""
         await self._leave(list(self._channels), f"{self._server.place} is not used any more")
         await asyncio.gather(*self._leavings)
 
@@ -462,7 +441,6 @@ class HandleRoute(_DeviceRoute):
         return announces(answer, manifest.version)
 
     async def close(self) -> None:
-        """Handles that were not used go; the memory is the sender's."""
         self._bodies = []
 
 

@@ -109,12 +109,10 @@ _ABORTED_CHUNK = _Chunk([], _Meta(0, _Reason("abort")))
 
 
 class HeldTokens:
-    """Turns the bytes of one stream, cumulative or incremental, into deltas whose version stamps are certain.
-
-    Spans come at the latest with the last chunk, so tokens wait for them. A server without spans announces one version
-    per answer: if it is the one known when the request was sent, all tokens have it; otherwise they all get the smaller
-    of the two, which is never newer than the truth, so that a staleness bound holds.
-    """
+    """Turns the bytes of one stream, cumulative or incremental, into deltas whose version stamps are certain. Spans
+    come at the latest with the last chunk, so tokens wait for them. A server without spans announces one version per
+    answer: if it is the one known when the request was sent, all tokens have it; otherwise they all get the smaller of
+    the two, which is never newer than the truth, so that a staleness bound holds."""
 
     def __init__(self, place: str, sent_version: int) -> None:
         self._place = place
@@ -128,7 +126,6 @@ class HeldTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Received so far."""
         return len(self._ids)
 
     def feed(self, data: bytes) -> Iterator[Delta]:
@@ -286,11 +283,9 @@ class ServerAnswer:
 
     @property
     def may_come(self) -> bool:
-        """A later look may find it well."""
         return self.is_absent or self.status in LOADING
 
     def words(self) -> str:
-        """What it was, for messages."""
         if not self.status:
             return f"GET {self.route}: {_quoted(self.error)}"
         text = _quoted(self.body[: 4 * MAX_QUOTED].decode("utf-8", "replace"))

@@ -154,7 +154,6 @@ def bucket_payload(flat: Tensor, metadata: WrittenPart) -> str:
 
 
 def payload_of(tensor: object, metadata: WrittenPart) -> str:
-    """Base64 of the stream."""
     return base64.b64encode(write_object({"flattened_tensor": tensor, "metadata": metadata})).decode("ascii")
 
 

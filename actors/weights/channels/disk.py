@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ....core.errors import EngineError, MyxaError, TrainError
@@ -19,21 +20,21 @@ from ....core.protocols import NamedArray
 from ...models.hf_folder import open_weights, read_config, write_folder
 
 
+@dataclass(slots=True)
 class DiskWeightWriter:
     """Publishes versions as folders `<root>/version_<v>`; `release` deletes them."""
 
-    def __init__(self, root: Path, model_folder: Path, host: str) -> None:
-        self._root = root
-        self._model_folder = model_folder
-        self._host = host
-        self._folders: dict[int, Path] = {}
+    root: Path
+    model_folder: Path
+    host: str
+    _folders: dict[int, Path] = field(default_factory=dict[int, Path])
 
     def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
         """Write the folder. Raises TrainError naming the path when the disk refuses."""
-        folder = self._root / f"version_{version:08d}"
+        folder = self.root / f"version_{version:08d}"
         try:
-            config = json.loads((self._model_folder / "config.json").read_text(encoding="utf-8"))
-            write_folder(folder, config, tensors, tokenizer_from=self._model_folder)
+            config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
+            write_folder(folder, config, tensors, tokenizer_from=self.model_folder)
         except (OSError, MyxaError) as err:
             raise TrainError(
                 f"cannot write weight version {version} to {folder}: {err}",
@@ -48,7 +49,7 @@ class DiskWeightWriter:
             num_bytes=sum(t.spec.num_bytes for t in tensors),
             tensors=tuple(t.spec for t in tensors),
             digest=_digest(tensors),
-            host=self._host,
+            host=self.host,
         )
 
     def release(self, version: int) -> None:
@@ -60,7 +61,7 @@ class DiskWeightWriter:
         """Delete every folder that was not released, and the one around them."""
         for version in list(self._folders):
             self.release(version)
-        _remove_empty(self._root)
+        _remove_empty(self.root)
 
 
 def clear_folders(root: Path) -> None:

@@ -33,10 +33,8 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def quantise_blocks(weight: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
-    """(Q float8_e4m3fn [m, n], S float32 [blocks down, blocks across]) of a matrix of any float type.
-
-    Raises ValueError for what is no matrix, or holds NaN or infinity: an engine must never be handed those.
-    """
+    """(Q float8_e4m3fn [m, n], S float32 [blocks down, blocks across]) of a matrix of any float type. Raises ValueError
+    for what is no matrix, or holds NaN or infinity: an engine must never be handed those."""
     if weight.dim() != 2:
         raise ValueError(f"a matrix is needed, not {list(weight.shape)}")
     rows, columns = weight.shape
@@ -64,10 +62,8 @@ class Fp8Rule:
 
     @staticmethod
     def of_folder(folder: Path) -> Fp8Rule | None:
-        """As the folder's own weights are; None for a folder that is not quantised.
-
-        Raises ConfigError for a quantisation of another kind, ModelError for a folder that cannot be read.
-        """
+        """As the folder's own weights are; None for a folder that is not quantised. Raises ConfigError for a
+        quantisation of another kind, ModelError for a folder that cannot be read."""
         config = read_json(folder / CONFIG, remedy="see weights.served_folder")
         quantisation = config.get("quantization_config")
         if not isinstance(quantisation, dict):

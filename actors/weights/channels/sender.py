@@ -5,8 +5,7 @@
     send      broadcast from staging                      while the engine is paused, and the trainer trains
     share     handles of the staging buckets              instead of join and send, on one GPU
 
-`plan.py` cuts, `staging.py` keeps, `cuda_ipc.py` shares, `fp8.py` quantises on the way. `Channels` holds one group per
-engine:
+`plan.py` cuts, `staging.py` keeps, `cuda_ipc.py` shares, `fp8.py` quantises on the way. There is one group per engine:
 
     join   -> building (waits for the engine's ranks) -> standing -> [sending] -> standing ...
                  any error, deadline or leave -> gone (a later attempt has another name)
@@ -24,8 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
-
-import torch
 
 from ....core.errors import TrainError
 from ....core.messages import WeightManifest
@@ -51,124 +48,6 @@ from .staging import Staged, Staging, beside_training
 A = TypeVar("A")
 Tensors = Iterator[tuple[str, Any]]
 SentChannel = Literal["nccl", "cuda_ipc"]
-
-
-class DeviceWeightSender:
-    """One rank. `name` is its actor's, under which engines ask for it."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        channel: SentChannel,
-        bucket_bytes: int,
-        host: str,
-        quantise: Callable[[Tensors], Tensors] | None = None,
-        keeps_buffers: bool = True,
-        is_needed: bool = True,
-    ) -> None:
-        """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold.
-        `keeps_buffers`: see `Staging`. `is_needed` False: no engine asks this rank for what it is given, so it keeps
-        nothing, and only takes part in gathering."""
-        self._name = name
-        self._channel: SentChannel = channel
-        self._host = host
-        self._quantise = quantise
-        self._is_needed = is_needed
-        self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)
-        self._channels = Channels(name, host)
-        self._metadata: tuple[str, tuple[WrittenPart, ...]] = ("", ())
-        """Fingerprint of a plan, and its buckets' metadata."""
-
-    def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
-        staged = self._staging.publish(version, lambda: self._wanted(export()))
-        if staged is None:
-            return None
-        self._channels.published()
-        return WeightManifest(
-            version=version,
-            channel=self._channel,
-            location=self._name,
-            generation=0,
-            num_bytes=staged.buffers.plan.num_bytes,
-            tensors=(),
-            digest=staged.digest,
-            host=self._host,
-        )
-
-    def _wanted(self, tensors: Tensors) -> Tensors:
-        """What is staged of an export, which is gone through to its end either way."""
-        if not self._is_needed:
-            for _ in tensors:
-                pass
-        elif self._quantise is None:
-            yield from tensors
-        else:
-            yield from self._quantise(tensors)
-
-    def release(self, version: int) -> None:
-        self._staging.release(version)
-
-    def answer(self, order: SenderOrder[A]) -> A:
-        verbs: dict[type, Callable[[Any], Any]] = {
-            PlanRequest: self._plan,
-            JoinRequest: self._join,
-            SendOrder: self._send,
-            ShareRequest: self._share,
-            LeaveOrder: self._leave,
-        }
-        return verbs[type(order)](order)
-
-    def _leave(self, order: LeaveOrder) -> None:
-        self._channels.leave(order.channel, order.reason)
-
-    def _plan(self, request: PlanRequest) -> PlanReply:
-        staged = self._staging.read(request.version)
-        self._staging.done(staged)
-        plan = staged.buffers.plan
-        return PlanReply(
-            fingerprint=plan.fingerprint,
-            digest=staged.digest,
-            buckets=() if request.known == plan.fingerprint else plan.buckets,
-            has_channel=self._channels.has(request.channel),
-        )
-
-    def _join(self, request: JoinRequest) -> JoinOffer:
-        device = self._staging.device
-        if device is None:
-            raise TrainError(f"{self._name} has published nothing yet", remedy="publish a version first")
-        return self._channels.join(request, device)
-
-    def _send(self, order: SendOrder) -> SendReport:
-        staged = self._staging.read(order.version)
-        return self._channels.send(order, staged, lambda: self._staging.done(staged))
-
-    def progress(self) -> dict[str, str]:
-        """Where each channel is, for people: "bucket 2 of 5"."""
-        return self._channels.progress()
-
-    def _share(self, request: ShareRequest) -> ShareReply:
-        staged = self._staging.read(request.version)
-        try:
-            with beside_training(staged.buffers.device):
-                payloads = tuple(
-                    tuple(bucket_payload(staged.buffers.bucket(number), metadata) for _ in range(request.num_ranks))
-                    for number, metadata in enumerate(self._metadata_of(staged.buffers.plan))
-                )
-        finally:
-            self._staging.done(staged)
-        return ShareReply(payloads=payloads, fingerprint=staged.buffers.plan.fingerprint)
-
-    def _metadata_of(self, plan: WeightPlan) -> tuple[WrittenPart, ...]:
-        fingerprint, metadata = self._metadata
-        if fingerprint != plan.fingerprint:
-            metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
-            self._metadata = (plan.fingerprint, metadata)
-        return metadata
-
-    def close(self) -> None:
-        self._channels.close()
-        self._staging.close()
 
 
 IDLE_VERSIONS = 8
@@ -203,35 +82,118 @@ class Channel:
             self.group.abort()
 
 
-class Channels:
-    """All channels of one sender."""
+class DeviceWeightSender:
+    """One rank. `name` is its actor's, under which engines ask for it."""
 
-    def __init__(self, name: str, host: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        channel: SentChannel,
+        bucket_bytes: int,
+        host: str,
+        quantise: Callable[[Tensors], Tensors] | None = None,
+        keeps_buffers: bool = True,
+        is_needed: bool = True,
+    ) -> None:
+        """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold.
+        `keeps_buffers`: see `Staging`. `is_needed` False: no engine asks this rank for what it is given, so it keeps
+        nothing, and only takes part in gathering."""
         self._name = name
+        self._channel: SentChannel = channel
         self._host = host
+        self._quantise = quantise
+        self._is_needed = is_needed
+        self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)
         self._lock = threading.Lock()
         self._channels: dict[str, Channel] = {}
         self._is_closed = False
+        self._metadata: tuple[str, tuple[WrittenPart, ...]] = ("", ())
+        """Fingerprint of a plan, and its buckets' metadata."""
 
-    def has(self, name: str) -> bool:
-        return name in self._channels
+    def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
+        staged = self._staging.publish(version, lambda: self._wanted(export()))
+        if staged is None:
+            return None
+        self._close_idle()
+        return WeightManifest(
+            version=version,
+            channel=self._channel,
+            location=self._name,
+            generation=0,
+            num_bytes=staged.buffers.plan.num_bytes,
+            tensors=(),
+            digest=staged.digest,
+            host=self._host,
+        )
 
-    def published(self) -> None:
-        """There is one more version; idle channels are closed."""
+    def _wanted(self, tensors: Tensors) -> Tensors:
+        """What is staged of an export, which is gone through to its end either way."""
+        if not self._is_needed:
+            for _ in tensors:
+                pass
+        elif self._quantise is None:
+            yield from tensors
+        else:
+            yield from self._quantise(tensors)
+
+    def release(self, version: int) -> None:
+        self._staging.release(version)
+
+    def answer(self, order: SenderOrder[A]) -> A:
+        verbs: dict[type, Callable[[Any], Any]] = {
+            PlanRequest: self._plan,
+            JoinRequest: self._join,
+            SendOrder: self._send,
+            ShareRequest: self._share,
+            LeaveOrder: lambda order: self._leave(order.channel, order.reason),
+        }
+        return verbs[type(order)](order)
+
+    def _plan(self, request: PlanRequest) -> PlanReply:
+        staged = self._staging.read(request.version)
+        self._staging.done(staged)
+        plan = staged.buffers.plan
+        return PlanReply(
+            fingerprint=plan.fingerprint,
+            digest=staged.digest,
+            buckets=() if request.known == plan.fingerprint else plan.buckets,
+            has_channel=request.channel in self._channels,
+        )
+
+    def _share(self, request: ShareRequest) -> ShareReply:
+        staged = self._staging.read(request.version)
+        try:
+            with beside_training(staged.buffers.device):
+                payloads = tuple(
+                    tuple(bucket_payload(staged.buffers.bucket(number), metadata) for _ in range(request.num_ranks))
+                    for number, metadata in enumerate(self._metadata_of(staged.buffers.plan))
+                )
+        finally:
+            self._staging.done(staged)
+        return ShareReply(payloads=payloads, fingerprint=staged.buffers.plan.fingerprint)
+
+    def _metadata_of(self, plan: WeightPlan) -> tuple[WrittenPart, ...]:
+        fingerprint, metadata = self._metadata
+        if fingerprint != plan.fingerprint:
+            metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
+            self._metadata = (plan.fingerprint, metadata)
+        return metadata
+
+    def _close_idle(self) -> None:
+        """There is one more version."""
         with self._lock:
             for channel in self._channels.values():
                 channel.num_idle += 1
             idle = [name for name, channel in self._channels.items() if channel.num_idle > IDLE_VERSIONS]
         for name in idle:
-            self.leave(name, f"none of the last {IDLE_VERSIONS} versions was asked for")
+            self._leave(name, f"none of the last {IDLE_VERSIONS} versions was asked for")
 
-    def progress(self) -> dict[str, str]:
-        """Channel -> where it is: "bucket 2 of 5"."""
-        with self._lock:
-            return {name: channel.at for name, channel in self._channels.items()}
-
-    def join(self, request: JoinRequest, device: torch.device) -> JoinOffer:
+    def _join(self, request: JoinRequest) -> JoinOffer:
         """Open a meeting place and wait there in a thread. Raises TrainError for a name that was used."""
+        device = self._staging.device
+        if device is None:
+            raise TrainError(f"{self._name} has published nothing yet", remedy="publish a version first")
         channel = Channel(request)
         with self._lock:
             if self._is_closed or request.channel in self._channels:
@@ -243,7 +205,7 @@ class Channels:
             address = address_for(request, self._host)
             store = host_store(address, 0, world_size, request.timeout_s)
         except (RuntimeError, OSError) as err:
-            self.leave(request.channel, f"no meeting place: {err}")
+            self._leave(request.channel, f"no meeting place: {err}")
             raise TrainError(f"{self._name}: cannot open a meeting place: {err}", remedy="is a port free?") from err
 
         def build() -> None:
@@ -253,7 +215,7 @@ class Channels:
                         store, request.channel, 0, world_size, device, request.timeout_s, channel.gone, address=address
                     )
             except (RuntimeError, OSError) as err:
-                self.leave(request.channel, f"{request.engine} did not join within {request.timeout_s:g} s ({err})")
+                self._leave(request.channel, f"{request.engine} did not join within {request.timeout_s:g} s ({err})")
             finally:
                 channel.is_built.set()
                 if channel.gone.is_set() and channel.group is not None:
@@ -263,15 +225,16 @@ class Channels:
         backend: CollectiveBackend = "nccl" if device.type == "cuda" else "gloo"
         return JoinOffer(address=address, port=store.port, backend=backend)
 
-    def send(self, order: SendOrder, staged: Staged, on_end: Callable[[], None]) -> SendReport:
-        """Broadcast all buckets, in order; the channel is given up on any error. `on_end` is called when the thread
+    def _send(self, order: SendOrder) -> SendReport:
+        """Broadcast all buckets, in order; the channel is given up on any error. The buckets are read until the thread
         that sends has ended, which after a missed deadline may be later than the return. A broadcast of NCCL's that
         missed it may then still be queued on the device, until the group's abort has ended it; what it sends counts for
         nothing, because the engine's version has failed and is loaded again as a whole: buckets may be overwritten.
         Raises TrainError that names the sender, the engine, the phase and the bucket."""
+        staged = self._staging.read(order.version)
         channel = self._channels.get(order.channel)
         if channel is None:
-            on_end()
+            self._staging.done(staged)
             raise TrainError(f"{self._name} has no channel {order.channel}", remedy="join again under another name")
         channel.num_idle = 0
         started = time.monotonic()
@@ -280,11 +243,11 @@ class Channels:
 
         def work() -> None:
             try:
-                outcome.append(self._send(channel, staged, started, order.timeout_s))
+                outcome.append(self._broadcast(channel, staged, started, order.timeout_s))
             except (RuntimeError, TimeoutError, TrainError) as err:
                 outcome.append(err)
             finally:
-                on_end()
+                self._staging.done(staged)
                 is_over.set()
 
         _start(work, f"send {order.version} to {channel.request.engine}")
@@ -295,13 +258,13 @@ class Channels:
             return result
         why = channel.why_gone or f"{type(result).__name__}: {result}"
         at = channel.at
-        self.leave(order.channel, f"sending version {order.version} failed at {at}: {why}")
+        self._leave(order.channel, f"sending version {order.version} failed at {at}: {why}")
         raise TrainError(
             f"{self._name} could not send weight version {order.version} to {channel.request.engine}: {at}: {why}",
             remedy="the engine gets it again through a new channel, or is restarted",
         ) from result
 
-    def _send(self, channel: Channel, staged: Staged, started: float, timeout_s: float) -> SendReport:
+    def _broadcast(self, channel: Channel, staged: Staged, started: float, timeout_s: float) -> SendReport:
         channel.is_built.wait(timeout_s)
         group = channel.group
         if group is None or channel.gone.is_set():
@@ -317,18 +280,18 @@ class Channels:
         ended = time.monotonic()
         return SendReport(num_bytes=staged.buffers.plan.num_bytes, join_s=joined - started, send_s=ended - joined)
 
-    def leave(self, name: str, reason: str) -> None:
+    def _leave(self, name: str, reason: str) -> None:
         """Give a channel up; never waits."""
         with self._lock:
             channel = self._channels.pop(name, None)
-        if channel is None:
-            return
-        channel.give_up(reason)
+        if channel is not None:
+            channel.give_up(reason)
 
     def close(self) -> None:
         self._is_closed = True
         for name in list(self._channels):
-            self.leave(name, f"{self._name} ends")
+            self._leave(name, f"{self._name} ends")
+        self._staging.close()
 
 
 def _start(work: Callable[[], None], name: str) -> None:

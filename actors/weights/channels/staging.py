@@ -202,7 +202,6 @@ class Staging:
             return staged
 
     def done(self, staged: Staged) -> None:
-        """End of a `read`."""
         with self._lock:
             staged.buffers.num_readers -= 1
             self._reuse(staged.buffers)
