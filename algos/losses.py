@@ -34,6 +34,12 @@ class TokenLoss:
     metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Further numbers per token, [T] each; their means become metrics."""
 
+    @classmethod
+    def unbounded(cls, loss_T: Tensor) -> TokenLoss:
+        """Nothing acted."""
+        nowhere_T = torch.zeros_like(loss_T, dtype=torch.bool)
+        return cls(loss_T, nowhere_T, nowhere_T)
+
 
 def ppo_clip_loss(
     ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
@@ -109,22 +115,17 @@ def sapo_loss(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: fl
     -r A; away from it the gradient fades, on both sides. Nothing is clipped. SAPO, arXiv 2511.20347; its
     temperatures: 1 and 1.05."""
     tau_T = torch.where(advantages_T > 0, ratio_T.new_tensor(tau_pos), ratio_T.new_tensor(tau_neg))
-    loss_T = -torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T) * advantages_T
-    nowhere_T = torch.zeros_like(loss_T, dtype=torch.bool)
-    return TokenLoss(loss_T, nowhere_T, nowhere_T)
+    return TokenLoss.unbounded(-torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T) * advantages_T)
 
 
 def reinforce_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor) -> TokenLoss:
     """-sg(r) A logp, nothing clipped. With r = 1 this is REINFORCE (Williams 1992), else its off-policy form."""
-    loss_T = -ratio_T.detach() * advantages_T * logprobs_T
-    nowhere_T = torch.zeros_like(loss_T, dtype=torch.bool)
-    return TokenLoss(loss_T, nowhere_T, nowhere_T)
+    return TokenLoss.unbounded(-ratio_T.detach() * advantages_T * logprobs_T)
 
 
 def sft_loss(logprobs_T: Tensor) -> TokenLoss:
     """-logp: cross entropy of the demonstration's tokens. Advantages have no part in it."""
-    nowhere_T = torch.zeros_like(logprobs_T, dtype=torch.bool)
-    return TokenLoss(-logprobs_T, nowhere_T, nowhere_T)
+    return TokenLoss.unbounded(-logprobs_T)
 
 
 def opsm_keep(live_T: Tensor, behaviour_T: Tensor, advantages_T: Tensor, segments: Segments, delta: float) -> Tensor:

@@ -36,91 +36,24 @@ With x = train - behaviour and q = exp(x), exponents bounded to +-20:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..core.config.learning import (
-    LOSS_OF_KIND,
     TOKEN_REWARD_KINDS,
     AlgoConfig,
-    AlgoKind,
-    Correction,
-    KlKind,
-    KlPlace,
-    LossName,
-    Reduction,
     resolve_correction,
 )
 from ..core.errors import TrainError
 from . import losses, ratios
 from .kl import MAX_EXPONENT, kl_terms
-from .ratios import Level, Mode, TokenWeights
+from .ratios import TokenWeights
 from .segments import Segments
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectiveConfig:
-    """What `policy_objective` does: options of `AlgoConfig`, which judges them. "auto" for loss and correction is
-    replaced by its meaning on construction."""
-
-    kind: AlgoKind = "grpo"
-    loss: LossName = "auto"
-    """auto: the one that belongs to `kind`."""
-    correction: Correction = "auto"
-    """auto: see `resolve_correction`."""
-    minibatches: int = 1
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 0.0
-    """0 = off, else > 1; for the ppo and gspo losses."""
-    sapo_tau_pos: float = 1.0
-    """Temperature of the sapo loss where A > 0."""
-    sapo_tau_neg: float = 1.05
-    """The same where A <= 0."""
-    tis_cap: float = 2.0
-    """Upper bound of the weight of decoupled, tis and icepop."""
-    tis_floor: float = 0.0
-    mis_level: Level = "token"
-    """Level of the weights of mis and icepop."""
-    mis_mode: Mode = "mask"
-    mis_low: float = 0.5
-    """Lower bound of the weight of mis and icepop."""
-    mis_high: float = 2.0
-    mis_normalise: bool = False
-    """mis: weights are divided by `Normaliser.mean_weight`."""
-    reject_level: Level = "geometric"
-    reject_low: float = 0.0
-    reject_high: float = 0.0
-    """mis: tokens (samples) whose weight at `reject_level` lies outside the bounds are removed; 0 = off."""
-    veto: float = 0.0
-    """mis: a sample with any token of weight below this is removed; 0 = off."""
-    kl_coef: float = 0.0
-    kl_in: KlPlace = "loss"
-    kl_kind: KlKind = "k2"
-    kl_unbiased: bool = False
-    entropy_coef: float = 0.0
-    whiten: bool = True
-    """Whether kinds of `TOKEN_REWARD_KINDS` whiten their advantages."""
-    reduction: Reduction = "token"
-    opsm_delta: float = 0.0
-    """Off-policy sequence masking: samples of negative advantage further away than this lose their policy loss; 0 =
-    off."""
-    has_loss_fn: bool = False
-    """The loss per token is a function of the user's; `loss` says what the metrics' ratio is."""
-
-    def __post_init__(self) -> None:
-        if self.loss == "auto":
-            object.__setattr__(self, "loss", LOSS_OF_KIND.get(self.kind, "ppo"))
-        # A demonstration has no behaviour policy, so there is nothing to correct for.
-        resolved = resolve_correction(self.correction, self.minibatches, self.loss)
-        resolved = "none" if self.loss == "sft" else resolved
-        object.__setattr__(self, "correction", resolved)
-
-
-def needs_proximal(config: ObjectiveConfig) -> bool:
+def needs_proximal(config: AlgoConfig) -> bool:
     """Whether the batch must be scored once under the step's first weights, before its first mini-batch. With one
     mini-batch the live log-probs of the training pass are the same numbers, unless weights must be known before it
     (`mis_normalise`)."""
@@ -129,21 +62,24 @@ def needs_proximal(config: ObjectiveConfig) -> bool:
     return config.minibatches > 1 or (config.correction == "mis" and config.mis_normalise)
 
 
-def needs_whitening(config: ObjectiveConfig) -> bool:
+def needs_whitening(config: AlgoConfig) -> bool:
     """Whether token advantages are whitened over the whole batch."""
     return config.whiten and config.kind in TOKEN_REWARD_KINDS
 
 
-def needs_reference(config: ObjectiveConfig) -> bool:
+def needs_reference(config: AlgoConfig) -> bool:
     """Whether a reference model must score the batch: there is a KL term, wherever it goes."""
     return config.kl_coef > 0
 
 
-def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> ObjectiveConfig:
-    names = (one.name for one in fields(ObjectiveConfig) if one.name in AlgoConfig.model_fields)
-    same: dict[str, Any] = {name: getattr(algo, name) for name in names}
-    same.update(kl_kind=algo.kl_estimator, has_loss_fn=bool(algo.loss_fn), minibatches=minibatches or algo.minibatches)
-    return ObjectiveConfig(**same)
+def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> AlgoConfig:
+    """The options of a step with so many mini-batches, what "auto" means in its place."""
+    count = minibatches or algo.minibatches
+    correction = resolve_correction(algo.correction, count, algo.policy_loss)
+    if algo.policy_loss == "sft":  # a demonstration has no behaviour policy, so there is nothing to correct for
+        correction = "none"
+    meant = {"loss": algo.policy_loss, "correction": correction, "kl_kind": algo.kl_estimator, "minibatches": count}
+    return algo.model_copy(update=meant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +169,7 @@ class LossTokens:
     """float [T]: under the reference model; None without one."""
     entropy_T: Tensor | None
     """float [T]: entropy of the live distribution, with gradient if `entropy_coef` is not 0."""
-    config: ObjectiveConfig
+    config: AlgoConfig
     """Bounds and coefficients of `[algo]` as they are in this step."""
 
 
@@ -251,7 +187,7 @@ OPTIONS_OWN = TokenFunctions()
 
 
 def policy_objective(
-    batch: TokenBatch, config: ObjectiveConfig, normaliser: Normaliser, functions: TokenFunctions = OPTIONS_OWN
+    batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser, functions: TokenFunctions = OPTIONS_OWN
 ) -> Objective:
     """This micro-batch's share of the loss and its metrics. Gradient flows through `logprobs_T` and `entropy_T`. Raises
     TrainError when log-probs that the options need are missing or a denominator is, and what `functions` raise."""
@@ -274,7 +210,7 @@ def policy_objective(
     if view.reference_T is not None and config.kl_coef and config.kl_in == "loss":
         # the tokens were drawn by the behaviour policy, whatever the correction is (arXiv 2512.02556)
         weight_T = ratios.ratio(view.live_T, view.behaviour_T) if config.kl_unbiased else None
-        kl_T = kl_terms(config.kl_kind, view.live_T, view.reference_T, weight_T)
+        kl_T = kl_terms(config.kl_estimator, view.live_T, view.reference_T, weight_T)
         parts["kl_loss"] = config.kl_coef * _reduce(kl_T, keep_T, view.segments, config, normaliser)
     if config.entropy_coef and view.entropy_T is not None:
         parts["entropy_loss"] = -config.entropy_coef * _reduce(
@@ -290,14 +226,14 @@ def policy_objective(
     )
 
 
-def weight_sums(batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
+def weight_sums(batch: TokenBatch, config: AlgoConfig) -> Tensor:
     """float64 [2]: (sum, count) of this micro-batch's importance weights before normalisation. Add them over
     micro-batches and ranks before the first backward pass; the quotient is `Normaliser.mean_weight`."""
     view = _view(batch, config)
     return ratios.weight_sums(_weights(view, config, 1.0).weight_T, view.segments, config.mis_level)
 
 
-def _view(batch: TokenBatch, config: ObjectiveConfig) -> LossTokens:
+def _view(batch: TokenBatch, config: AlgoConfig) -> LossTokens:
     segments = Segments.of(batch.mask_T, batch.sample_T, batch.num_samples)
     live_T = _wide(batch.logprobs_T, segments)
     if config.minibatches > 1 and needs_proximal(config) and batch.proximal_T is None:
@@ -337,7 +273,7 @@ def _wide(x_T: Tensor, segments: Segments) -> Tensor:
     return segments.kept(x_T if x_T.dtype == torch.float64 else x_T.float())
 
 
-def _token_loss(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> losses.TokenLoss:
+def _token_loss(view: LossTokens, ratio_T: Tensor, config: AlgoConfig) -> losses.TokenLoss:
     if config.loss == "sft":
         return losses.sft_loss(view.live_T)
     if config.loss == "reinforce":
@@ -353,7 +289,7 @@ def _token_loss(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> l
     return losses.ppo_clip_loss(ratio_T, view.advantages_T, config.clip_low, config.clip_high, config.dual_clip)
 
 
-def _weights(view: LossTokens, config: ObjectiveConfig, mean_weight: float) -> TokenWeights:
+def _weights(view: LossTokens, config: AlgoConfig, mean_weight: float) -> TokenWeights:
     """The weight of the correction, level by level; see the module's table."""
     correction = config.correction
     if correction in ("none", "behaviour"):
@@ -367,7 +303,7 @@ def _weights(view: LossTokens, config: ObjectiveConfig, mean_weight: float) -> T
     return _mis(view, log_q_T, config, mean_weight)
 
 
-def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight: float) -> TokenWeights:
+def _mis(view: LossTokens, log_q_T: Tensor, config: AlgoConfig, mean_weight: float) -> TokenWeights:
     weights = ratios.mis_weights(log_q_T, config.mis_mode, config.mis_low, config.mis_high)
     keep_T = weights.keep_T
     removed_by: dict[str, Tensor] = {}
@@ -382,7 +318,7 @@ def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight
     return ratios.normalise(weights, mean_weight) if config.mis_normalise else weights
 
 
-def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: ObjectiveConfig, normaliser: Normaliser) -> Tensor:
+def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: AlgoConfig, normaliser: Normaliser) -> Tensor:
     """0-dim share of the global mean. Removed tokens count in every denominator: removal is not a reweighting."""
     kept_T = torch.where(keep_T, x_T, 0.0)
     if config.reduction == "rollout":
@@ -398,7 +334,7 @@ def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: ObjectiveCo
 
 
 def _metrics(
-    view: LossTokens, ratio_T: Tensor, token_loss: losses.TokenLoss, weights: TokenWeights, config: ObjectiveConfig
+    view: LossTokens, ratio_T: Tensor, token_loss: losses.TokenLoss, weights: TokenWeights, config: AlgoConfig
 ) -> dict[str, Tensor]:
     """Sums over unmasked tokens. Supervised runs have no behaviour policy, so they leave out all that compares."""
     segments = view.segments

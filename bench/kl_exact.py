@@ -18,7 +18,7 @@ from torch import Tensor
 
 from myxa.algos.advantages import less_kl, token_advantages
 from myxa.algos.kl import kl_terms
-from myxa.algos.objective import Normaliser, ObjectiveConfig, TokenBatch, policy_objective
+from myxa.algos.objective import Normaliser, TokenBatch, objective_config, policy_objective
 from myxa.algos.segments import Segments
 from myxa.core.config import AlgoConfig
 
@@ -57,7 +57,7 @@ def kl_gradient(logits_A: Tensor, reference_A: Tensor) -> Tensor:
 def objective_gradient(
     logits_A: Tensor,
     reference_A: Tensor,
-    config: ObjectiveConfig,
+    config: AlgoConfig,
     *,
     drawn_A: Tensor | None = None,
     rewards_A: Tensor | None = None,
@@ -73,7 +73,7 @@ def objective_gradient(
         one = slice(arm, arm + 1)
         segments = Segments.of(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long), 1)
         scalar_S = torch.zeros(1, dtype=live_A.dtype) if rewards_A is None else rewards_A[one]
-        kl_T = kl_terms(config.kl_kind, live_A[one].detach(), judged_A[one]) if config.kl_in != "loss" else None
+        kl_T = kl_terms(config.kl_estimator, live_A[one].detach(), judged_A[one]) if config.kl_in != "loss" else None
         in_reward = config.kl_in == "reward"
         advantages_T = token_advantages(
             config.kind,
@@ -105,17 +105,18 @@ def relative_error(
     """Length of (expected gradient - grad KL) over the length of grad KL, mean over draws. Unbiased estimates are drawn
     by another policy than the one that is trained."""
     generator = torch.Generator().manual_seed(7)
-    config = ObjectiveConfig(
+    algo = AlgoConfig.model_construct(  # wrong ones too, which a run file may not have
         kind="reinforce_pp",
         loss="reinforce",
-        correction=correction,  # pyright: ignore[reportArgumentType]
+        correction=correction,
         minibatches=2,
         kl_coef=1.0,
-        kl_in=place,  # pyright: ignore[reportArgumentType]
-        kl_kind=kind,  # pyright: ignore[reportArgumentType]
+        kl_in=place,
+        kl_kind=kind,
         kl_unbiased=unbiased,
         **WIDE,  # pyright: ignore[reportArgumentType]
     )
+    config = objective_config(algo)
     errors: list[float] = []
     for _ in range(num_draws):
         logits_A, away_A, stale_A = torch.randn(3, NUM_ARMS, dtype=torch.float64, generator=generator)

@@ -10,7 +10,6 @@ this order of precedence:
 Blocks may close in any order, because tasks of one actor interleave. Not thread-safe: call it from the actor's loop.
 prometheus-client and OpenTelemetry were considered: neither partitions time, so neither can promise 100 %.
 
-`TimeWindow` keeps seconds per key over the last stretch of time in buckets: its memory is fixed at any rate of changes.
 `FlowSampler` chooses which groups the trace follows: all while they are few, one in k when they are many. Actors need
 not agree on k: it is a power of two, and a group is followed when k divides its number, so an actor with a larger k
 follows a part of what the others follow. An arrow is drawn only where both of its ends were followed.
@@ -23,7 +22,7 @@ import functools
 import math
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -60,9 +59,7 @@ class _State:
 class ActivityMeter:
     """Partitions one actor's wall time into activity kinds and cuts it into spans."""
 
-    def __init__(
-        self, source: str, clock: Clock, *, window_s: float = 60.0, max_spans: int = 2048, max_span_s: float = 10.0
-    ) -> None:
+    def __init__(self, source: str, clock: Clock, *, max_spans: int = 2048, max_span_s: float = 10.0) -> None:
         """`max_spans` bounds what waits to be drained (the oldest go first, counted); a state that lasts is reported in
         pieces of about `max_span_s`, so a trace shows it before it ends."""
         self.source = source
@@ -79,7 +76,6 @@ class ActivityMeter:
         self._span_start_s = now
         self._totals: dict[ActivityKind, float] = dict.fromkeys(ACTIVITY_KINDS, 0.0)
         self._named: dict[str, float] = {}
-        self._window = TimeWindow(window_s, bucket_s=max(window_s / 60.0, 0.01))
         self._spans: deque[Span] = deque()
         self._max_spans = max_spans
         self._num_dropped = 0
@@ -130,15 +126,6 @@ class ActivityMeter:
         self._settle()
         return dict(self._named)
 
-    def shares(self) -> dict[ActivityKind, float]:
-        """Share of each kind over the last window; sums to 1."""
-        self._settle()
-        seconds = self._window.sums()
-        total = sum(seconds.values())
-        if total <= 0.0:
-            return {kind: float(kind == self._state.kind) for kind in ACTIVITY_KINDS}
-        return {kind: seconds.get(kind, 0.0) / total for kind in ACTIVITY_KINDS}
-
     def drain_spans(self) -> tuple[tuple[Span, ...], int]:
         """Finished spans in order of time, and how many were thrown away since the last drain."""
         self._settle()
@@ -174,7 +161,6 @@ class ActivityMeter:
         if elapsed_s > 0.0:
             state = self._state
             self._totals[state.kind] += elapsed_s
-            self._window.add(state.kind, self._settled_s, now)
             self._book_name(state, elapsed_s)
         self._settled_s = now
 
@@ -230,10 +216,8 @@ class TelemetryBuffer:
         self.source = source
         self.meter = meter
         self._clock = clock
-        self._metrics: deque[MetricPoint] = deque()
-        self._events: deque[Event] = deque()
-        self._spans: deque[Span] = deque()
-        self._samples: deque[GroupText] = deque()
+        self._waiting: dict[str, deque[Any]] = {name: deque() for name in ("events", "metrics", "spans", "samples")}
+        """By the fields of `Telemetry`, in the order in which they leave."""
         self._max_records = max_records
         self._time_every_s = time_every_s
         self._next_time_s = clock.monotonic()
@@ -244,7 +228,7 @@ class TelemetryBuffer:
         """Records thrown away since this object was made."""
 
     def __len__(self) -> int:
-        return len(self._metrics) + len(self._events) + len(self._spans) + len(self._samples)
+        return sum(map(len, self._waiting.values()))
 
     def metric(self, step: int, values: Mapping[str, float], *, source: str = "") -> None:
         """Values of one step (step < 0: of this moment). A NaN or infinite value cannot travel as JSON: it becomes an
@@ -260,13 +244,13 @@ class TelemetryBuffer:
         self._last_step = max(self._last_step, step)
         if finite:
             point = MetricPoint(source=source or self.source, step=step, wall_s=self._clock.wall(), values=finite)
-            self._append(self._metrics, point)
+            self._append("metrics", point)
 
     def event(self, kind: str, text: str, **data: Any) -> None:
         """Something a person may want to know. `data` must be JSON types."""
         now = self._clock.wall()
         event = Event(source=self.source, wall_s=now, kind=kind, text=text[:_MAX_TEXT], data=data)
-        self._append(self._events, event)
+        self._append("events", event)
 
     def span(
         self, name: str, activity: ActivityKind, start_wall_s: float, duration_s: float, *, track: str, **args: Any
@@ -282,10 +266,10 @@ class TelemetryBuffer:
             track=track,
             args=args,
         )
-        self._append(self._spans, span)
+        self._append("spans", span)
 
     def sample(self, group: GroupText) -> None:
-        self._append(self._samples, group, min(self._max_records, _MAX_SAMPLES))
+        self._append("samples", group)
 
     def hop(self, hop: Hop, group_ids: Iterable[int], start_wall_s: float, duration_s: float, **args: Any) -> None:
         """These groups passed a station together, here and then: the trace draws it and joins a group's
@@ -299,19 +283,16 @@ class TelemetryBuffer:
         """The next bundle, of about `max_bytes` once encoded (the control lane refuses messages over 1 MiB).
         Call again while `len(buffer)` is not 0."""
         self._take_from_meter()
-        budget = max_bytes
-        events, budget = _take(self._events, budget)
-        metrics, budget = _take(self._metrics, budget)
-        spans, budget = _take(self._spans, budget)
-        samples, budget = _take(self._samples, budget)
+        budget, taken = max_bytes, dict[str, tuple[Any, ...]]()
+        for name, queue in self._waiting.items():
+            records, budget = _take(queue, budget)
+            taken[name] = tuple(records)
         dropped, self._num_dropped = self._num_dropped, 0
-        return Telemetry(
-            metrics=tuple(metrics), events=tuple(events), spans=tuple(spans), samples=tuple(samples), dropped=dropped
-        )
+        return Telemetry(**taken, dropped=dropped)
 
     def lost(self, bundle: Telemetry) -> None:
         """A drained bundle could not be sent: its records count as dropped in the next one."""
-        count = len(bundle.metrics) + len(bundle.events) + len(bundle.spans) + len(bundle.samples)
+        count = sum(len(getattr(bundle, name)) for name in self._waiting)
         self.num_lost += count
         self._num_dropped += count + bundle.dropped
 
@@ -319,17 +300,16 @@ class TelemetryBuffer:
         """A drained bundle was not sent and will be tried again: it comes first in the next one. The oldest records go,
         counted, where there are more than may wait."""
         self._num_dropped += bundle.dropped
-        self._return(self._metrics, bundle.metrics)
-        self._return(self._events, bundle.events)
-        self._return(self._spans, bundle.spans)
-        self._return(self._samples, bundle.samples, _MAX_SAMPLES)
+        for name, queue in self._waiting.items():
+            records: tuple[_Told, ...] = getattr(bundle, name)
+            room = max(0, self._limit(name) - len(queue))
+            num_lost = max(0, len(records) - room)
+            queue.extendleft(reversed(records[num_lost:]))
+            self._num_dropped += num_lost
+            self.num_lost += num_lost
 
-    def _return(self, queue: deque[Any], records: Sequence[_Told], limit: int | None = None) -> None:
-        room = max(0, (limit or self._max_records) - len(queue))
-        num_lost = max(0, len(records) - room)
-        queue.extendleft(reversed(records[num_lost:]))
-        self._num_dropped += num_lost
-        self.num_lost += num_lost
+    def _limit(self, name: str) -> int:
+        return min(self._max_records, _MAX_SAMPLES) if name == "samples" else self._max_records
 
     def _take_from_meter(self) -> None:
         if self.meter is None:
@@ -338,7 +318,7 @@ class TelemetryBuffer:
         self._num_dropped += dropped
         self.num_lost += dropped
         for span in spans:
-            self._append(self._spans, span)
+            self._append("spans", span)
         now = self._clock.monotonic()
         if now >= self._next_time_s:
             self._next_time_s = now + self._time_every_s
@@ -346,13 +326,12 @@ class TelemetryBuffer:
             values |= {f"time/{name}": seconds for name, seconds in self.meter.named_totals().items()}
             if self._flows.num_skipped:
                 values["trace/hops_skipped"] = float(self._flows.num_skipped)
-            self._append(
-                self._metrics,
-                MetricPoint(source=self.source, step=self._last_step, wall_s=self._clock.wall(), values=values),
-            )
+            wall_s = self._clock.wall()
+            self._append("metrics", MetricPoint(source=self.source, step=self._last_step, wall_s=wall_s, values=values))
 
-    def _append(self, queue: deque[Any], record: _Told, limit: int | None = None) -> None:
-        if len(queue) >= (limit or self._max_records):
+    def _append(self, name: str, record: _Told) -> None:
+        queue = self._waiting[name]
+        if len(queue) >= self._limit(name):
             queue.popleft()
             self._num_dropped += 1
             self.num_lost += 1
@@ -384,54 +363,10 @@ def _size_bytes(record: _Told) -> int:
     return 180 + len(record.name) + len(repr(record.args))
 
 
-class TimeWindow:
-    """Seconds per key over the last `window_s`."""
-
-    def __init__(self, window_s: float, bucket_s: float) -> None:
-        self._bucket_s = bucket_s
-        self._num_buckets = max(1, round(window_s / bucket_s))
-        self._buckets: deque[tuple[int, dict[str, float]]] = deque()
-
-    def add(self, key: str, start_s: float, end_s: float) -> None:
-        """Book the stretch [start_s, end_s); stretches arrive in order of time."""
-        last = math.floor(end_s / self._bucket_s)
-        start_s = max(start_s, (last - self._num_buckets + 1) * self._bucket_s)
-        while start_s < end_s:
-            index = math.floor(start_s / self._bucket_s)
-            stop_s = min(end_s, (index + 1) * self._bucket_s)
-            if stop_s <= start_s:  # the bucket's edge is not representable: do not spin on it
-                stop_s = end_s
-            if not self._buckets or self._buckets[-1][0] < index:
-                self._buckets.append((index, {}))
-            bucket = self._buckets[-1][1]
-            bucket[key] = bucket.get(key, 0.0) + (stop_s - start_s)
-            start_s = stop_s
-        while self._buckets and self._buckets[0][0] <= last - self._num_buckets:
-            self._buckets.popleft()
-
-    def sums(self) -> dict[str, float]:
-        """Seconds per key inside the window."""
-        total: dict[str, float] = {}
-        for _, bucket in self._buckets:
-            for key, seconds in bucket.items():
-                total[key] = total.get(key, 0.0) + seconds
-        return total
-
-
 _WINDOW_S = 1.0
 
 
 _MAX_STRIDE = 1 << 20
-
-
-@dataclass(slots=True)
-class _Rate:
-    """Of one hop, in the second that runs."""
-
-    began_s: float
-    stride: int = 1
-    num_seen: int = 0
-    num_picked: int = 0
 
 
 class FlowSampler:
@@ -441,32 +376,28 @@ class FlowSampler:
         """`max_per_s`: groups followed per second and hop, about; in the second in which a burst begins, so many again
         for each doubling of the stride."""
         self._max_per_s = max_per_s
-        self._rates: dict[Hop, _Rate] = {}
+        self._rates: dict[Hop, tuple[float, int, int, int]] = {}
+        """When the second began that runs, groups seen in it, its stride, groups picked since that was chosen."""
         self.num_skipped = 0
         """Hops that were not followed."""
 
     def pick(self, hop: Hop, group_ids: Iterable[int], now_s: float) -> tuple[int, ...]:
         """Those that are followed. Groups without a real number (below 0: checks, evaluation) never are."""
-        rate = self._rates.setdefault(hop, _Rate(now_s))
-        if now_s - rate.began_s >= _WINDOW_S:
-            rate = self._rates[hop] = _Rate(now_s, self._stride(rate.num_seen / (now_s - rate.began_s)))
+        began_s, num_seen, stride, num_picked = self._rates.get(hop, (now_s, 0, 1, 0))
+        if (lasted_s := now_s - began_s) >= _WINDOW_S:
+            excess = max(num_seen / lasted_s / self._max_per_s, 1.0)
+            began_s, num_seen, stride, num_picked = now_s, 0, min(1 << math.ceil(math.log2(excess)), _MAX_STRIDE), 0
         picked: list[int] = []
         for group_id in group_ids:
             if group_id < 0:
                 continue
-            rate.num_seen += 1
-            if group_id % rate.stride:
+            num_seen += 1
+            if group_id % stride:
                 self.num_skipped += 1
                 continue
             picked.append(group_id)
-            rate.num_picked += 1
-            if rate.num_picked >= self._max_per_s * _WINDOW_S:
-                rate.stride, rate.num_picked = min(2 * rate.stride, _MAX_STRIDE), 0
+            num_picked += 1
+            if num_picked >= self._max_per_s * _WINDOW_S:
+                stride, num_picked = min(2 * stride, _MAX_STRIDE), 0
+        self._rates[hop] = began_s, num_seen, stride, num_picked
         return tuple(picked)
-
-    def _stride(self, per_s: float) -> int:
-        """The finest at which that many groups a second stay within the rate."""
-        stride = 1
-        while per_s / stride > self._max_per_s and stride < _MAX_STRIDE:
-            stride *= 2
-        return stride

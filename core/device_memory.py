@@ -228,17 +228,6 @@ class MovedMemory:
     """Of the seconds, where it is known: copy (waiting for copies), unmap, map."""
 
 
-class MovedBytes(Protocol):
-    """The same as seen by who reads it; `MovedMemory` fits."""
-
-    @property
-    def copied_bytes(self) -> int: ...
-    @property
-    def dropped_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-
-
 class AssetStore(Protocol):
     """Bytes of one tenant on one device, by tag. Both commands are idempotent: a tag that is gone already, or mapped
     already, is passed over, and so is a tag this store does not have. After an exception `report` is still true, tag by
@@ -248,11 +237,11 @@ class AssetStore(Protocol):
         """Every tag it has, mapped or not; quick, safe from any thread."""
         ...
 
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
         """Take them off the device, by the policy of each; on return the memory is given back. Raises MemoryFault."""
         ...
 
-    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
         """Map them again and put their contents back. Raises MemoryFault."""
         ...
 

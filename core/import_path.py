@@ -9,10 +9,10 @@ from typing import Any, cast
 from .errors import ConfigError
 
 
-def load_attr(path: str, *, where: str) -> Any:
-    """The object behind "module:attr" ("pkg.mod:Class.method"). `where` names the setting, for the error. Raises
-    ConfigError for a malformed path, a missing module or attribute. An import error *inside* the module is the module's
-    own and passes through with its traceback."""
+def load_callable(path: str, *, where: str) -> Callable[..., Any]:
+    """The function or class behind "module:attr" ("pkg.mod:Class.method"). `where` names the setting, for the error.
+    Raises ConfigError for a malformed path, a missing module or attribute, and what cannot be called. An import error
+    *inside* the module is the module's own and passes through with its traceback."""
     module_name, separator, attr_path = path.partition(":")
     if not (module_name and separator and attr_path):
         raise ConfigError(f"{where}: {path!r} does not say where the code is", remedy='write it as "module:attr"')
@@ -28,12 +28,6 @@ def load_attr(path: str, *, where: str) -> Any:
         if not hasattr(found, part):
             raise ConfigError(f"{where}: module {module_name!r} has no {attr_path!r}", remedy="check the spelling")
         found = getattr(found, part)
-    return found
-
-
-def load_callable(path: str, *, where: str) -> Callable[..., Any]:
-    """As `load_attr`, and the object must be callable."""
-    found = load_attr(path, where=where)
     if not callable(found):
         raise ConfigError(f"{where}: {path!r} is a {type(found).__name__}", remedy="name a function or class")
     return cast("Callable[..., Any]", found)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -110,50 +110,6 @@ class RoleSpec:
     with."""
 
 
-class ChildStates:
-    """The states of all children of a run."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._states: dict[str, ChildState] = dict.fromkeys(names, "waiting")
-
-    def __getitem__(self, child: str) -> ChildState:
-        if child not in self._states:
-            raise SupervisionError(f"no child is named {child!r}; there are {', '.join(self._states)}")
-        return self._states[child]
-
-    def __contains__(self, child: str) -> bool:
-        return child in self._states
-
-    def add(self, child: str) -> None:
-        self._states[child] = "waiting"
-
-    def remove(self, child: str) -> None:
-        """One less; it must have no process and get none any more."""
-        if not self.is_over(child):
-            raise SupervisionError(f"{child} is {self[child]}: it cannot be forgotten now")
-        del self._states[child]
-
-    def move(self, child: str, event: ChildEvent) -> None:
-        """Take an event. Raises SupervisionError if it cannot happen now."""
-        state = self[child]
-        after = TRANSITIONS.get((state, event))
-        if after is None:
-            raise SupervisionError(f"{child} is {state}: '{event}' cannot happen now")
-        self._states[child] = after
-
-    def can(self, child: str, event: ChildEvent) -> bool:
-        return (self[child], event) in TRANSITIONS
-
-    def is_alive(self, child: str) -> bool:
-        return self[child] in ALIVE
-
-    def is_over(self, child: str) -> bool:
-        return self[child] in OVER
-
-    def alive(self, among: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name for name in among if self._states[name] in ALIVE)
-
-
 @dataclass(slots=True, eq=False)
 class _Ending:
     """One of them, under way."""
@@ -162,8 +118,8 @@ class _Ending:
     stages: list[tuple[str, ...]]
     """Not asked to end yet, the next one first."""
     reason: str
-    budget: str = ""
-    """Whose restart it is; empty: it costs nothing."""
+    failed: _Child | None = None
+    """Whose restart it is; None: it costs nothing."""
     is_gang: bool = False
     current: tuple[str, ...] = ()
     scope: frozenset[str] = field(init=False)
@@ -355,6 +311,52 @@ def describe_status(status: int) -> str:
         return f"signal {-status}"
 
 
+@dataclass(slots=True, eq=False)
+class _Child:
+    """One child that a role has now."""
+
+    spec: ChildSpec
+    role: _Role
+    budget: RestartBudget
+    """Its own, or its gang's."""
+    came_later: bool = False
+    """The run began without it, so any other child is enough when it is given up."""
+    state: ChildState = "waiting"
+    is_unproven: bool = False
+    """Started again after a failure, and not seen at work since."""
+    is_given_up: bool = False
+    is_retiring: bool = False
+    killed: str = ""
+    """Killed since all others had given it up, and not gone yet: in words."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in ALIVE
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def mates(self) -> tuple[str, ...]:
+        return tuple(self.role.children) if self.role.spec.is_gang else (self.name,)
+
+    @property
+    def budget_name(self) -> str:
+        return f"gang {self.role.spec.name}" if self.role.spec.is_gang else self.name
+
+    def move(self, event: ChildEvent) -> None:
+        """Take an event. Raises SupervisionError if it cannot happen now."""
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise SupervisionError(f"{self.name} is {self.state}: '{event}' cannot happen now")
+        self.state = after
+
+
 class _Role:
     """The children that a role has now, in start order."""
 
@@ -368,19 +370,17 @@ class _Role:
         if spec.is_gang and not all(child.may_restart for child in spec.children):
             raise SupervisionError(f"gang {spec.name}: all its children may be restarted")
         self.spec = spec
-        self.children = {child.name: child for child in spec.children}
-        self.extra: set[str] = set()
-        """Children that came later. The run began without them, so any other child is enough when one is given up."""
+        self._gang_budget = self._budget()
+        self.children: dict[str, _Child] = {}
+        for child in spec.children:
+            self.add(child)
 
-    def budget_of(self, child: str) -> str:
-        return f"gang {self.spec.name}" if self.spec.is_gang else child
+    def add(self, child: ChildSpec, *, came_later: bool = False) -> None:
+        budget = self._gang_budget if self.spec.is_gang else self._budget()
+        self.children[child.name] = _Child(child, self, budget, came_later)
 
-    def needed_without(self, child: str) -> int:
-        """So many others must be left when that child is given up."""
-        return self.spec.quorum or (1 if child in self.extra else len(self.spec.children))
-
-    def mates(self, child: str) -> tuple[str, ...]:
-        return tuple(self.children) if self.spec.is_gang else (child,)
+    def _budget(self) -> RestartBudget:
+        return RestartBudget(self.spec.max_restarts, self.spec.period_s)
 
 
 class Supervisor:
@@ -393,43 +393,33 @@ class Supervisor:
         names = [child.name for spec in roles for child in spec.children]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SupervisionError(f"children named twice: {', '.join(twice)}")
-        self._states = ChildStates(names)
         self._jitter = jitter
         self._backoff = backoff or Backoff()
-        self._budgets: dict[str, RestartBudget] = {}
-        for role in self._roles.values():
-            for name in role.children:
-                self._budgets.setdefault(role.budget_of(name), _budget(role.spec))
         self._attempts = dict.fromkeys(names, 0)
-        self._unproven: set[str] = set()
-        """Started again after a failure, and not seen at work since."""
+        """Also of children that left, whose names may come again."""
         self._endings: list[_Ending] = []
         """Their scopes do not overlap: a larger one swallows those within it."""
-        self._given_up: set[str] = set()
-        self._killed: dict[str, str] = {}
-        """Killed since all others had given it up, and not gone yet: in words."""
-        self._retiring: set[str] = set()
         self._verdict: FailRun | None = None
 
     # -- questions ---------------------------------------------------------------------------------------------
 
     def state(self, child: str) -> ChildState:
-        return self._states[child]
+        return self._child(child).state
 
     def attempt(self, child: str) -> int:
         """Number of the child's current attempt; 0 is the first."""
-        return self._attempts[self._spec(child).name]
+        return self._attempts[self._child(child).name]
 
     def may_launch(self, child: str, attempt: int) -> bool:
         """Whether it may be started now as that attempt; not if it has left."""
-        if child not in self._states:
+        found = self._find(child)
+        if found is None or attempt != self._attempts[child] or self._ending_of(child) is not None:
             return False
-        is_current = attempt == self.attempt(child) and self._ending_of(child) is None
-        return is_current and self._states.can(child, "launch")
+        return (found.state, "launch") in TRANSITIONS
 
     @property
     def alive(self) -> tuple[str, ...]:
-        return self._states.alive(self._names())
+        return tuple(child.name for child in self._all() if child.is_alive)
 
     @property
     def verdict(self) -> FailRun | None:
@@ -437,11 +427,12 @@ class Supervisor:
         return self._verdict
 
     def is_retiring(self, child: str) -> bool:
-        return child in self._retiring
+        found = self._find(child)
+        return found is not None and found.is_retiring
 
     def restarts_left(self, child: str, now: float) -> int:
         """How often it may fail and be started again now."""
-        return self._budgets[self._role_of(child).budget_of(child)].left(now)
+        return self._child(child).budget.left(now)
 
     # -- wishes of a person ------------------------------------------------------------------------------------
 
@@ -455,47 +446,45 @@ class Supervisor:
             raise SupervisionError(f"there is no role {role_name!r}")
         if role.spec.is_gang:
             raise SupervisionError(f"{role_name} is a gang: no child can join it later")
-        if name in self._states:
-            if not self._states.is_over(name) or self._ending_of(name):
+        if (known := self._find(name)) is not None:
+            if not known.is_over or self._ending_of(name):
                 raise SupervisionError(f"children named twice: {name}")
-            self._forget(name)
-        role.children[name] = child
-        role.extra.add(name)
-        self._states.add(name)
+            del known.role.children[name]
+        role.add(child, came_later=True)
         self._attempts[name] = self._attempts.get(name, -1) + 1
-        self._budgets[name] = _budget(role.spec)
 
     def check_retire(self, child: str) -> None:
         """Raises SupervisionError if `retire` would."""
-        role = self._role_of(child)
-        if role.spec.is_gang:
-            raise SupervisionError(f"{child} is a rank of {role.budget_of(child)}: it cannot go alone")
+        found = self._child(child)
+        if found.role.spec.is_gang:
+            raise SupervisionError(f"{child} is a rank of {found.budget_name}: it cannot go alone")
 
     def retire(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it end for good; `Retired` when it is gone. Its end, however it comes, is no failure. May be repeated.
         Raises SupervisionError for a rank of a gang."""
         self.check_retire(child)
-        if self._is_over() or child in self._retiring:
+        found = self._child(child)
+        if self._is_over() or found.is_retiring:
             return []
-        self._retiring.add(child)
+        found.is_retiring = True
         return self._begin(_Ending("retire", [(child,)], reason), now)
 
     def renew(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it, or its whole gang, end and start again. Raises SupervisionError for one that left or is leaving."""
-        role, wider = self._role_of(child), self._ending_of(child)
-        if self._states.is_over(child) or child in self._retiring or (wider is not None and wider.then == "give up"):
-            raise SupervisionError(f"{child} is {self._states[child]} and leaves: it cannot be restarted")
+        found, wider = self._child(child), self._ending_of(child)
+        if found.is_over or found.is_retiring or (wider is not None and wider.then == "give up"):
+            raise SupervisionError(f"{child} is {found.state} and leaves: it cannot be restarted")
         if self._is_over():
             return []  # it ends anyway
-        return self._begin(_Ending("renew", [role.mates(child)[::-1]], reason, is_gang=role.spec.is_gang), now)
+        return self._begin(_Ending("renew", [found.mates[::-1]], reason, is_gang=found.role.spec.is_gang), now)
 
     def on_drained(self, child: str, now: float) -> list[Instruction]:
         """It has handed its work back, or could not. It may be late."""
-        ending = self._ending_of(child)
-        if ending is None or child not in self._states or self._states[child] != "draining":
+        ending, found = self._ending_of(child), self._find(child)
+        if ending is None or found is None or found.state != "draining":
             return []
-        self._states.move(child, "end")
-        return [End((child,), (self._spec(child).grace_s,), ending.reason)]
+        found.move("end")
+        return [End((child,), (found.spec.grace_s,), ending.reason)]
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -503,70 +492,71 @@ class Supervisor:
         """The launcher starts the child: for the first time, or as a `Restart` asked. Raises SupervisionError if it
         may not (any more)."""
         if not self.may_launch(child, self.attempt(child)):
-            raise SupervisionError(f"{child} is {self._states[child]}: 'launch' cannot happen now")
-        self._states.move(child, "launch")
+            raise SupervisionError(f"{child} is {self.state(child)}: 'launch' cannot happen now")
+        self._child(child).move("launch")
 
     def on_up(self, child: str) -> None:
-        self._states.move(child, "up")
+        self._child(child).move("up")
 
     def on_work(self, child: str, now: float) -> None:
         """The child was seen at its work; to answer is not enough, because it may still load what it will fail on.
         From now on the restarts that led to this grow old. May be repeated, and be late."""
-        if child not in self._states or self._states[child] != "up":
+        found = self._find(child)
+        if found is None or found.state != "up":
             return
-        self._unproven.discard(child)
-        role = self._role_of(child)
-        waits = self._unproven.intersection(role.mates(child))
-        if not any(not self._states.is_over(name) for name in waits):
-            self._budgets[role.budget_of(child)].prove(now)
+        found.is_unproven = False
+        mates = (found.role.children[name] for name in found.mates)
+        if not any(mate.is_unproven and not mate.is_over for mate in mates):
+            found.budget.prove(now)
 
     def on_exit(self, child: str, status: int, now: float) -> list[Instruction]:
-        spec, role = self._spec(child), self._role_of(child)
-        self._states.move(child, "exit")
-        who = self._killed.pop(child, child)
+        found = self._child(child)
+        found.move("exit")
+        who, found.killed = found.killed or child, ""
         ending = self._ending_of(child)
         if ending is not None:
             return self._advance(ending, now)
         what = f"{who} ended with {describe_status(status)}"
         if status in HOPELESS:
             what = f"{what}: {HOPELESS[status]}, another attempt would end the same way"
-            if child in role.extra:
-                return self._do_without(child, child, what, now)
+            if found.came_later:
+                return self._do_without(found, child, what, now)
             return self._fail(child, what, status, now)
-        return self._on_failure(spec, what, now)
+        return self._on_failure(found, what, now)
 
     def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
         """What the failure detector thinks of it; "given up": for all others it is over, though its process exists, and
         may just be ending by itself, so `on_exit` judges. May be late: of one that is not up it is of no interest."""
-        spec, is_lost = self._spec(child), health == "given up"
-        if health == "recovered" and self._states[child] == "hung":
-            self._states.move(child, "recover")
-        if (health == "hung" or is_lost) and self._states[child] == "draining":
+        found, is_lost = self._child(child), health == "given up"
+        if health == "recovered" and found.state == "hung":
+            found.move("recover")
+        if (health == "hung" or is_lost) and found.state == "draining":
             return self.on_drained(child, now)  # it will hand nothing back
-        if health == "hung" and self._states[child] == "up":
-            self._states.move(child, "hang")
-        elif not is_lost or self._states[child] not in ("up", "hung"):
+        if health == "hung" and found.state == "up":
+            found.move("hang")
+        elif not is_lost or found.state not in ("up", "hung"):
             return []
-        if (spec.when_hung == "wait" and not is_lost) or self._ending_of(child) is not None:
+        if (found.spec.when_hung == "wait" and not is_lost) or self._ending_of(child) is not None:
             return []
         what = f"{child} is given up by the others ({why})" if is_lost else f"{child} hangs ({why})"
-        self._states.move(child, "end")
+        found.move("end")
         kill: list[Instruction] = [Kill((child,), what)]
         if is_lost:
-            self._killed[child] = f"{what} and"
-        return kill if is_lost else kill + self._on_failure(spec, f"{what}, was killed", now)
+            found.killed = f"{what} and"
+        return kill if is_lost else kill + self._on_failure(found, f"{what}, was killed", now)
 
     def on_lost(self, culprit: str, children: Sequence[str], reason: str, now: float) -> list[Instruction]:
         """A whole node is gone with these children, or one of them cannot be ended: none can be started again."""
-        for child in children:
-            if self._states.is_alive(child):
-                self._states.move(child, "exit")
-            if not self._states.is_over(child):
-                self._states.move(child, "settle")
+        lost = [self._child(name) for name in children]
+        for child in lost:
+            if child.is_alive:
+                child.move("exit")
+            if not child.is_over:
+                child.move("settle")
         under_way = list(self._endings)
         done: list[Instruction] = []
-        for child in children:
-            if not self._is_over() and child not in self._retiring:
+        for child in lost:
+            if not self._is_over() and not child.is_retiring:
                 done += self._do_without(child, culprit, reason, now)
         for ending in under_way:
             if ending in self._endings:
@@ -583,34 +573,34 @@ class Supervisor:
 
     # -- judging -----------------------------------------------------------------------------------------------
 
-    def _on_failure(self, spec: ChildSpec, what: str, now: float) -> list[Instruction]:
+    def _on_failure(self, child: _Child, what: str, now: float) -> list[Instruction]:
         """A child failed by itself."""
-        child, role = spec.name, self._role_of(spec.name)
-        if not spec.may_restart:
-            return self._do_without(child, child, f"{what} and is never restarted", now)
-        budget = self._budgets[role.budget_of(child)]
-        if budget.reserve(now):
-            restart = _Ending("restart", [role.mates(child)[::-1]], what, role.budget_of(child), role.spec.is_gang)
-            return self._begin(restart, now)
-        return self._do_without(child, child, f"{what} and its budget of {budget.words(now)} is spent", now)
+        if not child.spec.may_restart:
+            return self._do_without(child, child.name, f"{what} and is never restarted", now)
+        if child.budget.reserve(now):
+            return self._begin(_Ending("restart", [child.mates[::-1]], what, child, child.role.spec.is_gang), now)
+        spent = f"{what} and its budget of {child.budget.words(now)} is spent"
+        return self._do_without(child, child.name, spent, now)
 
-    def _do_without(self, child: str, culprit: str, what: str, now: float) -> list[Instruction]:
+    def _do_without(self, child: _Child, culprit: str, what: str, now: float) -> list[Instruction]:
         """A child will never run again: its role continues without it, or the run fails."""
-        role = self._role_of(child)
-        if child in self._given_up:
+        if child.is_given_up:
             return []
-        stays = [name for name in role.children if name != child and name not in self._given_up | self._retiring]
-        needed = role.needed_without(child)
-        if role.spec.is_gang or len(stays) < needed:
+        role = child.role.spec
+        stays = [one for one in child.role.children.values() if not (one.is_given_up or one.is_retiring)]
+        num_left = len(stays) - (child in stays)
+        needed = role.quorum or (1 if child.came_later else len(role.children))
+        if role.is_gang or num_left < needed:
             return self._fail(culprit, what, BUDGET_SPENT, now)
-        self._given_up.add(child)
-        news = GiveUp(child, what, len(stays), needed)
-        return [news, *self._begin(_Ending("give up", [(child,)], what), now)]
+        child.is_given_up = True
+        news = GiveUp(child.name, what, num_left, needed)
+        return [news, *self._begin(_Ending("give up", [(child.name,)], what), now)]
 
     def _fail(self, culprit: str, reason: str, exit_code: int, now: float) -> list[Instruction]:
         self._verdict = FailRun(culprit, reason, exit_code)
-        if culprit in self._states and self._states[culprit] == "exited":
-            self._states.move(culprit, "give-up")
+        found = self._find(culprit)
+        if found is not None and found.state == "exited":
+            found.move("give-up")
         return [self._verdict, *self.stop(reason, now)]
 
     # -- ending, and what comes after ----------------------------------------------------------------------------
@@ -618,8 +608,8 @@ class Supervisor:
     def _begin(self, ending: _Ending, now: float) -> list[Instruction]:
         for other in [e for e in self._endings if e.scope <= ending.scope]:
             self._endings.remove(other)
-            if other.budget:
-                self._budgets[other.budget].release()
+            if other.failed is not None:
+                other.failed.budget.release()
         self._endings.append(ending)
         return self._advance(ending, now)
 
@@ -627,7 +617,7 @@ class Supervisor:
         """Name the next stage, or do what all this was for."""
         orders: list[Instruction] = []
         self._close(ending)
-        while not self._states.alive(ending.current):
+        while not any(child.is_alive for child in self._all(ending.current)):
             if not ending.stages:
                 return orders + self._finish(ending, now)
             ending.current = ending.stages.pop(0)
@@ -636,25 +626,25 @@ class Supervisor:
 
     def _end_stage(self, ending: _Ending) -> list[Instruction]:
         """The current stage: who is up and may hand work back does that first."""
-        names = [name for name in self._states.alive(ending.current) if self._states[name] != "ending"]
-        gentle = tuple(n for n in names if ending.is_gentle and self._states[n] in ("up", "draining"))
-        rest = tuple(name for name in names if name not in gentle)
-        drained = tuple(name for name in gentle if self._states[name] == "up")
-        for name in drained:
-            self._states.move(name, "drain")
-        for name in rest:
-            self._states.move(name, "end")
-        graces = tuple(min(ending.grace_s, self._spec(name).grace_s) for name in rest)
-        orders: list[Instruction] = [Drain(drained, ending.reason)] if drained else []
-        return orders + ([End(rest, graces, ending.reason)] if rest else [])
+        found = (self._find(name) for name in ending.current)
+        children = [one for one in found if one is not None and one.is_alive and one.state != "ending"]
+        drained = [one for one in children if ending.is_gentle and one.state == "up"]
+        rest = [one for one in children if not (ending.is_gentle and one.state in ("up", "draining"))]
+        for child in drained:
+            child.move("drain")
+        for child in rest:
+            child.move("end")
+        graces = tuple(min(ending.grace_s, child.spec.grace_s) for child in rest)
+        orders: list[Instruction] = [Drain(_names(drained), ending.reason)] if drained else []
+        return orders + ([End(_names(rest), graces, ending.reason)] if rest else [])
 
     def _close(self, ending: _Ending) -> None:
         """Children that have no process and will have none are done with."""
         if ending.then in ("restart", "renew"):
             return
-        for name in ending.scope:
-            if not self._states.is_alive(name) and not self._states.is_over(name):
-                self._states.move(name, "give-up" if ending.then == "give up" else "settle")
+        for child in self._all(ending.scope):
+            if not child.is_alive and not child.is_over:
+                child.move("give-up" if ending.then == "give up" else "settle")
 
     def _finish(self, ending: _Ending, now: float) -> list[Instruction]:
         if ending.then == "over":
@@ -662,44 +652,37 @@ class Supervisor:
         self._endings.remove(ending)
         if ending.then == "give up":
             return self._done_if_all_over()
-        orders = self._remove_retired(ending.scope & self._retiring)
-        children = tuple(n for n in self._names() if n in ending.scope and not self._states.is_over(n))
+        orders = self._remove_retired(ending.scope)
+        children = [child for child in self._all(ending.scope) if not child.is_over]
         if children:
             return [*orders, self._restart(children, ending, now)]
-        if ending.budget:
-            self._budgets[ending.budget].release()
+        if ending.failed is not None:
+            ending.failed.budget.release()
         return orders + self._done_if_all_over()
 
-    def _restart(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
-        delay = 0.0
-        if ending.budget:
-            delay = self._budgets[ending.budget].spend(now, self._backoff, self._jitter())
-            self._unproven.update(children)
-        for name in children:
-            self._states.move(name, "retry")
-            self._attempts[name] += 1
-        attempts = tuple(self._attempts[name] for name in children)
-        return Restart(children, attempts, delay, ending.reason, ending.budget)
+    def _restart(self, children: Sequence[_Child], ending: _Ending, now: float) -> Restart:
+        delay, budget = 0.0, ""
+        if ending.failed is not None:
+            budget = ending.failed.budget_name
+            delay = ending.failed.budget.spend(now, self._backoff, self._jitter())
+        for child in children:
+            child.is_unproven |= bool(budget)
+            child.move("retry")
+            self._attempts[child.name] += 1
+        attempts = tuple(self._attempts[child.name] for child in children)
+        return Restart(_names(children), attempts, delay, ending.reason, budget)
 
-    def _remove_retired(self, names: frozenset[str]) -> list[Instruction]:
+    def _remove_retired(self, scope: Collection[str]) -> list[Instruction]:
         """Those that retire are gone; their names may come again, with higher attempts."""
-        order = tuple(name for name in self._names() if name in names)
-        for name in order:
-            if not self._states.is_over(name):
-                self._states.move(name, "settle")
-            self._forget(name)
-        return [Retired(order)] if order else []
-
-    def _forget(self, child: str) -> None:
-        role = self._role_of(child)
-        del role.children[child], self._budgets[child]
-        for names in (role.extra, self._given_up, self._retiring, self._unproven):
-            names.discard(child)
-        self._killed.pop(child, None)
-        self._states.remove(child)
+        gone = [child for child in self._all(scope) if child.is_retiring]
+        for child in gone:
+            if not child.is_over:
+                child.move("settle")
+            del child.role.children[child.name]
+        return [Retired(_names(gone))] if gone else []
 
     def _done_if_all_over(self) -> list[Instruction]:
-        return [AllEnded()] if all(self._states.is_over(name) for name in self._names()) else []
+        return [AllEnded()] if all(child.is_over for child in self._all()) else []
 
     def _ending_of(self, child: str) -> _Ending | None:
         return next((ending for ending in self._endings if child in ending.scope), None)
@@ -707,16 +690,20 @@ class Supervisor:
     def _is_over(self) -> bool:
         return any(ending.then == "over" for ending in self._endings)
 
-    def _names(self) -> list[str]:
-        return [name for role in self._roles.values() for name in role.children]
+    def _all(self, among: Collection[str] | None = None) -> list[_Child]:
+        """Those that there are, in start order."""
+        every = (child for role in self._roles.values() for child in role.children.values())
+        return [child for child in every if among is None or child.name in among]
 
-    def _role_of(self, child: str) -> _Role:
-        self._states[child]  # raises for an unknown name
-        return next(role for role in self._roles.values() if child in role.children)
+    def _find(self, name: str) -> _Child | None:
+        return next((child for child in self._all() if child.name == name), None)
 
-    def _spec(self, child: str) -> ChildSpec:
-        return self._role_of(child).children[child]
+    def _child(self, name: str) -> _Child:
+        found = self._find(name)
+        if found is None:
+            raise SupervisionError(f"no child is named {name!r}; there are {', '.join(_names(self._all()))}")
+        return found
 
 
-def _budget(spec: RoleSpec) -> RestartBudget:
-    return RestartBudget(spec.max_restarts, spec.period_s)
+def _names(children: Sequence[_Child]) -> tuple[str, ...]:
+    return tuple(child.name for child in children)

@@ -197,7 +197,8 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.models.tokenizer import load_tokenizer
     from ..actors.rewards.rewarder import make_rewarder
     from ..actors.rollout.evaluation import Evaluation
-    from ..actors.rollout.rollout import Rollout, RolloutOptions
+    from ..actors.rollout.group_runner import RolloutOptions
+    from ..actors.rollout.rollout import Rollout
     from ..actors.workflows.named import BUILTINS
     from ..actors.workflows.pool import make_pool
 
@@ -222,7 +223,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         evaluation=Evaluation(eval_rewarders(config), num_shown=config.monitor.samples_per_step),
         reference=served_reference(config, engine, tokenizer, clock),
         options=RolloutOptions(
-            max_groups=config.rollout.max_groups,
+            concurrency=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,
             context_length=config.engine.context_length or model.context_length,
             workflow_timeout_s=config.rollout.timeout_s,

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ...core.clock import Clock
-from ...core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagReport
+from ...core.device_memory import OPTIMIZER_PARTS, MovedMemory, Tag, TagReport
 
 if TYPE_CHECKING:
     from ...memory.arenas.arena import Arena, Restoring
@@ -44,12 +44,12 @@ class RankOffload:
     def report(self) -> tuple[TagReport, ...]:
         return () if self._movable is None else tuple(r for r in self._movable.report() if r.num_bytes)
 
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
         self.arrived()
         self._vacate()
         return self._memory().release(self._known(tags))
 
-    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
         started = self._clock.monotonic()
         self.arrived()
         self._vacate()

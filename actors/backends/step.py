@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...algos.objective import Normaliser, ObjectiveConfig, needs_proximal, needs_reference, needs_whitening
+from ...algos.objective import Normaliser, needs_proximal, needs_reference, needs_whitening
 from ...core.clock import Clock
+from ...core.config.learning import AlgoConfig
 from ...core.errors import MyxaError, TrainError
 from ...core.protocols import StepStats
 from ...core.samples import F32, TrainSample, TrainShard
@@ -224,5 +225,5 @@ class Stepper:
         return metrics
 
 
-def _needs_start(objective: ObjectiveConfig) -> bool:
+def _needs_start(objective: AlgoConfig) -> bool:
     return needs_proximal(objective) or charges_kl(objective)

@@ -19,6 +19,7 @@ from ...core.completions import Completion
 from ..user_code.calls import is_the_callers
 from ..user_code.functions import load_function, place_of, reward_expected, what_was_raised, words_of
 from ..user_code.loop import Blocked
+from ..user_code.process import Cancel, Ended, Stuck
 
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
@@ -154,35 +155,19 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Judge(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A call."""
 
-    number: int
+    call: int
     answers: Answers
     timeout_s: float
 
 
-class CancelJudge(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The result of that call is not wanted any more."""
+class Replied(Ended, frozen=True, tag=True):
+    """How it ended."""
 
-    number: int
-
-
-class Replied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """How a call ended."""
-
-    number: int
     outcomes: Outcomes = ()
     cause: str = ""
     """Of its failure."""
-    is_hanging: bool = False
-    """Something of it runs all the same."""
-
-
-class JudgeStuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The call cannot be interrupted, and this process ends. `number`: negative if it is not known which."""
-
-    number: int
-    place: str
 
 
 spec_decoder = msgspec.msgpack.Decoder(RewardSpec)
-to_worker: msgspec.msgpack.Decoder[Judge | CancelJudge] = msgspec.msgpack.Decoder(Judge | CancelJudge)
-from_worker: msgspec.msgpack.Decoder[Replied | JudgeStuck] = msgspec.msgpack.Decoder(Replied | JudgeStuck)
+to_worker: msgspec.msgpack.Decoder[Judge | Cancel] = msgspec.msgpack.Decoder(Judge | Cancel)
+from_worker: msgspec.msgpack.Decoder[Replied | Stuck] = msgspec.msgpack.Decoder(Replied | Stuck)

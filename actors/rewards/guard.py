@@ -326,7 +326,7 @@ class CallGuard(Guarded):
         self._num_waiting = self._num_errors = 0
         self._in_doubt: list[int] = []
         """Groups of failures in a row that are not held against it yet: it may be an outage."""
-        self._tell: Tell = _ignore
+        self._tell: Tell = lambda kind, text: None
         self._fatal = ""
         self.last_error = ""
         """What it did when it failed last: a sentence without its subject."""
@@ -474,7 +474,3 @@ class CallGuard(Guarded):
             return ""
         allowed = f"more than reward.max_error_rate = {self._budget.max_rate:g} allows"
         return f"{self._what} {words}, {allowed}; last: {self.last_error}"
-
-
-def _ignore(kind: str, text: str) -> None:
-    """Until there is a listener."""

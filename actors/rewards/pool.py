@@ -2,33 +2,42 @@
 
 A plain function gets a few workers with one call each at a time: one that hangs is killed, one that crashed is
 replaced. All calls of an async function share the loop of one worker; a call that blocks it is interrupted there and
-fails with its place (`worker.py`). When that process ends because of a known call, that call fails and the others are
+fails with its place. When that process ends because of a known call, that call fails and the others are
 repeated; otherwise each is repeated alone in a process, so that no call is blamed for another's crash.
+
+The worker's side is `main`; `actors/user_code/subreaper.py` calls it. What the function prints goes to the actor's log
+(standard error). A plain function runs in the main thread, where math-verify's time limits (signals) work.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import math
 import os
+from typing import BinaryIO
 
 import msgspec
 
-from ..user_code.calls import GRACE_S
-from ..user_code.process import PoolWorker, SpokeGarbage, WorkerGone, WorkerPool
+from ...algos.rewards.builtin import BUILTINS
+from ..user_code.calls import GRACE_S, TookTooLong, UserRaised
+from ..user_code.loop import Blocked, SharedLoop, UserCall
+from ..user_code.process import Lost, WorkerGone, WorkerPool, begin, read_frame, write_frame
 from .call import (
     Answers,
     CallFailed,
-    CancelJudge,
     Judge,
-    JudgeStuck,
     Outcomes,
     Replied,
+    RewardFn,
     RewardSpec,
+    await_reward,
+    call_reward,
     checked,
     from_worker,
+    load_reward,
+    raised,
+    spec_decoder,
+    to_worker,
 )
 
 CAUSE_CHARS = 2000
@@ -39,35 +48,22 @@ SLACK_S = GRACE_S + 5.0
 MAX_ALONE = 4
 
 
-class _Lost(Exception):
-    """The worker ended while it had the call; the text says how."""
-
-    def __init__(self, how: str, *, is_others: bool) -> None:
-        super().__init__(how)
-        self.is_others = is_others
-        """Another call did it."""
-
-
-class RewardWorker(PoolWorker):
-    """Runs `rewards/worker.py`."""
-
-    MODULE = "myxa.actors.rewards.worker"
-
-    calls: dict[int, asyncio.Future[Replied]]
-
-
-class RewardPool(WorkerPool[RewardWorker]):
+class RewardPool(WorkerPool):
     """`score` may be called concurrently."""
 
     def __init__(self, spec: RewardSpec, size: int) -> None:
         """`size`: workers for one call each; 0: one for all calls of an async function."""
-        self._alone = RewardPool(msgspec.structs.replace(spec, max_block_s=0.0), MAX_ALONE) if not size else None
+        self._alone = RewardPool(spec, MAX_ALONE) if not size else None
         self._room = asyncio.Semaphore(size or 1 << 30)
-        self._numbers = itertools.count(1)
-        starts = STARTS_AT_ONCE if size else 1
-        what, max_calls = f'reward function "{spec.fn}"', 1 if size else math.inf
-        spec = spec if not size else msgspec.structs.replace(spec, max_block_s=0.0)
-        super().__init__(RewardWorker, spec, what, max_workers=size or 1, max_calls=max_calls, starts_at_once=starts)
+        super().__init__(
+            __name__,
+            msgspec.structs.replace(spec, max_block_s=0.0) if size else spec,
+            f'reward function "{spec.fn}"',
+            from_worker,
+            max_workers=size or 1,
+            max_calls=1 if size else math.inf,
+            starts_at_once=STARTS_AT_ONCE if size else 1,
+        )
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
         """Judge what belongs into one call. Raises CallFailed if the function fails, hangs or ends its process twice;
@@ -77,10 +73,11 @@ class RewardPool(WorkerPool[RewardWorker]):
         while True:
             try:
                 async with self._room:
-                    reply = await self._asked(await self.take(), answers, timeout_s)
+                    reply = await self._asked(answers, timeout_s)
                 break
-            except _Lost as lost:
-                if self._alone is not None and not lost.is_others:
+            except Lost as lost:
+                is_others = lost.stuck is not None and lost.stuck.call >= 0
+                if self._alone is not None and not is_others:
                     return await self._alone.score(answers, timeout_s)
                 if self._alone is None and is_again:
                     raise CallFailed(f"ended its worker process ({lost})", is_deadly=True) from None
@@ -96,53 +93,99 @@ class RewardPool(WorkerPool[RewardWorker]):
     async def close(self) -> None:
         await asyncio.gather(super().close(), *([] if self._alone is None else [self._alone.close()]))
 
-    async def _asked(self, worker: RewardWorker, answers: Answers, timeout_s: float) -> Replied:
-        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        worker.calls[number] = future
-        try:
-            await worker.send(Judge(number, answers, timeout_s))
-            async with asyncio.timeout(timeout_s if self._alone is None else timeout_s + SLACK_S):
-                return await future
-        except WorkerGone as gone:
-            raise _Lost(str(gone), is_others=False) from None
-        except TimeoutError:
-            worker.kill()
-            if self._alone is None:
-                raise CallFailed(f"took longer than {timeout_s:g} s; its worker process was killed") from None
-            raise _Lost("it said nothing", is_others=False) from None
-        except (TypeError, ValueError) as error:
-            raise CallFailed(f"cannot be sent its answers: {error}") from error
-        finally:
-            del worker.calls[number]
-            if (future.cancelled() or not future.done()) and worker.is_alive:
+    async def _asked(self, answers: Answers, timeout_s: float) -> Replied:
+        async with self.calling() as call:
+            try:
+                await call.worker.send(Judge(call.number, answers, timeout_s))
+                async with asyncio.timeout(timeout_s if self._alone is None else timeout_s + SLACK_S):
+                    reply: Replied | Lost = await call.inbox.get()
+            except WorkerGone as gone:
+                raise Lost(str(gone)) from None
+            except TimeoutError:
+                call.worker.kill()
                 if self._alone is None:
-                    worker.kill()
-                else:
-                    with contextlib.suppress(WorkerGone):
-                        await worker.send(CancelJudge(number))
-            self.mind(worker)
+                    raise CallFailed(f"took longer than {timeout_s:g} s; its worker process was killed") from None
+                raise Lost("it said nothing") from None
+            except (TypeError, ValueError) as error:
+                call.is_over = True  # it has not begun
+                raise CallFailed(f"cannot be sent its answers: {error}") from error
+        if isinstance(reply, Replied):
+            return reply
+        if reply.stuck is not None and reply.stuck.call == call.number:
+            raise CallFailed(f"blocked its process at {reply.stuck.place}, which was killed")
+        if reply.garbage and self._alone is None:
+            raise CallFailed(f"wrote into its worker's own pipe ({reply.garbage}); the worker was killed")
+        raise reply
 
-    async def listen(self, worker: RewardWorker) -> None:
-        lost: Exception
-        culprit = -1
+
+# -- the worker's side
+
+
+def main() -> None:
+    """Load what the first frame names, then judge frame by frame until the input ends."""
+    (reward, max_block_s), incoming, outgoing = begin(_loaded)
+    with asyncio.Runner() as runner:
+        if max_block_s:
+            runner.run(_SideBySide(reward, max_block_s, outgoing).run(incoming))
+            os._exit(0)  # results of running calls are not wanted any more
+        own_pid = os.getpid()
+        while (body := read_frame(incoming)) is not None:
+            reply = _reply(reward, body, runner)
+            if os.getpid() != own_pid:  # a copy that the function forked and let return
+                os._exit(0)
+            write_frame(outgoing, reply)
+
+
+def _loaded(first: bytes) -> tuple[RewardFn, float]:
+    spec = spec_decoder.decode(first)
+    reward = load_reward(spec)
+    if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
+        prepare()
+    return reward, spec.max_block_s
+
+
+def _reply(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Replied:
+    judge = to_worker.decode(body)
+    assert isinstance(judge, Judge)
+    try:
+        is_async, answers = reward.is_async, judge.answers
+        outcomes = runner.run(await_reward(reward, answers)) if is_async else call_reward(reward, answers)
+        return Replied(call=judge.call, outcomes=outcomes)
+    except CallFailed as error:
+        return Replied(call=judge.call, cause=str(error))
+
+
+class _SideBySide(SharedLoop["_Call"]):
+    """Calls of an async function, as many at a time as there are."""
+
+    def __init__(self, reward: RewardFn, max_block_s: float, outgoing: BinaryIO) -> None:
+        super().__init__(max_block_s, outgoing, to_worker)
+        self.reward = reward
+
+    def take(self, message: Judge) -> None:
+        self.calls[message.call] = _Call(self, message)
+
+
+class _Call(UserCall):
+    def __init__(self, shared: _SideBySide, judge: Judge) -> None:
+        super().__init__(shared.loop)
+        self._shared, self._judge = shared, judge
+
+    async def run(self) -> None:
+        judge, cause, is_hanging = self._judge, "", False
+        outcomes: Outcomes = ()
         try:
-            while True:
-                message = from_worker.decode(await worker.receive())
-                if isinstance(message, JudgeStuck):
-                    culprit = message.number
-                    message = Replied(culprit, cause=f"blocked its process at {message.place}, which was killed")
-                else:
-                    worker.is_retired |= message.is_hanging
-                future = worker.calls.get(message.number)
-                if future is not None and not future.done():
-                    future.set_result(message)
-        except WorkerGone as gone:
-            lost = _Lost(str(gone), is_others=culprit >= 0)
-        except (SpokeGarbage, msgspec.MsgspecError, ValueError) as garbage:
-            worker.kill()
-            lost = _Lost("it wrote into its own pipe", is_others=False)
-            if self._alone is None:
-                lost = CallFailed(f"wrote into its worker's own pipe ({garbage}); the worker was killed")
-        for future in worker.calls.values():
-            if not future.done():
-                future.set_exception(lost)
+            outcomes = await self.within(await_reward(self._shared.reward, judge.answers), judge.timeout_s)
+        except TookTooLong as late:
+            is_hanging = late.hangs
+            more = ", and still runs although it was cancelled; its process ends with the calls beside it"
+            cause = f"took longer than {judge.timeout_s:g} s{more if late.hangs else ''}"
+        except UserRaised as error:
+            cause = str(raised(error.cause))
+        except (CallFailed, Blocked) as error:
+            cause = str(error)
+        except asyncio.CancelledError:
+            cause = "was cancelled"
+        del self._shared.calls[judge.call]
+        is_hanging |= self.is_hanging
+        self._shared.out.put(Replied(call=judge.call, outcomes=outcomes, cause=cause, is_hanging=is_hanging))

@@ -5,6 +5,16 @@ The room may change while groups run: with less room what runs ends as usual, an
 Tokens outlive the engine: a group whose stream broke is returned with its tokens; all groups are returned before this
 actor drops its engine; and long groups are copied to the buffer from time to time, in case the actor is killed. Groups
 are handed over also while the buffer restarts; failures count against the budget of errors.
+
+How the time of the actor is booked:
+
+most samples wait for their environment    wait-env, function and file
+generating                                 compute, "generate"; "generate at limit" while the actor is full
+only rewards                               wait-data, "reward"
+only handing over                          wait-data, "hand over"
+no groups                                  the buffer's last answer: draw (wait-data), staleness (wait-capacity),
+                                           weights, paused (also for the ledger's disk), or a suspect group that
+                                           must run alone (wait-data)
 """
 
 from __future__ import annotations
@@ -15,17 +25,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...core.activity import TelemetryBuffer
+from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.errors import CallError, DiskRefused, EngineError, MyxaError, UserCodeError
-from ...core.messages import Assignment, DrawBlock, DrawRequest, GroupDropped, GroupReturned
+from ...core.messages import ActivityKind, Assignment, DrawBlock, DrawRequest, GroupDropped, GroupReturned
 from ...core.retry import until_answered
 from ...core.samples import Group, Sample
 from ..contracts import BufferContract
 from ..rewards.guard import GroupBudget, Guarded
 from ..weights.engine_versions import ServedWeights
-from .gauges import RolloutTime
-from .group_runner import GroupRunner, Partial, drop_reason
+from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, drop_reason
 
 POLL_S = 5.0
 """Long poll for work: the buffer holds a draw that long at most."""
@@ -44,6 +53,17 @@ DRAW_AT_ONCE = 8
 COUNTED = ("num_groups", "num_errors", "num_breaks", "num_lies")
 """Groups that were handed over, that failed, that went elsewhere because the engine failed them; streams in which the
 engine said what cannot be."""
+
+_BLOCKED: dict[DrawBlock, tuple[ActivityKind, str]] = {
+    "": ("wait-data", "draw"),
+    "data-exhausted": ("wait-data", "draw"),
+    "suspect": ("wait-data", "suspect"),
+    "staleness": ("wait-capacity", "draw"),
+    "finished": ("wait-capacity", "draw"),
+    "weights": ("wait-weights", "adopt"),
+    "paused": ("paused", "paused"),
+    "disk": ("paused", "disk"),
+}
 
 R = TypeVar("R")
 
@@ -65,24 +85,28 @@ class GroupPull:
         self,
         ctx: ActorContext,
         buffer: BufferContract,
-        time: RolloutTime,
+        options: RolloutOptions,
         judges: Guarded,
-        budget: GroupBudget,
+        meter: ActivityMeter,
         telemetry: TelemetryBuffer,
         *,
-        max_groups: int,
-        save_s: float = 0.0,
+        has_turn: bool,
+        saves: bool,
     ) -> None:
-        """`budget`: of groups lost to the workflow or the engine. `max_groups`: in flight at most. `save_s`: how often
-        tokens so far are sent to the buffer; 0: never."""
+        """`options`: as they are at any moment. `has_turn`: the engine has its device now. `saves`: tokens so far are
+        sent to the buffer."""
         self._ctx = ctx
         self._buffer = buffer
-        self._time = time
+        self._options = options
         self._judges = judges
-        self._budget = budget
+        self._budget = GroupBudget(options.max_error_rate, options.max_outage_s)
+        """Of groups lost to the workflow or the engine."""
+        self._meter = meter
         self._telemetry = telemetry
-        self.max_groups = max_groups
-        self._save_s = save_s
+        self._has_turn = has_turn
+        self._saves = saves and options.save_partials_s > 0
+        self._load = GroupLoad()
+        self._is_at_work = False
         self._runner: GroupRunner | None = None
         self._held: dict[int, _Held] = {}
         self.counts = Counter[str](dict.fromkeys(COUNTED, 0))
@@ -96,38 +120,63 @@ class GroupPull:
         self.num_samples = 0
         """Of the group that was taken last."""
         judges.listen(self._tell)
-        self._note_load()
 
     def _tell(self, kind: str, text: str) -> None:
         self._ctx.log.warning("%s: %s", kind, text)
         self._telemetry.event(kind, text)
 
-    def allow(self, max_error_rate: float) -> None:
-        """Another share of lost groups, and of failed reward calls, from now on."""
-        self._budget.lost.max_rate = max_error_rate
-        self._judges.allow(max_error_rate)
-
     @property
     def num_groups(self) -> int:
         return len(self._held)
 
-    def resize(self, max_groups: int) -> None:
-        """Room for so many groups from now on; what runs already runs to its end."""
-        self.max_groups = max_groups
-        self._note_load()
+    def retuned(self) -> None:
+        """The options changed: another share of lost groups and failed reward calls, and of groups in flight; what runs
+        already runs to its end."""
+        self._budget.lost.max_rate = self._options.max_error_rate
+        self._judges.allow(self._options.max_error_rate)
+        self._book()
         self._room.set()
+
+    def note_load(self, load: GroupLoad) -> None:
+        """What the groups are doing."""
+        self._load = load
+        self._book()
+
+    def note_turn(self, has_turn: bool) -> None:
+        """The device was given to, or taken from, the engine."""
+        self._has_turn = has_turn
+        self._book()
+
+    def _book(self) -> None:
+        if self._is_at_work or self._load.generating or self._load.rewarding or self._load.waiting:
+            self._meter.switch(*self._state())
+
+    def _state(self) -> tuple[ActivityKind, str]:
+        load = self._load
+        if not self._has_turn:
+            return "wait-memory", "the trainer's turn"
+        if load.waiting > load.generating:
+            return "wait-env", load.place
+        if load.generating:
+            return "compute", "generate at limit" if len(self._held) >= self._options.concurrency else "generate"
+        if load.rewarding:
+            return "wait-data", "reward"
+        if self._held:
+            return "wait-data", "hand over"
+        return ("paused", "drained") if self.is_draining else _BLOCKED[self._blocked_by]
 
     async def run(self, runner: GroupRunner, serves: Callable[[], ServedWeights]) -> None:
         """Until it has to drain. Never gives up on a buffer that is being restarted. `serves`: what is served now."""
-        self._time.begin()
+        self._is_at_work = True
+        self._book()
         self._runner = runner
-        if self._save_s:
+        if self._saves:
             self._ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
             while (left_s := self._broke_s + LOSS_S - self._ctx.clock.monotonic()) > 0:
                 await asyncio.sleep(left_s)
             await self._judge()
-            free = self.max_groups - len(self._held)
+            free = self._options.concurrency - len(self._held)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -151,7 +200,7 @@ class GroupPull:
                 await asyncio.sleep(RETRY_S)
                 continue
             self._blocked_by = reply.blocked_by
-            self._time.blocked(reply.blocked_by)
+            self._book()
             for assignment in reply.assignments:
                 await self._take(assignment, runner)
             if reply.blocked_by == "finished":
@@ -175,13 +224,13 @@ class GroupPull:
         if group_id in self._held:
             self._ctx.log.warning("group %d was assigned twice; the second is ignored", group_id)
             return
-        if self.is_draining or len(self._held) >= self.max_groups:  # the room went while the draw was under way
+        if self.is_draining or len(self._held) >= self._options.concurrency:  # it went during the draw
             await self._give_back(assignment, Partial(assignment.partial))
             return
         self.num_samples = assignment.num_samples
         task = self._ctx.spawn(self._run_group(assignment, runner), name=f"group-{group_id}")
         self._held[group_id] = _Held(assignment, task, _num_tokens(assignment.partial))
-        self._note_load()
+        self._book()
 
     async def _run_group(self, assignment: Assignment, runner: GroupRunner) -> None:
         """One group from assignment to the buffer's answer. Only a broken error budget or engine ends the actor."""
@@ -200,7 +249,7 @@ class GroupPull:
             await self._drop(assignment, err)
         finally:
             self._held.pop(assignment.prompt.group_id, None)
-            self._note_load()
+            self._book()
             self._room.set()
 
     async def hand_back(self, cause: EngineError | None = None) -> int:
@@ -226,7 +275,7 @@ class GroupPull:
 
     async def _save_forever(self, runner: GroupRunner) -> None:
         """Send the buffer the tokens since the last message; each answer is awaited before the next message."""
-        pause_s = self._save_s
+        pause_s = self._options.save_partials_s
         while True:
             await asyncio.sleep(pause_s)
             started_s = self._ctx.clock.monotonic()
@@ -242,16 +291,13 @@ class GroupPull:
                     break
                 held.num_saved = num_tokens
             took_s = self._ctx.clock.monotonic() - started_s
-            pause_s = max(self._save_s, took_s / SAVING_SHARE)
+            pause_s = max(self._options.save_partials_s, took_s / SAVING_SHARE)
 
     def end(self) -> list[asyncio.Task[None]]:
         self.is_draining = True
-        self._time.draining()
+        self._book()
         self._room.set()
         return [held.task for held in self._held.values()]
-
-    def _note_load(self) -> None:
-        self._time.groups(len(self._held), self.max_groups)
 
     async def _deliver(self, group: Group, attempt: int) -> None:
         self._budget.note(None)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,7 +41,7 @@ from ...core.errors import (
     UserCodeError,
 )
 from ...core.messages import Assignment, DropReason
-from ...core.protocols import Delta, GenerateRequest, Tokenizer
+from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
 from ...core.samples import I32, Group, Prompt, Sample
 from ..rewards.guard import Reference, Scorer
 from ..stream_checks import checked_sample
@@ -49,7 +50,6 @@ from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import TokensSoFar, WorkflowPool
 from ..workflows.turn_renderer import TurnRenderer
 from ..workflows.worker_messages import StartEpisode
-from .gauges import GroupLoad
 
 T = TypeVar("T")
 
@@ -66,36 +66,54 @@ MARK_IDS = 16
 _LINE = re.compile(r":\d+\)$")
 
 
-class NoEngine:
+def no_engine(request: GenerateRequest) -> AsyncIterator[Delta]:
     """In place of an engine when the workflow needs none (demonstrations)."""
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Always raises EngineError."""
-        raise EngineError(
-            f"request {request.request_id}: this rollout actor has no engine",
-            remedy='set roles.rollout.kind to "embedded" or "sglang", or use workflow = "demonstration"',
-        )
+    raise EngineError(
+        f"request {request.request_id}: this rollout actor has no engine",
+        remedy='set roles.rollout.kind to "embedded" or "sglang", or use workflow = "demonstration"',
+    )
 
 
 @dataclass(slots=True)
-class RunnerStats:
-    """Running sums since the last `take`."""
+class RolloutOptions:
+    """Plain settings of a rollout actor; those that a knob has change while it runs."""
 
-    num_tokens: int = 0
-    num_samples: int = 0
-    num_truncated: int = 0
-    reward_s: float = 0.0
-    env_s: float = 0.0
-    """That workflows took beside waiting for the model."""
-    max_env_s: float = 0.0
-    """Of one sample."""
+    concurrency: int = 1
+    """Groups in flight at most."""
+    max_turns: int = 1
+    context_length: int = 0
+    """0: the engine's own."""
+    report_s: float = 1.0
+    workflow_timeout_s: float = 600.0
+    """For one sample that is begun from now on."""
+    max_error_rate: float = 0.1
+    """Share of groups that may be lost to the workflow or the engine."""
+    pause_mode: PauseMode | None = None
+    """None: there is no engine, or it cannot change it."""
+    save_partials_s: float = 5.0
+    """How often tokens so far are sent to the buffer; 0: never."""
+    through_router: bool = False
+    """Requests may be answered by a server that has not loaded the newest version yet."""
+    run_dir: str = ""
+    """Through which weights may travel."""
+    max_outage_s: float = 300.0
+    """For so long all groups may be lost to their environments."""
+    max_retries: int = 2
+    """How often a member is tried again whose environment failed."""
+    zero_on_error: bool = False
+    """A member that fails by its policy gets reward 0."""
 
-    def take(self) -> RunnerStats:
-        """The sums so far; starts again from zero."""
-        taken = copy(self)
-        self.num_tokens = self.num_samples = self.num_truncated = 0
-        self.reward_s = self.env_s = self.max_env_s = 0.0
-        return taken
+
+@dataclass(slots=True)
+class GroupLoad:
+    """What an actor's groups are doing, for the time accounting: who is waited for."""
+
+    generating: int = 0
+    rewarding: int = 0
+    waiting: int = 0
+    """Samples whose workflow does anything but wait for the model."""
+    place: str = ""
+    """Where most of these are: function and file."""
 
 
 @dataclass(slots=True)
@@ -135,10 +153,10 @@ class GroupRunner:
         scorer: Scorer,
         tokenizer: Tokenizer,
         model: ModelAccess,
-        max_turns: int,
         clock: Clock,
-        on_load: Callable[[GroupLoad], None],
-        on_hop: Callable[[Hop, int, float, float], None],
+        options: RolloutOptions,
+        on_load: Callable[[GroupLoad], None] = lambda load: None,
+        on_hop: Callable[[Hop, int, float, float], None] = lambda hop, group_id, began_s, lasted_s: None,
         vocab_size: int | None = None,
     ) -> None:
         """`workflow`: one that never holds the loop, or the processes that run it. `model.sampling` is replaced by what
@@ -149,21 +167,13 @@ class GroupRunner:
         self._tokenizer = tokenizer
         self._renderer = TurnRenderer(tokenizer)
         self.model = model
-        self._max_turns = max_turns
         self._clock = clock
+        self.options = options
         self._on_load = on_load
         self._on_hop = on_hop
         self._vocab_size = vocab_size
         self.reference: Reference | None = None
         """Gives the log-probs of every finished sample; None: they are not needed."""
-        self.timeout_s = 600.0
-        """How long a workflow may take for one sample that it begins from now on."""
-        self.max_retries = 2
-        """How often a member is tried again whose environment failed."""
-        self.zero_on_error = False
-        """Whether a member that fails by its policy gets reward 0."""
-        self.run_name = ""
-        """For session ids."""
         self.on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
         """Called for each failure of a workflow: its kind, and in words what becomes of the member."""
         names = (*(f"failures/{kind}" for kind in FAILURE_KINDS), "num_retried", "num_masked")
@@ -172,7 +182,9 @@ class GroupRunner:
         self._load = GroupLoad()
         self._made: dict[int, GroupSoFar] = {}
         """Of groups that run."""
-        self.stats = RunnerStats()
+        self.sums = defaultdict[str, float](float)
+        """Since they were cleared last: tokens, samples, truncated, reward_s; env_s that workflows took beside waiting
+        for the model, and max_env_s of one sample."""
         if isinstance(workflow, WorkflowPool):
             self._load.place = workflow.name
             workflow.on_waits = self._hear_waits
@@ -243,9 +255,9 @@ class GroupRunner:
             sample, outcome = kept, RewardOutcome(0.0)
         finally:
             task.made.reached("generate", began_s)
-        self.stats.num_tokens += int(sample.loss_mask.sum())
-        self.stats.num_samples += 1
-        self.stats.num_truncated += sample.finish == "length"
+        self.sums["tokens"] += int(sample.loss_mask.sum())
+        self.sums["samples"] += 1
+        self.sums["truncated"] += sample.finish == "length"
         if self.reference is not None:
             sample = await self._referenced(self.reference, task, sample)
         if self._scorer.judges_groups or outcome is not None:
@@ -265,7 +277,7 @@ class GroupRunner:
                     num_lost += 1
                     task = replace(task, recorded=task.made.of(task.index), num_before=task.num_before + 1)
                     continue
-                if failed.kind not in RETRIED or task.num_retries >= self.max_retries:
+                if failed.kind not in RETRIED or task.num_retries >= self.options.max_retries:
                     raise
                 self._failed(failed, f"it is tried again: {failed.message}")
                 self.failures["rollout/num_retried"] += 1
@@ -286,7 +298,7 @@ class GroupRunner:
             task.made.again(task.index)
             return None
         sample = task.made.of(task.index)
-        if not self.zero_on_error or sample is None or not sample.loss_mask.any():
+        if not self.options.zero_on_error or sample is None or not sample.loss_mask.any():
             self._failed(failed, f"its group is dropped: {failed.message}")
             raise failed
         self._failed(failed, f"it gets reward 0: {failed.message}")
@@ -350,24 +362,25 @@ class GroupRunner:
             prompt_ids=task.made.prompt_ids,
             recorded=task.recorded,
         )
-        task.made.begun(task.index, episode)
+        task.made.begun(task.index, episode.so_far)
         context = WorkflowContext(
-            episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=task.index
+            episode=episode, tokenizer=self._tokenizer, max_turns=self.options.max_turns, index=task.index
         )
+        timeout_s = self.options.workflow_timeout_s
         self._note(generating=1)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await workflow(context, prompt)
         except TimeoutError as late:
             raise UserCodeError(
-                f"workflow did not finish within {self.timeout_s:g} s {task.where}", remedy="raise rollout.timeout_s"
+                f"workflow did not finish within {timeout_s:g} s {task.where}", remedy="raise rollout.timeout_s"
             ) from late
         finally:
             self._note(generating=-1)
 
     async def _in_worker(self, pool: WorkflowPool, task: _Task, model: ModelAccess) -> Sample:
         record, began_s, model_s = TokensSoFar(task.recorded), self._clock.monotonic(), 0.0
-        task.made.begun(task.index, record)
+        task.made.begun(task.index, record.so_far)
 
         async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
             nonlocal model_s
@@ -390,13 +403,14 @@ class GroupRunner:
             sampling=model.sampling,
             context_length=model.context_length,
             request_prefix=model.request_prefix,
-            session_id=f"{self.run_name}.{kind}{prompt.group_id}.{task.index}",
+            session_id=f"{Path(self.options.run_dir).name}.{kind}{prompt.group_id}.{task.index}",
             attempt=max(assignment.attempt - 1, 0) + task.num_before,
             recorded=task.recorded,
         )
         self._note(waiting=1)
         try:
-            sample, temperature = await pool.play(start, self.timeout_s, replace(model, generate=generate), record)
+            access, run_s = replace(model, generate=generate), self.options.workflow_timeout_s
+            sample, temperature = await pool.play(start, run_s, access, record)
         except MemberFailed as failed:
             words = f"{failed.message} {task.where}"
             raise MemberFailed(
@@ -407,8 +421,8 @@ class GroupRunner:
         finally:
             self._note(waiting=-1)
             env_s = self._clock.monotonic() - began_s - model_s
-            self.stats.env_s += env_s
-            self.stats.max_env_s = max(self.stats.max_env_s, env_s)
+            self.sums["env_s"] += env_s
+            self.sums["max_env_s"] = max(self.sums["max_env_s"], env_s)
         return checked_sample(sample, prompt, task.index, temperature=temperature, vocab_size=self._vocab_size)
 
     def _hear_waits(self) -> None:
@@ -459,7 +473,7 @@ class GroupRunner:
         except UserCodeError as err:
             raise RewardError(err.message, remedy=err.remedy) from err
         finally:
-            self.stats.reward_s += made.reached("reward", began_s) - began_s
+            self.sums["reward_s"] += made.reached("reward", began_s) - began_s
             self._note(rewarding=-1)
 
     def _note(self, *, generating: int = 0, rewarding: int = 0, waiting: int = 0) -> None:
@@ -518,11 +532,11 @@ class GroupSoFar:
         self.stretches: dict[Hop, tuple[float, float]] = {}
         """Hop -> begin of the first member and end of the last, on the monotonic clock."""
         self._clock = clock
-        self._episodes: dict[int, Episode | TokensSoFar] = {}
+        self._begun: dict[int, Callable[[], Sample | None]] = {}
         self._finished: dict[int, Sample] = {}
 
-    def begun(self, index: int, episode: Episode | TokensSoFar) -> None:
-        self._episodes[index] = episode
+    def begun(self, index: int, so_far: Callable[[], Sample | None]) -> None:
+        self._begun[index] = so_far
 
     def finished(self, sample: Sample) -> None:
         self._finished[sample.index] = sample
@@ -537,15 +551,14 @@ class GroupSoFar:
     def again(self, index: int) -> None:
         """That member starts over: its tokens are of no use."""
         self.recorded.pop(index, None)
-        self._episodes.pop(index, None)
+        self._begun.pop(index, None)
 
     def of(self, index: int) -> Sample | None:
         """What there is of an unfinished member; None: nothing."""
-        episode = self._episodes.get(index)
-        return None if episode is None or episode.is_empty else episode.so_far()
+        return self._begun[index]() if index in self._begun else None
 
     def samples(self) -> tuple[Sample, ...]:
         """Members with at least one token, finished or not."""
-        begun = {i: e.so_far() for i, e in self._episodes.items() if not e.is_empty and i not in self._finished}
+        begun = {i: one for i in self._begun.keys() - self._finished.keys() if (one := self.of(i)) is not None}
         known = self.recorded | begun | self._finished
         return tuple(known[index] for index in sorted(known) if known[index].response_ids.size)

@@ -6,12 +6,12 @@ Every rollout actor owns its own, so that one engine may be treated otherwise th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import get_args
 
 from ...core.knobs import KnobValue, Tunable, knob_maker
 from ...core.protocols import PauseMode
 from ..knobs.owner import Knob
+from .group_runner import RolloutOptions
 
 OWNER = "rollout"
 _knob = knob_maker(OWNER, "now")
@@ -36,30 +36,19 @@ TUNABLES: tuple[Tunable, ...] = (
 # fmt: on
 
 
-@dataclass(slots=True)
-class RolloutLive:
-    """The values in force."""
-
-    concurrency: int
-    workflow_timeout_s: float
-    max_error_rate: float
-    pause_mode: PauseMode | None
-    """None: there is no engine, or it cannot change it."""
-
-
-def rollout_knobs(live: RolloutLive, apply: Callable[[], None]) -> tuple[Knob, ...]:
-    """The knobs over `live`. `apply` puts what it says into force, wherever that is."""
+def rollout_knobs(options: RolloutOptions, apply: Callable[[], None]) -> tuple[Knob, ...]:
+    """The knobs over `options`. `apply` puts what they say into force, wherever that is."""
 
     def knob(tunable: Tunable) -> Knob:
         name = tunable.name
 
         def use(value: KnobValue) -> None:
-            setattr(live, name, value)
+            setattr(options, name, value)
             apply()
 
-        return Knob(tunable, lambda: getattr(live, name), use)
+        return Knob(tunable, lambda: getattr(options, name), use)
 
-    return tuple(knob(t) for t in TUNABLES if getattr(live, t.name) is not None)
+    return tuple(knob(t) for t in TUNABLES if getattr(options, t.name) is not None)
 
 
 def crowding(concurrency: int, num_samples: int, max_running: int) -> str:

@@ -9,8 +9,8 @@ continues while weights are prepared and committed.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
+from collections import defaultdict
+from copy import copy
 
 from msgspec.structs import replace
 
@@ -38,7 +38,7 @@ from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
-from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer
+from ..rewards.guard import Guarded, Reference, Scorer
 from ..stream_checks import StreamChecks
 from ..telemetry import ReportPace, report_forever
 from ..weights.engine_versions import ALWAYS_NEWEST, ServedWeights
@@ -46,42 +46,14 @@ from ..weights.receive import EngineWeights, channel_refusal
 from ..workflows.episode import Generate, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
 from .evaluation import Evaluation, answer_canary
-from .gauges import RolloutTime
 from .group_pull import GroupPull
-from .group_runner import GroupRunner, NoEngine
-from .knobs import RolloutLive, crowding, rollout_knobs
+from .group_runner import GroupRunner, RolloutOptions, no_engine
+from .knobs import crowding, rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
 
 COORDINATOR = "coordinator"
 MEET_S = 120.0
 START_LIMIT_S = 600.0  # an engine that loads a model may hold the interpreter lock for so long
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutOptions:
-    """Plain settings of the role."""
-
-    max_groups: int
-    """Groups in flight at most."""
-    max_turns: int
-    context_length: int
-    """0: the engine's own."""
-    report_s: float = 1.0
-    workflow_timeout_s: float = 600.0
-    max_error_rate: float = 0.1
-    """Share of groups that may be lost to the workflow or the engine."""
-    save_partials_s: float = 5.0
-    """How often tokens so far are sent to the buffer; 0: never."""
-    through_router: bool = False
-    """Requests may be answered by a server that has not loaded the newest version yet."""
-    run_dir: str = ""
-    """Through which weights may travel."""
-    max_outage_s: float = 300.0
-    """For so long all groups may be lost to their environments."""
-    max_retries: int = 2
-    """How often a member is tried again whose environment failed."""
-    zero_on_error: bool = False
-    """A member that fails by its policy gets reward 0."""
 
 
 class Rollout(OwnsKnobs, RolloutContract):
@@ -109,7 +81,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._judges = Guarded(scorer, *([] if reference is None else [reference]))
         self._reference = reference
         self._tokenizer = tokenizer
-        self._options = options
+        self._options = options = copy(options)
+        options.pause_mode = engine.pause_mode if isinstance(engine, PausesByMode) else None
         self._clock = clock
         self._version = NO_VERSION
         self._serving = asyncio.Event()
@@ -119,12 +92,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._max_running = 0
         self._is_given_up = False
         self._evaluation = evaluation or Evaluation()
-        self._live = RolloutLive(
-            concurrency=options.max_groups,
-            workflow_timeout_s=options.workflow_timeout_s,
-            max_error_rate=options.max_error_rate,
-            pause_mode=engine.pause_mode if isinstance(engine, PausesByMode) else None,
-        )
 
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
@@ -139,38 +106,33 @@ class Rollout(OwnsKnobs, RolloutContract):
         """A coordinator that died may have left a step of an adoption that still runs when the next one asks."""
         self._weights = EngineWeights(self.ctx.name, self._engine, self._checks, self._telemetry, self._clock)
         self._meter.switch("other", "start")
-        self._time = RolloutTime(self._meter, has_turn=self._tenancy is None)
         self._pull = GroupPull(
             self.ctx,
             self._buffer,
-            self._time,
+            self._options,
             self._judges,
-            GroupBudget(self._options.max_error_rate, self._options.max_outage_s),
+            self._meter,
             self._telemetry,
-            max_groups=self._live.concurrency,
-            save_s=self._options.save_partials_s if self._engine is not None else 0.0,
+            has_turn=self._tenancy is None,
+            saves=self._engine is not None,
         )
         if self._tenancy is not None and self._engine is not None:  # from the first moment: the leader asks for it
             self._tenant = RolloutTenant(
                 self.ctx, self._engine, self._tenancy,
-                telemetry=self._telemetry, clock=self._clock, on_change=self._time.turn,
+                telemetry=self._telemetry, clock=self._clock, on_change=self._pull.note_turn,
             )  # fmt: skip
         self._pace = ReportPace(self._options.report_s)
-        self.knob_owner = KnobOwner(self.ctx.name, rollout_knobs(self._live, self._apply), self._telemetry)
+        self.knob_owner = KnobOwner(self.ctx.name, rollout_knobs(self._options, self._apply), self._telemetry)
         self.knob_owner.add(process_knobs(self._pace))
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="rollout-telemetry")
         self.ctx.spawn(self._run(), name="rollout-run")
 
     def _apply(self) -> None:
-        """Put the live values where they act; what is not there yet gets them when it comes."""
-        live = self._live
-        self._pull.resize(live.concurrency)
-        self._pull.allow(live.max_error_rate)
-        if self._runner is not None:
-            self._runner.timeout_s = live.workflow_timeout_s
-        if live.pause_mode is not None and isinstance(self._engine, PausesByMode):
-            self._engine.pause_mode = live.pause_mode
+        """Put the live values where they act."""
+        self._pull.retuned()
+        if self._options.pause_mode is not None and isinstance(self._engine, PausesByMode):
+            self._engine.pause_mode = self._options.pause_mode
 
     async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
         verdict = await super().judge_knobs(values, at)
@@ -183,7 +145,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         """Start the engine, report in, then pull work until it drains."""
         vocab_size: int | None = None
         context_length = self._options.context_length or 1 << 30
-        generate = NoEngine().generate
+        generate: Generate = no_engine
         await self._start_workers()
         if self._engine is not None:
             generate = await self._wait_for_room(self._engine)
@@ -208,14 +170,13 @@ class Rollout(OwnsKnobs, RolloutContract):
                 request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
                 goes_on=lambda: not self._pull.is_draining,
             ),
-            max_turns=self._options.max_turns,
             clock=self._clock,
-            on_load=self._time.load,
+            options=self._options,
+            on_load=self._pull.note_load,
             on_hop=lambda hop, group_id, began_s, took_s: self._telemetry.hop(hop, (group_id,), began_s, took_s),
             vocab_size=vocab_size,
         )
-        self._set_up(runner)
-        self._apply()
+        runner.reference, runner.on_failure = self._reference, self._tell_failure
         if self._engine is None:
             self._version = ALWAYS_NEWEST
             self._serving.set()
@@ -225,7 +186,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         await self._report()
         self._has_reported = True
         if self._tenant is not None:
-            self._tenant.joined()
+            self._tenant.has_joined.set()
         await self._serving.wait()
         await self._pull.run(runner, lambda: ServedWeights(self._weights.lineage, self._version))
 
@@ -235,17 +196,12 @@ class Rollout(OwnsKnobs, RolloutContract):
         if isinstance(self._workflow, WorkflowPool):
             await self._workflow.start()
 
-    def _set_up(self, runner: GroupRunner) -> None:
-        runner.reference, runner.run_name = self._reference, Path(self._options.run_dir).name
-        runner.zero_on_error, runner.on_failure = self._options.zero_on_error, self._tell_failure
-        runner.max_retries = self._options.max_retries
-
     async def _wait_for_room(self, engine: Engine) -> Generate:
         """How requests reach the engine; where it takes turns, only once there is room for it to load."""
         if self._tenant is None:
             return engine.generate
         self._meter.switch("wait-memory", "room to load")
-        await self._tenant.until_room()
+        await self._tenant.may_load.wait()
         self._meter.switch("other", "start")
         return self._tenant.turn.generate
 
@@ -254,7 +210,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             self.ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
             self.ctx.spawn(self._report(), name=f"report in {event.epoch}")
         if self._tenant is not None:
-            await self._tenant.on_peer(event)
+            await self._tenant.tenant.on_peer(event)
 
     async def on_stop(self, why: str) -> None:
         tasks = self._pull.end()
@@ -326,10 +282,10 @@ class Rollout(OwnsKnobs, RolloutContract):
         await require(self._tenant, self.ctx.name).load()
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
-        return await require(self._tenant, self.ctx.name).command(command)
+        return await require(self._tenant, self.ctx.name).tenant.command(command)
 
     async def memory_report(self) -> TenantReport | None:
-        return None if self._tenant is None else self._tenant.report()
+        return None if self._tenant is None else self._tenant.tenant.report()
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         runner, log = self._ready_runner(), self.ctx.log
@@ -395,13 +351,14 @@ class Rollout(OwnsKnobs, RolloutContract):
             except EngineError as err:  # whether it is lost is for `until_lost` to say, and it says why
                 self.ctx.log.warning("the engine does not report its load: %s", err)
                 continue
-            taken = runner.stats.take()
+            sums = defaultdict[str, float](float, runner.sums)
+            runner.sums.clear()
             values = {
-                "rollout/tokens_per_s": taken.num_tokens / elapsed_s,
+                "rollout/tokens_per_s": sums["tokens"] / elapsed_s,
                 "rollout/running": float(load.running),
                 "rollout/waiting": float(load.waiting),
                 "rollout/in_flight": float(self._pull.num_groups),
-                "rollout/concurrency": float(self._pull.max_groups),
+                "rollout/concurrency": float(self._options.concurrency),
                 "rollout/max_running": float(self._max_running),
                 **{f"rollout/{name}": float(count) for name, count in self._pull.counts.items()},
                 **{name: float(count) for name, count in runner.failures.items()},
@@ -409,11 +366,11 @@ class Rollout(OwnsKnobs, RolloutContract):
                 **load.usage.rates_since(usage),
             }
             usage = load.usage
-            if taken.num_samples:
-                values["rollout/reward_s_mean"] = taken.reward_s / taken.num_samples
-                values["rollout/env_s_mean"] = taken.env_s / taken.num_samples
-                values["rollout/env_s_max"] = taken.max_env_s
-                values["rollout/truncated_fraction"] = taken.num_truncated / taken.num_samples
+            if num_samples := sums["samples"]:
+                values["rollout/reward_s_mean"] = sums["reward_s"] / num_samples
+                values["rollout/env_s_mean"] = sums["env_s"] / num_samples
+                values["rollout/env_s_max"] = sums["max_env_s"]
+                values["rollout/truncated_fraction"] = sums["truncated"] / num_samples
             self._telemetry.metric(load.version if self._engine is not None else -1, values)
 
     def _tell_failure(self, kind: str, words: str) -> None:

@@ -20,9 +20,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ...core.activity import TelemetryBuffer
-from ...core.actor import ActorContext, PeerEvent
+from ...core.actor import ActorContext
 from ...core.clock import Clock
-from ...core.device_memory import MemoryCommand, MemoryReply, MovedBytes, Tag, TagReport, TenantReport
+from ...core.device_memory import MovedMemory, Tag, TagReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
 from ...core.retry import until_answered
@@ -59,12 +59,13 @@ class RolloutTenant:
         self._ctx = ctx
         self._memory = tenancy.memory
         self._manager = tenancy.manager
-        self._may_load = asyncio.Event()
-        self._has_joined = asyncio.Event()
+        self.may_load = asyncio.Event()
+        """The leader says that the engine may load."""
+        self.has_joined = asyncio.Event()
         self.has_weights = False
         """Whether the version that the engine was given last is on its device."""
         self.turn = EngineTurn(engine, tenancy.memory, on_weights_lost=self._tell_loss, on_change=on_change)
-        self._tenant = Tenant(
+        self.tenant = Tenant(
             options=TenantOptions(
                 name=ctx.name,
                 epoch=ctx.epoch,
@@ -83,34 +84,18 @@ class RolloutTenant:
 
     async def register(self) -> None:
         self._ctx.watch(self._manager)
-        await self._tenant.join(self._ctx.ref(MemoryContract, self._manager))
-
-    async def until_room(self) -> None:
-        """Until the leader says that the engine may load."""
-        await self._may_load.wait()
+        await self.tenant.join(self._ctx.ref(MemoryContract, self._manager))
 
     async def loaded(self) -> None:
         """The engine holds its memory now."""
         self.turn.started()
-        self._tenant.add_store(self.turn)
-        await self._tenant.loaded()
-
-    def joined(self) -> None:
-        self._has_joined.set()
+        self.tenant.add_store(self.turn)
+        await self.tenant.loaded()
 
     async def load(self) -> None:
-        """Said by the leader; returns once `joined`."""
-        self._may_load.set()
-        await self._has_joined.wait()
-
-    async def on_peer(self, event: PeerEvent) -> None:
-        await self._tenant.on_peer(event)
-
-    async def command(self, command: MemoryCommand) -> MemoryReply:
-        return await self._tenant.command(command)
-
-    def report(self) -> TenantReport:
-        return self._tenant.report()
+        """Said by the leader; returns once the actor has joined the run."""
+        self.may_load.set()
+        await self.has_joined.wait()
 
     async def _tell_loss(self) -> None:
         self.has_weights = False
@@ -232,21 +217,21 @@ class EngineTurn:
         """As after the last call that changed it."""
         return self._tags
 
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
         """Have them leave. Blocks; never on the loop."""
         return self._on_loop(self._release(tags))
 
-    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
         """Have them back. Blocks; never on the loop."""
         return self._on_loop(self._restore(tags))
 
-    async def _release(self, tags: Collection[Tag]) -> MovedBytes:
+    async def _release(self, tags: Collection[Tag]) -> MovedMemory:
         try:
             return await self._memory.release_memory(self._known(tags))
         finally:
             self._tags = self._memory.memory_tags()
 
-    async def _restore(self, tags: Collection[Tag]) -> MovedBytes:
+    async def _restore(self, tags: Collection[Tag]) -> MovedMemory:
         away = {report.tag for report in self._tags if report.backing == "discarded"}
         try:
             moved = await self._memory.restore_memory(self._known(tags))

@@ -24,7 +24,6 @@ from ...core.device_memory import (
     AssetStore,
     MemoryCommand,
     MemoryReply,
-    MovedBytes,
     MovedMemory,
     Tag,
     TagPolicy,
@@ -463,12 +462,12 @@ class WorkspaceRoom:
         backing = "mapped_dirty" if self._is_held else "discarded"
         return (TagReport(tag=WORKSPACE, num_bytes=self._num_bytes, policy="discard", backing=backing),)
 
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
         left, self._is_held = self._is_held and WORKSPACE in tags, self._is_held and WORKSPACE not in tags
         if left:
             self._vacate()
         return MovedMemory(dropped_bytes=self._num_bytes if left else 0)
 
-    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
         self._is_held = self._is_held or WORKSPACE in tags
         return MovedMemory()

@@ -130,28 +130,19 @@ class UserFunction:
 
 
 def load_function(name: str, expected: Expected, args: Mapping[str, Any] | None = None) -> UserFunction:
-    """Import and check a function. `args` are the named arguments it will get besides.
+    """Import and check a function; a workflow may be a class. `args` are the named arguments it will get besides.
 
     Raises ConfigError if module, attribute or signature is wrong, UserCodeError if importing it raises.
     """
     fn = _named(name, expected)
-    _check_signature(name, fn, expected, args or {})
+    is_class = expected is WORKFLOW and isinstance(fn, type)
+    _check_signature(name, fn, CLASS_WORKFLOW if is_class else expected, args or {})
     return UserFunction(name, fn, is_async(fn))
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
     """Whether calling it gives something to await."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-
-
-def load_workflow_class(name: str, args: Mapping[str, Any]) -> type[Any] | None:
-    """The class of that name, which can be made with these named arguments; None: it is a function. Raises as
-    `load_function`."""
-    found: object = _named(name, WORKFLOW)
-    if not isinstance(found, type):
-        return None
-    _check_signature(name, found, CLASS_WORKFLOW, args)
-    return found
 
 
 def _named(name: str, expected: Expected) -> Callable[..., Any]:

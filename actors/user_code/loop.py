@@ -17,15 +17,19 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
+import msgspec
+
+from .calls import within
 from .functions import PACKAGE
-from .process import read_frame, write_frame
+from .process import Cancel, Stuck, read_frame, write_frame
 
 T = TypeVar("T")
 
@@ -36,11 +40,50 @@ FLUSH_S = 5.0
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-class UserCall(Protocol):
+class UserCall(ABC):
     """One of those that share the loop."""
 
-    threads: list[threading.Thread]
-    """That it started by `asyncio.to_thread`."""
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.threads: list[threading.Thread] = []
+        """That it started."""
+        self._doing: asyncio.Task[Any] | None = None
+        self._is_cancelled = False
+        self.task = loop.create_task(self._begun())  # kept with the call until that has reported its end
+
+    async def _begun(self) -> None:
+        CALL.set(self)
+        await self.run()
+
+    @abstractmethod
+    async def run(self) -> None:
+        """All of it, and the report of its end."""
+
+    async def within(self, part: Awaitable[T], limit_s: float) -> T:
+        """The result of a part that is the user's. Raises as `calls.within`."""
+
+        async def doing() -> T:
+            self._doing = asyncio.current_task()
+            try:
+                return await part
+            finally:
+                self._doing = None
+
+        return await within(doing(), limit_s)
+
+    def cancel(self) -> None:
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self.task.cancel()
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[Any] | None, ...]:
+        """That its code runs in, those left out that it made itself."""
+        return self.task, self._doing
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a thread of it still runs."""
+        return any(thread.is_alive() for thread in self.threads)
 
 
 CALL: ContextVar[UserCall | None] = ContextVar("call", default=None)
@@ -76,19 +119,6 @@ class Outgoing:
                 continue
             with contextlib.suppress(OSError):  # the actor is gone; the end of the input says so too
                 write_frame(self._stream, message)
-
-
-def read_in_thread(incoming: BinaryIO, take: Callable[[bytes], None]) -> asyncio.Event:
-    """Every frame to `take`, on the running loop; returns what is set at the end of the input."""
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
-
-    def read() -> None:
-        while (body := read_frame(incoming)) is not None:
-            loop.call_soon_threadsafe(take, body)
-        loop.call_soon_threadsafe(over.set)
-
-    threading.Thread(target=read, name="incoming", daemon=True).start()
-    return over
 
 
 class Blocked(BaseException):
@@ -188,3 +218,53 @@ class Watch:
             self._last, self._num_interrupts = call, 1
         place = user_place(frames_above(frame))
         raise Blocked(f"blocked its process for {self._max_block_s:g} s at {place}")
+
+
+C = TypeVar("C", bound=UserCall)
+
+
+class SharedLoop(ABC, Generic[C]):
+    """The calls of this process."""
+
+    def __init__(self, max_block_s: float, outgoing: BinaryIO, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        """`decoder`: of the actor's messages."""
+        self._max_block_s = max_block_s
+        self._decoder = decoder
+        self.out = Outgoing(outgoing)
+        self.calls: dict[int, C] = {}
+
+    async def run(self, incoming: BinaryIO) -> None:
+        """Until the input ends."""
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_default_executor(DaemonThreads())
+        Watch(self.loop, self._max_block_s, self._tell_stuck)
+        over = asyncio.Event()
+
+        def read() -> None:
+            while (body := read_frame(incoming)) is not None:
+                self.loop.call_soon_threadsafe(self._take, body)
+            self.loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=read, name="incoming", daemon=True).start()
+        await self.serve(over)
+
+    async def serve(self, over: asyncio.Event) -> None:
+        """Until that is set."""
+        await over.wait()
+
+    @abstractmethod
+    def take(self, message: Any) -> None:
+        """What the actor says, but for `Cancel`."""
+
+    def _take(self, body: bytes) -> None:
+        message = self._decoder.decode(body)
+        if not isinstance(message, Cancel):
+            self.take(message)
+        elif (call := self.calls.get(message.call)) is not None:
+            call.cancel()
+
+    def _tell_stuck(self, place: str) -> None:
+        task = asyncio.current_task(self.loop)  # asked from another thread
+        number = next((number for number, call in list(self.calls.items()) if task in call.tasks), -1)
+        self.out.put(Stuck(place, number))
+        self.out.flush()

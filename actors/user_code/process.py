@@ -4,7 +4,8 @@ sides.
     actor ── subreaper ── worker    `python -m myxa.actors.user_code.subreaper <pid> <module> <grace>`;
                                     `module.main()` is the worker
 
-`WorkerPool` holds the workers of one function: those of rewards and of workflows.
+`WorkerPool` holds the workers of one function, a reward's or a workflow's, and knows which call has which worker. Calls
+that share a worker run in its loop (`loop.py`).
 
 A process that hangs is killed with all that it started; its exit is reported. Written by hand, small and typed, since
 `concurrent.futures.ProcessPoolExecutor` pickles, cannot kill one hung worker (the whole pool breaks), and cannot say
@@ -20,10 +21,9 @@ import os
 import signal
 import struct
 import sys
-from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
-from typing import Any, BinaryIO, ClassVar, Generic, Self, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, BinaryIO, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -69,6 +69,38 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
         return cls(error.message, error.remedy, isinstance(error, ConfigError))
 
 
+class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The result of that call is not wanted any more."""
+
+    call: int
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what says how a call ended."""
+
+    call: int
+    is_hanging: bool = False
+    """Something of it still runs: its worker gets no further calls."""
+
+
+class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Code that cannot be interrupted holds the worker, which ends now."""
+
+    place: str
+    call: int
+    """Whose code it is; negative: unknown."""
+
+
+class Lost(Exception):
+    """The worker ended while it had the call; the text says how."""
+
+    def __init__(self, how: str, stuck: Stuck | None = None, *, garbage: str = "") -> None:
+        """`stuck`: what it ended for. `garbage`: what it wrote into its own pipe."""
+        super().__init__(how if stuck is None else f"its code cannot be interrupted at {stuck.place}: {how}")
+        self.stuck = stuck
+        self.garbage = garbage
+
+
 def _plain(value: Any) -> Any:
     """Arrays with type and shape, so that a wrong one is seen where it arrives."""
     if isinstance(value, np.ndarray):
@@ -103,28 +135,33 @@ def frame(message: object) -> bytes:
 class UserProcess:
     """A worker and its subreaper, seen from the actor."""
 
-    MODULE: ClassVar[str]
-    """Of the worker."""
-
     def __init__(self, process: Process) -> None:
         self._process = process
         self._is_killed = False
+        self.calls: dict[int, Call] = {}
+        self.ending: set[int] = set()
+        """Calls that were given up, and have not ended yet."""
+        self.is_ready = False
+        self.is_retired = False
+        """Something of an ended call still runs in it: it gets no further calls."""
         self._reaping: asyncio.Future[None] | None = None
         self.pid = process.pid
         """Of the process that runs the user's code, once it has reported; of its subreaper before."""
 
     @classmethod
-    async def start(cls, grace_s: float = 0.0) -> Self:
-        """A process that waits for its first frame. In its own session: what is typed at a terminal is not for
+    async def start(cls, module: str, grace_s: float = 0.0) -> Self:
+        """A worker that waits for its first frame. In its own session: what is typed at a terminal is not for
         it. `grace_s`: what it has to clean up when this process dies."""
-        command = (sys.executable, "-m", "myxa.actors.user_code.subreaper", str(os.getpid()), cls.MODULE, str(grace_s))
+        command = (sys.executable, "-m", "myxa.actors.user_code.subreaper", str(os.getpid()), module, str(grace_s))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
 
     async def load(self, spec: object, what: str) -> None:
         """Have it load what the spec names; `what` that is, for messages. Kills it and raises ConfigError or
         UserCodeError if it cannot."""
         try:
-            reply = await self._load(spec)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self.send(spec)
+                reply = _start_decoder.decode(await self.receive())
         except TimeoutError:
             self.kill()
             raise UserCodeError(
@@ -148,11 +185,6 @@ class UserProcess:
         """Tell the worker that nothing more comes: it ends by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-
-    async def _load(self, spec: object) -> Ready | LoadFailed:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await self.send(spec)
-            return _start_decoder.decode(await self.receive())
 
     @property
     def is_alive(self) -> bool:
@@ -231,65 +263,91 @@ class UserProcess:
             await stdin.wait_closed()
 
 
-class PoolWorker(UserProcess):
-    """A process that several calls may share."""
+class Call:
+    """One call in a worker."""
 
-    calls: dict[int, Any]
-    """Number -> who waits for that call's end."""
-    is_ready = False
-    is_retired = False
-    """Something of an ended call still runs in it: it gets no further calls."""
+    def __init__(self, worker: UserProcess, number: int) -> None:
+        self.worker = worker
+        self.number = number
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        """What the worker says of it, `Ended` or `Lost` at last."""
+        self.place = ""
+        """Where it waits, as far as the worker says it."""
+        self.is_over = False
+        """Nothing of it is left in the worker."""
 
-    @property
-    def num_calls(self) -> int:
-        return len(self.calls)
 
-
-W = TypeVar("W", bound=PoolWorker)
 T = TypeVar("T")
 
 
-class WorkerPool(ABC, Generic[W]):
+class WorkerPool:
     """At most `max_workers` processes for one function of the user's, started as they are needed."""
 
     def __init__(
-        self, kind: type[W], spec: object, what: str, *, max_workers: int, max_calls: float, starts_at_once: int = 1
+        self,
+        module: str,
+        spec: object,
+        what: str,
+        decoder: msgspec.msgpack.Decoder[Any],
+        *,
+        max_workers: int,
+        max_calls: float,
+        starts_at_once: int = 1,
     ) -> None:
-        """`what` the spec names, for messages. `max_calls`: of one worker, before a further one is started."""
-        self._kind = kind
+        """`module`: of the worker. `what` the spec names, for messages. `decoder`: of the worker's messages.
+        `max_calls`: of one worker, before a further one is started; 1: a call that is given up ends its worker."""
+        self._module = module
         self._spec = spec
         self._what = what
+        self._decoder = decoder
         self._max_workers = max_workers
         self._max_calls = max_calls
         self._starting = asyncio.Semaphore(starts_at_once)
-        self.workers: set[W] = set()
-        self._readers: dict[W, asyncio.Task[None]] = {}
+        self._number = 0
+        self.workers: set[UserProcess] = set()
+        self._readers: dict[UserProcess, asyncio.Task[None]] = {}
         self.is_closed = False
         self.grace_s = 0.0
         """For the workers to clean up when their input ends, or this process."""
-
-    @abstractmethod
-    async def listen(self, worker: W) -> None:
-        """Pass on its messages until it is gone or of no use, and tell its calls then."""
+        self.silent_s: float | None = None
+        """A worker that says nothing for so long is killed; None: it may say nothing."""
 
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(worker.pid for worker in self.workers if worker.is_ready and worker.is_alive)
 
-    async def take(self) -> W:
-        """The worker for a call, which the caller enters in its `calls` at once. Raises UserCodeError or ConfigError
-        where none can be started."""
+    @contextlib.asynccontextmanager
+    async def calling(self) -> AsyncGenerator[Call]:
+        """A call in one of the workers, cancelled there unless it is over when the block is left. Raises UserCodeError
+        or ConfigError where no worker can be started."""
+        worker = await self.take()
+        self._number += 1
+        call = worker.calls[self._number] = Call(worker, self._number)
+        try:
+            yield call
+        finally:
+            del worker.calls[call.number]
+            if not call.is_over and worker.is_alive:
+                if self._max_calls == 1:
+                    worker.kill()
+                else:
+                    worker.ending.add(call.number)
+                    with contextlib.suppress(WorkerGone):
+                        await worker.send(Cancel(call.number))
+            self._mind(worker)
+
+    async def take(self) -> UserProcess:
+        """The worker for a call, which the caller enters in its `calls` at once."""
         async with self._starting:
             fit = [one for one in self.workers if one.is_ready and one.is_alive and not one.is_retired]
-            least = min(fit, key=lambda worker: worker.num_calls, default=None)
-            if least is not None and (least.num_calls < self._max_calls or len(fit) >= self._max_workers):
+            least = min(fit, key=_num_calls, default=None)
+            if least is not None and (_num_calls(least) < self._max_calls or len(fit) >= self._max_workers):
                 return least
             return await self._start()
 
-    async def _start(self) -> W:
+    async def _start(self) -> UserProcess:
         self._refuse_when_closed()
-        worker = await self._kind.start(self.grace_s)
-        worker.calls = {}
+        worker = await UserProcess.start(self._module, self.grace_s)
         self.workers.add(worker)
         try:
             self._refuse_when_closed()
@@ -308,15 +366,50 @@ class WorkerPool(ABC, Generic[W]):
         if self.is_closed:
             raise UserCodeError(f"{self._what} was called after its actor ended")
 
-    async def _read(self, worker: W) -> None:
-        await self.listen(worker)
+    async def _read(self, worker: UserProcess) -> None:
+        lost = await self._until_lost(worker)
+        for call in worker.calls.values():
+            call.is_over = True
+            call.inbox.put_nowait(lost)
+        if worker.is_alive and not worker.is_retired and not self.is_closed:
+            _log.warning("worker process %d of %s ended: %s", worker.pid, self._what, lost)
         worker.kill()
         await worker.gone()
         self.workers.discard(worker)
         del self._readers[worker]
 
-    def mind(self, worker: W) -> None:
-        """A call of it ended."""
+    async def _until_lost(self, worker: UserProcess) -> Lost:
+        """Pass on its messages until it is gone or of no use."""
+        stuck: Stuck | None = None
+        while True:
+            try:
+                async with asyncio.timeout(self.silent_s):
+                    message = self._decoder.decode(await worker.receive())
+            except TimeoutError:
+                worker.kill()
+                return Lost(f"it said nothing for {self.silent_s:g} s: {await worker.how_it_ended()}", stuck)
+            except (SpokeGarbage, msgspec.MsgspecError, ValueError) as garbage:
+                return Lost(f"it wrote into its own pipe ({garbage}) and was killed", garbage=str(garbage))
+            except WorkerGone as gone:
+                return Lost(str(gone), stuck)
+            if isinstance(message, Stuck):
+                stuck = message
+            else:
+                self.hear(worker, message)
+
+    def hear(self, worker: UserProcess, message: Any) -> None:
+        """Pass on what it says of one of its calls."""
+        call = worker.calls.get(message.call)
+        if call is not None:
+            call.inbox.put_nowait(message)
+        if isinstance(message, Ended):
+            worker.ending.discard(message.call)
+            worker.is_retired |= message.is_hanging
+            if call is not None:
+                call.is_over = True
+            self._mind(worker)
+
+    def _mind(self, worker: UserProcess) -> None:
         if worker.is_retired and not worker.calls:
             worker.kill()
 
@@ -331,6 +424,10 @@ class WorkerPool(ABC, Generic[W]):
         for worker in workers:
             worker.kill()
         await asyncio.gather(*(worker.gone() for worker in workers), *readers, return_exceptions=True)
+
+
+def _num_calls(worker: UserProcess) -> int:
+    return len(worker.calls) + len(worker.ending)
 
 
 # -- the worker's side

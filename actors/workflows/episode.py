@@ -364,11 +364,6 @@ class Episode:
         to look at; `metadata`: what else a reward function should know, JSON values."""
         return self._sample(self._segments, self._finish, reward, metadata)
 
-    @property
-    def is_empty(self) -> bool:
-        """Never: it has its prompt."""
-        return False
-
     def so_far(self) -> Sample:
         """The record of everything so far, the tokens of a turn under way included, and those that an earlier attempt
         recorded and this one has not come to yet. May be asked for at any moment."""

@@ -21,7 +21,7 @@ import msgspec
 
 from ...core.errors import ConfigError, DataError
 from ...core.samples import Message, Prompt, Sample
-from ..user_code.functions import WORKFLOW, load_function, load_workflow_class
+from ..user_code.functions import WORKFLOW, load_function
 from .episode import Workflow, WorkflowContext
 
 
@@ -87,11 +87,10 @@ class OwnWorkflow:
 
 def load_workflow(name: str, args: Mapping[str, Any]) -> OwnWorkflow:
     """Raises ConfigError or UserCodeError for one that cannot be loaded, or does not take these arguments."""
-    found = load_workflow_class(name, args)
-    if found is None:
-        return OwnWorkflow(load_function(name, WORKFLOW, args).fn, args, is_class=False)
-    if not callable(getattr(found, "run", None)):
+    found = load_function(name, WORKFLOW, args).fn
+    is_class = isinstance(found, type)
+    if is_class and not callable(getattr(found, "run", None)):
         raise ConfigError(
             f'rollout.workflow = "{name}" is a class without a method run', remedy=f"it must have: {WORKFLOW.signature}"
         )
-    return OwnWorkflow(found, args, is_class=True)
+    return OwnWorkflow(found, args, is_class)

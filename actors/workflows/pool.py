@@ -9,11 +9,9 @@ the process ends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from asyncio.subprocess import Process
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,15 +21,13 @@ from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Tokenizer
 from ...core.samples import Sample
-from ..user_code.process import PoolWorker, SpokeGarbage, WorkerGone, WorkerPool
+from ..user_code.process import Call, Lost, UserProcess, WorkerGone, WorkerPool
 from .episode import Interrupted, ModelAccess, TokenSegment, drawn, joined, stops_of
 from .worker_messages import (
     AskModel,
-    CancelEpisode,
     DrawnTurn,
     EpisodeDone,
     EpisodeFailed,
-    EpisodeStuck,
     PhaseLimits,
     StartEpisode,
     Waits,
@@ -60,14 +56,14 @@ class TokensSoFar:
     def asked(self, ask: AskModel) -> None:
         """A turn is to be drawn."""
         self._closed = ask.so_far
-        self.under_way = [ask.start.segment]
+        self.under_way = [ask.start]
 
-    def so_far(self) -> Sample:
-        """Tokens of the turn that is drawn included. Only while there are any."""
-        assert self._closed is not None
-        if not self.under_way:
-            return self._closed
-        turn, before = joined(self.under_way), self._closed
+    def so_far(self) -> Sample | None:
+        """Tokens of the turn that is drawn included; None: there are none yet."""
+        before = self._closed
+        if before is None or not self.under_way:
+            return before
+        turn = joined(self.under_way)
         return msgspec.structs.replace(
             before,
             response_ids=np.concatenate([before.response_ids, turn.ids]).astype(np.int32, copy=False),
@@ -77,57 +73,25 @@ class TokensSoFar:
             finish="abort",
         )
 
-    @property
-    def is_empty(self) -> bool:
-        return self._closed is None
 
-
-@dataclass(slots=True)
-class _Running:
-    inbox: asyncio.Queue[AskModel | EpisodeDone | EpisodeFailed | DrawnTurn | Exception] = field(
-        default_factory=asyncio.Queue["AskModel | EpisodeDone | EpisodeFailed | DrawnTurn | Exception"]
-    )
-    place: str = ""
-
-
-class _Lost(WorkerGone):
-    def __init__(self, how: str, episode: int) -> None:
-        super().__init__(how)
-        self.episode = episode
-        """The episode to blame; negative: unknown."""
-
-
-class WorkflowWorker(PoolWorker):
-    """Many episodes at a time."""
-
-    MODULE = "myxa.actors.workflows.worker"
-
-    calls: dict[int, _Running]
-    """Episode -> what its caller gets."""
-
-    def __init__(self, process: Process) -> None:
-        super().__init__(process)
-        self.ending: set[int] = set()
-        """Episodes that were abandoned and have not ended yet."""
-
-    @property
-    def num_calls(self) -> int:
-        return len(self.calls) + len(self.ending)
-
-
-class WorkflowPool(WorkerPool[WorkflowWorker]):
+class WorkflowPool(WorkerPool):
     """At most `max_workers` processes, started as they are needed; `play` may be called concurrently."""
 
     def __init__(self, spec: WorkflowSpec, limits: PhaseLimits, tokenizer: Tokenizer, *, max_workers: int) -> None:
         """`limits.run_s` is that of each episode's start."""
-        what = f'workflow "{spec.workflow}"'
-        super().__init__(WorkflowWorker, spec, what, max_workers=max_workers, max_calls=EPISODES_PER_WORKER)
+        super().__init__(
+            "myxa.actors.workflows.worker",
+            spec,
+            f'workflow "{spec.workflow}"',
+            from_worker,
+            max_workers=max_workers,
+            max_calls=EPISODES_PER_WORKER,
+        )
         self.grace_s = limits.teardown_s
+        self.silent_s = SILENT_S + 5 * spec.max_block_s
         self.name = spec.workflow.rpartition("/")[2]
-        self._silent_s = SILENT_S + 5 * spec.max_block_s
         self._limits = limits
         self._tokenizer = tokenizer
-        self._number = 0
         self.on_waits: Callable[[], None] = lambda: None
         """Called when there is news of where episodes wait."""
 
@@ -146,112 +110,66 @@ class WorkflowPool(WorkerPool[WorkflowWorker]):
         MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the engine had
         to abort, and what the engine raises. `run_s`: for the phase `run`."""
         limits = msgspec.structs.replace(self._limits, run_s=run_s)
-        worker = await self.take()
-        self._number += 1
-        number, running = self._number, _Running()
-        worker.calls[number] = running
-        is_over = False
-        try:
-            await _sent(worker, msgspec.structs.replace(start, episode=number, limits=limits))
-            async with asyncio.timeout(limits.total_s + SLACK_S):
-                end = await self._until_end(worker, running, model, record)
-            is_over = True
-        except TimeoutError:
-            worker.kill()
-            raise _gone(f"its worker process {worker.pid} did not end it within its limits") from None
-        except WorkerGone as gone:
-            is_over = True
-            culprit = gone.episode if isinstance(gone, _Lost) else -1
-            raise _gone(str(gone), is_bystander=culprit not in (-1, number)) from None
-        finally:
-            worker.calls.pop(number, None)
-            if not is_over and worker.is_alive:
-                worker.ending.add(number)
-                with contextlib.suppress(WorkerGone):
-                    await worker.send(CancelEpisode(number))
-            self.mind(worker)
+        async with self.calling() as call:
+            try:
+                await _sent(call, msgspec.structs.replace(start, call=call.number, limits=limits))
+                async with asyncio.timeout(limits.total_s + SLACK_S):
+                    end = await self._until_end(call, model, record)
+            except TimeoutError:
+                call.worker.kill()
+                raise _gone(f"its worker process {call.worker.pid} did not end it within its limits") from None
+            except WorkerGone as gone:
+                raise _gone(str(gone)) from None
+            except Lost as lost:
+                is_bystander = lost.stuck is not None and lost.stuck.call not in (-1, call.number)
+                raise _gone(str(lost), is_bystander=is_bystander) from None
         if isinstance(end, EpisodeFailed):
             raise _error_of(end)
         return _sample_of(end), end.temperature
 
-    async def _until_end(
-        self, worker: WorkflowWorker, running: _Running, model: ModelAccess, record: TokensSoFar
-    ) -> EpisodeDone | EpisodeFailed:
+    async def _until_end(self, call: Call, model: ModelAccess, record: TokensSoFar) -> EpisodeDone | EpisodeFailed:
         drawing: asyncio.Task[None] | None = None
         turn = 0
         try:
             while True:
-                event = await running.inbox.get()
+                event: AskModel | DrawnTurn | EpisodeDone | EpisodeFailed | Exception = await call.inbox.get()
                 if isinstance(event, AskModel):
                     await _cancelled(drawing)
                     record.asked(event)
                     turn = event.turn
-                    drawing = asyncio.ensure_future(self._draw(event, running, model, record.under_way))  # noqa: TID251 -- ended below
+                    drawing = asyncio.ensure_future(self._draw(event, call, model, record.under_way))  # noqa: TID251 -- ended below
                 elif isinstance(event, DrawnTurn):
                     if event.turn != turn:
                         continue  # the workflow gave it up and has asked for another one
-                    if event.finish == "abort" and not model.goes_on():
-                        raise Interrupted(record.so_far())
+                    if event.finish == "abort" and not model.goes_on() and (so_far := record.so_far()) is not None:
+                        raise Interrupted(so_far)
                     record.under_way = [event.segment]
-                    await worker.send(event)
+                    await call.worker.send(event)
                 elif isinstance(event, Exception):
                     raise event
                 else:
-                    if event.is_hanging:
-                        worker.is_retired = True
                     if event.teardown:
                         _log.warning("workflow %s: its %s", self.name, event.teardown)
                     return event
         finally:
             await _cancelled(drawing)
 
-    async def _draw(self, ask: AskModel, running: _Running, model: ModelAccess, under_way: list[TokenSegment]) -> None:
-        running.place = ""
+    async def _draw(self, ask: AskModel, call: Call, model: ModelAccess, under_way: list[TokenSegment]) -> None:
+        call.place = ""
+        stops = stops_of(ask.request.sampling.stop, self._tokenizer)
         try:
-            segment, finish = await drawn(model.generate, ask.request, stops_of(ask.stop, self._tokenizer), under_way)
+            segment, finish = await drawn(model.generate, ask.request, stops, under_way)
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
-            running.inbox.put_nowait(error)
+            call.inbox.put_nowait(error)
         else:
-            ids, logprobs, versions = segment.ids, segment.logprobs, segment.versions
-            answer = DrawnTurn(
-                episode=ask.episode, turn=ask.turn, ids=ids, logprobs=logprobs, versions=versions, finish=finish
-            )
-            running.inbox.put_nowait(answer)
+            call.inbox.put_nowait(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
 
-    async def listen(self, worker: WorkflowWorker) -> None:
-        gone = _Lost(*await self._until_gone(worker))
-        for running in worker.calls.values():
-            running.inbox.put_nowait(gone)
-        if not worker.is_retired and not self.is_closed:
-            _log.warning("worker process %d of workflow %s ended: %s", worker.pid, self.name, gone)
-
-    async def _until_gone(self, worker: WorkflowWorker) -> tuple[str, int]:
-        """Pass on its messages; returns how it ended, and the episode to blame; negative: unknown."""
-        silent_s, words, culprit = self._silent_s, "", -1
-        while True:
-            try:
-                async with asyncio.timeout(silent_s):
-                    message = from_worker.decode(await worker.receive())
-            except TimeoutError:
-                worker.kill()
-                return f"it said nothing for {silent_s:g} s: {await worker.how_it_ended()}", -1
-            except (SpokeGarbage, msgspec.MsgspecError, ValueError) as garbage:
-                return f"it wrote into its own pipe ({garbage}) and was killed", -1
-            except WorkerGone as gone:
-                return f"{words}{gone}", culprit
-            if isinstance(message, EpisodeStuck):
-                words, culprit = f"its code cannot be interrupted at {message.place}: ", message.episode
-            elif isinstance(message, Waits):
-                for number, running in worker.calls.items():
-                    running.place = message.places.get(number, "")
-                self.on_waits()
-            else:
-                if (running := worker.calls.get(message.episode)) is not None:
-                    running.inbox.put_nowait(message)
-                elif isinstance(message, EpisodeDone | EpisodeFailed):
-                    worker.ending.discard(message.episode)
-                    worker.is_retired |= message.is_hanging
-                    self.mind(worker)
+    def hear(self, worker: UserProcess, message: Any) -> None:
+        if not isinstance(message, Waits):
+            return super().hear(worker, message)
+        for number, call in worker.calls.items():
+            call.place = message.places.get(number, "")
+        return self.on_waits()
 
 
 def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
@@ -277,10 +195,11 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
     return WorkflowPool(spec, limits, tokenizer, max_workers=of.workers)
 
 
-async def _sent(worker: WorkflowWorker, start: StartEpisode) -> None:
+async def _sent(call: Call, start: StartEpisode) -> None:
     try:
-        await worker.send(start)
+        await call.worker.send(start)
     except (ValueError, TypeError) as error:
+        call.is_over = True  # it has not begun
         raise UserCodeError(
             f"workflow cannot be given its prompt: {error}", remedy="give the row less metadata"
         ) from error

@@ -29,19 +29,9 @@ from ...core.samples import FinishReason, Sample
 from ..daemon_thread import in_daemon_thread
 from ..models.chat_template import template_of
 from ..models.tokenizer import load_tokenizer
-from ..user_code.calls import TookTooLong, UserRaised, within
+from ..user_code.calls import TookTooLong, UserRaised
 from ..user_code.functions import is_async, what_was_raised
-from ..user_code.loop import (
-    CALL,
-    Blocked,
-    DaemonThreads,
-    Outgoing,
-    Watch,
-    awaited,
-    frames_above,
-    read_in_thread,
-    user_place,
-)
+from ..user_code.loop import Blocked, SharedLoop, UserCall, awaited, frames_above, user_place
 from ..user_code.process import MAX_FRAME_BYTES, begin, encoder
 from .episode import Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
 from .failures import kind_of
@@ -49,11 +39,9 @@ from .named import OwnWorkflow, load_workflow
 from .turn_renderer import TurnRenderer
 from .worker_messages import (
     AskModel,
-    CancelEpisode,
     DrawnTurn,
     EpisodeDone,
     EpisodeFailed,
-    EpisodeStuck,
     StartEpisode,
     Waits,
     WorkflowSpec,
@@ -70,10 +58,8 @@ FRAME_SLACK_BYTES = 1 << 16
 def main() -> None:
     """Load what the first frame names, then run episodes until the input ends."""
     (spec, workflow, tokenizer), incoming, outgoing = begin(_loaded)
-    out = Outgoing(outgoing)
     with asyncio.Runner() as runner:
-        runner.run(Worker(spec, workflow, tokenizer, out).run(incoming))
-        out.flush()
+        runner.run(Worker(spec, workflow, tokenizer, outgoing).run(incoming))
         os._exit(0)  # threads that hang would be waited for
 
 
@@ -83,77 +69,53 @@ def _loaded(first: bytes) -> tuple[WorkflowSpec, OwnWorkflow, Tokenizer]:
     return spec, workflow, load_tokenizer(spec.model_path, template_of(spec.model_path, spec))
 
 
-class Worker:
+class Worker(SharedLoop["Play"]):
     """The episodes of this process."""
 
-    def __init__(self, spec: WorkflowSpec, workflow: OwnWorkflow, tokenizer: Tokenizer, out: Outgoing) -> None:
+    def __init__(self, spec: WorkflowSpec, workflow: OwnWorkflow, tokenizer: Tokenizer, outgoing: BinaryIO) -> None:
+        super().__init__(spec.max_block_s, outgoing, to_worker)
         self.spec = spec
         self.workflow = workflow
         self.tokenizer = tokenizer
         self.renderer = TurnRenderer(tokenizer)
-        self.out = out
-        self._plays: dict[int, Play] = {}
 
-    async def run(self, incoming: BinaryIO) -> None:
+    async def serve(self, over: asyncio.Event) -> None:
         """Until the input ends; then all episodes are ended, their teardown included."""
-        self.loop = loop = asyncio.get_running_loop()
-        loop.set_default_executor(DaemonThreads())
-        Watch(loop, self.spec.max_block_s, self._tell_stuck)
-        over = read_in_thread(incoming, self._take)
         while not over.is_set():
-            places = {number: place for number, play in self._plays.items() if (place := play.place())}
+            places = {number: place for number, play in self.calls.items() if (place := play.place())}
             self.out.put(Waits(places))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WAITS_EVERY_S):
                     await over.wait()
-        for play in self._plays.values():
+        for play in self.calls.values():
             play.cancel()
-        if self._plays:
-            await asyncio.wait([play.task for play in self._plays.values()])
-
-    def _take(self, body: bytes) -> None:
-        message = to_worker.decode(body)
-        if isinstance(message, StartEpisode):
-            self._plays[message.episode] = Play(self, message)
-        elif (play := self._plays.get(message.episode)) is not None:
-            if isinstance(message, DrawnTurn):
-                play.drawn(message)
-            else:
-                assert isinstance(message, CancelEpisode)
-                play.cancel()
-
-    def _current(self) -> int:
-        """The episode whose code the loop runs now, asked from another thread; negative: none that is known."""
-        task = asyncio.current_task(self.loop)
-        return next((number for number, play in list(self._plays.items()) if task in play.tasks), -1)
-
-    def _tell_stuck(self, place: str) -> None:
-        self.out.put(EpisodeStuck(place, self._current()))
+        if self.calls:
+            await asyncio.wait([play.task for play in self.calls.values()])
         self.out.flush()
 
-    def ended(self, episode: int) -> None:
-        self._plays.pop(episode, None)
+    def take(self, message: StartEpisode | DrawnTurn) -> None:
+        if isinstance(message, StartEpisode):
+            self.calls[message.call] = Play(self, message)
+        elif (play := self.calls.get(message.call)) is not None:
+            play.drawn(message)
 
 
 class _Late(Exception):
     """A phase took longer than it may."""
 
 
-class Play:
+class Play(UserCall):
     """One episode: setup, run, finalize, score, and teardown whatever became of the others."""
 
     def __init__(self, worker: Worker, start: StartEpisode) -> None:
+        super().__init__(worker.loop)
         self._worker = worker
         self._start = start
         self._answer: asyncio.Future[DrawnTurn] | None = None
         self._turn = 0
-        self._is_cancelled = False
-        self.threads: list[threading.Thread] = []
-        self.calls: set[Future[Any]] = set()
+        self.turns: set[Future[Any]] = set()
         """Of threads that wait for a turn of the model."""
         self.is_over = False
-        self._doing: asyncio.Task[Any] | None = None
-        self.task = worker.loop.create_task(self._run())  # kept by the worker until it has reported its end
 
     async def ask(self, ask: AskModel) -> DrawnTurn:
         """The model's next turn. Raises UserCodeError while another one is drawn."""
@@ -178,18 +140,7 @@ class Play:
     def waits_for_model(self) -> bool:
         return self._answer is not None
 
-    def cancel(self) -> None:
-        if not self._is_cancelled:
-            self._is_cancelled = True
-            self.task.cancel()
-
-    @property
-    def tasks(self) -> tuple[asyncio.Task[Any] | None, ...]:
-        """That its code runs in, those left out that it made itself."""
-        return self.task, self._doing
-
-    async def _run(self) -> None:
-        CALL.set(self)
+    async def run(self) -> None:
         methods: dict[str, Callable[..., Any]] = {}
         end: EpisodeDone | EpisodeFailed
         try:
@@ -197,23 +148,22 @@ class Play:
         except BaseException as error:  # noqa: BLE001 -- any error is reported to the actor
             end = self._failed(error)
         self.is_over = True
-        for call in self.calls:
-            call.cancel()
+        for turn in self.turns:
+            turn.cancel()
         teardown = ""
         try:
             await self._phase("teardown", methods, self._start.limits.teardown_s)
         except BaseException as error:  # noqa: BLE001
             teardown = f"teardown {self._failed(error).words}"
-        is_hanging = any(thread.is_alive() for thread in self.threads)
-        self._worker.out.put(msgspec.structs.replace(end, teardown=teardown, is_hanging=is_hanging))
-        self._worker.ended(self._start.episode)
+        self._worker.out.put(msgspec.structs.replace(end, teardown=teardown, is_hanging=self.is_hanging))
+        del self._worker.calls[self._start.call]
 
     async def _phases(self, methods: dict[str, Callable[..., Any]]) -> EpisodeDone | EpisodeFailed:
         start, limits = self._start, self._start.limits
         episode = RemoteEpisode(self, start, self._worker)
         workflow, prompt = self._worker.workflow, start.prompt
         if workflow.is_class:
-            made = await self._within("setup", self._in_thread(workflow.made), limits.setup_s)
+            made = await self._phase_within("setup", self._in_thread(workflow.made), limits.setup_s)
         else:
             made = workflow.made()
         methods.update(made)
@@ -251,7 +201,7 @@ class Play:
             return self._fault(words, "give its metadata JSON values, and its reward a number")
         if len(body) > MAX_FRAME_BYTES - FRAME_SLACK_BYTES:
             return self._fault(f"returned a sample of {len(body):,} bytes", "return a smaller one")
-        return EpisodeDone(episode=self._start.episode, sample=msgspec.Raw(body), temperature=episode.temperature)
+        return EpisodeDone(call=self._start.call, sample=msgspec.Raw(body), temperature=episode.temperature)
 
     async def _phase(self, name: str, methods: dict[str, Callable[..., Any]], limit_s: float, *args: object) -> Any:
         method = methods.get(name)
@@ -264,21 +214,13 @@ class Play:
             returned = await self._in_thread(lambda: method(*args))
             return await returned if inspect.isawaitable(returned) else returned
 
-        return await self._within(name, call(), limit_s)
+        return await self._phase_within(name, call(), limit_s)
 
-    async def _within(self, name: str, call: Awaitable[T], limit_s: float) -> T:
-        async def doing() -> T:
-            self._doing = asyncio.current_task()
-            try:
-                return await call
-            finally:
-                self._doing = None
-
-        place = ""
-        timer = self._worker.loop.call_later(limit_s * 0.98, lambda: places.append(self.place()))
+    async def _phase_within(self, name: str, call: Awaitable[T], limit_s: float) -> T:
         places: list[str] = []
+        timer = self._worker.loop.call_later(limit_s * 0.98, lambda: places.append(self.place()))
         try:
-            return await within(doing(), limit_s)
+            return await self.within(call, limit_s)
         except TookTooLong:
             place = f" at {places[0]}" if places and places[0] else ""
             raise _Late(f"did not finish {'' if name == 'run' else name + ' '}within {limit_s:g} s{place}") from None
@@ -302,18 +244,18 @@ class Play:
         if isinstance(error, _Late):
             kind = "user-code" if self.waits_for_model else "environment"
             remedy = "bound its waits, or raise rollout.timeout_s"
-            return EpisodeFailed(episode=self._start.episode, kind=kind, words=str(error), remedy=remedy)
+            return EpisodeFailed(call=self._start.call, kind=kind, words=str(error), remedy=remedy)
         if isinstance(error, Blocked):
             remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
-            return EpisodeFailed(episode=self._start.episode, kind="environment", words=str(error), remedy=remedy)
+            return EpisodeFailed(call=self._start.call, kind="environment", words=str(error), remedy=remedy)
         if isinstance(error, asyncio.CancelledError):
             return self._fault("was cancelled", "")
         remedy = "mend the workflow function"
         words = f"raised {what_was_raised(error)}"
-        return EpisodeFailed(episode=self._start.episode, kind=kind_of(error), words=words, remedy=remedy)
+        return EpisodeFailed(call=self._start.call, kind=kind_of(error), words=words, remedy=remedy)
 
     def _fault(self, words: str, remedy: str, *, error: str = "") -> EpisodeFailed:
-        return EpisodeFailed(episode=self._start.episode, kind="user-code", words=words, remedy=remedy, error=error)
+        return EpisodeFailed(call=self._start.call, kind="user-code", words=words, remedy=remedy, error=error)
 
     def place(self) -> str:
         """Where it waits for anything but the model; empty: it does not, or the place is unknown."""
@@ -346,23 +288,13 @@ class RemoteEpisode(Episode):
             prompt_ids=start.prompt_ids,
             recorded=start.recorded,
         )
-        self._play, self._number, self._asked = play, start.episode, itertools.count(1)
+        self._play, self._number, self._asked = play, start.call, itertools.count(1)
 
     async def _draw(
         self, request: GenerateRequest, start: TokenSegment, params: SamplingParams
     ) -> tuple[TokenSegment, FinishReason]:
         turn = next(self._asked)
-        begun = DrawnTurn(
-            episode=self._number,
-            turn=turn,
-            ids=start.ids,
-            logprobs=start.logprobs,
-            versions=start.versions,
-            finish="abort",
-        )
-        ask = AskModel(
-            episode=self._number, turn=turn, request=request, stop=params.stop, so_far=self.sample(), start=begun
-        )
+        ask = AskModel(call=self._number, turn=turn, request=request, so_far=self.sample(), start=start)
         answer = await self._play.ask(ask)
         return answer.segment, answer.finish
 
@@ -395,10 +327,10 @@ class PlainEpisode:
         if self._play.is_over:
             raise _EpisodeOver
         call = asyncio.run_coroutine_threadsafe(self._episode.generate(sampling), self._loop)
-        self._play.calls.add(call)
+        self._play.turns.add(call)
         try:
             return call.result()
         except FutureCancelled:
             raise _EpisodeOver from None
         finally:
-            self._play.calls.discard(call)
+            self._play.turns.discard(call)

@@ -2,12 +2,12 @@
 `actors/user_code/process.py`: token ids in, token ids out, one question and one answer a turn.
 
     actor                                       worker
-    Start(episode, prompt, limits, ...)   ->    the workflow begins
-                                          <-    Ask(request, so_far): the model's next turn
-    Drawn(tokens, finish)                 ->
-                                          <-    Done(sample) | Failed(kind, words)
-    Cancel(episode)                       ->    ends it; its teardown runs, then Failed
-                                          <-    Waits({episode: place}): once a second, where each waits
+    StartEpisode(prompt, limits, ...)     ->    the workflow begins
+                                          <-    AskModel(request, so_far): the model's next turn
+    DrawnTurn(tokens, finish)             ->
+                                          <-    EpisodeDone(sample) | EpisodeFailed(kind, words)
+    Cancel(call)                          ->    ends it; its teardown runs, then EpisodeFailed
+                                          <-    Waits({call: place}): once a second, where each waits
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from ...core.errors import FailureKind
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest
-from ...core.samples import F32, I32, FinishReason, Prompt, Sample
-from ..user_code.process import array_in
+from ...core.samples import I32, FinishReason, Prompt, Sample
+from ..user_code.process import Cancel, Ended, Stuck, array_in
 from .episode import TokenSegment
 
 
@@ -54,10 +54,9 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """One episode."""
 
-    episode: int = 0
-    """Its number in the pool, which says it."""
+    call: int = 0
+    """The pool says it, and the limits."""
     limits: PhaseLimits = PhaseLimits()
-    """As the pool says them too."""
     prompt: Prompt
     index: int
     prompt_ids: I32
@@ -72,55 +71,38 @@ class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
 class DrawnTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The turn that was asked for."""
 
-    episode: int
+    call: int
     turn: int
     """`AskModel.turn`."""
-    ids: I32
-    logprobs: F32
-    versions: I32
+    segment: TokenSegment
     finish: FinishReason
-
-    @property
-    def segment(self) -> TokenSegment:
-        return TokenSegment(self.ids, self.logprobs, self.versions, is_model=True)
-
-
-class CancelEpisode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """End that episode."""
-
-    episode: int
 
 
 class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The model's next turn."""
 
-    episode: int
+    call: int
     turn: int
     """Counts what this episode asked: one that was given up is not taken for the next."""
     request: GenerateRequest
-    stop: tuple[str, ...]
     so_far: Sample
     """The episode without the turn that is asked for."""
-    start: DrawnTurn
+    start: TokenSegment
     """What that turn has already."""
 
 
-class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class EpisodeDone(Ended, frozen=True, kw_only=True, tag=True):
     """What the workflow returned."""
 
-    episode: int
     sample: msgspec.Raw
     temperature: float | None
     teardown: str = ""
     """What went wrong when it cleaned up; empty: nothing."""
-    is_hanging: bool = False
-    """A call of it still runs: this worker takes no further episodes."""
 
 
-class EpisodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class EpisodeFailed(Ended, frozen=True, kw_only=True, tag=True):
     """How it failed."""
 
-    episode: int
     kind: FailureKind
     words: str
     """A sentence without its subject."""
@@ -128,7 +110,6 @@ class EpisodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
     error: str = ""
     """Class of an error of myxa's own; then `words` is its whole message."""
     teardown: str = ""
-    is_hanging: bool = False
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -137,16 +118,8 @@ class Waits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     places: dict[int, str]
 
 
-class EpisodeStuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Code that cannot be interrupted holds the worker, which ends now."""
-
-    place: str
-    episode: int
-    """Whose code it is; negative: unknown."""
-
-
-ToWorker = StartEpisode | DrawnTurn | CancelEpisode
-FromWorker = AskModel | EpisodeDone | EpisodeFailed | Waits | EpisodeStuck
+ToWorker = StartEpisode | DrawnTurn | Cancel
+FromWorker = AskModel | EpisodeDone | EpisodeFailed | Waits | Stuck
 
 spec_decoder = msgspec.msgpack.Decoder(WorkflowSpec)
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker, dec_hook=array_in)

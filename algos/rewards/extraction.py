@@ -12,12 +12,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
 Extract = Literal["all", "last_line", "boxed", "marker", "tag", "auto"]
-EXTRACTS: tuple[Extract, ...] = get_args(Extract)
 
 TOKENS = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 MARKER = "####"

@@ -22,7 +22,8 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.rewards.rewarder import FixedReward
-from myxa.actors.rollout.rollout import Rollout, RolloutOptions
+from myxa.actors.rollout.group_runner import RolloutOptions
+from myxa.actors.rollout.rollout import Rollout
 from myxa.actors.workflows import named
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
@@ -140,7 +141,7 @@ class Floor:
             engine=engine, workflow=options.pop("workflow", named.answer_once),
             scorer=options.pop("scorer", None) or FixedReward(), evaluation=options.pop("evaluation", None),
             tokenizer=self.tokenizer,
-            options=RolloutOptions(max_groups=max_groups, max_turns=1, context_length=0, report_s=0.05, **options),
+            options=RolloutOptions(concurrency=max_groups, report_s=0.05, **options),
             clock=SystemClock(),
         )  # fmt: skip
         await self.node.start(rollout, name=name)

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from myxa.algos.objective import TokenBatch
+from myxa.algos.objective import TokenBatch, objective_config
+from myxa.core.config.learning import AlgoConfig
 
 LENGTHS = (5, 3, 7, 1, 4)
+
+
+def options(**given: object) -> AlgoConfig:
+    """Of a step; also such as a run file may not have."""
+    return objective_config(AlgoConfig.model_construct(**{"reduction": "token", **given}))
 
 
 @dataclass(frozen=True)

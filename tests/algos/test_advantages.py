@@ -7,9 +7,10 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.algos.conftest import options
 
 from myxa.algos.advantages import CHUNK, discounted_sums, gae, less_kl, token_advantages, whiten
-from myxa.algos.objective import ObjectiveConfig, needs_whitening
+from myxa.algos.objective import needs_whitening
 from myxa.algos.segments import Segments
 from myxa.core.config.learning import AlgoKind
 from myxa.core.errors import ConfigError, TrainError
@@ -186,8 +187,8 @@ def test_whitening_survives_a_large_offset_in_single_precision():
 def test_kinds_without_a_group_baseline_are_whitened_unless_that_is_off():
     kinds = get_args(AlgoKind)
     whitened = ["ppo", "reinforce_pp", "reinforce_pp_baseline"]
-    assert [k for k in kinds if needs_whitening(ObjectiveConfig(kind=k))] == whitened
-    assert not any(needs_whitening(ObjectiveConfig(kind=k, whiten=False)) for k in kinds)
+    assert [k for k in kinds if needs_whitening(options(kind=k))] == whitened
+    assert not any(needs_whitening(options(kind=k, whiten=False)) for k in kinds)
 
 
 @pytest.mark.parametrize("owner", [[0, 0, 2], [0, -1, 0], [1, 0, 1]])

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from tests.algos.conftest import options
 
 from myxa.algos.kl import kl_terms
-from myxa.algos.objective import ObjectiveConfig
 from myxa.core.config import AlgoConfig
 
 BENCH = Path(__file__).parents[2] / "bench" / "kl_exact.py"
@@ -83,7 +83,7 @@ def test_b_f1_a_regularised_bandit_reaches_its_optimum(bench, place):
     reference_A = torch.zeros(3, dtype=torch.float64)
     logits_A = reference_A.clone()
     algo = AlgoConfig(kind="reinforce_pp", kl_coef=0.5, kl_in=place)
-    config = ObjectiveConfig(
+    config = options(
         kind="reinforce_pp", loss="reinforce", kl_coef=0.5, kl_in=place, kl_kind=algo.kl_estimator,
         kl_unbiased=algo.kl_unbiased,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_b_f1_a_student_reaches_its_teacher(bench):
     teacher_A = torch.linspace(-1, 1, 6, dtype=torch.float64)
     logits_A = torch.zeros(6, dtype=torch.float64)
     algo = AlgoConfig(kl_coef=1.0, kl_in="advantage")
-    config = ObjectiveConfig(loss="reinforce", kl_coef=1.0, kl_in="advantage", kl_kind=algo.kl_estimator)
+    config = options(loss="reinforce", kl_coef=1.0, kl_in="advantage", kl_kind=algo.kl_estimator)
     before = float(bench.kl(logits_A, teacher_A))
     for _ in range(150):
         logits_A = logits_A - bench.objective_gradient(logits_A, teacher_A, config)

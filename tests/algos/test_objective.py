@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.algos.conftest import options
 
-from myxa.algos.objective import Normaliser, ObjectiveConfig, policy_objective, weight_sums
+from myxa.algos.objective import Normaliser, policy_objective, weight_sums
 
 CONSTANT = 37.0
 
@@ -150,7 +151,7 @@ CORRECTIONS = ("none", "behaviour", "decoupled", "tis", "icepop", "mis")
 @pytest.mark.parametrize(("loss", "correction"), list(itertools.product(LOSSES, CORRECTIONS)))
 @pytest.mark.parametrize("reduction", ["token", "rollout", "constant"])
 def test_every_loss_with_every_correction(draw, loss, correction, reduction):
-    config = ObjectiveConfig(loss=loss, correction=correction, reduction=reduction, minibatches=2, tis_cap=1.2)
+    config = options(loss=loss, correction=correction, reduction=reduction, minibatches=2, tis_cap=1.2)
     check(draw(11), config)
     check(draw(12, spread=1.0), config)
 
@@ -158,7 +159,7 @@ def test_every_loss_with_every_correction(draw, loss, correction, reduction):
 @pytest.mark.parametrize("correction", ["decoupled", "tis", "icepop", "mis"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_minibatch_uses_the_live_policy_as_proximal(draw, correction, loss):
-    config = ObjectiveConfig(loss=loss, correction=correction, minibatches=1, tis_cap=1.1)
+    config = options(loss=loss, correction=correction, minibatches=1, tis_cap=1.1)
     result = check(draw(21), config, leave_out=("proximal_T",))
     assert float(result.sums["ratio"]) == float(result.tokens)
     assert float(result.sums["clip_fraction"]) == 0
@@ -167,7 +168,7 @@ def test_one_minibatch_uses_the_live_policy_as_proximal(draw, correction, loss):
 @pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_a_trust_region_masks_what_leaves_it_and_keeps_what_comes_back(draw, loss, minibatches):
-    config = ObjectiveConfig(loss=loss, clip_low=0.02, clip_high=0.04, minibatches=minibatches)
+    config = options(loss=loss, clip_low=0.02, clip_high=0.04, minibatches=minibatches)
     assert config.correction == "behaviour"
     some = draw(22, spread=1.0)
     some = replace(some, **{name: [min(x, -0.05) for x in getattr(some, name)] for name in ("live", "behaviour")})
@@ -183,11 +184,11 @@ def test_a_trust_region_masks_what_leaves_it_and_keeps_what_comes_back(draw, los
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_mis_levels_and_modes(draw, mode, level):
-    plain = ObjectiveConfig(
+    plain = options(
         correction="mis", mis_mode=mode, mis_level=level, mis_low=0.8, mis_high=1.2, minibatches=2, kl_coef=0.1
     )
     check(draw(31), plain)
-    strict = ObjectiveConfig(
+    strict = options(
         correction="mis", mis_mode=mode, mis_level=level, mis_low=0.3, mis_high=3.0, reject_level="geometric",
         reject_low=0.9, reject_high=1.1, veto=0.6, minibatches=2, entropy_coef=0.01, kl_coef=0.1,
     )  # fmt: skip
@@ -201,7 +202,7 @@ def test_mis_levels_and_modes(draw, mode, level):
 
 
 def test_mis_batch_normalisation_uses_the_global_mean(draw):
-    config = ObjectiveConfig(
+    config = options(
         correction="mis", mis_mode="truncate", mis_normalise=True, minibatches=2, mis_high=1.5, mis_low=0.1
     )
     whole = draw(33)
@@ -215,7 +216,7 @@ def test_mis_batch_normalisation_uses_the_global_mean(draw):
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_icepop_at_each_level(draw, level):
-    config = ObjectiveConfig(correction="icepop", mis_level=level, mis_low=0.8, tis_cap=1.3, minibatches=2)
+    config = options(correction="icepop", mis_level=level, mis_low=0.8, tis_cap=1.3, minibatches=2)
     check(draw(34), config)
 
 
@@ -223,7 +224,7 @@ def test_icepop_at_each_level(draw, level):
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_kl_in_the_loss(draw, kind, unbiased, loss):
-    config = ObjectiveConfig(
+    config = options(
         loss=loss, correction="behaviour", kl_coef=0.3, kl_kind=kind, kl_unbiased=unbiased, reduction="rollout"
     )
     result = check(draw(41), config)
@@ -231,7 +232,7 @@ def test_kl_in_the_loss(draw, kind, unbiased, loss):
 
 
 def test_kl_in_the_reward_leaves_the_loss_alone(draw):
-    with_reward = ObjectiveConfig(kind="reinforce_pp", correction="behaviour", kl_coef=0.3, kl_in="reward")
+    with_reward = options(kind="reinforce_pp", correction="behaviour", kl_coef=0.3, kl_in="reward")
     result = check(draw(42), with_reward)
     assert "kl_loss" not in result.parts
     assert float(result.sums["kl"]) > 0
@@ -239,7 +240,7 @@ def test_kl_in_the_reward_leaves_the_loss_alone(draw):
 
 def test_entropy_bonus_pushes_entropy_up(draw):
     some = draw(43)
-    config = ObjectiveConfig(correction="behaviour", entropy_coef=0.2)
+    config = options(correction="behaviour", entropy_coef=0.2)
     check(some, config)
     grad = some.leaves["entropy"].grad
     assert grad is not None
@@ -248,7 +249,7 @@ def test_entropy_bonus_pushes_entropy_up(draw):
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_b_f4_off_policy_masking_looks_at_the_sampling_policy(draw, correction):
-    check(draw(44, spread=0.8), ObjectiveConfig(correction=correction, minibatches=2, opsm_delta=0.05))
+    check(draw(44, spread=0.8), options(correction=correction, minibatches=2, opsm_delta=0.05))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_b_f4_off_policy_masking_looks_at_the_sampling_policy(draw, correction):
 def test_b_f4_samples_that_the_engine_drew_far_from_the_policy_lose_their_tokens(draw, correction, minibatches):
     """Also where the trainer's own weights did not move since, so that only the engine differs."""
     some = draw(44)
-    config = ObjectiveConfig(correction=correction, minibatches=minibatches, opsm_delta=0.1, mis_low=1e-9)
+    config = options(correction=correction, minibatches=minibatches, opsm_delta=0.1, mis_low=1e-9)
     count = len(some.live)
     alike = replace(some, proximal=some.live, advantages=[-1.0] * count, mask=[1] * count)
     normaliser = Normaliser(alike.num_tokens, alike.num_present, CONSTANT, 1.0)
@@ -276,16 +277,16 @@ def test_b_f4_samples_that_the_engine_drew_far_from_the_policy_lose_their_tokens
 def test_dual_clip_is_forwarded_to_the_loss(draw, loss, correction):
     """slime's trap: an option that is accepted and does nothing."""
     wild = draw(45, spread=2.5)
-    config = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, dual_clip=1.3, tis_cap=50.0)
+    config = options(loss=loss, correction=correction, minibatches=2, dual_clip=1.3, tis_cap=50.0)
     result = check(wild, config)
     assert float(result.sums["dual_clip_fraction"]) > 0
-    off = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, tis_cap=50.0)
+    off = options(loss=loss, correction=correction, minibatches=2, tis_cap=50.0)
     assert check(wild, off).loss.item() > result.loss.item()
 
 
 def test_sft_is_the_mean_negative_log_likelihood(draw):
     some = draw(46)
-    result = check(some, ObjectiveConfig(kind="sft", correction="decoupled", minibatches=4), leave_out=("proximal_T",))
+    result = check(some, options(kind="sft", correction="decoupled", minibatches=4), leave_out=("proximal_T",))
     kept = [x for x, m in zip(some.live, some.mask, strict=True) if m]
     assert result.loss.item() == pytest.approx(-sum(kept) / len(kept))
     assert set(result.sums) == {"logprob", "entropy", "kl"}  # nothing that compares with a behaviour policy
@@ -293,6 +294,6 @@ def test_sft_is_the_mean_negative_log_likelihood(draw):
 
 def test_clip_bounds_are_forwarded(draw):
     some = draw(47)
-    narrow = check(some, ObjectiveConfig(correction="behaviour", clip_low=0.01, clip_high=0.02))
-    wide = check(some, ObjectiveConfig(correction="behaviour", clip_low=0.9, clip_high=9.0))
+    narrow = check(some, options(correction="behaviour", clip_low=0.01, clip_high=0.02))
+    wide = check(some, options(correction="behaviour", clip_low=0.9, clip_high=9.0))
     assert float(narrow.sums["clip_fraction"]) > 0 == float(wide.sums["clip_fraction"])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.algos.conftest import options
 
 from myxa.algos.objective import (
     Normaliser,
-    ObjectiveConfig,
     needs_proximal,
     needs_reference,
     objective_config,
@@ -45,7 +45,7 @@ def run(draw, config, **batch_options):
 @pytest.mark.parametrize("cut", [[[0], [1], [2], [3], [4]], [[3], [4, 0], [1, 2]], [[2, 0, 1, 3, 4]]])
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_microbatches(draw, loss, reduction, cut):
     """Uneven lengths, a fully masked sample alone in its micro-batch, an empty micro-batch at the end."""
-    config = ObjectiveConfig(
+    config = options(
         kind="sft" if loss == "sft" else "grpo", loss=loss, correction="mis", mis_level="sequence", minibatches=2,
         kl_coef=0.2, entropy_coef=0.03, reduction=reduction,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_microbatches(dr
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
 @pytest.mark.parametrize("rubbish", [float("nan"), float("-inf"), float("inf"), -1e30])
 def test_what_stands_at_masked_tokens_has_no_effect(draw, loss, rubbish):
-    config = ObjectiveConfig(
+    config = options(
         kind="sft" if loss == "sft" else "grpo", loss=loss, correction="mis", mis_level="geometric", veto=1e-3,
         minibatches=2, kl_coef=0.1, entropy_coef=0.1,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def test_what_stands_at_masked_tokens_has_no_effect(draw, loss, rubbish):
 def test_a_fully_masked_or_empty_batch_gives_a_zero_loss_and_zero_gradient(draw, loss, reduction):
     some = draw(55)
     some = replace(some, mask=[0] * len(some.mask))
-    config = ObjectiveConfig(loss=loss, correction="mis", minibatches=2, reduction=reduction, kl_coef=0.1)
+    config = options(loss=loss, correction="mis", minibatches=2, reduction=reduction, kl_coef=0.1)
     result = policy_objective(some.batch(), config, Normaliser(0, 0, 10.0))
     result.loss.backward()
     assert result.loss.item() == 0.0
@@ -107,7 +107,7 @@ def test_a_fully_masked_or_empty_batch_gives_a_zero_loss_and_zero_gradient(draw,
     assert grad.tolist() == [0.0] * len(some.mask)
     assert int(result.tokens) == 0
     assert all(float(v) == 0 for v in result.sums.values())
-    nothing, grad = run(some.part([]), ObjectiveConfig(loss=loss, correction="decoupled", reduction="token"))
+    nothing, grad = run(some.part([]), options(loss=loss, correction="decoupled", reduction="token"))
     assert (nothing.loss.item(), grad.shape) == (0.0, (0,)), "an empty micro-batch can be trained on"
 
 
@@ -121,7 +121,7 @@ def test_on_policy_ratio_and_weight_are_exactly_one_and_kl_exactly_zero(draw, lo
     some = draw(61)
     live = torch.tensor(some.live, dtype=torch.float32).tolist()
     some = replace(some, live=live, behaviour=live, proximal=live, reference=live)
-    config = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, kl_coef=0.5)
+    config = options(loss=loss, correction=correction, minibatches=2, kl_coef=0.5)
     result, grad = run(some, config, dtype=torch.float32)
     count = float(some.num_tokens)
     sums = {name: float(value) for name, value in result.sums.items()}
@@ -139,7 +139,7 @@ def test_on_policy_ratio_and_weight_are_exactly_one_and_kl_exactly_zero(draw, lo
 def test_several_minibatches_without_proximal_would_kill_the_clip_so_they_are_refused(draw):
     some = draw(65)
     for correction in ("decoupled", "tis", "icepop", "mis"):
-        config = ObjectiveConfig(correction=correction, minibatches=2)
+        config = options(correction=correction, minibatches=2)
         with pytest.raises(TrainError, match="proximal"):
             policy_objective(some.batch(leave_out=["proximal_T"]), config, normaliser_of(some))
 
@@ -150,7 +150,7 @@ def test_behaviour_log_probs_receive_no_gradient(draw):
     for tensor in (batch.behaviour_T, batch.proximal_T, batch.reference_T, batch.advantages_T):
         assert tensor is not None
         tensor.requires_grad_()
-    config = ObjectiveConfig(correction="decoupled", minibatches=2, kl_coef=0.1)
+    config = options(correction="decoupled", minibatches=2, kl_coef=0.1)
     policy_objective(batch, config, normaliser_of(some)).loss.backward()
     for tensor in (batch.behaviour_T, batch.proximal_T, batch.reference_T, batch.advantages_T):
         assert tensor is not None
@@ -172,7 +172,7 @@ def test_a_tensor_that_covers_only_some_samples_is_refused(draw, name):
 
 @pytest.mark.parametrize(
     ("config", "missing"),
-    [(ObjectiveConfig(kl_coef=0.1), "reference_T"), (ObjectiveConfig(entropy_coef=0.1), "entropy_T")],
+    [(options(kl_coef=0.1), "reference_T"), (options(entropy_coef=0.1), "entropy_T")],
 )
 def test_a_term_without_its_tensor_is_an_error_and_not_left_out(draw, config, missing):
     some = draw(72)
@@ -182,7 +182,7 @@ def test_a_term_without_its_tensor_is_an_error_and_not_left_out(draw, config, mi
 
 def test_optional_tensors_are_optional(draw):
     some = draw(73)
-    result, _ = run(some, ObjectiveConfig(), leave_out=["proximal_T", "reference_T", "entropy_T"])
+    result, _ = run(some, options(), leave_out=["proximal_T", "reference_T", "entropy_T"])
     assert "kl" not in result.sums
     assert "entropy" not in result.sums
 
@@ -192,7 +192,7 @@ def test_two_dimensional_log_probs_and_bad_denominators_are_refused(draw):
     with pytest.raises(TrainError, match="logprobs_T"):
         replace(batch, logprobs_T=batch.logprobs_T[None])
     with pytest.raises(TrainError, match="constant"):
-        policy_objective(draw(53).batch(), ObjectiveConfig(loss="sft", reduction="constant"), Normaliser(10, 2))
+        policy_objective(draw(53).batch(), options(loss="sft", reduction="constant"), Normaliser(10, 2))
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(TrainError, match="normaliser"):
             Normaliser(bad, 1.0)
@@ -203,7 +203,7 @@ def test_two_dimensional_log_probs_and_bad_denominators_are_refused(draw):
 
 def test_half_precision_log_probs_are_widened(draw):
     some = draw(75)
-    result, grad = run(some, ObjectiveConfig(correction="behaviour", kl_coef=0.1), dtype=torch.bfloat16)
+    result, grad = run(some, options(correction="behaviour", kl_coef=0.1), dtype=torch.bfloat16)
     assert result.loss.dtype == torch.float32
     assert grad.dtype == torch.bfloat16
     assert bool(torch.isfinite(grad).all())
@@ -220,7 +220,7 @@ def test_absurd_log_probs_never_give_nan(draw, loss, correction):
         some, mask=[1] * 5, live=[-300.0, 1e-3, -1.0, -1e-4, -80.0], behaviour=[-1e-3, -300.0, -1.0, -90.0, -1e-4],
         proximal=[-150.0, -150.0, -1.0, -1e-4, -1.0], reference=[-1e-4, -300.0, -1.0, -1.0, -200.0],
     )  # fmt: skip
-    config = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, kl_coef=0.1, mis_level="sequence")
+    config = options(loss=loss, correction=correction, minibatches=2, kl_coef=0.1, mis_level="sequence")
     result, grad = run(some, config, dtype=torch.float32)
     assert math.isfinite(result.loss.item())
     assert bool(torch.isfinite(grad).all())
@@ -228,13 +228,13 @@ def test_absurd_log_probs_never_give_nan(draw, loss, correction):
 
 
 def test_metrics_carry_no_graph(draw):
-    result, _ = run(draw(77), ObjectiveConfig(kl_coef=0.1, entropy_coef=0.1))
+    result, _ = run(draw(77), options(kl_coef=0.1, entropy_coef=0.1))
     assert not any(value.requires_grad for value in (*result.sums.values(), *result.parts.values()))
 
 
 def test_reported_metrics_are_token_means_by_definition(draw):
     some = draw(78)
-    result, _ = run(some, ObjectiveConfig(correction="behaviour"))
+    result, _ = run(some, options(correction="behaviour"))
     kept = [t for t, m in enumerate(some.mask) if m]
     gap = [some.behaviour[t] - some.live[t] for t in kept]
     assert float(result.sums["approx_kl"]) == pytest.approx(sum(gap))
@@ -253,45 +253,23 @@ def test_auto_correction_depends_on_the_number_of_minibatches():
     assert resolve_correction("auto", 2, "ppo") == "decoupled"
     assert resolve_correction("auto", 2, "dppo_kl") == "behaviour"
     assert resolve_correction("none", 4, "ppo") == "none"
-    assert ObjectiveConfig(minibatches=1).correction == "behaviour"
-    assert ObjectiveConfig(minibatches=4).correction == "decoupled"
-    assert ObjectiveConfig(kind="sft", minibatches=4).correction == "none"
+    assert options(minibatches=1).correction == "behaviour"
+    assert options(minibatches=4).correction == "decoupled"
+    assert objective_config(AlgoConfig(), 7).minibatches == 7
+    assert options(kind="sft", minibatches=4).correction == "none"
 
 
 def test_loss_of_each_kind():
     for kind, loss in {"grpo": "ppo", "gspo": "gspo", "cispo": "cispo", "sft": "sft", "rloo": "ppo"}.items():
-        assert ObjectiveConfig(kind=kind).loss == loss  # pyright: ignore[reportArgumentType]
-    assert ObjectiveConfig(kind="grpo", loss="reinforce").loss == "reinforce"
+        assert options(kind=kind).loss == loss
+    assert options(kind="grpo", loss="reinforce").loss == "reinforce"
 
 
 def test_what_the_trainer_must_compute():
-    assert not needs_proximal(ObjectiveConfig(correction="decoupled", minibatches=1))
-    assert needs_proximal(ObjectiveConfig(correction="decoupled", minibatches=2))
-    assert not needs_proximal(ObjectiveConfig(correction="behaviour", minibatches=2))
-    assert needs_proximal(ObjectiveConfig(correction="mis", mis_normalise=True))
-    assert not needs_reference(ObjectiveConfig())
-    assert needs_reference(ObjectiveConfig(kl_coef=0.1))
-    assert needs_reference(ObjectiveConfig(kind="ppo", kl_coef=0.1, kl_in="reward"))
-
-
-def test_every_option_of_the_run_file_is_forwarded():
-    """An option that the run file accepts and the loss never sees is the quietest of all bugs."""
-    algo = AlgoConfig(
-        kind="gspo", loss="ppo", correction="mis", minibatches=2, clip_low=0.11, clip_high=0.33, dual_clip=4.0,
-        tis_cap=3.5, mis_level="sequence", mis_mode="clip", mis_low=0.21, mis_high=4.5, kl_coef=0.07,
-        kl_in="loss", kl_kind="k2", kl_unbiased=False, entropy_coef=0.013, reduction="token",
-        mis_normalise=True, reject_level="token", reject_low=0.4, reject_high=2.5, veto=1e-4,
-        opsm_delta=0.02, whiten=True, sapo_tau_pos=0.9, sapo_tau_neg=1.4,
-    )  # fmt: skip
-    config = objective_config(algo)
-    shared = {f.name for f in fields(ObjectiveConfig)} & set(AlgoConfig.model_fields)
-    assert {name: getattr(config, name) for name in shared} == {name: getattr(algo, name) for name in shared}
-    assert len(shared) >= 27
-    default = AlgoConfig()
-    unchanged = {name for name in shared if getattr(algo, name) == getattr(default, name)}
-    assert unchanged == {"kl_in", "tis_floor", "whiten"}  # the test would not notice these being dropped
-    assert objective_config(AlgoConfig(correction="tis", minibatches=2, tis_floor=0.1)).tis_floor == 0.1
-    assert not objective_config(AlgoConfig(kind="ppo", whiten=False)).whiten
-    reward = AlgoConfig(kind="ppo", kl_in="reward", kl_coef=0.1)
-    assert objective_config(reward).kl_in == "reward"
-    assert objective_config(algo, 7).minibatches == 7
+    assert not needs_proximal(options(correction="decoupled", minibatches=1))
+    assert needs_proximal(options(correction="decoupled", minibatches=2))
+    assert not needs_proximal(options(correction="behaviour", minibatches=2))
+    assert needs_proximal(options(correction="mis", mis_normalise=True))
+    assert not needs_reference(options())
+    assert needs_reference(options(kl_coef=0.1))
+    assert needs_reference(options(kind="ppo", kl_coef=0.1, kl_in="reward"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from myxa.core.actor import Mailbox, MailboxPolicy
 from myxa.core.errors import ConfigError, Overloaded
 from myxa.core.ids import check_name
-from myxa.core.import_path import load_attr, load_callable
+from myxa.core.import_path import load_callable
 
 
 @given(st.text(max_size=200))
@@ -53,7 +53,7 @@ def test_a_waiting_message_can_be_taken_out():
 
 
 def test_code_is_found_by_module_and_attribute():
-    assert load_attr("json:JSONDecoder.decode", where="reward.fn").__name__ == "decode"
+    assert load_callable("json:JSONDecoder.decode", where="reward.fn").__name__ == "decode"
     assert load_callable("math:sqrt", where="reward.fn")(4) == 2
 
 
@@ -70,7 +70,7 @@ def test_code_is_found_by_module_and_attribute():
 )
 def test_code_that_is_not_there_is_named_with_the_setting(path, message):
     with pytest.raises(ConfigError, match=rf"reward\.fn: .*{message}"):
-        load_attr(path, where="reward.fn")
+        load_callable(path, where="reward.fn")
 
 
 def test_not_callable_is_refused():
@@ -82,4 +82,4 @@ def test_an_import_error_inside_the_module_is_its_own(tmp_path, monkeypatch):
     (tmp_path / "broken_user_code.py").write_text("import no_such_dependency_y\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency_y"):
-        load_attr("broken_user_code:f", where="reward.fn")
+        load_callable("broken_user_code:f", where="reward.fn")

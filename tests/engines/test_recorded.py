@@ -22,7 +22,7 @@ from myxa.actors.models.chat_template import template_of
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import FixedReward, make_rewarder
-from myxa.actors.rollout.group_runner import GroupRunner
+from myxa.actors.rollout.group_runner import GroupRunner, RolloutOptions
 from myxa.actors.stream_checks import StreamChecks
 from myxa.actors.workflows import named
 from myxa.actors.workflows.episode import ModelAccess, Workflow, WorkflowContext
@@ -61,9 +61,7 @@ def runner_of(engine: Engine, folder: Path, workflow: Workflow, scorer: Any) -> 
             generate=engine.generate if is_live else checks.watch(engine.generate), sampling=SamplingParams(),
             context_length=config.context_length,
         ),
-        max_turns=2, clock=SystemClock(), on_load=lambda load: None,
-        on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )  # fmt: skip
+        clock=SystemClock(), options=RolloutOptions(max_turns=2),)  # fmt: skip
 
 
 def every(dataset: PromptDataset) -> list[Prompt]:

@@ -22,7 +22,7 @@ from myxa.actors.ledger.resume import entries
 from myxa.actors.ledger.states import State
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import make_rewarder
-from myxa.actors.rollout.group_runner import GroupRunner
+from myxa.actors.rollout.group_runner import GroupRunner, RolloutOptions
 from myxa.actors.workflows import named
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.core.clock import SystemClock
@@ -43,10 +43,13 @@ async def recorded(job: Job, path: Path) -> list[Group]:
     engine, scorer = EmbeddedEngine(config.model.path, EmbeddedOptions(seed=9)), make_rewarder(config)
     await engine.start()
     runner = GroupRunner(
-        workflow=named.answer_once, scorer=scorer, tokenizer=load_tokenizer(config.model.path),
-        model=ModelAccess(generate=engine.generate, sampling=SamplingParams(), context_length=64), max_turns=1,
-        clock=SystemClock(), on_load=lambda load: None, on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )  # fmt: skip
+        workflow=named.answer_once,
+        scorer=scorer,
+        tokenizer=load_tokenizer(config.model.path),
+        model=ModelAccess(generate=engine.generate, sampling=SamplingParams(), context_length=64),
+        options=RolloutOptions(),
+        clock=SystemClock(),
+    )
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
     groups: list[Group] = []
     writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=0, wall_s=0.0), 1 << 30)

@@ -66,16 +66,6 @@ def test_an_explicit_block_wins_over_running_requests() -> None:
     assert meter.totals()["compute"] == 0
 
 
-def test_shares_of_the_window_forget_the_past_and_totals_do_not() -> None:
-    clock, meter = make_meter(window_s=60.0)
-    meter.switch("compute")
-    clock.advance(1000)
-    meter.switch("wait-data")
-    clock.advance(90)
-    assert meter.shares()["wait-data"] == pytest.approx(1.0)
-    assert meter.totals()["compute"] == pytest.approx(1000)
-
-
 def test_too_many_spans_drop_the_oldest_and_say_so() -> None:
     clock, meter = make_meter(max_spans=3)
     for _ in range(5):
@@ -124,7 +114,7 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(max_examples=150, deadline=None)
 def test_time_is_a_partition(steps: list[tuple[str, str, float, int]]) -> None:
-    """Whatever the order of openings and closings: totals = elapsed, shares = 1, spans tile the time."""
+    """Whatever the order of openings and closings: totals = elapsed, spans tile the time."""
     clock, meter = make_meter(max_spans=10_000)
     start_s, open_blocks = clock.monotonic(), []
     for what, kind, seconds, index in steps:
@@ -139,7 +129,6 @@ def test_time_is_a_partition(steps: list[tuple[str, str, float, int]]) -> None:
         clock.advance(seconds)
     elapsed_s = clock.monotonic() - start_s
     assert sum(meter.totals().values()) == pytest.approx(elapsed_s, abs=1e-6)
-    assert sum(meter.shares().values()) == pytest.approx(1.0)
     meter.close_span()
     spans, dropped = meter.drain_spans()
     assert dropped == 0

@@ -24,7 +24,7 @@ from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.reference.server import ReferenceServers, ServedReference
 from myxa.actors.rewards.guard import GroupBudget, Guarded
 from myxa.actors.rewards.rewarder import FixedReward
-from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
+from myxa.actors.rollout.group_runner import GroupRunner, Partial, RolloutOptions, drop_reason
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
 from myxa.core.clock import SystemClock
@@ -175,10 +175,8 @@ def runner(asked: Any, *, breaks: bool = False, mask: str = "111") -> GroupRunne
         scorer=FixedReward(),
         tokenizer=Letters(),
         model=ModelAccess(generate=None, sampling=SamplingParams(), context_length=64),  # pyright: ignore[reportArgumentType]
-        max_turns=1,
+        options=RolloutOptions(),
         clock=SystemClock(),
-        on_load=lambda load: None,
-        on_hop=lambda hop, group_id, began_s, lasted_s: None,
     )
     found.reference = asked
     return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.algos.rewards.extraction import EXTRACTS, Extract, boxed, extract
+from myxa.algos.rewards.extraction import Extract, boxed, extract
+
+EXTRACTS: tuple[Extract, ...] = get_args(Extract)
 
 
 @pytest.mark.parametrize(("text", "answer"), [

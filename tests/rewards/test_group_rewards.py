@@ -14,7 +14,7 @@ from tests.rewards.world import answers, failure, rewarder
 
 from myxa.actors.rewards.guard import Scorer
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupRunner, Partial
+from myxa.actors.rollout.group_runner import GroupRunner, Partial, RolloutOptions
 from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.clock import SystemClock
@@ -166,10 +166,9 @@ def runner(
         scorer=scorer,
         tokenizer=Letters(prompt),  # pyright: ignore[reportArgumentType]
         model=ModelAccess(generate=None, sampling=SamplingParams(), context_length=64),  # pyright: ignore[reportArgumentType]
-        max_turns=1,
+        options=RolloutOptions(),
         clock=SystemClock(),
         on_load=lambda load: loads.append((load.generating, load.rewarding)),
-        on_hop=lambda hop, group_id, began_s, lasted_s: None,
     )
 
 

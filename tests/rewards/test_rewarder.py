@@ -17,8 +17,8 @@ from tests.rewards.world import answer, failure, rewarder
 
 from myxa.actors.rewards import pool
 from myxa.actors.rewards.guard import ErrorBudget
-from myxa.actors.rewards.pool import RewardWorker
 from myxa.actors.rewards.rewarder import FixedReward, Rewarder, make_rewarder
+from myxa.actors.user_code.process import UserProcess
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, UserCodeError
@@ -185,19 +185,19 @@ async def test_closing_ends_a_call_that_runs(code: str) -> None:
 
 async def test_a_start_overtaken_by_the_end_is_waited_for(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started, ended, may_go = [], [], asyncio.Event()
-    start, gone = RewardWorker.start, RewardWorker.gone
+    start, gone = UserProcess.start, UserProcess.gone
 
-    async def late(grace_s: float) -> RewardWorker:
-        started.append(await start(grace_s))
+    async def late(module: str, grace_s: float) -> UserProcess:
+        started.append(await start(module, grace_s))
         await may_go.wait()
         return started[0]
 
-    async def noted(self: RewardWorker) -> None:
+    async def noted(self: UserProcess) -> None:
         await gone(self)
         ended.append(self)
 
-    monkeypatch.setattr(RewardWorker, "start", late)
-    monkeypatch.setattr(RewardWorker, "gone", noted)
+    monkeypatch.setattr(UserProcess, "start", late)
+    monkeypatch.setattr(UserProcess, "gone", noted)
     async with rewarder(f"{code}:act", workers=1) as made:
         task = asyncio.ensure_future(made.score(answer("x")))
         while not started:
@@ -213,7 +213,7 @@ async def test_of_two_who_wait_for_a_workers_end_one_may_be_cancelled() -> None:
     """asyncio would cancel the other with it: a group of a run was never finished, and nobody knew why."""
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
-    worker = await RewardWorker.start()
+    worker = await UserProcess.start("myxa.actors.rewards.pool")
     worker.kill()
     one, other = asyncio.ensure_future(worker.gone()), asyncio.ensure_future(worker.gone())
     await asyncio.sleep(0)

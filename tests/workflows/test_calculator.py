@@ -14,7 +14,7 @@ from myxa.actors.data import open_prompts
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupRunner
+from myxa.actors.rollout.group_runner import GroupRunner, RolloutOptions
 from myxa.actors.user_code.functions import WORKFLOW, load_function
 from myxa.actors.workflows import named
 from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
@@ -108,9 +108,7 @@ async def test_the_tool_s_reply_answers(
     runner = GroupRunner(
         workflow=load_function(config.rollout.workflow, WORKFLOW).fn, scorer=rewarder, tokenizer=tokenizer,
         model=ModelAccess(generate=Solver(tokenizer).generate, sampling=SamplingParams(), context_length=128),
-        max_turns=config.rollout.max_turns, clock=SystemClock(), on_load=lambda load: None,
-        on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )  # fmt: skip
+        clock=SystemClock(), options=RolloutOptions(max_turns=config.rollout.max_turns),)  # fmt: skip
     prompt = next(one for one in prompts if one.label != "1")
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
     group = await runner.run(Assignment(prompt=prompt, attempt=0, num_samples=4, sampling=sampling))

@@ -13,7 +13,7 @@ from tests.workflows.chat_models import QWEN3, Drawn
 
 from myxa.actors.ledger.states import decode_group, encode
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
+from myxa.actors.rollout.group_runner import GroupRunner, Partial, RolloutOptions, drop_reason
 from myxa.actors.stream_checks import checked_sample
 from myxa.actors.workflows.episode import ModelAccess, WorkflowContext
 from myxa.actors.workflows.named import load_workflow
@@ -85,10 +85,7 @@ async def run(
     runner = GroupRunner(
         workflow=checked, scorer=rewarder, tokenizer=QWEN3.tokenizer(),
         model=ModelAccess(generate=(engine or Door()).generate, sampling=SamplingParams(), context_length=512),
-        max_turns=2, clock=SystemClock(), on_load=lambda load: None,
-        on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )  # fmt: skip
-    runner.timeout_s = timeout_s
+        clock=SystemClock(), options=RolloutOptions(max_turns=2, workflow_timeout_s=timeout_s),)  # fmt: skip
     try:
         return await runner.run(
             Assignment(prompt=PROMPT, attempt=1, num_samples=1, sampling=SamplingParams(), partial=partial)

@@ -22,7 +22,7 @@ from tests.harness.waiting import until, wait_until
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupLoad, GroupRunner, Partial
+from myxa.actors.rollout.group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.actors.workflows.pool import WorkflowPool
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
@@ -191,11 +191,10 @@ class Bench:
                 generate=self.engine.generate, sampling=SamplingParams(), context_length=512,
                 goes_on=lambda: self.goes_on,
             ),
-            max_turns=4, clock=SystemClock(), on_load=self._load, on_hop=lambda *_: None, vocab_size=None,
+            clock=SystemClock(), on_load=self._load,
+            options=RolloutOptions(max_turns=4, workflow_timeout_s=limits.get("run_s", 60.0), run_dir="/runs/r1"),
         )  # fmt: skip
-        self.runner.timeout_s = limits.get("run_s", 60.0)
         self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
-        self.runner.run_name = "r1"
 
     def _load(self, load: GroupLoad) -> None:
         self.loads.append((load.generating, load.waiting, load.place))
@@ -280,7 +279,7 @@ async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
 
 async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flows: Path, model: Path) -> None:
     async with bench(flows, model, "play", **LIMIT_S) as made, never_held() as late:
-        made.runner.max_retries = 1
+        made.runner.options.max_retries = 1
         group = await made.run(4, ["block", "", "hang", "thread"])
         assert [s.index for s in group.samples] == [1] and group.num_masked == 3
         assert made.runner.failures["rollout/failures/environment"] >= 6
@@ -295,7 +294,7 @@ async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flo
 
 async def test_d01_an_environment_that_swallows_every_exception_loses_its_worker(flows: Path, model: Path) -> None:
     async with bench(flows, model, "play", **LIMIT_S) as made, never_held() as late:
-        made.runner.max_retries = 1
+        made.runner.options.max_retries = 1
         group = await made.run(4, ["stubborn"])
         assert [s.index for s in group.samples] == [1, 2, 3] and group.num_masked == 1
         assert (await made.run(2)).num_masked == 0, "the pool works on"
@@ -319,7 +318,7 @@ async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flo
             "rollout/num_retried"
         ] == 4
         assert {"begin r1.5.0 0 False", "begin r1.5.0 1 True"} <= set(made.log())
-        made.runner.max_retries = 0
+        made.runner.options.max_retries = 0
         group = await made.run(5, modes)
         assert [s.index for s in group.samples] == [4] and group.num_masked == 4
         with pytest.raises(MemberFailed, match=r"raised ConnectionError: sandbox gone at .*flows.py:\d+ .group 5, s"):
@@ -332,17 +331,17 @@ async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flo
         ):  # fmt: skip
             await costs(mode, Exception, says)
         assert "user-code" in {kind for kind, _ in made.told}
-        made.runner.zero_on_error = True
+        made.runner.options.zero_on_error = True
         group = await made.run(3, ["policy"])
         assert group.rewards.tolist() == [0, 1, 1] and int(group.samples[0].loss_mask.sum()) > 0
-        made.runner.max_retries = 3
+        made.runner.options.max_retries = 3
         group = await made.run(3, ["die"], times=1)
         assert len(group.samples) == 3 and made.told[-1][0] == "environment"
 
 
 async def test_d04_phases_have_limits_and_teardown_always_runs(flows: Path, model: Path) -> None:
     async with bench(flows, model, "Shop", {"price": 2}, **LIMIT_S) as made:
-        made.runner.max_retries = 0
+        made.runner.options.max_retries = 0
         group = await made.run()
         assert [s.index for s in group.samples] == [0] and group.num_masked == 2
         assert group.rewards.tolist() == [2.0]
@@ -350,7 +349,7 @@ async def test_d04_phases_have_limits_and_teardown_always_runs(flows: Path, mode
     assert lines.count("teardown 2") == 3 and lines.count("finalize 0") == 1
     assert sorted(line for line in lines if line.startswith("setup")) == [f"setup r1.5.{i}" for i in range(3)]
     async with bench(flows, model, "HangingSetup", {}, setup_s=0.3) as made:
-        made.runner.max_retries = 0
+        made.runner.options.max_retries = 0
         with pytest.raises(MemberFailed, match="did not finish setup within 0.3 s"):
             await made.run(1)
         await until(lambda: not made.pool.pids, "the hung call ends with its worker")

@@ -22,7 +22,6 @@ from ....algos.kl import kl_terms
 from ....algos.objective import (
     Normaliser,
     Objective,
-    ObjectiveConfig,
     TokenBatch,
     needs_whitening,
     objective_config,
@@ -81,7 +80,7 @@ behaviour against live."""
 COUNTS = ("num_tokens", "num_samples", "num_trained_samples", "num_computed_tokens")
 
 
-def skips_neutral(objective: ObjectiveConfig) -> bool:
+def skips_neutral(objective: AlgoConfig) -> bool:
     """Whether samples of advantage 0 may go: if the policy loss is all there is, A = 0 makes loss and gradient 0."""
     return (
         objective.loss != "sft"
@@ -89,22 +88,20 @@ def skips_neutral(objective: ObjectiveConfig) -> bool:
         and objective.kl_coef == 0
         and objective.entropy_coef == 0
         and not objective.mis_normalise
-        and not objective.has_loss_fn
+        and not objective.loss_fn
     )
 
 
-def charges_kl(objective: ObjectiveConfig) -> bool:
+def charges_kl(objective: AlgoConfig) -> bool:
     return objective.kl_coef > 0 and objective.kl_in != "loss"
 
 
-def fill_advantages(
-    rows: MicroBatch[Any], algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None
-) -> None:
+def fill_advantages(rows: MicroBatch[Any], algo: AlgoConfig, objective: AlgoConfig, start_M: Tensor | None) -> None:
     """Token advantages of one micro-batch, and the returns that go with them if there are values; `start_M` are
     log-probs at the step's start, needed if KL is charged."""
     kl_M: Tensor | None = None
     if charges_kl(objective) and start_M is not None and rows.reference_M is not None:
-        kl_M = kl_terms(objective.kl_kind, start_M, rows.reference_M)
+        kl_M = kl_terms(objective.kl_estimator, start_M, rows.reference_M)
     is_reward = objective.kl_in == "reward"
     if rows.given_M is not None:
         rows.advantages_M = rows.given_M
@@ -156,7 +153,7 @@ def token_batch(rows: MicroBatch[Any], logprobs_M: Tensor, entropy_M: Tensor) ->
 
 def mean_weights(
     minibatches: Sequence[Sequence[MicroBatch[Any]]],
-    objective: ObjectiveConfig,
+    objective: AlgoConfig,
     sum_over_ranks: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> list[float]:
@@ -177,7 +174,7 @@ def mean_weights(
 
 
 def tally_objective(
-    tally: MetricSums, config: ObjectiveConfig, batch: TokenBatch, objective: Objective, *, is_first: bool
+    tally: MetricSums, config: AlgoConfig, batch: TokenBatch, objective: Objective, *, is_first: bool
 ) -> None:
     """Losses, metric sums and maxima of one micro-batch. `is_first`: the weights are those of the step's start."""
     tally.add("loss", objective.loss)
@@ -207,7 +204,7 @@ class TrainingStep:
 
     shard: TrainShard
     settings: StepSettings
-    objective: ObjectiveConfig
+    objective: AlgoConfig
     tally: MetricSums
     shown: ShownScores
     num_updates: int = 0

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....core.device_memory import MovedBytes, Tag, TagReport
+from ....core.device_memory import MovedMemory, Tag, TagReport
 from ....core.errors import EngineError, MyxaError
 from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
@@ -448,14 +448,14 @@ class EmbeddedEngine:
     async def unpark(self) -> None:
         pass
 
-    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
+    async def release_memory(self, tags: Collection[Tag]) -> MovedMemory:
         async with self._preparing:
             state, lent = self._started(), self._lent()
             if "weights" in tags:
                 state.prepared = None
             return await asyncio.get_running_loop().run_in_executor(state.worker, lent.release, tags)
 
-    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
+    async def restore_memory(self, tags: Collection[Tag]) -> MovedMemory:
         state, lent = self._started(), self._lent()
         return await asyncio.get_running_loop().run_in_executor(state.worker, lent.restore, tags)
 
