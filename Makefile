@@ -22,6 +22,8 @@ DEMO_STAMP := $(VENV)/.demo-installed
 EXTRAS := cpu,math,megatron,parquet,tensorboard,tui,otel,dev
 DEMO_EXTRAS := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# PYTHON's own pip, if there is one, brings uv: to make another takes longer than all that uv installs.
+FIRST_PIP := $(PYTHON) -m pip --disable-pip-version-check --no-input
 # Bytecode of all that the tests import, but of transformers' models, on all cores.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib
 TESTS ?= tests
@@ -77,7 +79,7 @@ check: $(STAMP)
 setup: $(STAMP)
 
 # uv takes a fifth of pip's time. It reads none of pip's configuration, so it gets the indexes that pip knows.
-UV = conf=$$($(PIP) config list); \
+UV = conf=$$($(FIRST_PIP) config list 2>/dev/null || $(PIP) config list); \
   of() { printf '%s' "$$conf" | sed -n "s/^[^=]*\.$$1='\(.*\)'$$/\1/p" | sed 's/\\n/ /g' | tail -n 1; }; \
   UV_DEFAULT_INDEX=$$(of index-url) UV_INDEX=$$(of extra-index-url) UV_FIND_LINKS=$$(of find-links | tr ' ' ',') \
   SSL_CERT_FILE=$$(of cert) VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q --index-strategy unsafe-best-match
@@ -88,10 +90,12 @@ define install
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "make: $(PYTHON) cannot make virtual environments (its ensurepip is missing)." >&2; \
 	  echo "make: install it (Debian, Ubuntu: the package python3-venv) or say make PYTHON=/path/to/another/python" >&2; exit 2; }
-	@$(BIN)/python -c 'import pip; $(IS_NEW)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -c '$(IS_NEW)' 2>/dev/null || $(PYTHON) -m venv --without-pip --clear $(VENV)
 	@echo "make: installing into $(VENV); the first time downloads torch"
-	@$(PIP) install -q -c constraints.txt uv && $(UV) -c constraints.txt -e ".[$(1)]" || \
-	  { echo "make: uv failed; trying pip" >&2; $(PIP) install -q -c constraints.txt -e ".[$(1)]"; }
+	@$(FIRST_PIP) --python $(BIN)/python install -q -c constraints.txt uv 2>/dev/null || \
+	  { $(BIN)/python -m ensurepip >/dev/null && $(PIP) install -q -c constraints.txt uv; }; \
+	$(UV) -c constraints.txt -e ".[$(1)]" pip || { echo "make: uv failed; trying pip" >&2; \
+	  $(BIN)/python -m ensurepip >/dev/null && $(PIP) install -q -c constraints.txt -e ".[$(1)]"; }
 endef
 
 # The demo needs less than the tests do.

@@ -299,15 +299,15 @@ class RecentGroup(Record, frozen=True):
 
     group: Group
     outcome: Literal["kept", "left out"]
-    reason: str
+    reason: str = ""
     """Why it was left out."""
-    rollout: str
-    attempt: int
-    wall_s: float
+    rollout: str = ""
+    attempt: int = 0
+    wall_s: float = 0.0
     """When it was finished; 0: before the buffer was restarted, or too many others since."""
-    state: str
+    state: str = ""
     """In the ledger, now."""
-    step: int
+    step: int = -1
     """Claimed for, or trained in, this step; -1: none."""
     train_logprobs: tuple[F32, ...] = ()
     """Per sample, float32 [R]: the trainer's log-probs (`ScoredSample`); empty arrays of those that it did not compute;
@@ -445,6 +445,13 @@ class GroupDropped(Record, frozen=True):
     rollout: str
     reason: DropReason
     detail: str = ""
+
+
+class GroupFinished(Record, frozen=True):
+    """A whole group with rewards, of that attempt."""
+
+    group: Group
+    attempt: int
 
 
 class GroupReturned(Record, frozen=True):

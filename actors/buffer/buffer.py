@@ -54,6 +54,7 @@ from ...core.messages import (
     DrawRequest,
     DumpReport,
     GroupDropped,
+    GroupFinished,
     GroupReturned,
     PutResult,
     RecentGroup,
@@ -340,15 +341,19 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             is_hungry = request.max_groups > 0 or store.is_finished
             return [], store.why_no_work(request, served.version, started_s) if is_hungry else ""
 
-    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        with self._changing("put"):
-            result, group = self._store.put(group, attempt, rollout)
+    async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
+        with self._changing("put"), self._store.ledger.together():
+            kept = [self._store.put(one.group, one.attempt, rollout) for one in finished]
+        for one, (result, group) in zip(finished, kept, strict=True):
+            self._note_put(group, one.attempt, rollout, result)
+        return tuple(result for result, _ in kept)
+
+    def _note_put(self, group: Group, attempt: int, rollout: str, result: PutResult) -> None:
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
         self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
         if result.outcome == "filtered":
             self._samples.left_out(group, self._store.ledger.next_step, result.reason, rollout)
-        return result
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         if self._opened is None:

@@ -20,6 +20,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -163,10 +164,10 @@ def group_of(line: bytes) -> DumpedGroup:
         raise ValueError("it is nested too deeply") from err
 
 
+@dataclass(slots=True)
 class _Next:
-    def __init__(self, writer: DumpWriter, num_groups: int) -> None:
-        self.writer = writer
-        self.num_left = num_groups
+    writer: DumpWriter
+    num_left: int
 
 
 class BufferDumps:
@@ -202,10 +203,7 @@ class BufferDumps:
             await in_daemon_thread(lambda: _write(writer, entries(self._ledger_path, NOT_TRAINED, of="state")), "dump")
         finally:
             writer.close()
-        report = _report(writer, is_whole=not writer.full, reason=writer.full)
-        self._reports.append(report)
-        self._tell("dumped", f"{report.num_groups} groups, {report.num_bytes:,} bytes in {report.path} {report.reason}")
-        return report
+        return self._told(writer, writer.full)
 
     async def begin_next(self, num_groups: int, max_bytes: int) -> DumpReport:
         """From the next claim on; 0 ends the running dump. Raises BadRequest while another one runs, DataError for an
@@ -249,7 +247,10 @@ class BufferDumps:
     def _end(self, wanted: _Next, reason: str) -> DumpReport:
         self._next = None
         wanted.writer.close()
-        report = _report(wanted.writer, is_whole=not reason, reason=reason)
+        return self._told(wanted.writer, reason)
+
+    def _told(self, writer: DumpWriter, reason: str) -> DumpReport:
+        report = _report(writer, is_whole=not reason, reason=reason)
         self._reports.append(report)
         self._tell("dumped", f"{report.num_groups} groups, {report.num_bytes:,} bytes in {report.path} {reason}")
         return report

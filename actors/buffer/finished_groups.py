@@ -1,45 +1,37 @@
 """Finished groups: whether they are what was asked for, and the rewards of all of them, filtered ones included.
 
 A batch's rewards cover only the groups that the filter kept; `FinishedGroups` covers the model's performance on all
-prompts, by step and over the newest groups. A lying engine or workflow costs its group and nothing else; only a failure
-of the user's filter is raised. The rollout actor compares token ids with the vocabulary.
+prompts, by step and over the newest groups. A lying engine or workflow costs its group and nothing else. The rollout
+actor compares token ids with the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ...algos.filters import GroupFilter
-from ...core.errors import UserCodeError
 from ...core.samples import Group, Prompt, Sample, check_sample
 
 KEPT = 256
 """Newest groups, of the run and of each source."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+_SHARES = ("left_out", "flat", "all_right", "all_wrong")
+
+
+class _Outcome(NamedTuple):
     rewards: np.ndarray
     num_passed: int
-    is_left_out: bool
-
-    @property
-    def is_all_right(self) -> bool:
-        return self.num_passed == len(self.rewards)
-
-    @property
-    def is_all_wrong(self) -> bool:
-        return self.num_passed == 0
-
-    @property
-    def is_flat(self) -> bool:
-        """All rewards are equal; a single sample has nothing to be compared with."""
-        return len(self.rewards) > 1 and float(np.ptp(self.rewards)) == 0.0
+    low: float
+    high: float
+    left_out: bool
+    flat: bool
+    """All rewards are equal; a single sample has nothing to be compared with."""
+    all_right: bool
+    all_wrong: bool
 
 
 class FinishedGroups:
@@ -53,14 +45,17 @@ class FinishedGroups:
         self._newest: deque[_Outcome] = deque(maxlen=KEPT)
         self._by_source: dict[str, deque[float]] = {}
 
-    def add(self, source: str, group: Group, *, is_left_out: bool) -> None:
-        """A group was finished. Its rewards are numbers."""
-        rewards = group.rewards.astype(np.float64)
-        self._by_source.setdefault(source, deque(maxlen=KEPT)).append(float(rewards.mean()))
-        if self._has_rewards:
-            found = _Outcome(rewards, int((group.rewards >= self._pass_reward).sum()), is_left_out)
-            self._since_step.append(found)
-            self._newest.append(found)
+    def add(self, source: str, group: Group, mean: float, *, is_left_out: bool) -> None:
+        """A group was finished, with numbers as rewards, of that mean."""
+        self._by_source.setdefault(source, deque(maxlen=KEPT)).append(mean)
+        if not self._has_rewards:
+            return
+        rewards, size = group.rewards.astype(np.float64), len(group.rewards)
+        passed, low, high = int((group.rewards >= self._pass_reward).sum()), float(rewards.min()), float(rewards.max())
+        is_flat = size > 1 and low == high
+        found = _Outcome(rewards, passed, low, high, is_left_out, is_flat, passed == size, passed == 0)
+        self._since_step.append(found)
+        self._newest.append(found)
 
     def mean_of_source(self, source: str) -> float | None:
         """Mean reward of its newest groups; None: none was finished yet."""
@@ -73,15 +68,16 @@ class FinishedGroups:
         if not groups:
             return {}
         rewards = np.concatenate([group.rewards for group in groups])
+        counts = _counts(groups)
         return {
             "reward/raw_mean": float(rewards.mean()),
             "reward/raw_std": float(rewards.std()),
             "reward/pass_rate": sum(group.num_passed for group in groups) / len(rewards),
-            "reward/all_right": _share([group.is_all_right for group in groups]),
-            "reward/all_wrong": _share([group.is_all_wrong for group in groups]),
+            "reward/all_right": counts["all_right"] / len(groups),
+            "reward/all_wrong": counts["all_wrong"] / len(groups),
             "reward/finished_groups": float(len(groups)),
-            "reward/left_out_groups": float(sum(group.is_left_out for group in groups)),
-            "reward/zero_std_groups": float(sum(group.is_flat for group in groups)),
+            "reward/left_out_groups": float(counts["left_out"]),
+            "reward/zero_std_groups": float(counts["flat"]),
         }
 
     def newest(self) -> dict[str, float]:
@@ -89,19 +85,14 @@ class FinishedGroups:
         groups = self._newest
         if not groups:
             return {}
-        return {
-            "buffer/newest/groups": float(len(groups)),
-            "buffer/newest/left_out": _share([group.is_left_out for group in groups]),
-            "buffer/newest/flat": _share([group.is_flat for group in groups]),
-            "buffer/newest/all_right": _share([group.is_all_right for group in groups]),
-            "buffer/newest/all_wrong": _share([group.is_all_wrong for group in groups]),
-            "buffer/newest/reward_min": min(float(group.rewards.min()) for group in groups),
-            "buffer/newest/reward_max": max(float(group.rewards.max()) for group in groups),
-        }
+        figures = {name: count / len(groups) for name, count in _counts(groups).items()}
+        low, high = min(group.low for group in groups), max(group.high for group in groups)
+        figures |= {"groups": float(len(groups)), "reward_min": low, "reward_max": high}
+        return {f"buffer/newest/{name}": value for name, value in figures.items()}
 
 
-def _share(of: Sequence[bool]) -> float:
-    return sum(of) / len(of)
+def _counts(groups: Collection[_Outcome]) -> dict[str, int]:
+    return {name: sum(getattr(group, name) for group in groups) for name in _SHARES}
 
 
 INVALID = "invalid-samples"
@@ -160,32 +151,6 @@ def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
         except ValueError as error:
             return str(error)
     return None
-
-
-def refusal(group: Group, prompt: Prompt, num_samples: int, group_filter: GroupFilter) -> tuple[str | None, str]:
-    """Why a whole group is not kept, and in words; None if it is. Raises UserCodeError if the filter fails."""
-    wrong = wrong_in_group(group, prompt, num_samples)
-    if wrong is not None:
-        return INVALID, wrong
-    try:
-        verdict: Any = group_filter(group)
-    except UserCodeError:
-        raise
-    except Exception as error:
-        raise UserCodeError(
-            f"the group filter raised {type(error).__name__} for group {prompt.group_id}: {error}",
-            remedy="mend algo.group_filter; it gets a Group and returns a reason to leave it out, or None",
-        ) from error
-    if verdict is not None and not isinstance(verdict, str):
-        raise UserCodeError(
-            f"the group filter returned {type(verdict).__name__} for group {prompt.group_id}",
-            remedy="return a reason to leave the group out, or None",
-        )
-    return verdict or None, ""
-
-
-def mean_reward(group: Group) -> float:
-    return float(group.rewards.mean(dtype=np.float64))
 
 
 def num_response_tokens(group: Group) -> int:

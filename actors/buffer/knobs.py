@@ -30,6 +30,9 @@ MAX_DIGITS = len(str(MAX_ID))
 _TOGETHER = ("max_staleness", "on_stale", "window")
 
 
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
+
+
 class BufferValues(Record, frozen=True):
     """Every knob of the buffer, by the knob's name."""
 
@@ -73,10 +76,7 @@ class BufferValues(Record, frozen=True):
             max_staleness=admission.max_staleness,
             on_stale=admission.policy,
             window=admission.window,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
+            **{name: getattr(sampling, name) for name in _OF_SAMPLING},
             num_samples=num_samples,
             group_filter=group_filter,
             stop_token_ids=",".join(map(str, sampling.stop_token_ids)) or NO_IDS,
@@ -136,16 +136,9 @@ class LiveSettings:
 
     @property
     def terms(self) -> Terms:
-        values = self.values
-        sampling = msgspec.structs.replace(
-            self._sampling,
-            temperature=values.temperature,
-            top_p=values.top_p,
-            top_k=values.top_k,
-            max_new_tokens=values.max_new_tokens,
-            stop_token_ids=stop_ids(values.stop_token_ids),
-        )
-        return Terms(knobs=self.epoch, sampling=sampling)
+        told = {name: getattr(self.values, name) for name in _OF_SAMPLING}
+        stops = stop_ids(self.values.stop_token_ids)
+        return Terms(knobs=self.epoch, sampling=msgspec.structs.replace(self._sampling, stop_token_ids=stops, **told))
 
     def pause(self, is_paused: bool, until_step: int | None = None) -> None:
         """Stop or resume handing out work; steps below `until_step` are served all the same."""

@@ -49,8 +49,6 @@ class RecentGroups:
             rollout=rollout,
             attempt=attempt,
             wall_s=wall_s,
-            state="",
-            step=-1,
         )
         self._finished.appendleft(found)
         self._num_tokens += _num_tokens(group)
@@ -95,16 +93,7 @@ class RecentGroups:
             group = self.ledger.group(group_id)
         except LedgerError:  # given away since, or damaged: nothing that training depends on is looked at here
             return None
-        return RecentGroup(
-            group=group,
-            outcome="kept",
-            reason="",
-            rollout="",
-            attempt=0 if row is None else row.attempt,
-            wall_s=0.0,
-            state="",
-            step=-1,
-        )
+        return RecentGroup(group=group, outcome="kept", attempt=0 if row is None else row.attempt)
 
     def _now(self, found: RecentGroup) -> RecentGroup:
         try:

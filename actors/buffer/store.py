@@ -10,9 +10,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from msgspec.structs import replace
 
 from ...algos.staleness import Admission, LinePlace, LineStage, Overdue
 from ...core.errors import DataError, LedgerError
@@ -28,10 +30,9 @@ from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
 from .finished_groups import (
     INVALID,
     FinishedGroups,
-    mean_reward,
     num_response_tokens,
     num_tokens_of,
-    refusal,
+    wrong_in_group,
     wrong_in_partial,
 )
 from .knobs import LiveSettings
@@ -231,12 +232,11 @@ class BufferStore:
         if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
             return self._answer_again(row, group, is_theirs), group
         self.poison.finished((rollout, row.epoch), group_id)
-        group_filter = self._filters.by_name[self.settings.values.group_filter]
-        reason, detail = refusal(group, self.cursor.prompt_of(row), row.num_samples, group_filter)
-        whole = group
-        if reason == INVALID:
-            self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
-        payload, note = b"", ""
+        wrong = wrong_in_group(group, self.cursor.prompt_of(row), row.num_samples)
+        reason = INVALID if wrong else self._filters.by_name[self.settings.values.group_filter](group)
+        whole, detail, payload, note = group, wrong or "", b"", ""
+        if wrong:
+            self._log.warning("group %d of %s is dropped: %s", group_id, rollout, wrong)
         if reason is None:
             group, masked = mask_members(group, self._filters.of_samples)
             reason, note = (ALL_MASKED if masked and is_all_masked(group) else None), masked_text(masked)
@@ -245,14 +245,14 @@ class BufferStore:
                 payload = encode(group)
             except ValueError as error:
                 reason, detail = INVALID, str(error)
-        reward = None if reason == INVALID else mean_reward(group)
+        reward = None if reason == INVALID else float(group.rewards.mean(dtype=np.float64))
         if reason is None:
             result = self._keep(group, payload, row.version, reward, note)
         else:
             result, group = self._refuse(row, reason, detail or note, num_response_tokens(group), reward), whole
         if reward is not None:
             self.cursor.finished(row, reward)
-            self.finished.add(row.source, group, is_left_out=result.outcome == "filtered")
+            self.finished.add(row.source, group, reward, is_left_out=result.outcome == "filtered")
         return result, group
 
     def _refuse(self, row: Row, reason: str, detail: str, num_tokens: int, reward: float | None) -> PutResult:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
+
+from msgspec.structs import replace
 
 from ...core.errors import LedgerError
 from ...core.files import is_locked, lock_remedy, refusal, take_lock
@@ -28,14 +30,13 @@ UNWRITABLE = "is the disk full or the file system read-only?"
 LIVE = "live/"
 """Prefix of the keys of settings that were changed during the run."""
 
-_COLUMNS = tuple(f.name for f in fields(Row))
-_VALUES = attrgetter(*_COLUMNS)
-"""Of a row; `dataclasses.astuple` would copy each of them, which costs more than to write them."""
+COLUMNS = Row.__struct_fields__
+_VALUES = attrgetter(*COLUMNS)
 _KINDS = {"group_id": "INTEGER PRIMARY KEY", "reward": ""}
 _SCHEMA = f"""
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE groups(
-  {", ".join(f"{name} {_KINDS.get(name, 'NOT NULL')}" for name in _COLUMNS)});
+  {", ".join(f"{name} {_KINDS.get(name, 'NOT NULL')}" for name in COLUMNS)});
 CREATE INDEX groups_by_state ON groups(state, step);
 CREATE TABLE payloads(group_id INTEGER PRIMARY KEY, is_whole INTEGER NOT NULL, data BLOB NOT NULL);
 CREATE TABLE transitions(
@@ -67,6 +68,9 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
     ),
     ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
 )
+_ALONE = "BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"
+_WITHIN = "SAVEPOINT change", "RELEASE change", "ROLLBACK TO change"
+"""How a change is begun, ended and undone: by itself, and inside of `LedgerFile.together`."""
 _MOVED = "group_id IN (SELECT group_id FROM transitions WHERE seq > ?)"
 
 
@@ -109,8 +113,8 @@ class LedgerReader:
         return dict(self.query("SELECT key, value FROM meta"))
 
     def rows(self, where: str, *args: Any) -> list[Row]:
-        found = self.query(f"SELECT {', '.join(_COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
-        return [row_of(dict(zip(_COLUMNS, values, strict=True))) for values in found]
+        found = self.query(f"SELECT {', '.join(COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
+        return [row_of(values) for values in found]
 
     def newest_transition(self) -> int:
         """Number of the newest transition; 0: there is none."""
@@ -219,19 +223,16 @@ class LedgerFile(LedgerReader):
 
     def add_terms(self, data: str) -> int:
         """The number of these terms, new or known. Raises LedgerError if the file cannot be written."""
-        try:
+        with self._writing():
             self._db.execute("INSERT OR IGNORE INTO terms(data) VALUES (?)", (data,))
-        except sqlite3.Error as error:
-            self.is_broken = True
-            raise self._unwritable(error) from error
         return int(self.query("SELECT id FROM terms WHERE data = ?", data)[0][0])
 
     def commit(self, change: LedgerChange) -> None:
         """Write all of it or nothing. Raises LedgerError, and then nothing is written."""
-        row_marks = ", ".join("?" * len(_COLUMNS))
+        row_marks = ", ".join("?" * len(COLUMNS))
         batches: tuple[tuple[str, Sequence[Any]], ...] = (
             (
-                f"INSERT OR REPLACE INTO groups({', '.join(_COLUMNS)}) VALUES ({row_marks})",
+                f"INSERT OR REPLACE INTO groups({', '.join(COLUMNS)}) VALUES ({row_marks})",
                 list(map(_VALUES, change.rows.values())),
             ),
             ("INSERT INTO transitions VALUES (NULL, ?, ?, ?, ?, ?, ?)", change.transitions),
@@ -239,23 +240,42 @@ class LedgerFile(LedgerReader):
             ("DELETE FROM payloads WHERE group_id = ?", change.freed),
             ("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(change.meta.items())),
         )
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        begin, end, undo = _WITHIN if self._db.in_transaction else _ALONE
+        with self._writing():
+            self._db.execute(begin)
             try:
                 for sql, values in batches:
                     if values:
                         self._db.executemany(sql, values)
-                self._db.execute("COMMIT")
+                self._db.execute(end)
             except BaseException:
                 if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                    self._db.execute(undo)
                 raise
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """What is committed meanwhile, up to a failure, is written to the disk at once. Raises LedgerError if it cannot
+        be."""
+        with self._writing():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            finally:
+                try:
+                    if self._db.in_transaction:  # a full disk may have ended it
+                        self._db.execute("COMMIT")
+                except sqlite3.Error:
+                    self._db.rollback()
+                    raise
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        try:
+            yield
         except sqlite3.Error as error:
             self.is_broken = True
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: sqlite3.Error) -> LedgerError:
-        return LedgerError(f"{self.path} cannot be written: {error}", remedy=UNWRITABLE)
+            raise LedgerError(f"{self.path} cannot be written: {error}", remedy=UNWRITABLE) from error
 
 
 def _reading(path: Path, traces: ExitStack) -> str:
@@ -294,7 +314,7 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-def row_of(values: dict[str, Any]) -> Row:
-    """From its columns."""
-    values["state"] = State(values["state"])
-    return Row(**values)
+def row_of(values: Sequence[Any]) -> Row:
+    """From its `COLUMNS`."""
+    row = Row(*values)
+    return replace(row, state=State(row.state))

@@ -11,14 +11,16 @@ checkpoints keeps all that it ever trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import orjson
+from msgspec.structs import replace
 
 from ...core.errors import LedgerError
 from ...core.samples import Group, Sample
@@ -212,7 +214,7 @@ class Ledger:
         self.newest_version = max(self._base, newest)
         self.next_step = max(self.newest_version, claimed)
         """The first without a claim."""
-        self.tally = GroupTally(query(GroupTally.SQL), query(GroupTally.MASKED_SQL))
+        self.tally = self._counted()
         try:
             texts = self._file.terms().items()
             self._terms = {number: msgspec.json.decode(text, type=Terms) for number, text in texts}
@@ -223,6 +225,21 @@ class Ledger:
             if row.state is State.DISPATCHED:
                 self._move(change, row, (State.REQUEUED,), detail="the buffer was restarted")
         self._commit(change)
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """What is done meanwhile becomes durable by one commit at the end. Where that cannot be written, this ledger
+        `is_broken`, and counts what the file has."""
+        try:
+            with self._file.together():
+                yield
+        except LedgerError:
+            with suppress(LedgerError):
+                self.tally = self._counted()
+            raise
+
+    def _counted(self) -> GroupTally:
+        return GroupTally(self._file.query(GroupTally.SQL), self._file.query(GroupTally.MASKED_SQL))
 
     @property
     def next_group_id(self) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import sqlite3
 import threading
 from collections.abc import Collection, Generator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +20,11 @@ import msgspec
 from ...core.errors import LedgerError
 from ...core.files import FileEntry, describe_file
 from ...core.samples import Group, Sample
-from .file import FORMAT, LIVE, LedgerReader, lock_ledger, row_of
+from .file import COLUMNS, FORMAT, LIVE, LedgerReader, lock_ledger, row_of
 from .states import Row, State, Terms, decode_group, decode_partial
 
-_COLUMNS = tuple(f.name for f in fields(Row))
 _SQL = (
-    f"SELECT t.data, p.is_whole, p.data, {', '.join(f'g.{name}' for name in _COLUMNS)} FROM groups g "
+    f"SELECT t.data, p.is_whole, p.data, {', '.join(f'g.{name}' for name in COLUMNS)} FROM groups g "
     "LEFT JOIN terms t ON t.id = g.terms LEFT JOIN payloads p ON p.group_id = g.group_id"
 )
 LedgerEntry = tuple[Row, Terms | None, Group | None, tuple[Sample, ...]]
@@ -42,7 +41,7 @@ def entries(
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             for terms, is_whole, data, *columns in db.execute(sql, tuple(values)):  # one statement: one moment
-                row = row_of(dict(zip(_COLUMNS, columns, strict=True)))
+                row = row_of(columns)
                 group = decode_group(row.group_id, data) if data is not None and is_whole else None
                 partial = decode_partial(row.group_id, data) if data is not None and not is_whole else ()
                 yield row, msgspec.json.decode(terms, type=Terms) if terms else None, group, partial

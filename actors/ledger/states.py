@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args
 
 import msgspec
@@ -89,8 +89,7 @@ PASSED_OVER = (QUARANTINED, OUT_OF_WINDOW)
 """Reasons of groups that were drawn and given up at once, for what their prompts did before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One group in the ledger. -1 means "none" in numbers."""
 
     group_id: int
@@ -146,8 +145,12 @@ def _array_out(value: Any) -> bytes:
 
 
 def _array_in(kind: Any, value: bytes) -> np.ndarray[Any, Any]:
-    dtype = get_args(get_args(kind)[1])[0]
-    return np.frombuffer(bytearray(value), dtype=dtype)
+    return np.frombuffer(bytearray(value), dtype=_dtype_of(kind))
+
+
+@cache
+def _dtype_of(kind: Any) -> Any:
+    return get_args(get_args(kind)[1])[0]
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_array_out)

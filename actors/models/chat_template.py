@@ -42,8 +42,6 @@ class RenderedChat:
     text: str
     generation: tuple[tuple[int, int], ...] = ()
     """Places of its `{% generation %}` blocks."""
-    has_blocks: bool = False
-    """The template has such blocks."""
 
 
 class ChatTemplate:
@@ -92,6 +90,10 @@ class ChatTemplate:
                 raise
         return self._run(compiled, _seen(messages, as_text=True), add_generation_prompt, tools)
 
+    def has_blocks(self, tools: Tools = ()) -> bool:
+        """Whether there are `{% generation %}` blocks in it."""
+        return (self._with_tools if tools else self._plain).has_blocks
+
     def _left_open(self, messages: Sequence[Message], tools: Tools) -> str:
         compiled = self._with_tools if tools else self._plain
         self._check_thinking(messages, compiled)
@@ -129,7 +131,7 @@ class ChatTemplate:
             raise self._refusal(_roles(seen), str(err)) from err
         except Exception as err:
             raise self._refusal(_roles(seen), f"{err}" if str(err) else type(err).__name__) from err
-        return RenderedChat(text, tuple(spans), compiled.has_blocks)
+        return RenderedChat(text, tuple(spans))
 
     def _refusal(self, roles: str, why: str, remedy: str = "") -> DataError:
         return DataError(
@@ -164,6 +166,9 @@ class PlainText:
     """Used where there is no chat template: texts as they are, one after the other."""
 
     place = "plain text"
+
+    def has_blocks(self, tools: Tools = ()) -> bool:
+        return False
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False

@@ -92,8 +92,7 @@ class FolderTokenizer:
 
     def model_spans(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[tuple[int, int], ...] | None:
         """Places in the text that the template calls the model's (`{% generation %}`); None: it calls none so."""
-        written = self._template.write(messages, tools=tools)
-        return written.generation if written.has_blocks else None
+        return self._template.write(messages, tools=tools).generation if self._template.has_blocks(tools) else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""

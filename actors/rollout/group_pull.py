@@ -27,8 +27,17 @@ from typing import TypeVar
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.errors import CallError, DiskRefused, EngineError, MyxaError, UserCodeError
-from ...core.messages import ActivityKind, Assignment, DrawBlock, DrawRequest, GroupDropped, GroupReturned
+from ...core.errors import CallError, DiskRefused, EngineError, MessageTooLarge, MyxaError, UserCodeError
+from ...core.messages import (
+    ActivityKind,
+    Assignment,
+    DrawBlock,
+    DrawRequest,
+    GroupDropped,
+    GroupFinished,
+    GroupReturned,
+    PutResult,
+)
 from ...core.retry import until_answered
 from ...core.samples import Group, Sample
 from ..contracts import BufferContract
@@ -46,6 +55,8 @@ HAND_BACK_S = 2.0
 """For handing all groups back before this actor fails."""
 SAVING_SHARE = 0.05
 """Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
+PUT_AT_ONCE = 16
+"""Finished groups in one message."""
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 
@@ -113,6 +124,7 @@ class GroupPull:
         self._broke: EngineError | None = None
         """What a group was failed with since that was judged last."""
         self._broke_s = -LOSS_S
+        self._finished: asyncio.Queue[tuple[GroupFinished, asyncio.Future[PutResult]]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._blocked_by: DrawBlock = ""
         self.is_draining = False
@@ -170,6 +182,7 @@ class GroupPull:
         self._is_at_work = True
         self._book()
         self._runner = runner
+        self._ctx.spawn(self._deliver_forever(), name="deliver")
         if self._saves:
             self._ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
@@ -301,10 +314,38 @@ class GroupPull:
 
     async def _deliver(self, group: Group, attempt: int) -> None:
         self._budget.note(None)
-        result = await self._ask(lambda: self._buffer.put_group(group, attempt, self._ctx.name))
+        answer = asyncio.get_running_loop().create_future()
+        self._finished.put_nowait((GroupFinished(group=group, attempt=attempt), answer))
+        result = await answer
         if result.outcome not in ("ready", "filtered"):
             self._ctx.log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
         self.counts["num_groups"] += 1
+
+    async def _deliver_forever(self) -> None:
+        """One message at a time: what is finished while one is under way goes with the next."""
+        while True:
+            batch = [await self._finished.get()]
+            while len(batch) < PUT_AT_ONCE and not self._finished.empty():
+                batch.append(self._finished.get_nowait())
+            await self._put(batch)
+
+    async def _put(self, batch: Sequence[tuple[GroupFinished, asyncio.Future[PutResult]]]) -> None:
+        finished, middle = tuple(one for one, _ in batch), len(batch) // 2
+        waiting = (answer for _, answer in batch)
+        try:
+            results = await self._ask(lambda: self._buffer.put_groups(finished, self._ctx.name))
+        except MyxaError as error:
+            if isinstance(error, MessageTooLarge) and middle:
+                await self._put(batch[:middle])
+                await self._put(batch[middle:])
+                return
+            for answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+        else:
+            for answer, result in zip(waiting, results, strict=True):
+                if not answer.done():  # the group's task was cancelled
+                    answer.set_result(result)
 
     async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
         returned = self._returned(assignment, partial.samples, has_died=partial.cause is not None)

@@ -64,6 +64,7 @@ class _Writer:
         self._tools = tools
         self._text = self._render(self._messages)
         self._ids = tokenizer.encode(self._text)
+        self._boundaries = {len(self._text): len(self._ids)}
 
     def write(self, num_before: int) -> Demonstrated:
         learnt = [at for at in range(num_before, len(self._messages)) if self._messages[at].is_learnt]
@@ -159,6 +160,11 @@ class _Writer:
 
     def _boundary(self, place: int) -> int:
         """Number of tokens before a place in the text; one that lies across it is before it."""
+        if place not in self._boundaries:
+            self._boundaries[place] = self._num_before(place)
+        return self._boundaries[place]
+
+    def _num_before(self, place: int) -> int:
         before = self._tokenizer.encode(self._text[:place])
         if self._ids[: len(before)] == before:
             return len(before)

@@ -113,6 +113,7 @@ class TurnRenderer:
         self._tokenizer = tokenizer
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._joints: dict[tuple[object, ...], _Joint] = {}
+        self._toolless_closing: tuple[str, int | None] | None = None
 
     def prompt(self, prompt: Prompt) -> I32:
         """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak, or continues a turn that
@@ -142,19 +143,28 @@ class TurnRenderer:
 
     def end_mark(self) -> int | None:
         """The token that the template ends a turn of the model with, if it is one of its own."""
-        return self._first_mark(self._text(ANSWERED, ()).partition(ANSWER)[2])
+        return self._closing(())[1]
 
     def ends(self, replies: Sequence[Message], tools: Tools = ()) -> tuple[tuple[str, ...], str]:
         """Texts that may end a turn of the model before these replies, none where nothing does, and what the template
         writes behind the last turn of a conversation. Raises TemplateError, DataError as above."""
-        closing = self._text(ANSWERED, tools).partition(ANSWER)[2]
-        own = self._first_mark(closing)
+        closing, own = self._closing(tools)
         if own is not None:
             return tuple(self._tokenizer.decode([one], skip_special=False) for one in {own, *self._ends}), closing
         if closing.strip():  # words, not a token of their own
             return (closing.strip(),), closing
         mark = self._joint(replies, tools).mark if replies else None
         return (() if mark is None else (self._tokenizer.decode([mark], skip_special=False),)), closing
+
+    def _closing(self, tools: Tools) -> tuple[str, int | None]:
+        """What the template writes behind the last turn of a conversation, and the mark in it."""
+        if not tools and self._toolless_closing is not None:
+            return self._toolless_closing
+        closing = self._text(ANSWERED, tools).partition(ANSWER)[2]
+        found = closing, self._first_mark(closing)
+        if not tools:
+            self._toolless_closing = found
+        return found
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, opens: bool = False) -> str:
         return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=tools)
@@ -178,7 +188,7 @@ class TurnRenderer:
     def _found_joint(self, messages: Sequence[Message], tools: Tools) -> _Joint:
         render = partial(self._text, tools=tools, opens=True)
         head = between(render, messages, self._tokenizer.template_place)
-        own = self._first_mark(self._text(ANSWERED, tools).partition(ANSWER)[2])
+        own = self._closing(tools)[1]
         if own is None:
             return _Joint(self._first_mark(head), is_own=False)
         return _Joint(own if own in self._tokenizer.encode(head) else None, is_own=True)

@@ -23,7 +23,16 @@ from myxa.algos.filters import GROUP_FILTERS, SampleFilter, keep_all, learn_from
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock
 from myxa.core.knobs import KnobState, KnobValue
-from myxa.core.messages import Assignment, DrawBlock, DrawReply, DrawRequest, GroupReturned, PutResult, SamplingParams
+from myxa.core.messages import (
+    Assignment,
+    DrawBlock,
+    DrawReply,
+    DrawRequest,
+    GroupFinished,
+    GroupReturned,
+    PutResult,
+    SamplingParams,
+)
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
 
@@ -115,7 +124,11 @@ class Desk:
     async def put(
         self, assignment: Assignment, versions: Sequence[int] = (0, 0), rollout: str = "rollout/0"
     ) -> PutResult:
-        return await self.ref.put_group(make_group(assignment, versions), assignment.attempt, rollout)
+        return await self.put_group(make_group(assignment, versions), assignment.attempt, rollout)
+
+    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        (result,) = await self.ref.put_groups((GroupFinished(group=group, attempt=attempt),), rollout)
+        return result
 
     async def fill(self, max_groups: int = 100, version: int = 0, versions: Sequence[int] = (0, 0)) -> list[Assignment]:
         """Draw so many groups and finish them all."""

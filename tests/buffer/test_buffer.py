@@ -19,8 +19,8 @@ from myxa.actors.contracts import BufferContract
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
-from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError, UserCodeError
-from myxa.core.messages import GroupDropped, GroupReturned
+from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError
+from myxa.core.messages import GroupDropped, GroupFinished, GroupReturned
 from myxa.core.refs import with_deadline
 from myxa.core.samples import Group
 from myxa.transport.node import Node
@@ -46,7 +46,7 @@ async def test_a_group_from_draw_to_durable(shop: Any) -> None:
         assert {(a.attempt, a.num_samples, a.sampling.max_new_tokens) for a in reply.assignments} == {(1, 2, 4)}
         groups = [make_group(a) for a in reply.assignments]
         for assignment, group in zip(reply.assignments, groups, strict=True):
-            assert (await desk.ref.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
+            assert (await desk.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
         claim = await desk.ref.claim(0, 0.0)
         assert list(claim.groups.items()) == [(0, 0), (1, 0)]
         fetched = await desk.ref.fetch((1, 0))
@@ -72,7 +72,7 @@ async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any) -> None
         for number, assignment in enumerate((await desk.draw(max_groups=4)).assignments):
             text = "x" * (800_000 if number == 2 else 400_000)
             group = with_sample(make_group(assignment), text=text)
-            assert (await desk.ref.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
+            assert (await desk.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
         ids = tuple((await desk.ref.claim(0, 0.0)).groups)
         desk.node._session.serving._limits = msgspec.structs.replace(LIMITS, body=1_500_000)
         node = await Node.attach(name="trainer-node", rdzv=desk.node.rendezvous)
@@ -129,16 +129,17 @@ async def test_puts_are_fenced_by_group_attempt_and_actor(shop: Any) -> None:
     async with shop.open() as desk:
         first, second = (await desk.draw(max_groups=2)).assignments
         group = make_group(first)
-        assert (await desk.ref.put_group(group, 7, "rollout/0")).outcome == "stale-attempt"
-        assert (await desk.ref.put_group(group, 1, "rollout/9")).outcome == "stale-attempt"
+        assert (await desk.put_group(group, 7, "rollout/0")).outcome == "stale-attempt"
+        assert (await desk.put_group(group, 1, "rollout/9")).outcome == "stale-attempt"
         prompt = msgspec.structs.replace(group.prompt, group_id=55)
         unknown = changed(group, prompt=prompt)
-        assert "never drawn" in (await desk.ref.put_group(unknown, 1, "rollout/0")).reason
-        assert (await desk.ref.put_group(group, 1, "rollout/0")).outcome == "ready"
-        repeated = changed(
-            group, reward_parts=()
-        )  # another content, so that the runtime does not answer for the buffer
-        assert (await desk.ref.put_group(repeated, 1, "rollout/0")).outcome == "duplicate"
+        assert "never drawn" in (await desk.put_group(unknown, 1, "rollout/0")).reason
+        told = tuple(GroupFinished(group=each, attempt=1) for each in (group, unknown, group))
+        assert [one.outcome for one in await desk.ref.put_groups(told, "rollout/0")] == [
+            "ready", "stale-attempt", "duplicate",
+        ]  # fmt: skip
+        assert (await desk.put_group(group, 1, "rollout/0")).outcome == "duplicate"
+        assert await desk.ref.put_groups((), "rollout/0") == ()
         assert await desk.ref.rollout_gone("rollout/0", 1) == 1
         assert (await desk.put(second)).outcome == "stale-attempt", "an incarnation that is gone is not heard"
         (again,) = (await desk.draw(max_groups=1, rollout="rollout/1")).assignments
@@ -176,7 +177,7 @@ async def test_pitfall_15_groups_that_lie_are_dropped_whole(shop: Any) -> None:
     async with shop.open(batch_size=1, max_staleness=0) as desk:
         for name, (lie, said) in LIES.items():
             (assignment,) = (await desk.draw()).assignments
-            result = await desk.ref.put_group(lie(make_group(assignment)), 1, "rollout/0")
+            result = await desk.put_group(lie(make_group(assignment)), 1, "rollout/0")
             assert (result.outcome, said in result.reason) == ("filtered", True), (name, result.reason)
         assert (await desk.ref.stats()).dropped == {"invalid-samples": len(LIES)}
         (honest,) = (await desk.draw()).assignments
@@ -189,25 +190,11 @@ async def test_filtered_groups_are_replaced_at_once(shop: Any) -> None:
     async with shop.open(group_filter=zero_variance) as desk:
         for _ in range(10):
             for assignment in (await desk.draw()).assignments:
-                result = await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+                result = await desk.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
                 assert (result.outcome, result.reason) == ("filtered", "zero_variance")
         assert (await desk.ref.stats()).dropped == {"zero_variance": 40}
         await desk.fill()
         assert await desk.train(0) == (40, 41)
-
-
-@pytest.mark.parametrize("answer", [ZeroDivisionError("by zero"), 7])
-async def test_a_filter_that_fails_ends_the_run_with_its_own_name(shop: Any, answer: Any) -> None:
-    def broken(group: Group) -> Any:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async with shop.open(group_filter=broken) as desk:
-        assignment = (await desk.draw(max_groups=1)).assignments[0]
-        with pytest.raises(UserCodeError, match="group filter"):
-            await desk.put(assignment)
-        assert isinstance(await desk.failure(), UserCodeError)
 
 
 async def test_a_group_handed_back_goes_on_with_its_tokens(shop: Any) -> None:
@@ -289,16 +276,18 @@ async def test_nothing_is_handed_out_or_claimed_while_paused(shop: Any) -> None:
         assert len((await waiting).groups) == 2
 
 
-async def test_the_end_of_the_data(shop: Any, rows: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("is_finished", [False, True])
+async def test_the_end_of_the_data(shop: Any, rows: Callable[..., Any], is_finished: bool) -> None:
     """Five rows, batches of two: two batches, one group left over, every caller told that it is over."""
-    async with shop.open(rows=rows(5, 1), max_staleness=4) as desk:
+    source = rows(5, max_passes=1)
+    async with shop.open(rows=source, max_staleness=4) as desk:
         reply = await desk.draw()
         assert len(reply.assignments) == 5
         assert (await desk.draw()).blocked_by == "data-exhausted"
-        for assignment in reply.assignments[:4]:
+        for assignment in reply.assignments[: 5 if is_finished else 4]:
             await desk.put(assignment)
-        await desk.train(0)
-        await desk.train(1)
+        assert await desk.train(0) == (0, 1)
+        assert await desk.train(1) == (2, 3)
         last = asyncio.ensure_future(desk.ref.claim(2, WAIT_S))
         puller = asyncio.ensure_future(desk.draw(wait_s=WAIT_S))
         assert (await last).finished
@@ -306,26 +295,12 @@ async def test_the_end_of_the_data(shop: Any, rows: Callable[..., Any]) -> None:
         stats = await desk.ref.stats()
         assert stats.dropped == {"leftover": 1}
         assert stats.trained == 4
-
-
-async def test_the_end_of_the_data_lets_whole_batches_through_and_a_rewind_brings_leftovers_back(
-    shop: Any, rows: Any
-) -> None:
-    source = rows(5, max_passes=1)
-    async with shop.open(max_staleness=2, batch_size=2, rows=source) as desk:
-        reply = await desk.draw(max_groups=5)
-        for assignment in reply.assignments:
-            await desk.put(assignment)
-        assert (await desk.draw()).blocked_by == "data-exhausted"
-        assert await desk.train(0) == (0, 1)
-        assert await desk.train(1) == (2, 3)
-        assert (await desk.ref.claim(2, WAIT_S)).finished
-        assert (await desk.draw(wait_s=WAIT_S)).blocked_by == "finished"
-        assert await desk.rewind(2) == 1
+        assert await desk.rewind(2) == (1 if is_finished else 0), "a leftover that was finished is ready again"
         source.max_passes = 2
-        (fresh,) = (await desk.draw(max_groups=1, version=2)).assignments
-        assert fresh.prompt.group_id == 5
-        await desk.put(fresh, versions=(2, 2))
+        given = (await desk.draw(max_groups=1 if is_finished else 2, version=2)).assignments
+        assert [one.prompt.group_id for one in given] == ([5] if is_finished else [4, 5])
+        for assignment in given:
+            await desk.put(assignment, versions=(2, 2))
         assert await desk.train(2) == (4, 5)
 
 
@@ -336,6 +311,10 @@ async def test_lowering_eta_drops_and_redraws_the_same_rows(shop: Any) -> None:
         for assignment in first[:4]:
             await desk.put(assignment)
         await desk.train(0)
+        verdict = await desk.ref.judge_knobs({"max_staleness": 0}, 0)
+        assert not verdict.refusal and verdict.remark.startswith("4 groups"), "what it would cost"
+        stats = await desk.ref.stats()
+        assert (stats.max_staleness, stats.dropped) == (2, {}), "judged only"
         await desk.change(1, max_staleness=0)
         stats = await desk.ref.stats()
         assert (stats.max_staleness, stats.dropped) == (0, {STALE_AFTER_RETUNE: 4})

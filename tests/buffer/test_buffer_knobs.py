@@ -65,7 +65,7 @@ async def test_groups_are_drawn_under_the_values_in_force_and_keep_them(shop: An
         assert (third.prompt.group_id, third.knobs, third.sampling, third.num_samples) == (2, 7, drawn, 3)
         assert (await desk.put(first, rollout="rollout/2")).outcome == "ready"
         group = msgspec.structs.replace(make_group(second), knobs=second.knobs)
-        assert (await desk.ref.put_group(group, second.attempt, "rollout/2")).outcome == "ready"
+        assert (await desk.put_group(group, second.attempt, "rollout/2")).outcome == "ready"
         claim = await desk.ref.claim(0, 0.0)
         fetched = await desk.ref.fetch(tuple(claim.groups))
         assert [(len(g.samples), g.knobs) for g in fetched] == [(2, 0), (3, 7)], "both sizes in one batch"
@@ -90,19 +90,6 @@ async def test_values_and_their_epochs_outlive_the_buffer(shop: Any, tmp_path: P
         sheet = await desk.ref.knobs()
         assert (sheet.epoch, [s for s in sheet.knobs if s.value != s.first]) == (0, []), "a resumed run is told anew"
         assert sheet.past_epoch == 6, "groups of the run before carry it"
-
-
-async def test_a_lower_bound_says_what_it_costs_before_it_is_in_force(shop: Any) -> None:
-    async with shop.open(max_staleness=2, batch_size=2) as desk:
-        first = (await desk.draw()).assignments
-        for assignment in first[:4]:
-            await desk.put(assignment)
-        await desk.train(0)
-        verdict = await desk.ref.judge_knobs({"max_staleness": 0}, 0)
-        assert not verdict.refusal
-        assert verdict.remark.startswith("4 groups"), "what it would cost"
-        stats = await desk.ref.stats()
-        assert (stats.max_staleness, stats.dropped) == (2, {}), "judged only"
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -150,11 +137,11 @@ async def test_the_filter_judges_what_is_finished_from_now_on(shop: Any) -> None
     async with shop.open(max_staleness=3) as desk:
         drawn = (await desk.draw(max_groups=3)).assignments
         flat = [make_group(a, rewards=[1.0, 1.0]) for a in drawn]
-        assert (await desk.ref.put_group(flat[0], 1, "rollout/0")).outcome == "ready"
+        assert (await desk.put_group(flat[0], 1, "rollout/0")).outcome == "ready"
         await desk.change(1, group_filter="zero_variance")
-        assert (await desk.ref.put_group(flat[1], 1, "rollout/0")).outcome == "filtered"
+        assert (await desk.put_group(flat[1], 1, "rollout/0")).outcome == "filtered"
         await desk.change(2, group_filter="own")
-        assert (await desk.ref.put_group(flat[2], 1, "rollout/0")).outcome == "ready"
+        assert (await desk.put_group(flat[2], 1, "rollout/0")).outcome == "ready"
         assert (await desk.ref.stats()).dropped == {"zero_variance": 1}
 
 

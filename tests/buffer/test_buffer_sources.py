@@ -104,7 +104,7 @@ async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:
     async with shop.open(rows=rows, max_staleness=2000, limits=limits, group_filter="zero_variance") as desk:
         for assignment in (await desk.draw(max_groups=1010)).assignments:
             rewards = [0.0, 1.0] if assignment.prompt.row == 1009 else [1.0, 1.0]
-            await desk.ref.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
+            await desk.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
         (found,) = (await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments
         assert (found.prompt.row, found.prompt.pass_index) == (1009, 1)
         stats = await desk.ref.stats()
@@ -117,7 +117,7 @@ async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch)
     limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=1 << 20))
     async with shop.open(rows=mixed(only=4).by_name["only"], max_staleness=9, limits=limits) as desk:
         for assignment in (await desk.draw(max_groups=4)).assignments:
-            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+            await desk.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
         store, looks = desk.buffer._store, 0
         look = store.draw
 
@@ -141,24 +141,6 @@ async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch)
         held.cancel()
 
 
-async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_way(shop: Any) -> None:
-    rows = mixed(a=2, b=2)
-    limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=0))
-    async with shop.open(rows=rows, max_staleness=9, limits=limits) as desk:
-        first, second, *others = (await desk.draw(max_groups=4)).assignments
-        again, *_ = [(await desk.draw(max_groups=1)).assignments[0] for _ in range(4)]
-        for assignment in (first, second, *others, *desk.seen[5:]):
-            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
-        reply = await desk.draw(max_groups=1)
-        assert (reply.assignments, reply.blocked_by) == ((), "data-exhausted"), "what is under way may change it"
-        await desk.ref.put_group(make_group(again, rewards=[1.0, 1.0]), 1, "rollout/0")
-        with pytest.raises(Exception, match="outside the difficulty window"):
-            await desk.draw(max_groups=1)
-        failure = await desk.failure()
-        assert isinstance(failure, DataError)
-        assert "all 4 prompts" in str(failure) and "data.difficulty_skips" in str(failure)
-
-
 @pytest.mark.parametrize("edited", [Window(low=0.1, high=0.1), Window(skips=4)])
 async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_in_the_run_file(
     shop: Any, edited: Window, tmp_path: Path
@@ -167,10 +149,11 @@ async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_i
     rows = mixed(only=4).by_name["only"]
     async with shop.open(rows=rows, max_staleness=90) as desk:
         for assignment in (await desk.draw(max_groups=4)).assignments:
-            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+            await desk.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
         assert (await desk.change(1, difficulty_low=0.2, difficulty_high=0.8, difficulty_skips=0)).accepted
         with pytest.raises(Exception, match="`myxa set`"):
             await desk.draw(max_groups=1)
+        assert isinstance(await desk.failure(), DataError)
     async with shop.open(rows=rows, max_staleness=90) as desk:
         with pytest.raises(Exception, match="outside the difficulty window"):
             await desk.draw(max_groups=1)

@@ -50,7 +50,7 @@ async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(shop: Any) 
         samples = tuple(msgspec.structs.replace(s, logprobs=odd, temperature=0.3) for s in groups[2].samples)
         groups[2] = msgspec.structs.replace(groups[2], samples=samples, knobs=2)
         for assignment, group in zip(drawn[:3], groups, strict=False):
-            await desk.ref.put_group(group, assignment.attempt, "rollout/0")
+            await desk.put_group(group, assignment.attempt, "rollout/0")
         partial = (make_sample(3, 1, [0, 0], "abort"),)
         await desk.ref.return_group(GroupReturned(group_id=3, attempt=1, rollout="rollout/0", partial=partial))
         await desk.train(0)
@@ -136,7 +136,7 @@ async def test_the_newest_groups_are_shown_with_what_became_of_them(shop: Any, m
     async with shop.open(max_staleness=9, batch_size=1, group_filter="zero_variance") as desk:
         drawn = (await desk.draw(max_groups=4)).assignments
         for assignment, rewards in zip(drawn, ([0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [2.0, 1.0]), strict=True):
-            await desk.ref.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
+            await desk.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
         await desk.put(drawn[0])  # a duplicate is nothing new
         await desk.train(0)
         found = await desk.ref.recent(10)

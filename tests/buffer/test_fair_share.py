@@ -72,23 +72,6 @@ def even_level(actors: dict[str, tuple[int, int]], num_free: int) -> int:
     return level
 
 
-async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop):
-    async with shop.open(max_staleness=1, batch_size=8) as desk:
-        first = (await desk.draw()).assignments
-        assert len(first) > 8
-        for assignment in first:
-            await desk.put(assignment)
-        waiting = asyncio.ensure_future(desk.draw(rollout="rollout/1", version=0, wait_s=20.0))
-        await desk.draw(blocked_by=None)  # whoever asked before has been heard
-        await desk.train(0)
-        await desk.adopted("rollout/0", 1, 1)
-        mine = (await desk.draw(version=1)).assignments
-        assert len(mine) == 4
-        assert not waiting.done()
-        await desk.adopted("rollout/1", 1, 1)
-        assert len((await waiting).assignments) == 4
-
-
 async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
     monkeypatch.setattr("myxa.actors.buffer.store.RESERVED_S", 0.3)
     async with shop.open(max_staleness=1, batch_size=8) as desk:

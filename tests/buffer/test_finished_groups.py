@@ -24,7 +24,7 @@ async def test_a6_all_finished_groups_count_by_step(shop: Any) -> None:
 
         async def put(*rewards: float) -> str:
             (given,) = (await desk.draw(max_groups=1)).assignments
-            return (await desk.ref.put_group(make_group(given, rewards=rewards), given.attempt, "rollout/0")).outcome
+            return (await desk.put_group(make_group(given, rewards=rewards), given.attempt, "rollout/0")).outcome
 
         first = [await put(*each) for each in ((0, 0), (0, 1), (0, 0), (1, 1), (0, 0), (1, 0))]
         assert first == ["filtered", "ready", "filtered", "filtered", "filtered", "ready"]
@@ -50,7 +50,7 @@ async def test_a6_all_finished_groups_count_by_step(shop: Any) -> None:
 async def test_demonstrations_have_no_reward_to_tell_of(shop: Any) -> None:
     async with shop.open(limits=BufferLimits(has_rewards=False)) as desk:
         for given in (await desk.draw(max_groups=2)).assignments:
-            await desk.ref.put_group(make_group(given, rewards=(1, 1)), given.attempt, "rollout/0")
+            await desk.put_group(make_group(given, rewards=(1, 1)), given.attempt, "rollout/0")
         await desk.train(0)
         assert told_of_steps(desk) == {}
 
@@ -66,7 +66,7 @@ def one(*rewards: float) -> Group:
 def test_right_is_what_the_run_file_says() -> None:
     finished = FinishedGroups(0.5)
     for rewards in ((0.5, 0.7), (0.49, 0.1), (-1.0, 2.0)):
-        finished.add("", one(*rewards), is_left_out=False)
+        finished.add("", one(*rewards), 0.0, is_left_out=False)
     told = finished.take_step()
     assert told["reward/pass_rate"] == pytest.approx(3 / 6)
     assert (told["reward/all_right"], told["reward/all_wrong"]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
@@ -76,7 +76,7 @@ def test_right_is_what_the_run_file_says() -> None:
 
 def test_a_group_of_one_answer_has_no_spread_to_lack() -> None:
     finished = FinishedGroups()
-    finished.add("", one(1.0), is_left_out=False)
+    finished.add("", one(1.0), 1.0, is_left_out=False)
     told = finished.take_step()
     assert (told["reward/zero_std_groups"], told["reward/all_right"]) == (0.0, 1.0)
 
@@ -88,7 +88,7 @@ async def test_f4_some_groups_of_each_step_can_be_read_later(shop: Any) -> None:
         for step in range(2):
             for rewards in ((0, 0), (0, 0), (0, 0), (0, 1), (1, 0), (0, 1)):
                 (given,) = (await desk.draw(max_groups=1)).assignments
-                await desk.ref.put_group(make_group(given, rewards=rewards), given.attempt, "rollout/0")
+                await desk.put_group(make_group(given, rewards=rewards), given.attempt, "rollout/0")
             await desk.train(step)
         told = desk.buffer._telemetry.drain().samples
     assert [(one.step, one.outcome, one.group_id) for one in told] == [

@@ -78,18 +78,15 @@ def test_c_a_batch_and_what_is_drawn_again_are_in_the_order_of_draws(ledger: Led
     assert [(row.group_id, row.draw) for row in ledger.claim_of(0)] == [(4, 0), (1, 1)]
 
 
-def test_a_ledger_of_another_run_or_dataset_is_refused(ledger: Ledger, path: Path) -> None:
+def test_a_ledger_in_use_or_of_another_run_or_dataset_is_refused(ledger: Ledger, path: Path) -> None:
+    with pytest.raises(LedgerError, match="in use by another process"):
+        open_ledger(path)
     ledger.close()
     with pytest.raises(LedgerError, match="belongs to another run: 'sort', this run has 'chat'"):
         open_ledger(path, run="chat")
     with pytest.raises(LedgerError, match="belongs to another dataset: 'data-1'"):
         open_ledger(path, fingerprint="data-2")
     open_ledger(path).close()
-
-
-def test_two_buffers_cannot_share_a_ledger(ledger: Ledger, path: Path) -> None:
-    with pytest.raises(LedgerError, match="in use by another process"):
-        open_ledger(path)
 
 
 def test_files_that_are_no_ledgers_are_refused(tmp_path: Path) -> None:

@@ -38,13 +38,17 @@ while True:
     new = [Row(first + i, ledger.next_draw + i, -1, 1, rollout="r", epoch=1, version=0) for i in range(3)]
     ledger.dispatch(new, back)
     say("DISPATCHED", *[row.group_id for row in new + back])
-    for row in held:
-        if rng.random() < 0.1:
-            ledger.drop([(row.group_id, "engine-error")])
-            say("DROPPED", row.group_id)
-        else:
-            ledger.finish(row.group_id, b"%d" % row.group_id * 5000, version=0, num_tokens=1)
-            say("READY", row.group_id)
+    became = {}
+    with ledger.together():
+        for row in held:
+            if rng.random() < 0.1:
+                ledger.drop([(row.group_id, "engine-error")])
+                became[row.group_id] = "DROPPED"
+            else:
+                ledger.finish(row.group_id, b"%d" % row.group_id * 5000, version=0, num_tokens=1)
+                became[row.group_id] = "READY"
+    for group_id, state in became.items():
+        say(state, group_id)
     ready = [row.group_id for row in ledger.rows(State.READY)]
     if len(ready) >= 4:
         step = ledger.next_step

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.buffer.conftest import make_group, make_sample
 
-from myxa.actors.buffer.filters import load_group_filters, load_sample_filter, mask_members
+from myxa.actors.buffer.filters import load_group_filter, load_group_filters, load_sample_filter, mask_members
 from myxa.algos.filters import SAMPLE_FILTERS, truncated
 from myxa.core.config import RunConfig
 from myxa.core.config.learning import SAMPLE_FILTER_BUILTINS
@@ -34,6 +34,12 @@ def verdicts(group, *, kind):
         "bools": [True, False], "numpy": group.rewards > 0, "empty": ["", "why"],
         "one": True, "few": [True], "numbers": [1, 0], "set": {True, False}, "odd": [True, "\\ud800"],
     }[kind] if kind != "raises" else 1 / 0
+
+def fails(group):
+    return 1 / 0
+
+def shrugs(group):
+    return 7
 
 def spread(group, *, least):
     return float(np.ptp(group.rewards)) >= least
@@ -58,9 +64,9 @@ def cut(group: Group, *members: int) -> Group:
 async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any) -> None:
     async with shop.open(of_samples=truncated) as desk:
         first, second, third = (await desk.draw(max_groups=3)).assignments
-        assert (await desk.ref.put_group(cut(make_group(first), 1), 1, "rollout/0")).outcome == "ready"
-        assert (await desk.ref.put_group(make_group(second), 1, "rollout/0")).outcome == "ready"
-        lost = await desk.ref.put_group(cut(make_group(third), 0, 1), 1, "rollout/0")
+        assert (await desk.put_group(cut(make_group(first), 1), 1, "rollout/0")).outcome == "ready"
+        assert (await desk.put_group(make_group(second), 1, "rollout/0")).outcome == "ready"
+        lost = await desk.put_group(cut(make_group(third), 0, 1), 1, "rollout/0")
         assert (lost.outcome, lost.reason) == ("filtered", 'masked {"truncated":2}')
         assert (await desk.ref.stats()).dropped == {"all-masked": 1}
         assert desk.buffer._store.gauges()["buffer/masked/truncated"] == 1.0, "of groups that are kept"
@@ -85,11 +91,22 @@ async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any) -> None
         assert gauges["buffer/masked/truncated"] == 1.0, "counted once, also by the next buffer"
 
 
-async def test_a_sample_filter_that_fails_ends_the_run_with_its_own_name(shop: Any, file: Path) -> None:
-    of_samples = load_sample_filter(f"{file}:verdicts", {"kind": "few"})
-    async with shop.open(of_samples=of_samples) as desk:
+FAILING = [
+    ("verdicts", 'sample filter ".*:verdicts" returned 1 verdicts for 2 samples'),
+    ("fails", 'group filter ".*:fails" raised ZeroDivisionError'),
+    ("shrugs", 'group filter ".*:shrugs" returned a value of type int'),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), FAILING)
+async def test_a_filter_that_fails_ends_the_run_with_its_own_name(shop: Any, file: Path, name: str, said: str) -> None:
+    if name == "verdicts":
+        filters: dict[str, Any] = {"of_samples": load_sample_filter(f"{file}:verdicts", {"kind": "few"})}
+    else:
+        filters = {"group_filter": load_group_filter(f"{file}:{name}", {})}
+    async with shop.open(**filters) as desk:
         (assignment,) = (await desk.draw(max_groups=1)).assignments
-        with pytest.raises(UserCodeError, match="1 verdicts for 2 samples"):
+        with pytest.raises(UserCodeError, match=said):
             await desk.put(assignment)
         assert isinstance(await desk.failure(), UserCodeError)
 

@@ -137,7 +137,7 @@ async def test_the_bound_holds_for_what_weights_are_worth(shop: Any, policy: str
                     stamps, values = [engine.version], [engine.counted]
                 worth[assignment.prompt.group_id] = values
                 group = make_group(assignment, stamps)
-                assert (await desk.ref.put_group(group, assignment.attempt, engine.name)).outcome in (
+                assert (await desk.put_group(group, assignment.attempt, engine.name)).outcome in (
                     "ready",
                     "stale-attempt",
                 )

@@ -20,7 +20,7 @@ from tests.faults.put_history import Journal
 from myxa.actors.contracts import BufferContract
 from myxa.core.actor import Actor
 from myxa.core.errors import CallError
-from myxa.core.messages import Assignment, DrawRequest
+from myxa.core.messages import Assignment, DrawRequest, GroupFinished
 from myxa.core.process import die_with_parent
 from myxa.core.refs import with_deadline
 from myxa.transport.address import Rendezvous
@@ -81,9 +81,9 @@ class Producer(Actor):
         await asyncio.sleep(self._rng.random() * 0.03)
         self._journal.note("put", group_id, content)
         try:
-            result = await buffer.put_group(
-                msgspec.structs.replace(group, samples=samples), assignment.attempt, self.ctx.name
-            )
+            whole = msgspec.structs.replace(group, samples=samples)
+            finished = GroupFinished(group=whole, attempt=assignment.attempt)
+            (result,) = await buffer.put_groups((finished,), self.ctx.name)
         except CallError:
             return  # not acknowledged: whatever became of it is right
         finally:

@@ -26,7 +26,7 @@ from myxa.algos.filters import keep_all
 from myxa.algos.staleness import Admission
 from myxa.core.actor import Actor
 from myxa.core.errors import CallError, RemoteError
-from myxa.core.messages import Assignment, DrawRequest, GroupDropped, GroupReturned, SamplingParams
+from myxa.core.messages import Assignment, DrawRequest, GroupDropped, GroupFinished, GroupReturned, SamplingParams
 from myxa.core.refs import with_deadline
 from myxa.core.retry import until_answered
 from myxa.core.samples import Group, Sample
@@ -124,7 +124,8 @@ class RolloutScript(Script):
             members = tuple(sample(group_id, i, [oldest, self.version]) for i in range(assignment.num_samples))
             rewards = np.arange(len(members), dtype=np.float32)
             group = Group(prompt=assignment.prompt, samples=members, rewards=rewards)
-            await self.ask("put_group", group, assignment.attempt, self.ctx.name, deadline_s=30.0)
+            finished = (GroupFinished(group=group, attempt=assignment.attempt),)
+            await self.ask("put_groups", finished, self.ctx.name, deadline_s=30.0)
             self.plant.num_puts += 1
         self.in_hand.discard(group_id)
 
