@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import random
 import sys
@@ -39,7 +38,8 @@ from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.control import verbs
 from myxa.launch.control.client import ControlNote
 from myxa.launch.control.server import ControlServer, Handler, VerbContext
-from myxa.launch.views.run_view import RunView
+from myxa.launch.views.numbers import name_order
+from myxa.launch.views.run_view import ActorFacts, RunView
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked=true'> \u202egnirts"
 
@@ -88,8 +88,8 @@ class PlantedSeat:
     def handlers(self) -> dict[verbs.Verb[Any], Handler]:
         """Of all verbs that it answers."""
         plain = {
-            verbs.STATUS: self.status, verbs.PS: self.ps, verbs.GET: self.get, verbs.WHY: self.why,
-            verbs.HISTORY: self.history, verbs.SAMPLES: self.samples, verbs.LOGS: self.logs, verbs.STACK: self.stack,
+            verbs.STATUS: self.status, verbs.GET: self.get, verbs.SAMPLES: self.samples, verbs.LOGS: self.logs,
+            verbs.STACK: self.stack,
         }  # fmt: skip
         return {verb: self._read(verb.name, answer) for verb, answer in plain.items()} | {verbs.SET: self.set}
 
@@ -101,7 +101,7 @@ class PlantedSeat:
 
         return run
 
-    def status(self, given: verbs.Arguments) -> RunView:
+    def status(self, given: verbs.StatusArguments) -> RunView:
         rng, names = self.rng, ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2")
         snapshot: dict[str, dict[str, float]] = {
             "metrics": {
@@ -113,7 +113,6 @@ class PlantedSeat:
                 "reward/zero_std_groups": 3.0, "reward/finished_groups": 40.0, "reward/pass_rate": 0.91,
                 "reward/all_right": 0.05, "reward/all_wrong": 0.025,
             },
-            "curve/reward/raw_mean": {str(step): 1 / (1 + math.exp(-(step - 50) / 11)) for step in range(1, 121)},
             "age_s": dict.fromkeys(ACTORS, 0.4),
             "monitor": {"bundles": 900.0, "dropped": 0.0, "refused": 0.0},
         }  # fmt: skip
@@ -141,35 +140,34 @@ class PlantedSeat:
             drawn=4221, trained=3776, dropped={"zero_variance": 354, "reward-error": 6}, slots_total=96, slots_used=85,
             max_staleness=int(self.values["max_staleness"]), policy=str(self.values["policy"]),
         )  # fmt: skip
-        return RunView(
+        view = RunView(
             run_dir=str(self.run_dir), started_wall_s=self.started, now_wall_s=time.time(), status=status, buffer=stats,
             snapshot=snapshot,
         )  # fmt: skip
+        return self._whole(view) if given.whole else view
 
-    def ps(self, given: verbs.Arguments) -> list[dict[str, Any]]:
-        return [
-            {"name": name, "role": name.partition("/")[0], "node": int(name == "rollout/2"), "pid": 4000 + n,
-             "attempt": 0, "host": "worker-b" if name == "rollout/2" else "worker-a", "state": "up"}
+    def _whole(self, view: RunView) -> RunView:
+        actors = [
+            ActorFacts(name, name.partition("/")[0], int(name == "rollout/2"), pid=4000 + n, state="up",
+                       host="worker-b" if name == "rollout/2" else "worker-a")
             for n, name in enumerate(ACTORS)
         ]  # fmt: skip
+        return msgspec.structs.replace(
+            view,
+            actors=tuple(sorted(actors, key=lambda actor: (actor.node, name_order(actor.name)))),
+            knobs=self.get(),
+            history=tuple(self.records[-50:]),
+            why="trainer/0 waits for data 54 % of the time: generation is the bottleneck (3 rollouts compute 93 %)",
+            remedy="more rollout actors (roles.rollout.count), a smaller rollout.max_new_tokens, or a faster engine",
+        )
 
-    def get(self, given: verbs.Arguments) -> KnobTable:
+    def get(self, given: verbs.Arguments | None = None) -> KnobTable:
         sheets = {owner: list[KnobState]() for owner in ACTORS}
         for knob in KNOBS:
             for owner in OWNERS.get(knob.owner, (knob.owner,)):
                 sheets[owner].append(KnobState(tunable=knob, value=self.values[knob.name], first=FIRST[knob.name]))
         told = tuple(KnobSheet(owner=owner, knobs=tuple(states)) for owner, states in sheets.items() if states)
         return KnobTable(sheets=told, epoch=len(self.records), reverts={"temperature": "at step 160"})
-
-    def why(self, given: verbs.Arguments) -> dict[str, Any]:
-        return {
-            "sentence": "trainer/0 waits for data 54 % of the time: generation is the bottleneck "
-            "(3 rollout actors compute 93 %)",
-            "remedy": "more rollout actors (roles.rollout.count), a smaller rollout.max_new_tokens, or a faster engine",
-        }
-
-    def history(self, given: verbs.HistoryArguments) -> list[AuditRecord]:
-        return self.records[-given.limit :]
 
     def logs(self, given: verbs.LogsArguments) -> dict[str, Any]:
         lines = [f"12:00:{n % 60:02d} info {given.target}: line {n} \x1b[31mred\x1b[0m" for n in range(given.num_lines)]

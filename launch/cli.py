@@ -27,7 +27,7 @@ COMMANDS = (
     offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT,
     runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD_COMMAND, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS, views.TRACE, views.GRAFANA,
-    *data.COMMANDS, views.MEM, views.REPORT, processes.CONTROL, completion.COMPLETION,
+    *data.COMMANDS, views.MEM, views.REPORT, processes.WHERE, completion.COMPLETION,
 )  # fmt: skip
 """In the order in which `myxa --help` lists them."""
 

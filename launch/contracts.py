@@ -139,24 +139,6 @@ class StackReply(_Record, frozen=True, kw_only=True):
     """"process" (it answered), "signal" (faulthandler wrote it, without its cooperation)."""
 
 
-class ProcessFacts(_Record, frozen=True, kw_only=True):
-    """How much a process holds."""
-
-    name: str
-    pid: int
-    rss_bytes: int
-    num_fds: int
-    num_threads: int
-    num_tasks: int
-    """asyncio tasks of its loop."""
-    num_objects: int
-    """Python objects that the garbage collector knows."""
-    gc_collections: tuple[int, ...]
-    """Per generation, since the start."""
-    cuda_bytes: dict[str, int] = {}
-    """Of torch's allocator, where torch uses a GPU: allocated, reserved, their peaks."""
-
-
 class ProfileOrder(_Record, frozen=True, kw_only=True):
     """Look at a process for a while."""
 
@@ -249,11 +231,6 @@ class ProcessContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def stacks(self) -> StackReply:
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def facts(self) -> ProcessFacts:
-        """How much it holds."""
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True, cancellable=False)

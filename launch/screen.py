@@ -22,15 +22,17 @@ from ..core.errors import MyxaError
 from .first_failure import FirstFailure
 from .nodes.lead import RunEnd
 from .views.live import Curves, LiveView, final_summary
-from .views.numbers import clean
+from .views.numbers import clean, training_reward
 from .views.report import REPORT_FILE, write_page
 from .views.run_files import JsonTail, RunFiles, load_run
-from .views.run_view import RunView
+from .views.run_view import RunView, with_past
 
 _log = logging.getLogger("myxa.launcher")
 
 NEWS = frozenset({"reward-failed", "reward-paused", "reward-works-again", "reference-paused", "reference-works-again"})
 """Kinds of events that are shown."""
+_PAST_BYTES = 1 << 20
+"""Of a resumed run's files: all of them would hold the launcher's loop up."""
 
 
 class Screen:
@@ -41,6 +43,7 @@ class Screen:
         self._run_dir = run_dir
         self._is_quiet = is_quiet
         self._view = LiveView(console)
+        self._past = RunFiles(run_dir, _PAST_BYTES)
         self._last: RunView | None = None
         self._started_s = time.monotonic()
         self._news = _News(run_dir / EVENTS_FILE)
@@ -60,7 +63,8 @@ class Screen:
         if view.snapshot or self._last is None:
             self._last = view
         if not self._is_quiet:
-            self._view.update(view)
+            self._past.read()
+            self._view.update(with_past(view, self._past))
             self._tell_news()
 
     def _tell_news(self) -> None:
@@ -101,7 +105,7 @@ class Screen:
                 elapsed_s=time.monotonic() - self._started_s,
                 run_dir=self._run_dir,
                 report=report,
-                curves=_curves(run, last),
+                curves=_curves(run),
                 next_steps=next_steps if ending.exit_code == 0 else (),
                 dropped=last.buffer.dropped if last and last.buffer else None,
             )
@@ -132,10 +136,10 @@ class Screen:
             return None
 
 
-def _curves(run: RunFiles | None, last: RunView | None) -> Curves:
-    """From the run's files, which have the last steps; the last look at the living run may be older than those."""
-    of = run.steps if run is not None else last.curve if last is not None else None
-    return Curves(of("reward/raw_mean") or of("reward/mean"), of("eval/reward"), of("train/loss")) if of else Curves()
+def _curves(run: RunFiles | None) -> Curves:
+    if run is None:
+        return Curves()
+    return Curves(run.steps(training_reward(run.series)), run.steps("eval/reward"), run.steps("train/loss"))
 
 
 class _News:

@@ -432,7 +432,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             await self._phases.to("draining")
         self._state.reason = self._state.reason or reason
         await self.fleet.adopt()
-        await self._evaluate()
+        await self.evaluator.attempt_at_end()
         if self._state.phase == "draining":
             await self._phases.to("finished")
 

@@ -58,6 +58,13 @@ class Evaluator:
             self._ctx.log.exception("evaluation")
             return None
 
+    async def attempt_at_end(self) -> None:
+        """The same of the run's last version, unless it was evaluated already."""
+        async with self._turn:  # one that is under way may be of that version
+            is_known = self._state.evaluated == self._state.known_version
+        if not is_known:
+            await self.attempt()
+
     async def evaluate(self, name: str = "") -> EvalResult:
         """On the engine that serves the newest version; one at a time. `name`: of one set, else all of them, one after
         the other; the reward is then the mean over the sets. Raises ConfigError without held-out prompts, or for a set
@@ -72,6 +79,8 @@ class Evaluator:
                 whole = _together(results)
                 if not name:
                     self._state.eval_reward = whole.mean_reward
+                    is_of_one = whole.oldest_version == whole.newest_version
+                    self._state.evaluated = whole.newest_version if is_of_one else -1
             finally:
                 self._state.evaluating = -1
             await self._keep()
@@ -144,6 +153,7 @@ class Evaluator:
 
     def rewound(self) -> None:
         """The trainer returned to an older version: no engine will serve those it had made since."""
+        self._state.evaluated = -1
         self._rewound.set()
         self._rewound = asyncio.Event()
 

@@ -36,6 +36,8 @@ class RunState:
     stop_reason: str = ""
     """Why the leader is to end; empty: it is not."""
     eval_reward: float | None = None
+    evaluated: int = -1
+    """Version that all answers of the newest evaluation are of; -1: of several, or there was none."""
     evaluating: int = -1
     """Version at which an evaluation began that is not through; -1: none."""
     has_restored: bool = False

@@ -1,6 +1,6 @@
-"""The monitor's picture of the run: latest values, time shares, short curves.
+"""The monitor's picture of the run: latest values and time shares.
 
-Memory is bounded: names, sources and points per curve are all capped, whatever the senders do.
+Memory is bounded: names and sources are capped, whatever the senders do.
 """
 
 from __future__ import annotations
@@ -12,40 +12,12 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.messages import MetricPoint, Telemetry
 
 TIME_PREFIX = "time/"
-CURVES = ("reward/raw_mean", "reward/mean", "eval/reward", "lag/max", "train/loss")
-"""Metrics of which the picture keeps a curve over the whole run, for the live view."""
-
 LONGEST_WINDOW_S = 600.0
 """Shares can be asked for over so many of the last seconds at most."""
 
 _SPACING_S = 2.0
 _MAX_SOURCES = 1024
 _MAX_NAMES = 4096
-_MAX_POINTS = 480
-
-
-class _Curve:
-    """step -> value over the whole run, evenly spaced: when full, only multiples of twice the stride stay."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, float] = {}
-        self._newest: tuple[int, float] | None = None
-        self._stride = 1
-
-    def put(self, step: int, value: float) -> None:
-        if self._newest is None or step >= self._newest[0]:
-            self._newest = (step, value)
-        if step % self._stride == 0:
-            self._kept[step] = value
-        while len(self._kept) > _MAX_POINTS:
-            self._stride *= 2
-            self._kept = {s: v for s, v in self._kept.items() if s % self._stride == 0}
-
-    def points(self) -> dict[str, float]:
-        points = dict(self._kept)
-        if self._newest is not None:
-            points[self._newest[0]] = self._newest[1]
-        return {str(step): points[step] for step in sorted(points)}
 
 
 class _TimeShares:
@@ -96,7 +68,6 @@ class Latest:
         self._merged: dict[str, tuple[int, float]] = {}
         self._time: dict[str, _TimeShares] = {}
         self._heard_wall_s: dict[str, float] = {}
-        self._curves: dict[str, _Curve] = {name: _Curve() for name in CURVES}
         self.num_bundles = 0
         self.num_dropped = 0
         self.num_refused = 0
@@ -123,8 +94,6 @@ class Latest:
                 step = point.step
                 if name not in self._merged or self._merged[name][0] <= step or step < 0:
                     self._merged[name] = (step, value)
-                if name in self._curves and step >= 0:
-                    self._curves[name].put(step, value)
             else:
                 self.num_refused += 1
         if seconds:
@@ -140,15 +109,12 @@ class Latest:
 
     def snapshot(self, now_wall_s: float) -> dict[str, dict[str, float]]:
         """`metrics`: newest value by name over all sources; `<source>`: its own latest values; `time/<source>`: shares
-        over the last window, with parts such as "wait-data/reward";
-        `curve/<metric>`: step (as text) -> value; `age_s`: seconds since each source was heard; `monitor`: counts."""
+        over the last window, with parts such as "wait-data/reward"; `age_s`: seconds since each source was heard;
+        `monitor`: counts."""
         view: dict[str, dict[str, float]] = {source: dict(values) for source, values in self._values.items() if values}
         view["metrics"] = {name: value for name, (_, value) in self._merged.items()}
         for source, time in self._time.items():
             view[f"time/{source}"] = time.recent(self._window_s)
-        for name, curve in self._curves.items():
-            if points := curve.points():
-                view[f"curve/{name}"] = points
         view["age_s"] = {source: max(0.0, now_wall_s - wall_s) for source, wall_s in self._heard_wall_s.items()}
         view["monitor"] = {
             "bundles": float(self.num_bundles),

@@ -297,23 +297,10 @@ def whole_events_end(path: Path) -> int:
     return end
 
 
-def trace_parts(path: Path) -> tuple[Path, ...]:
-    """The parts that there are of a run's trace, the older first; `path`: the newest of them."""
-    return tuple(part for part in (path.with_name(PART_BEFORE), path) if part.is_file())
-
-
-def read_trace(path: Path, max_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """All whole events of a trace, also of one that is torn; lines that are not events are skipped. `max_bytes`: only
-    those that begin so far from the start, for a file that grows meanwhile."""
-    position = 0
+def read_trace(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole events of a trace, also of one that is torn; lines that are not events are skipped."""
     with path.open("rb") as file:
-        for line in file:
-            if max_bytes is not None and position >= max_bytes:
-                return
-            position += len(line)
-            event = _event(line.strip().removesuffix(b","))
-            if event is not None:
-                yield event
+        yield from (event for line in file if (event := _event(line.strip().removesuffix(b","))) is not None)
 
 
 def _event(text: bytes) -> dict[str, Any] | None:

@@ -1,16 +1,20 @@
 """A Prometheus endpoint with the latest values: `http://127.0.0.1:<port>/metrics`.
 
 Loopback only, on purpose: metrics show a stranger what is trained and how well. A scraper on another host goes through
-a tunnel or an agent on this one. The port that was bound is an event and the content of `prometheus.port`.
+a tunnel or an agent on this one. The port that was bound is an event and the content of `prometheus.port`. A dashboard
+for Grafana and the configuration of a Prometheus that scrapes the run are made here, too.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
+from string import ascii_uppercase
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -150,3 +154,83 @@ def _gauge(name: str, sources: dict[str, tuple[str, float]]) -> GaugeMetricFamil
 def prometheus_name(name: str) -> str:
     """`train/loss` -> `myxa_train_loss`; whatever Prometheus does not allow becomes "_"."""
     return "myxa_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+# -- Grafana -----------------------------------------------------------------------------------------------------------
+
+DATASOURCE = "${datasource}"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One chart."""
+
+    title: str
+    metrics: tuple[str, ...]
+    unit: str = "short"
+    is_rate: bool = False
+    """Of cumulative seconds: shown as a share of the time, by actor."""
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel("Training reward: all finished groups, and those of the batch", ("reward/raw_mean", "reward/mean")),
+    Panel("Finished groups", ("reward/pass_rate", "reward/all_right", "reward/all_wrong"), "percentunit"),
+    Panel("Loss and gradient", ("train/loss", "train/grad_norm")),
+    Panel("Disagreement of trainer and engines (nats)", ("train/logprob_diff_abs_mean",)),
+    Panel("Entropy and approximate KL", ("train/entropy", "train/approx_kl")),
+    Panel("Staleness of what is trained (versions)", ("lag/max", "lag/mean")),
+    Panel("Tokens per second", ("rollout/tokens_per_s", "train/tokens_per_s")),
+    Panel("Requests in the engines", ("rollout/running", "rollout/waiting")),
+    Panel("Groups in the buffer", ("buffer/ready", "buffer/under_way", "buffer/slots_used", "buffer/slots_total")),
+    Panel("Seconds per step and per weight update", ("train/step_s", "weights/publish_s", "weights/adopt_s"), "s"),
+    Panel("Working", ("time/compute",), "percentunit", is_rate=True),
+    Panel("Waiting for data", ("time/wait-data",), "percentunit", is_rate=True),
+    Panel("Waiting for weights", ("time/wait-weights",), "percentunit", is_rate=True),
+    Panel("Waiting for room", ("time/wait-capacity",), "percentunit", is_rate=True),
+    Panel("Waiting for the environment", ("time/wait-env",), "percentunit", is_rate=True),
+)
+
+
+def dashboard(title: str) -> str:
+    """JSON for Grafana's import; the data source is asked for there."""
+    prometheus = {"type": "prometheus", "uid": DATASOURCE}
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    actor = {
+        "name": "source", "type": "query", "label": "Actor", "datasource": prometheus, "refresh": 2,
+        "query": f"label_values({prometheus_name('time/compute')}, source)", "includeAll": True, "multi": True,
+        "allValue": ".*", "current": {"text": "All", "value": "$__all"},
+    }  # fmt: skip
+    changes = {
+        "name": "knobs", "enable": True, "iconColor": "orange", "datasource": prometheus,
+        "expr": 'changes(myxa_events_total{kind="knob"}[10s]) > 0', "titleFormat": "a knob was changed",
+    }  # fmt: skip
+    page = {
+        "title": title, "uid": "myxa-run", "schemaVersion": 39, "editable": True, "refresh": "5s",
+        "time": {"from": "now-30m", "to": "now"}, "templating": {"list": [source, actor]},
+        "annotations": {"list": [changes]},
+        "panels": [_panel(index, panel) | {"datasource": prometheus} for index, panel in enumerate(PANELS)],
+    }  # fmt: skip
+    return json.dumps(page, indent=2) + "\n"
+
+
+def scrape_config(port: int, run_name: str) -> str:
+    """JSON, which is YAML, for Prometheus: `prometheus --config.file=...`."""
+    targets = [{"targets": [f"{LOOPBACK}:{port}"], "labels": {"run": run_name}}]
+    job = {"job_name": "myxa", "static_configs": targets}
+    return json.dumps({"global": {"scrape_interval": "5s"}, "scrape_configs": [job]}, indent=2) + "\n"
+
+
+def _panel(index: int, panel: Panel) -> dict[str, Any]:
+    is_one = panel.is_rate or len(panel.metrics) == 1
+    targets: list[dict[str, str]] = []
+    for letter, metric in zip(ascii_uppercase, panel.metrics, strict=False):
+        chosen = f'{prometheus_name(metric)}{{source=~"$source"}}'
+        words = "{{source}}" if is_one else f"{metric} {{{{source}}}}"
+        expr = f"rate({chosen}[1m])" if panel.is_rate else chosen
+        targets.append({"refId": letter, "expr": expr, "legendFormat": words})
+    custom = {"lineWidth": 1, "showPoints": "never"}
+    return {
+        "id": index + 1, "type": "timeseries", "title": panel.title, "targets": targets,
+        "gridPos": {"h": 8, "w": 12, "x": 12 * (index % 2), "y": 8 * (index // 2)},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},
+    }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 from .parser import Command, Parser
 
@@ -32,16 +31,8 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def script(parser: Parser, shell: str) -> str:
-    cases = "\n".join(
-        f'    {name}:*) words="{" ".join(_words(each.ready()))}" ;;' for name, each in parser.commands.items()
-    )
+    cases = "\n".join(f'    {name}:*) words="{" ".join(each.flags)}" ;;' for name, each in parser.commands.items())
     return SCRIPT.format(zsh=ZSH if shell == "zsh" else "", commands=" ".join(parser.commands), cases=cases)
-
-
-def _words(parser: Parser) -> Iterator[str]:
-    yield from parser.flags
-    for name, part in parser.commands.items():
-        yield from (name, *part.flags)
 
 
 COMPLETION = Command("completion", "commands and flags for bash or zsh to complete", _completion, _add)

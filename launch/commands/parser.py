@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,26 +29,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OTHER_WORDS: Mapping[str, str] = {
-    "status": "ps", "info": "ps", "list": "ls", "runs": "ls", "diff": "compare",
+    "status": "ps", "info": "ps", "control": "where", "apply": "set", "config": "get", "suggest": "why", "watch": "top",
+    "list": "ls", "runs": "ls", "diff": "compare",
     "stats": "top", "metrics": "top", "events": "top", "tail": "logs",
     "show": "get", "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
     "quit": "down", "exit": "down", "shutdown": "down",
 }  # fmt: skip
 """Names in other programs -> our command. The nearest name by letters would be wrong: top for stop."""
-FORMER: Mapping[str, str] = {
-    "chaos": "`myxa kill` makes a process of the run fail",
-    "apply": "`myxa set NAME=VALUE NAME=VALUE` changes several knobs, all or none",
-    "config": "`myxa get --toml` prints what differs from the run file",
-    "suggest": "`myxa why` names the knob to turn",
-    "engine": "start a server of your own: `python -m sglang.launch_server`; the demo's model runs in the actor itself",
-    "watch": "`myxa top` shows the run; `tail -F RUN/metrics.jsonl`, events.jsonl or audit.jsonl follows its files",
-}
-"""Commands that are gone -> what to do instead."""
-FORMER_FLAGS: Mapping[str, str] = {
-    "--py-spy": "`py-spy dump --pid PID` on its node does that; `myxa ps` shows both",
-    "--brief": "a plan shows no commands any more; `ps` on a node shows those of a run",
-}
-"""Flags that are gone -> what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +47,6 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     add: Callable[[Parser], None]
     description: str = ""
-    parts: tuple[Command, ...] = ()
-    """Sub-commands, of which one must be given; a command with parts has no `run` and no flags of its own."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,11 +68,8 @@ class Parser(argparse.ArgumentParser):
     def ready(self) -> Parser:
         if not self._is_ready and self._command is not None:
             self._is_ready = True
-            if self._command.parts:
-                self.add_commands(self._command.parts)
-            else:
-                self._command.add(self)
-                self.set_defaults(run=self._command.run)
+            self._command.add(self)
+            self.set_defaults(run=self._command.run)
         return self
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +80,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises as every other mistake does, so that `--json` applies; argparse would print its usage and exit."""
         if self.commands and message.endswith(": COMMAND"):
-            raise ConfigError(
-                f"a command is missing after {self.prog!r}", remedy=f"there are: {', '.join(self.commands)}"
-            )
+            raise ConfigError("a command is missing", remedy=f"there are: {', '.join(self.commands)}")
         raise ConfigError(f"{self.prog.removeprefix('myxa ')}: {message}", remedy=f"`{self.prog} --help`")
 
     @property
@@ -108,44 +88,23 @@ class Parser(argparse.ArgumentParser):
         return tuple(name for name in self.ready()._option_string_actions if name.startswith("--"))
 
 
-def path_of(parser: Parser, words: Sequence[str]) -> Iterator[tuple[Parser, str]]:
-    """The parsers that the words lead through, each with the word that is looked for in it; ends at a flag."""
-    for word in words:
-        if not parser.ready().commands or word.startswith("-"):
-            return
-        yield parser, word
-        if word not in parser.commands:
-            return
-        parser = parser.commands[word]
-
-
 def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
     """A sentence about a command that does not exist, or nothing."""
-    above: list[str] = []
-    for place, word in path_of(parser, words):
-        if word not in place.commands:
-            if not above and word in FORMER:
-                return f"{word!r} is no command any more -- {FORMER[word]}"
-            other = OTHER_WORDS.get(word.lower())
-            near = other if other in place.commands else nearest(word, place.commands)
-            hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(place.commands)}"
-            return f"{' '.join([*above, word])!r} is no command -- {hint}"
-        above.append(word)
-    return ""
+    word = words[0] if words else "-"
+    if word.startswith("-") or word in parser.commands:
+        return ""
+    other = OTHER_WORDS.get(word.lower())
+    near = other if other in parser.commands else nearest(word, parser.commands)
+    hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(parser.commands)}"
+    return f"{word!r} is no command -- {hint}"
 
 
 def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> str:
-    command = parser
-    name: list[str] = []
-    for place, word in path_of(parser, words):
-        command = place.commands[word]
-        name.append(word)
-    first = unknown[0].partition("=")[0]
+    name = words[0] if words and words[0] in parser.commands else ""
+    command, first = parser.commands.get(name, parser), unknown[0].partition("=")[0]
     near = nearest(first, command.flags) if first.startswith("--") else None
-    hint = FORMER_FLAGS.get(first) or (
-        f"did you mean {near}?" if near else f"`myxa {' '.join([*name, '--help'])}` shows what it takes"
-    )
-    return f"{' '.join(name) or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
+    hint = f"did you mean {near}?" if near else f"`{command.prog} --help` shows what it takes"
+    return f"{name or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
 
 
 def add_arguments(parser: argparse.ArgumentParser, verb: Verb[Any]) -> None:

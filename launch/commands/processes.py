@@ -1,4 +1,4 @@
-"""Processes of a run: `scale`, `drain`, `restart`, `kill`, `logs`, `stack`, `profile`; and `control where`."""
+"""Processes of a run: `scale`, `drain`, `restart`, `kill`, `logs`, `stack`, `profile`, `where`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from .parser import (
     Parser,
     add_run_flags,
     arguments_of,
-    ask,
     client_of,
     client_or_folder,
     say_now,
@@ -110,21 +109,14 @@ def _stack_words(stacks: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-MIB = 1 << 20
-
-
 def _add_profile(parser: Parser) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--memory", action="store_const", const="memory", dest="kind", help="Python memory, by line")
     kind.add_argument("--torch", action="store_const", const="torch", dest="kind", help="by torch's own profiler")
-    kind.add_argument("--facts", action="store_true", help="at once: memory, descriptors, threads, tasks")
     parser.set_defaults(kind="stacks")
 
 
 def _profile(options: argparse.Namespace) -> int:
-    if options.facts:
-        show(options, ask(options, verbs.FACTS), _profile_facts)
-        return 0
     answer = client_of(options).ask("profile", **arguments_of(options, verbs.PROFILE))
     show(options, answer, _profile_words)
     return 1 if any(each["refused"] for each in answer) else 0
@@ -137,15 +129,6 @@ def _profile_words(replies: list[dict[str, Any]]) -> str:
         lines += [f"  {line}" for line in each["top"]]
         if not each["refused"] and not each["num_samples"]:
             lines.append("  nothing was seen in that time")
-    return "\n".join(lines)
-
-
-def _profile_facts(facts: list[dict[str, Any]]) -> str:
-    lines: list[str] = []
-    for each in facts:
-        held = f"{each['rss_bytes'] / MIB:.0f} MiB, {each['num_fds']} descriptors, {each['num_threads']} threads"
-        lines.append(f"{each['name']}: {held}, {each['num_tasks']} tasks, {each['num_objects']} objects")
-        lines += [f"  {name}: {value / MIB:.0f} MiB" for name, value in each["cuda_bytes"].items()]
     return "\n".join(lines)
 
 
@@ -172,4 +155,3 @@ COMMANDS = (
     verb_command(verbs.PROFILE, _profile_words, add=_add_profile, run=_profile),
 )
 WHERE = Command("where", "where the sockets of the run are, for curl", _where, _add_where)
-CONTROL = Command("control", "where the control sockets are", _where, _add_where, parts=(WHERE,))

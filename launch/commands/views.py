@@ -6,10 +6,9 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,9 @@ from .parser import (
     Parser,
     add_json_flag,
     add_run_flags,
-    client_or_folder,
     folder_of,
     note_of,
     show,
-    stretch_s,
     table,
     verb_command,
 )
@@ -39,15 +36,13 @@ COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "m
 
 
 def _ps_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    from ..control.look_verbs import doing
+    import msgspec
+
     from ..views.run_files import load_run
+    from ..views.run_view import run_view_of_files
 
     del options
-    ended = {"state": "ended", "pid": 0, "node": 0, "host": "", "attempt": 0, "epoch": 0, "uptime_s": 0.0}
-    return [
-        {"name": name, "role": name.partition("/")[0], **ended, "memory_bytes": 0, "doing": doing(shares)}
-        for name, shares in sorted(load_run(folder).shares().items())
-    ]
+    return msgspec.to_builtins(run_view_of_files(load_run(folder)).actors)
 
 
 def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
@@ -196,51 +191,17 @@ def _mem_page(view: Any) -> str:
     return memory_text(msgspec.convert(view, MemoryView)).rstrip("\n")
 
 
-def _add_trace(parser: Parser) -> None:
-    parser.add_argument("--last", type=stretch_s, default=None, metavar="T", dest="last_s",
-                        help="only the last so many seconds: 60s, 5min (everything)")  # fmt: skip
-    parser.add_argument("-o", type=Path, default=Path("trace.json"), metavar="FILE", dest="to",
-                        help="where to write it (%(default)s)")  # fmt: skip
-
-
-def _trace(options: argparse.Namespace) -> int:
-    source = _source(options)
-    import orjson  # slow to import, and the last thing needed
-
-    from ...actors.sinks.chrome_trace import read_trace, trace_parts
-
-    target: Path = options.to
-    parts = {part: part.stat().st_size for part in trace_parts(source)}  # a live run keeps writing
-    if target.resolve() in {part.resolve() for part in parts}:
-        raise ConfigError(f"{target} is the run's own trace", remedy="write to another file: -o FILE")
-
-    def read() -> Iterator[dict[str, Any]]:
-        return chain.from_iterable(read_trace(part, num_bytes) for part, num_bytes in parts.items())
-
-    events = trace_tail(read, options.last_s)
-    try:
-        target.write_bytes(b"[\n" + b",\n".join(orjson.dumps(event) for event in events) + b"\n]\n")
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written: {error.strerror}", remedy="name another file: -o FILE"
-        ) from error
-    show(options, {"file": str(target), "num_events": len(events)}, _trace_words)
-    return 0
-
-
-def _source(options: argparse.Namespace) -> Path:
-    """The trace of a live run, written up to now; or that of a run that is over."""
-    found = client_or_folder(options)
-    if not isinstance(found, Path):
-        return Path(found.ask("trace")["file"])
-    path = found / "trace.json"
+def _trace_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    del options
+    path = folder / "trace.json"
     if not path.is_file():
         raise ConfigError(f"there is no {path}", remedy="it is written with monitor.trace = true")
-    return path
+    return {"file": str(path), "num_bytes": path.stat().st_size}
 
 
 def _trace_words(facts: dict[str, Any]) -> str:
-    return f"{facts['num_events']} events in {facts['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
+    size = f"{facts['num_bytes'] / MIB:.1f} MiB"
+    return f"{size} in {facts['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
 DASHBOARD = "dashboard.json"
@@ -254,8 +215,7 @@ def _add_grafana(parser: Parser) -> None:
 
 
 def _grafana(options: argparse.Namespace) -> int:
-    from ...actors.sinks.prometheus import PORT_FILE
-    from ..views.grafana import dashboard, scrape_config
+    from ...actors.sinks.prometheus import PORT_FILE, dashboard, scrape_config
 
     run_dir = Path(note_of(options).run_dir)
     try:
@@ -354,47 +314,6 @@ def _tag(parts: Sequence[TagReport]) -> str:
     return f"{whole_of(first.tag):<11}{total:>11}  {WORDS[first.backing]}{copy} [{first.policy}]"
 
 
-TraceEvent = dict[str, Any]
-Read = Callable[[], Iterable[TraceEvent]]
-"""Begins at the first event each time."""
-
-US = 1_000_000
-
-
-def trace_tail(read: Read, last_s: float | None) -> list[TraceEvent]:
-    """Everything that happened in the last `last_s` seconds before the trace's newest event; None: everything."""
-    cut_us = None if last_s is None else max((_end_us(event) for event in read()), default=0) - round(last_s * US)
-    arrows = _whole_arrows(read(), cut_us)
-    kept: list[TraceEvent] = []
-    names: dict[tuple[int, int, str], TraceEvent] = {}
-    for event in read():
-        if event["ph"] == "M":
-            names[event["pid"], event["tid"], event["name"]] = event  # each part of a trace has them
-        elif event["ph"] in ("s", "f"):
-            if _arrow(event) in arrows:
-                kept.append(event)
-        elif cut_us is None or _end_us(event) > cut_us:
-            kept.append(event)
-    actors = {event["pid"] for event in kept}
-    return [event for event in names.values() if event["pid"] in actors] + kept
-
-
-def _whole_arrows(events: Iterable[TraceEvent], cut_us: int | None) -> set[tuple[str, str, int]]:
-    ends: dict[tuple[str, str, int], int] = {}
-    for event in events:
-        if event["ph"] in ("s", "f") and (cut_us is None or event["ts"] > cut_us):
-            ends[_arrow(event)] = ends.get(_arrow(event), 0) + 1
-    return {arrow for arrow, num in ends.items() if num == 2}
-
-
-def _arrow(event: TraceEvent) -> tuple[str, str, int]:
-    return str(event.get("cat")), str(event.get("name")), int(event.get("id", -1))
-
-
-def _end_us(event: TraceEvent) -> int:
-    return int(event.get("ts", 0)) + int(event.get("dur", 0))
-
-
 PS = verb_command(verbs.PS, _ps_page, from_files=_ps_from_files)
 TOP = Command(
     "top", "the run in a terminal: look at it and turn its knobs", _top, _add_top,
@@ -406,7 +325,7 @@ DASHBOARD_COMMAND = Command(
     "has the URL may look. Of an ended run it shows what its files hold.",
 )  # fmt: skip
 WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
-TRACE = verb_command(verbs.TRACE, _trace_words, add=_add_trace, run=_trace)
+TRACE = verb_command(verbs.TRACE, _trace_words, from_files=_trace_from_files)
 GRAFANA = Command("grafana", "a Grafana dashboard and a Prometheus configuration for a run", _grafana, _add_grafana)
 MEM = verb_command(verbs.MEM, _mem_page, add=_add_mem, more=_named)
 REPORT = Command("report", "write report.html of a run", _report, _add_report)

@@ -32,7 +32,6 @@ from .look_verbs import LOOK_HANDLERS
 from .process_verbs import PROCESS_HANDLERS
 from .server import Handler, VerbContext
 from .targets import find_targets
-from .why_verbs import WHY_HANDLERS
 
 NAME = "coordinator"
 WAIT_S = 5.0
@@ -267,5 +266,5 @@ HANDLERS: dict[verbs.Verb[Any], Handler] = {
     verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume, verbs.STEP: _step,
     verbs.CKPT: _checkpoint, verbs.EVAL: _evaluate, verbs.DOWN: _down,
     verbs.GET: _get, verbs.EXPLAIN: _explain, verbs.SET: _set,
-    verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS, **DATA_HANDLERS, **WHY_HANDLERS,
+    verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS, **DATA_HANDLERS,
 }  # fmt: skip

@@ -1,241 +1,90 @@
-"""Verbs that look into a run and change nothing: `ps`, `status`, logs, stack, facts, profile, `trace`.
+"""Verbs that look at the run as a whole and change nothing: `status`, `ps`, `why`, `trace`.
 
-A process that answers reports its own stacks; its node's agent finds out those of a process that does not. `ps` asks
-the supervisor, the kernel and the monitor, and leaves blanks where one of them does not answer. `status` is everything
-that the live view shows, in one answer. `trace` writes the timeline up to now and returns the file's path.
+`status` is one `RunView`: with `whole` everything that `top` and the dashboard show. An actor that does not answer is
+left out: without the coordinator there is still a verdict, only no knob to turn. `trace` writes the timeline up to now
+and returns the file's path.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 import msgspec
 import psutil
 
-from ...actors.contracts import BufferContract, MonitorContract, RolloutContract
+from ...actors.contracts import CoordinatorContract, MonitorContract
+from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...actors.sinks.chrome_trace import TRACE_FILE
-from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
-from ...core.knobs import Operator
-from ...core.protocols import EngineTrace
+from ...core.config import RoleName, RunConfig
+from ...core.errors import ConfigError, LaunchError
+from ...core.knobs import KnobState, KnobTable, Operator
 from ...core.refs import with_deadline
-from ..contracts import (
-    LogChunk,
-    LogRequest,
-    ProcessContract,
-    ProcessFacts,
-    ProfileOrder,
-    ProfileReply,
-    StackReply,
-    process_name,
-)
+from ..host import look_at_gpus
 from ..run_watch import RunWatch
-from ..supervisor.run_actors import ActorStatus
-from ..views.run_view import RunView
+from ..supervisor.placement import Present, staff
+from ..views.numbers import doing, name_order
+from ..views.run_view import ActorFacts, RunView
+from ..views.why import Facts, Reason, Shares, actors_of, explain, explain_actors, most_on_cores, num_cores
 from . import verbs
-from .server import Answer, Handler, VerbContext, answer_or_none
-from .targets import find_targets
+from .server import Handler, VerbContext, answer_or_none
 
-C = TypeVar("C")
-T = TypeVar("T")
-
-LIVE_S = 2.0
-"""How long a process may take to report its own stacks."""
-FOLLOW_S = 0.5
-"""Between two looks at a log that is followed."""
-WRITE_S = 60.0
-"""A profile may take so much longer than it lasts, to be written."""
-ENGINE_WRITE_S = 80.0
-"""The same of a server: it is waited for to begin (20 s at most), and to write (50 s)."""
-LAUNCHER = "launcher"
+ASK_S = 2.0
+SHOWN_RECORDS = 50
+_LOOK_UP_TO = 4
+"""No move makes a number more than so many times what it was."""
 
 
-def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Operator) -> Answer:
-    return _follow(context, arguments) if arguments.follow else _tails(context, arguments)
-
-
-async def _tails(context: VerbContext, arguments: verbs.LogsArguments) -> list[LogChunk]:
-    return [chunk for _, chunk in await _first_chunks(context, arguments)]
-
-
-async def _follow(context: VerbContext, arguments: verbs.LogsArguments) -> AsyncIterator[LogChunk]:
-    """The last lines, then what is added, until the caller goes away."""
-    held = dict(await _first_chunks(context, arguments))
-    for chunk in held.values():
-        yield chunk
-    while True:
-        is_more = False
-        for (node, name), last in list(held.items()):
-            request = LogRequest(
-                name=name, grep=arguments.grep, engine=arguments.engine, file=last.file, offset=last.offset
-            )
-            try:
-                chunk = held[node, name] = await context.supervisor.agent(node).read_log(request)
-            except MyxaError:  # the node is lost, or the log is; the others are still followed
-                del held[node, name]
-                continue
-            is_more = is_more or chunk.is_more
-            if chunk.lines:
-                yield chunk
-        if not held:
-            return
-        if not is_more:
-            await asyncio.sleep(FOLLOW_S)
-
-
-async def _first_chunks(context: VerbContext, arguments: verbs.LogsArguments) -> list[tuple[tuple[int, str], LogChunk]]:
-    meant = _log_owners(context, arguments.target)
-    requests = [
-        context.supervisor.agent(node).read_log(
-            LogRequest(name=name, num_lines=arguments.num_lines, grep=arguments.grep, engine=arguments.engine)
-        )
-        for node, name in meant
-    ]
-    answers = await asyncio.gather(*requests, return_exceptions=True)
-    found = [(owner, answer) for owner, answer in zip(meant, answers, strict=True) if isinstance(answer, LogChunk)]
-    if not found:  # of several, those without a log are left out
-        raise next(answer for answer in answers if isinstance(answer, BaseException))
-    return found
-
-
-def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
-    """(node, name) of the logs that are meant; also those of actors that have left the run."""
-    role, _, number = target.partition("/")
-    if role == LAUNCHER and (not number or number.isdigit()):
-        node = int(number or "0")
-        if node not in context.supervisor.nodes:
-            raise ConfigError(f"node {node} takes no part", remedy=f"there are {context.supervisor.nodes}")
-        return [(node, LAUNCHER)]
-    try:
-        return [(record.node, record.name) for record in find_targets(target, context.supervisor.statuses())]
-    except ConfigError:
-        if "/" in target and (context.run_dir.logs / "latest" / f"{target.replace('/', '.')}.log").exists():
-            return [(0, target)]
-        raise
-
-
-# -- stacks and facts --------------------------------------------------------------------------------------------------
-
-
-async def _stack(context: VerbContext, arguments: verbs.TargetArguments, who: Operator) -> list[StackReply]:
-    meant = find_targets(arguments.target, context.supervisor.statuses())
-    looks = [(record, _stack_of(context, record)) for record in meant]
-    return await _of_several(looks, lambda record, why: StackReply(name=record.name, pid=0, text=why, how="refused"))
-
-
-async def _stack_of(context: VerbContext, record: ActorStatus) -> list[StackReply]:
-    try:
-        return [await with_deadline(_process(context, record.name), LIVE_S).stacks()]
-    except CallError as error:
-        context.supervisor.ctx.log.info("%s does not report its own stacks: %s", record.name, error)
-    return [await context.supervisor.agent(record.node).stacks_from_outside(record.name)]
-
-
-async def _of_several(
-    looks: Sequence[tuple[ActorStatus, Awaitable[list[T]]]], refusal: Callable[[ActorStatus, str], T]
-) -> list[T]:
-    """Of several, one that refuses says why in its place; raises if all of them do."""
-    answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
-    errors = [answer for answer in answers if isinstance(answer, BaseException)]
-    for error in errors:
-        if not isinstance(error, MyxaError) or len(errors) == len(answers):
-            raise error
-    replies: list[T] = []
-    for (record, _), answer in zip(looks, answers, strict=True):
-        replies += [refusal(record, str(answer))] if isinstance(answer, BaseException) else answer
-    return replies
-
-
-async def _facts(context: VerbContext, arguments: verbs.TargetArguments, who: Operator) -> list[ProcessFacts]:
-    meant = find_targets(arguments.target, context.supervisor.statuses())
-    return list(await asyncio.gather(*(_asked(r.name, _process(context, r.name).facts()) for r in meant)))
-
-
-async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who: Operator) -> list[ProfileReply]:
-    """Of several, one that refuses says why in its place; raises if all of them do."""
-    meant = find_targets(arguments.target, context.supervisor.statuses())
-    order = ProfileOrder(kind=arguments.kind, duration_s=arguments.for_s, interval_s=arguments.interval_s)
-    is_served = context.config.roles.rollout.kind == "sglang" and arguments.engine and arguments.kind != "memory"
-    looks = [
-        (record, look(context, record, order))
-        for record in meant
-        for look in ((_own_profile, _engine_profiles) if is_served and record.role == "rollout" else (_own_profile,))
-    ]
-    return await _of_several(
-        looks, lambda record, why: _refusal(record.name, record.node, why.removeprefix(f"{record.name}: "))
+async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: Operator) -> RunView:
+    del who
+    view = await RunWatch(context.node, context.node.clock).look()
+    view = msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
+    if not arguments.whole:
+        return view
+    table = await _knob_table(context)
+    shares = view.shares()
+    reason = explain(shares, facts_of(context, shares, view, table))
+    told = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
+    return msgspec.structs.replace(
+        view,
+        actors=_actors(context, view),
+        knobs=table,
+        history=await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, SHOWN_RECORDS),
+        why=reason.sentence if shares else "",
+        remedy=reason.to_try,
+        troubles=tuple(f"{name} does not answer" for name, answer in told.items() if answer is None),
     )
 
 
-async def _own_profile(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
-    ref = with_deadline(_process(context, record.name), order.duration_s + WRITE_S)
-    return [await _asked(record.name, ref.profile(order))]
-
-
-async def _engine_profiles(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
-    """Never raises for a server: the profile of the actor's own process is kept."""
-    ref = with_deadline(context.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_WRITE_S)
-    try:
-        traces = await ref.profile_engine(order.duration_s)
-    except CallError as error:
-        traces = (EngineTrace(engine=record.name, refused=str(error)),)
-    return [_of_engine(record, trace) for trace in traces]
-
-
-def _of_engine(record: ActorStatus, trace: EngineTrace) -> ProfileReply:
-    name = f"{record.name}, its server{'' if trace.engine == record.name else f' {trace.engine}'}"
-    if trace.refused:
-        return _refusal(name, record.node, trace.refused)
-    return ProfileReply(name=name, node=record.node, path=trace.place, num_samples=len(trace.files), top=trace.files)
-
-
-def _refusal(name: str, node: int, why: str) -> ProfileReply:
-    return ProfileReply(name=name, node=node, path="", num_samples=0, top=(), refused=why)
-
-
-async def _asked(name: str, answer: Awaitable[T]) -> T:
-    """An error of a process that does not answer names the way that needs no answer."""
-    try:
-        return await answer
-    except CallError as error:
-        raise LaunchError(f"{name}: {error}", remedy="`myxa stack` also works on a process that hangs") from error
-
-
-def _process(context: VerbContext, name: str) -> ProcessContract:
-    return context.node.ref(ProcessContract, process_name(name))
-
-
-PS_ASK_S = 2.0
-TIME_PREFIX = "time/"
-
-
-async def _ps(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> list[dict[str, Any]]:
-    """`ActorStatus` of each, and what it takes and does."""
-    now, here = context.node.clock.wall(), socket.gethostname()
-    told, stats = await asyncio.gather(
-        _asked_if_there(context, MonitorContract, "monitor", lambda monitor: monitor.snapshot()),
-        _asked_if_there(context, BufferContract, "buffer", lambda buffer: buffer.stats()),
-    )
-    shares, disk = told or {}, stats.disk if stats is not None else ""
-    return [
-        {
-            **msgspec.to_builtins(actor),
-            "uptime_s": max(0.0, now - actor.started_wall_s) if actor.pid and actor.started_wall_s else 0.0,
-            "memory_bytes": _memory(actor.pid) if actor.pid and actor.host in ("", here) else 0,
-            "doing": doing(shares.get(f"{TIME_PREFIX}{actor.name}", {})),
-            "note": disk if actor.name == "buffer" else "",
-        }
-        for actor in context.supervisor.statuses()
-    ]
-
-
-async def _asked_if_there(
-    context: VerbContext, contract: type[C], name: str, question: Callable[[C], Awaitable[T]]
-) -> T | None:
-    if not context.node.peers(name):
+async def _knob_table(context: VerbContext) -> KnobTable | None:
+    if not context.node.peers("coordinator"):
         return None
-    return await answer_or_none(question(with_deadline(context.node.ref(contract, name), PS_ASK_S)))
+    return await answer_or_none(with_deadline(context.node.ref(CoordinatorContract, "coordinator"), ASK_S).knob_table())
+
+
+async def _ps(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> tuple[ActorFacts, ...]:
+    return _actors(context, await RunWatch(context.node, context.node.clock).look())
+
+
+def _actors(context: VerbContext, view: RunView) -> tuple[ActorFacts, ...]:
+    """What the supervisor knows, and what the kernel and the monitor say; blanks where one of them does not."""
+    here, shares, disk = socket.gethostname(), view.shares(), view.buffer.disk if view.buffer is not None else ""
+    return tuple(
+        msgspec.convert(
+            {
+                **msgspec.to_builtins(actor),
+                "uptime_s": max(0.0, view.now_wall_s - actor.started_wall_s)
+                if actor.pid and actor.started_wall_s
+                else 0.0,
+                "memory_bytes": _memory(actor.pid) if actor.pid and actor.host in ("", here) else 0,
+                "doing": doing(shares.get(actor.name, {})),
+                "note": disk if actor.name == "buffer" else "",
+            },
+            ActorFacts,
+        )
+        for actor in sorted(context.supervisor.statuses(), key=lambda actor: (actor.node, name_order(actor.name)))
+    )
 
 
 def _memory(pid: int) -> int:
@@ -245,20 +94,73 @@ def _memory(pid: int) -> int:
         return 0
 
 
-def doing(shares: Mapping[str, float]) -> str:
-    """Parts of a kind ("wait-data/reward") say more than the kind, where they are most of it."""
-    kinds = {name: share for name, share in shares.items() if "/" not in name}
-    if not kinds:
-        return ""
-    kind = max(kinds, key=lambda name: kinds[name])
-    parts = {name: share for name, share in shares.items() if name.startswith(f"{kind}/") and share > kinds[kind] / 2}
-    return f"{max(parts, key=lambda name: parts[name]) if parts else kind} {kinds[kind] * 100:.0f} %"
+async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operator) -> Reason:
+    monitor = with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.WHY.ask_s)
+    view, shares, table = await asyncio.gather(
+        RunWatch(context.node, context.node.clock).look(),
+        answer_or_none(monitor.shares(arguments.window_s)),
+        _knob_table(context),
+    )
+    if shares is None:
+        raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
+    facts = facts_of(context, shares, view, table)
+    if not arguments.target:
+        return explain(shares, facts, window_s=arguments.window_s)
+    return explain_actors(actors_of(arguments.target, shares), shares, facts, window_s=arguments.window_s)
 
 
-async def _run_status(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> RunView:
-    del arguments, who
-    view = await RunWatch(context.node, context.node.clock).look()
-    return msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
+def facts_of(context: VerbContext, shares: Shares, view: RunView, table: KnobTable | None) -> Facts:
+    """Numbers of the run as they are now; where an answer is missing, as the run file has them."""
+    config, cores, stats = context.config, num_cores(), view.buffer
+    knobs: dict[str, KnobState] = {}
+    for state in (state for sheet in (table.sheets if table is not None else ()) for state in sheet.knobs):
+        knobs.setdefault(state.tunable.name, state)
+    samples = knobs.get("num_samples")
+    num_rollouts = max(sum(name.startswith("rollout/") for name in shares), 1)
+    most, devices = room_for_rollouts(config, context.supervisor.present(), num_rollouts, cores)
+    return Facts(
+        gauges=view.snapshot,
+        disk=stats.disk if stats is not None else "",
+        cores=cores,
+        most_rollouts=most,
+        more_devices=devices,
+        knobs=knobs,
+        num_rollouts=num_rollouts,
+        num_samples=int(samples.value) if samples is not None else config.rollout.num_samples,
+        max_running=config.engine.max_running,
+        slots_total=stats.slots_total if stats is not None else 0,
+        reward_workers=config.reward.workers,
+        is_data_endless=not any(part.max_passes for part in config.data.parts().values()),
+    )
+
+
+def room_for_rollouts(config: RunConfig, present: Present, num_there: int, cores: int) -> tuple[int, str]:
+    """How many rollout actors there may be, and the GPUs that more of them would need beside the role's own. 0: not
+    known, since other machines take part."""
+    role = config.roles.rollout
+    if not role.device_ids:
+        is_alone = len(present.nodes) <= 1 and not config.engine.attach
+        return (max(num_there, most_on_cores(cores, role.threads)) if is_alone else 0), ""
+    for devices in ("", _idle_gpus(config) if len(present.nodes) <= 1 else ""):
+        most = num_there
+        while most < _LOOK_UP_TO * num_there and _is_possible(config, present, most + 1, devices):
+            most += 1
+        if most > num_there:
+            return most, devices
+    return num_there, ""
+
+
+def _is_possible(config: RunConfig, present: Present, count: int, devices: str) -> bool:
+    try:
+        staff(config, "rollout", count, present, devices)
+    except ConfigError:
+        return False
+    return True
+
+
+def _idle_gpus(config: RunConfig) -> str:
+    named = {device for role in get_args(RoleName) for device in config.roles[role].device_ids}
+    return ",".join(str(number) for number in range(len(look_at_gpus().found)) if number not in named)
 
 
 async def _trace(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> dict[str, Any]:
@@ -270,6 +172,5 @@ async def _trace(context: VerbContext, arguments: verbs.Arguments, who: Operator
 
 
 LOOK_HANDLERS: dict[verbs.Verb[Any], Handler] = {
-    verbs.PS: _ps, verbs.STATUS: _run_status, verbs.LOGS: _logs, verbs.STACK: _stack, verbs.FACTS: _facts,
-    verbs.PROFILE: _profile, verbs.TRACE: _trace,
+    verbs.STATUS: _status, verbs.PS: _ps, verbs.WHY: _why, verbs.TRACE: _trace,
 }  # fmt: skip

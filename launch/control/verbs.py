@@ -177,7 +177,7 @@ KILL = Verb("kill", "change", KillArguments, "send an actor's processes SIGKILL,
 
 
 class TargetArguments(Arguments, frozen=True, kw_only=True):
-    """Of `facts`."""
+    """Of `stack`."""
 
     target: Target
 
@@ -217,12 +217,17 @@ class ProfileArguments(TargetArguments, frozen=True, kw_only=True):
     engine: Annotated[bool, argument("not of the SGLang server behind a rollout actor", flag="--no-engine")] = True
 
 
+class StatusArguments(Arguments, frozen=True, kw_only=True):
+    """Of `status`."""
+
+    whole: Annotated[bool, argument("also actors, knobs, the newest changes and what holds the run back")] = False
+
+
 PS = Verb("ps", "read", Arguments, "every actor, where it runs and what it does")
-STATUS = Verb("status", "read", Arguments, "phase, step, engines, buffer and newest metrics in one answer")
+STATUS = Verb("status", "read", StatusArguments, "phase, step, engines, buffer and newest metrics in one answer")
 WHY = Verb("why", "read", WhyArguments, "what holds the run back, and the knob to turn")
 LOGS = Verb("logs", "read", LogsArguments, "an actor's log, on whatever node it is")
 STACK = Verb("stack", "read", TargetArguments, "where an actor's process is, also of one that hangs", 45.0)
-FACTS = Verb("facts", "read", TargetArguments, "what an actor's process holds: memory, descriptors, threads")
 PROFILE = Verb(
     "profile", "change", ProfileArguments, "where an actor's process spends its time, or its memory", 75.0, "for_s"
 )
@@ -259,7 +264,7 @@ SAMPLES = Verb(
 
 ALL: tuple[Verb[Any], ...] = (
     PS, STATUS, WHY, GET, SET, EXPLAIN, UNDO, HISTORY, PAUSE, RESUME, STEP, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
-    KILL, LOGS, STACK, FACTS, PROFILE, TRACE, DUMP, DUMPS, SAMPLES, MEM, VERBS,
+    KILL, LOGS, STACK, PROFILE, TRACE, DUMP, DUMPS, SAMPLES, MEM, VERBS,
 )  # fmt: skip
 BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}
 

@@ -1,4 +1,4 @@
-"""What every actor's process answers beside its actor (stacks, facts, profiles), and the watch of its event loop.
+"""What every actor's process answers beside its actor (stacks, profiles), and the watch of its event loop.
 
 The loop watch notices a user's function that blocks where it should await. Such a process neither answers nor ends, and
 no `asyncio.timeout` in it fires. A thread asks the loop for a sign once a second. It counts missing signs, not seconds,
@@ -9,7 +9,6 @@ callback only after it has ended.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -22,12 +21,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from ...actors.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError
-from ..contracts import ProcessContract, ProcessFacts, ProfileOrder, ProfileReply, StackReply
-from .profilers import cuda_bytes, profile_torch, sample_stacks, task_stacks, thread_stacks, trace_memory
+from ..contracts import ProcessContract, ProfileOrder, ProfileReply, StackReply
+from .profilers import profile_torch, sample_stacks, task_stacks, thread_stacks, trace_memory
 
 MAX_PROFILE_S = 600.0
 NUM_TOP = 10
@@ -48,20 +45,6 @@ class ProcessActor(ProcessContract):
     async def stacks(self) -> StackReply:
         text = f"{task_stacks(asyncio.get_running_loop())}\n{thread_stacks()}"
         return StackReply(name=self._name, pid=os.getpid(), text=text, how="process")
-
-    async def facts(self) -> ProcessFacts:
-        process = psutil.Process()
-        return ProcessFacts(
-            name=self._name,
-            pid=process.pid,
-            rss_bytes=int(process.memory_info().rss),
-            num_fds=process.num_fds(),
-            num_threads=threading.active_count(),
-            num_tasks=len(asyncio.all_tasks()),
-            num_objects=len(gc.get_objects()),
-            gc_collections=tuple(int(stats["collections"]) for stats in gc.get_stats()),
-            cuda_bytes=cuda_bytes(),
-        )
 
     async def profile(self, order: ProfileOrder) -> ProfileReply:
         if not 0.05 <= order.duration_s <= MAX_PROFILE_S:
@@ -84,7 +67,7 @@ class ProcessActor(ProcessContract):
     def _chosen(self, order: ProfileOrder) -> tuple[Path, Profiler]:
         match order.kind:
             case "stacks":
-                return self._path("speedscope.json"), partial(self._sample, order)
+                return self._path("collapsedstack.txt"), partial(self._sample, order)
             case "memory":
                 return self._path("memory.txt"), partial(trace_memory, order.duration_s)
             case "torch":
@@ -92,7 +75,7 @@ class ProcessActor(ProcessContract):
 
     def _sample(self, order: ProfileOrder, path: Path) -> tuple[int, tuple[str, ...]]:
         seen = sample_stacks(order.duration_s, order.interval_s)
-        seen.write(path, f"{self._name}, {seen.duration_s:.1f} s")
+        seen.write(path)
         return seen.num_looks, seen.top(NUM_TOP)
 
     def _path(self, ending: str) -> Path:

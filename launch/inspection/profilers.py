@@ -48,33 +48,13 @@ class Samples:
         looks = max(1, self.num_looks)
         return tuple(f"{100 * count / looks:5.1f} %  {name}" for name, count in leaves.most_common(limit))
 
-    def write(self, path: Path, title: str) -> None:
-        """As speedscope's file format (speedscope.app, also offline), one profile per thread, equal stacks joined."""
-        frames: dict[str, int] = {}
-        places: list[dict[str, object]] = []
-
-        def number(place: Place) -> int:
-            name = _where(place)
-            if name not in frames:
-                frames[name] = len(places)
-                code, line = place
-                places.append({"name": code.co_qualname, "file": code.co_filename, "line": line})
-            return frames[name]
-
-        weight_s = self.duration_s / max(1, self.num_looks)
-        by_thread: dict[str, tuple[list[list[int]], list[float]]] = {}
-        for (thread, stack), count in self.counts.items():
-            samples, weights = by_thread.setdefault(thread, ([], []))
-            samples.append([number(place) for place in stack])
-            weights.append(count * weight_s)
-        profiles = [
-            {"type": "sampled", "name": thread, "unit": "seconds", "startValue": 0.0, "endValue": sum(weights),
-             "samples": samples, "weights": weights}
-            for thread, (samples, weights) in sorted(by_thread.items())
-        ]  # fmt: skip
-        schema = "https://www.speedscope.app/file-format-schema.json"
-        whole = {"$schema": schema, "name": title, "shared": {"frames": places}, "profiles": profiles}
-        path.write_text(json.dumps(whole), encoding="utf-8")
+    def write(self, path: Path) -> None:
+        """As collapsed stacks, one a line, which speedscope.app and flamegraph.pl read."""
+        lines = (
+            f"{';'.join(name.replace(';', ',') for name in (thread, *map(_where, stack)))} {count}\n"
+            for (thread, stack), count in self.counts.items()
+        )
+        path.write_text("".join(lines), encoding="utf-8")
 
 
 def sample_stacks(duration_s: float, interval_s: float) -> Samples:
@@ -139,17 +119,6 @@ def trace_memory(duration_s: float, path: Path) -> tuple[int, tuple[str, ...]]:
         found = json.dumps(cuda.memory.memory_snapshot(), default=str)
         path.with_suffix(".cuda.json").write_text(found, encoding="utf-8")
     return sum(stat.count for stat in by_line), tuple(lines[:10])
-
-
-def cuda_bytes() -> dict[str, int]:
-    """What torch holds on the GPUs that it uses; empty where it uses none, or is not loaded."""
-    cuda = _cuda()
-    if cuda is None:
-        return {}
-    names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current",
-             "reserved_bytes.all.peak")  # fmt: skip
-    stats: dict[str, Any] = cuda.memory_stats()
-    return {name: int(stats.get(name, 0)) for name in names}
 
 
 def _cuda() -> Any:

@@ -10,15 +10,11 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...actors.contracts import MonitorContract
-from ...core.actor import ActorContext
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied
-from ...core.messages import MetricPoint, Telemetry
 from ...core.process import adopts_orphans
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
@@ -46,7 +42,6 @@ from .rendezvous import quiet_port
 
 PING_S = 1.0
 REAP_EVERY_S = 2.0
-REPORT_EVERY_S = 2.0
 KeyFor = Callable[[str], Awaitable[str]]
 
 LOOK_AGAIN_S = 1.0
@@ -118,7 +113,6 @@ class Agent(AgentContract):
         return tuple(self._children.values())
 
     async def on_start(self) -> None:
-        self.ctx.spawn(report_process_time(self.ctx), name="report process time")
         if not adopts_orphans():  # in a program that hosts us a forked process would not become our child
             return
         self.ctx.spawn(self._reap_orphans(), name="reap orphans")
@@ -353,7 +347,7 @@ async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Chil
     return [child for child, has_ended in zip(children, ended, strict=True) if not has_ended]
 
 
-# -- orphans, processor time
+# -- orphans
 
 
 class Orphans:
@@ -392,26 +386,3 @@ def _is_foreign_dead(pid: int) -> bool:
     except OSError:
         return False
     return fields[0] == "Z" and int(fields[3]) != os.getsid(0)
-
-
-async def report_process_time(ctx: ActorContext) -> None:
-    """Until cancelled, send the launcher's cumulative processor time to the monitor, as every actor sends its own.
-
-    The launcher has no meter: its work is spread over supervisor, agent, control sockets and their threads. The rest of
-    its time it waits for orders. A lost message only costs a point."""
-    monitor = ctx.ref(MonitorContract, "monitor")
-    started_s, worked_s = ctx.clock.monotonic(), time.process_time()
-    while True:
-        await asyncio.sleep(REPORT_EVERY_S)
-        elapsed_s = ctx.clock.monotonic() - started_s
-        compute_s = min(time.process_time() - worked_s, elapsed_s)
-        values = {
-            "time/compute": compute_s,
-            "time/wait-data": elapsed_s - compute_s,
-            "time/wait-data/orders": elapsed_s - compute_s,
-        }
-        point = MetricPoint(source=ctx.name, step=-1, wall_s=ctx.clock.wall(), values=values)
-        try:
-            await monitor.telemetry(Telemetry(metrics=(point,)))
-        except CallError as error:
-            ctx.log.debug("the launcher's time did not reach the monitor: %s", error)

@@ -22,7 +22,8 @@ from textual.widgets import DataTable, Static, TabbedContent, TabPane, Tree
 from ...core.errors import MyxaError
 from ..views.knob_table import KNOB_COLUMNS, KnobRow, knob_rows
 from ..views.numbers import clean
-from ..views.run_view import RunView, StepPace, notice_text, title_text
+from ..views.run_page import run_page
+from ..views.run_view import RunView, notice_text, title_text
 from . import pages
 from .feed import Feed
 from .knob_screen import KnobScreen
@@ -123,7 +124,6 @@ class TopApp(App[None]):
     def __init__(self, feed: Feed) -> None:
         super().__init__()
         self._feed = feed
-        self._pace = StepPace()
         self._run_view: RunView | None = None
         self._actor = ""
         self._tree_key: tuple[tuple[int, str], ...] = ()
@@ -172,8 +172,6 @@ class TopApp(App[None]):
 
     def show(self, view: RunView) -> None:
         self._run_view = view
-        if view.status is not None:
-            self._pace.put(view.now_wall_s, view.version)
         self._page.query_one("#title", Static).update(Text(title_text(view), style="bold"))
         self._page.query_one("#why", Static).update(Text(clean(view.why)))
         notice = notice_text(view)
@@ -198,7 +196,7 @@ class TopApp(App[None]):
         if self._run_view is None or not self.is_running:
             return
         width = max(40, self._page.query_one("#tabs").size.width - 5)
-        page = pages.run_page(self._run_view, self._pace, width)
+        page = run_page(self._run_view, width)
         self._page.query_one("#run-text", Static).update(page)
         self._page.query_one("#actor-text", Static).update(pages.actor_page(self._run_view, self._actor, width))
 

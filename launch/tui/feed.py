@@ -1,4 +1,4 @@
-"""Looks at a run through its control socket, again and again, also while the run fails or ends; else at its files.
+"""Looks at a run through the verb `status`, again and again, also while the run fails or ends; else at its files.
 
 Blocking: call it from a thread.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,12 +21,12 @@ from ..control.client import ControlClient, ControlNote
 from ..control.verbs import WHO
 from ..run_dir import RunDir
 from ..views.run_files import RunFiles
-from ..views.run_view import ASKED, RunView, VerbAnswer, carried_over, outcome, run_view_of, run_view_of_files
+from ..views.run_view import RunView, carried_over, outcome, run_view_of_files, with_past
 
-LOOK_S = 3.0
-"""How long one look may take; later answers are missing in it."""
-SLOW_EVERY = 3
-"""Knobs, history, processes and the verdict are asked for in every third look."""
+LOOK_S = 6.0
+"""How long one look may take."""
+WHOLE_EVERY = 3
+"""Knobs, history, processes and the verdict are in every third look."""
 
 
 class Asks(Protocol):
@@ -56,7 +56,6 @@ class Feed:
         self.is_closed = False
         self._client = client
         self._is_live = is_live
-        self._answers: dict[str, VerbAnswer] = {}
         self._num_looks = 0
         self._last: RunView | None = None
         self._heard_s = time.monotonic()
@@ -103,44 +102,28 @@ class Feed:
             self.past.is_live = RunDir(self.run_dir).is_held
             self.past.read(is_over=not self.past.is_live)
             return replace(run_view_of_files(self.past), reader_only=True)
-        verbs = ASKED if self._num_looks % SLOW_EVERY == 0 else ("status",)
+        is_whole = self._num_looks % WHOLE_EVERY == 0
         self._num_looks += 1
-        answers = self._ask_all(self._client, verbs)
-        if all(answer.error for answer in answers.values()):
-            return self._silent(answers)
+        self.past.read()
+        try:
+            answer = self._client.ask("status", timeout_s=LOOK_S, whole=is_whole)
+            view = replace(msgspec.convert(answer, RunView), reader_only=self.reader_only)
+        except msgspec.ValidationError as error:
+            return self._silent(f"status: an answer of another version: {error}")
+        except (MyxaError, OSError, ValueError) as error:  # also a socket that breaks, a line that is no JSON
+            return self._silent(str(error))
         self._heard_s = time.monotonic()
-        self._answers |= answers
-        view = replace(run_view_of(self._answers, time.time()), reader_only=self.reader_only)
-        self._last = view if self._last is None else carried_over(view, self._last)
+        self._last = carried_over(with_past(view, self.past), self._last or view)
         return self._last
 
-    def _ask_all(self, client: Asks, verbs: Sequence[str]) -> dict[str, VerbAnswer]:
-        """All at the same time. Daemon threads, because a process that ends must not wait for a run that hangs."""
-        found: dict[str, VerbAnswer] = {}
-
-        def ask(verb: str) -> None:
-            try:
-                found[verb] = VerbAnswer(client.ask(verb, timeout_s=LOOK_S))
-            except MyxaError as error:
-                found[verb] = VerbAnswer(error=str(error))
-            except (OSError, ValueError) as error:  # a socket that breaks, a line that is no JSON
-                found[verb] = VerbAnswer(error=f"{type(error).__name__}: {error}")
-
-        threads = [threading.Thread(target=ask, args=(verb,), daemon=True, name=f"ask {verb}") for verb in verbs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * LOOK_S)
-        return {verb: found.get(verb, VerbAnswer(error=f"no answer within {2 * LOOK_S:g} s")) for verb in verbs}
-
-    def _silent(self, answers: dict[str, VerbAnswer]) -> RunView:
-        last = self._last or replace(run_view_of({}, time.time()), reader_only=self.reader_only)
+    def _silent(self, why: str) -> RunView:
+        now_s = time.time()
+        last = self._last or RunView(now_wall_s=now_s, started_wall_s=now_s, reader_only=self.reader_only)
         if not self._is_live():
             self.past.read(is_over=True)
             how, named = outcome(self.past), last.run_dir or str(self.run_dir)
             return replace(last, has_ended=True, run_dir=named, troubles=(how.text,) if how.level != "open" else ())
-        troubles = tuple(dict.fromkeys(answer.error for answer in answers.values()))
-        return replace(last, troubles=troubles, silent_s=max(0.1, time.monotonic() - self._heard_s))
+        return replace(last, troubles=(why,), silent_s=max(0.1, time.monotonic() - self._heard_s))
 
     def set(self, request: ChangeRequest) -> ChangeReply:
         """Set knobs. Raises the run's refusal."""

@@ -19,14 +19,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from ...core.activity import ACTIVITY_KINDS
 from ...core.messages import RunStatus
-from .numbers import clean, duration, name_order, percent, short
-from .run_view import RunView, StepPace, dropped_text, fact_lines, plain_line
-from .textplot import COLOURS, LETTERS, bar, plot, sparkline
+from .numbers import clean, duration, short
+from .run_page import run_page
+from .run_view import RunView, dropped_text, notice_text, plain_line
+from .textplot import plot
 
 _MAX_WIDTH = 72
 
@@ -100,8 +99,6 @@ def _print_place(console: Console, label: str, path: Path | None) -> None:
         console.print(Text.assemble((f"{label}: ", "bold"), str(path)), soft_wrap=True)
 
 
-_BAR = 16
-_MAX_ACTORS = 6
 _LINE_EVERY_S = 2.0
 _HEARTBEAT_S = 30.0
 _PHASE_COLOURS = {"running": "green", "finished": "green", "failed": "red"}
@@ -112,7 +109,6 @@ class LiveView:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._pace = StepPace()
         self._live: Live | None = None
         self._line_s = float("-inf")
         self._line_key: tuple[str, bool, int] = ("", False, -1)
@@ -133,62 +129,31 @@ class LiveView:
     def update(self, view: RunView) -> None:
         """Draw the state; without a terminal print a line when a step, phase or warning is new, steps at most one per
         2 s."""
-        if view.status is not None:  # without the coordinator's answer the version is unknown
-            self._pace.put(view.now_wall_s, view.version)
         if self._live is not None:
-            self._live.update(render(view, self._pace), refresh=True)
+            self._live.update(render(view, self._console.width), refresh=True)
             return
         warns = bool(view.buffer and view.buffer.complaint)
         key, silent_s = (view.phase, warns, view.version), view.now_wall_s - self._line_s
         is_news = key[:2] != self._line_key[:2] or (key != self._line_key and silent_s >= _LINE_EVERY_S)
         if is_news or silent_s >= _HEARTBEAT_S:
             self._line_key, self._line_s = key, view.now_wall_s
-            self.say(plain_line(view, self._pace))
+            self.say(plain_line(view))
 
     def say(self, text: str) -> None:
         self._console.print(Text(clean(text)), soft_wrap=True)
 
 
-def render(view: RunView, pace: StepPace) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, line in fact_lines(view, pace):
-        text = Text(line)
-        if label == "reward" and (curve := view.training_curve()):
-            text.append("  " + sparkline([curve[step] for step in sorted(curve)], 30), style="green")
-        table.add_row(label, text)
-    for index, line in enumerate(_time_lines(view)):
-        table.add_row("" if index else "time", line)
-    table.add_row("held back", Text(view.held_back(), style="italic"))
-    name = view.name or "starting"
-    elapsed = duration(view.elapsed_s)
+def render(view: RunView, width: int) -> RenderableType:
+    """A screen that is too low shows the beginning."""
+    parts: list[RenderableType] = [Text(clean(view.held_back()), "italic")]
+    if notice := notice_text(view):
+        parts.append(Text(notice, "bold yellow"))
+    parts.append(run_page(view, width - 4))
+    if view.num_steps:
+        parts.append(ProgressBar(total=view.num_steps, completed=min(view.version, view.num_steps)))
     colour = _PHASE_COLOURS.get(view.phase, "yellow")
-    parts: list[RenderableType] = [table]
-    if view.status is not None and view.status.num_steps > 0:
-        parts.append(ProgressBar(total=view.status.num_steps, completed=min(view.version, view.status.num_steps)))
-    return Panel(Group(*parts), title=Text(f"myxa  {name}"), subtitle=Text(elapsed), border_style=colour)
-
-
-def _time_lines(view: RunView) -> list[Text]:
-    shares = {name: kinds for name, kinds in view.shares().items() if kinds}
-    workers = [name for name in sorted(shares, key=name_order) if name.startswith(("trainer/", "rollout/"))]
-    lines = [time_bar(name, shares[name]) for name in workers[:_MAX_ACTORS]]
-    if len(workers) > _MAX_ACTORS:
-        lines.append(Text(f"... and {len(workers) - _MAX_ACTORS} more", style="bright_black"))
-    return lines
-
-
-def time_bar(name: str, kinds: Mapping[str, float]) -> Text:
-    """`trainer/0  ████▓▓▓▓  compute 40 %  wait-data 60 %`; the letters distinguish the kinds without colours too."""
-    text = Text(f"{clean(name):<11}")
-    for letters, kind in bar(kinds, _BAR):
-        text.append(letters, style=COLOURS.get(kind, ""))
-    for kind in ACTIVITY_KINDS:
-        if kinds.get(kind, 0.0) >= 0.01:
-            text.append(f"  {LETTERS[kind]}", style=COLOURS[kind])
-            text.append(f" {kind} {percent(kinds[kind])}")
-    return text
+    title, elapsed = Text(f"myxa  {view.name or 'starting'}"), Text(duration(view.elapsed_s))
+    return Panel(Group(*parts), title=title, subtitle=elapsed, border_style=colour)
 
 
 _log = logging.getLogger("myxa.launcher")

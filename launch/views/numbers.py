@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
+
+from ...core.activity import ACTIVITY_KINDS
 
 
 def short(value: float | None, digits: int = 3) -> str:
@@ -50,6 +52,23 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """0.624 -> "62 %"."""
     return f"{share * 100:.0f} %"
+
+
+def time_parts(kinds: Mapping[str, float], num_names: int = 4) -> list[str]:
+    """`wait-data 62 % (claim 60 %)` of each kind that took a hundredth of an actor's time, the largest first. `kinds`:
+    kind, or "kind/name" -> share."""
+    found: list[str] = []
+    order = sorted(ACTIVITY_KINDS, key=lambda kind: -kinds.get(kind, 0.0))
+    for kind in (kind for kind in order if kinds.get(kind, 0.0) >= 0.01):
+        named = [(share, key) for key, share in kinds.items() if key.startswith(f"{kind}/") and share >= 0.01]
+        names = [f"{key.partition('/')[2]} {percent(share)}" for share, key in sorted(named, reverse=True)[:num_names]]
+        found.append(f"{kind} {percent(kinds[kind])}" + (f" ({', '.join(names)})" if names else ""))
+    return found
+
+
+def doing(kinds: Mapping[str, float]) -> str:
+    """What takes most of an actor's time."""
+    return next(iter(time_parts(kinds, 1)), "")
 
 
 def training_reward(known: Container[str]) -> str:

@@ -20,7 +20,7 @@ from ..run_lineage.origin import RunOrigin
 from .changes import EventRow, stairs, value_text
 from .findings import findings
 from .knob_table import knob_rows, owners_text
-from .numbers import clean, duration, name_order, percent, short, training_reward
+from .numbers import clean, duration, name_order, percent, short, time_parts, training_reward
 from .run_files import SUMMED, RunFiles
 from .run_view import (
     ENGINE_COLUMNS,
@@ -81,12 +81,11 @@ def _origin(run: RunFiles) -> str:
 
 
 def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
-    parts = sorted(((share, kind) for kind, share in shares.items() if share >= 0.01), reverse=True)
     return {
         **_picked(actor, "name node host state pid devices"),
         "isWell": actor.is_well,
         "shares": [round(shares.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
-        "parts": [f"{kind} {percent(share)}" for share, kind in parts][:8],
+        "parts": time_parts(shares),
     }
 
 
@@ -139,7 +138,6 @@ def past_table(run: RunFiles) -> dict[str, Any]:
         **series_table(run, start_s),
         "bound": _bound(run),
         "lanes": _lanes(run, start_s),
-        "closeUp": _close_up(run, start_s),
         "changes": _changes(run, start_s),
         "events": _events(run, start_s),
         "eventCounts": run.event_counts.most_common(_MAX_KINDS),
@@ -221,7 +219,7 @@ def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
                 for at, kinds in run.times[actor].bins()
             ],
             "total": [round(shares[actor].get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
-            "parts": _parts(shares[actor]),
+            "parts": time_parts(shares[actor]),
         }
         for actor in sorted(shares, key=name_order)[:_MAX_ACTORS]
     ]
@@ -233,42 +231,6 @@ def _devices(run: RunFiles, actor: str) -> str:
     role: Any = roles.get(actor.partition("/")[0]) if isinstance(roles, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
     devices: Any = role.get("devices") if isinstance(role, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
     return "" if devices in (None, "cpu", "") else f"GPU {str(devices)[:40]}"  # pyright: ignore[reportUnknownArgumentType] - TOML
-
-
-def _parts(shares: dict[str, float]) -> list[str]:
-    """`wait-data 62 % (claim 60 %)` of each kind that took a hundredth of the time."""
-    found: list[str] = []
-    for kind in ACTIVITY_KINDS:
-        named = sorted(
-            ((s, key) for key, s in shares.items() if key.startswith(f"{kind}/") and s >= 0.01), reverse=True
-        )
-        if shares.get(kind, 0.0) >= 0.01:
-            detail = ", ".join(f"{key.partition('/')[2]} {percent(share)}" for share, key in named[:4])
-            found.append(f"{kind} {percent(shares[kind])}{f' ({detail})' if detail else ''}")
-    return found
-
-
-def _close_up(run: RunFiles, start_s: float) -> dict[str, Any] | None:
-    """Some steps in the middle; spans are [start, seconds, kind, name]."""
-    near = run.close_up
-    if near is None or not near.spans:
-        return None
-    return {
-        "left": near.left_s - start_s,
-        "right": near.right_s - start_s,
-        "steps": [[wall_s - start_s, f"v{step}"] for wall_s, step in near.steps],
-        "lanes": [
-            {
-                "actor": actor,
-                "devices": _devices(run, actor),
-                "spans": [
-                    [round(at - start_s, 4), round(seconds, 4), kind, name]
-                    for at, seconds, kind, name in sorted(near.spans[actor])
-                ],
-            }
-            for actor in sorted(near.spans, key=name_order)[:_MAX_ACTORS]
-        ],
-    }
 
 
 def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:

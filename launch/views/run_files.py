@@ -1,4 +1,4 @@
-"""Reads a run directory: metrics, events, changes, configuration, trace, samples. Of a run that ended, or as it grows.
+"""Reads a run directory: metrics, events, changes, configuration, samples. Of a run that ended, or as it grows.
 
 A run may be killed at any moment, so files may be missing, torn or full of garbage. Everything readable is read, and
 `notes` names the rest. The content of a file never raises an error. Memory is bounded: a series that is full merges
@@ -11,15 +11,14 @@ import math
 import tomllib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import orjson
 
-from ...actors.sinks.chrome_trace import TRACE_FILE, read_trace, trace_parts
 from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE, OLDER_SAMPLES_FILE, SAMPLES_FILE
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
@@ -43,10 +42,9 @@ _MAX_OF_A_KIND = 1000
 _MAX_TEXT = 2000
 _MAX_STEPS = 200_000
 _MAX_CHANGES = 500
-_MAX_SPANS = 400_000
-_MAX_SHOWN_SPANS = 1500
-"""Of an actor in the close-up."""
-_CLOSE_UP_STEPS = 6
+_NUM_GAPS = 50
+_LARGEST_GAP = 10
+"""Times the median: longer gaps are those between two lives of a run, or of a pause."""
 _CHUNK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 8 << 20
 
@@ -256,20 +254,6 @@ def _json(line: bytes) -> dict[str, Any] | None:
     return cast("dict[str, Any]", record) if isinstance(record, dict) else None
 
 
-@dataclass(slots=True)
-class CloseUp:
-    """Some steps in the middle of a run, with every stretch of the actors' own time."""
-
-    left_s: float
-    right_s: float
-    steps: list[tuple[float, int]]
-    """(wall time when it was reported, step)."""
-    spans: dict[str, list[tuple[float, float, str, str]]] = field(
-        default_factory=dict[str, list[tuple[float, float, str, str]]]
-    )
-    """Actor -> (start, seconds, kind, name), by time."""
-
-
 class RunFiles:
     """The past of one run. `read` takes in what is new; blocking."""
 
@@ -286,7 +270,6 @@ class RunFiles:
         self.event_counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         """Kind of failure -> how often workflows failed by it."""
-        self.close_up: CloseUp | None = None
         self.num_steps_repeated = 0
         self.wall_range_s: tuple[float, float] | None = None
         self.generation = 0
@@ -297,7 +280,6 @@ class RunFiles:
         self._events: dict[str, deque[EventRow]] = {}
         self._records: deque[AuditRecord] = deque(maxlen=_MAX_CHANGES)
         self._config_trouble = f"{CONFIG_FILE} is missing"
-        self._trace_notes: list[str] = []
         self._tails = {
             "metric points": (JsonTail(run_dir / METRICS_FILE, last_bytes), self.take_metric),
             "events": (JsonTail(run_dir / EVENTS_FILE, last_bytes), self.take_event),
@@ -307,7 +289,7 @@ class RunFiles:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(self, *, is_over: bool = False) -> bool:
-        """Whether anything was new. `is_over`: nothing will be added, so the last line and the trace count, too."""
+        """Whether anything was new. `is_over`: nothing will be added, so the last line counts, too."""
         before = self.generation
         if not self.config:  # a run that starts writes it a little later
             self._read_config()
@@ -316,8 +298,6 @@ class RunFiles:
                 tail.num_odd += sum(not take(record) for record in records)
             if is_over:
                 tail.num_odd += sum(not take(record) for record in tail.rest())
-        if is_over and self.close_up is None:
-            self._read_trace()
         return self.generation != before
 
     def _read_config(self) -> None:
@@ -335,7 +315,7 @@ class RunFiles:
         for what, (tail, _) in self._tails.items():
             if what != "audit records" or tail.trouble != "is missing":  # a run in which nothing was changed has none
                 found += tail.notes(what)
-        return [*found, *self._trace_notes]
+        return found
 
     def _saw(self, wall_s: float) -> None:
         self.generation += 1
@@ -374,7 +354,8 @@ class RunFiles:
         if name == "train/loss" and step >= 0:
             self.num_steps_repeated += bool(series.points) and step <= series.newest.x
             self._newest_step = step
-            if len(self.reported) < _MAX_STEPS:
+            is_first = not self.reported or self.reported[-1][1] != step  # of several ranks
+            if is_first and len(self.reported) < _MAX_STEPS:
                 self.reported.append((wall_s, step))
         if step >= 0:
             series.put(step, wall_s, value)
@@ -404,32 +385,15 @@ class RunFiles:
         self.generation += 1
         return True
 
-    def _read_trace(self) -> None:
-        path = self.run_dir / TRACE_FILE
-        if not path.is_file():
-            self._trace_notes = [f"{TRACE_FILE} is missing: no close-up of some steps"]
-            return
-        if len(self.reported) <= _CLOSE_UP_STEPS:
-            return
-        middle = len(self.reported) // 2 - _CLOSE_UP_STEPS // 2
-        chosen = self.reported[middle : middle + _CLOSE_UP_STEPS + 1]
-        close_up = self.close_up = CloseUp(chosen[0][0], chosen[-1][0], chosen)
-        names: dict[object, str] = {}
-        try:
-            for number, event in enumerate(chain.from_iterable(map(read_trace, trace_parts(path)))):
-                if number >= _MAX_SPANS:
-                    self._trace_notes = [f"only the first {_MAX_SPANS} records of {TRACE_FILE} were read"]
-                    break
-                if event.get("ph") == "M" and event.get("name") == "process_name":
-                    args: Any = event.get("args")
-                    named = cast("dict[str, Any]", args) if isinstance(args, dict) else {}
-                    names[event.get("pid")] = str(named.get("name", "?"))
-                elif event.get("ph") == "X" and event.get("tid") == 0:
-                    _add_span(close_up, names, event)
-        except OSError as error:
-            self._trace_notes = [f"{TRACE_FILE} cannot be read: {error}"]
-
     # -- what was read -----------------------------------------------------------------------------------------
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds a step of late: the mean of the newest gaps between reports, without those of a run that did not
+        work; None before two steps."""
+        gaps = sorted(after - before for (before, _), (after, _) in pairwise(self.reported[-_NUM_GAPS:]))
+        usual = [gap for gap in gaps if 0 < gap <= _LARGEST_GAP * gaps[len(gaps) // 2]]
+        return sum(usual) / len(usual) if usual else None
 
     @property
     def events(self) -> list[EventRow]:
@@ -505,19 +469,6 @@ class RunFiles:
         return cast("dict[str, Any]", table).get(key) if isinstance(table, dict) else None
 
 
-def _add_span(close_up: CloseUp, names: dict[object, str], event: dict[str, Any]) -> None:
-    start_us, duration_us = _number(event.get("ts")), _number(event.get("dur"))
-    if start_us is None or duration_us is None or duration_us < 0:
-        return
-    start_s, seconds = start_us / 1e6, duration_us / 1e6
-    if start_s >= close_up.right_s or start_s + seconds <= close_up.left_s:
-        return
-    actor = names.get(event.get("pid"), str(event.get("pid")))
-    spans = close_up.spans.setdefault(actor, [])
-    if len(spans) < _MAX_SHOWN_SPANS:
-        spans.append((start_s, seconds, str(event.get("cat")), str(event.get("name"))))
-
-
 def _number(value: object) -> float | None:
     if value.__class__ is float:
         return cast("float", value) if math.isfinite(cast("float", value)) else None
@@ -534,7 +485,7 @@ def load_run(run_dir: Path) -> RunFiles:
     """Read everything. Raises ConfigError only when the directory is not there or holds no file of a run."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory", remedy="name a run directory, e.g. runs/latest")
-    names = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, TRACE_FILE)
+    names = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE)
     if not any((run_dir / name).is_file() for name in names):
         raise ConfigError(
             f"{run_dir} holds none of {', '.join(names)}", remedy="name a run directory, e.g. runs/latest"

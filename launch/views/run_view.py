@@ -1,64 +1,57 @@
 """RunView: one look at a run, and every figure that a view shows of it. Pure.
 
-It is made from the answers of actors (the launcher's own look), from the answers of the control socket (verbs `status`,
-`ps`, `get`, `history`, `why`), or from the files of a run that is over. The live line, `top`, the dashboard and the
-report draw the same rows. An answer that is missing or malformed becomes an entry of `troubles`; it never raises.
+The launcher makes it from the answers of actors, also as the answer of the verb `status`; of a run that is over it is
+made from files. The live line, `top`, the dashboard and the report draw the same rows.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 
 from ...core.knobs import AuditRecord, KnobTable
 from ...core.messages import BufferStats, RunPhase, RunStatus
-from .numbers import clean, duration, name_order, percent, short, training_reward
+from .numbers import clean, doing, duration, name_order, percent, short, training_reward
 from .run_files import RunFiles
-from .why import Facts, explain, explain_run, judge
+from .why import Facts, explain_run, judge
 
-T = TypeVar("T")
-
-ASKED: tuple[str, ...] = ("status", "ps", "get", "history", "why")
-"""Verbs that a view is made of."""
 _STALE_S = 10.0
 """A source silent for so long does not count in rates."""
-_MAX_ENGINES = 4
 _MAX_LAG = 40
 ENDS = ("run-ended", "run-finished", "run-failed")
 """Kinds of the events that say in words why the run ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerbAnswer:
-    """What a verb said: a result, or why there is none."""
-
-    result: Any = None
-    error: str = ""
-
-
 class ActorFacts(msgspec.Struct, frozen=True):
-    """One actor of the run, as `ps` tells it."""
+    """One actor of the run: a row of `ps`."""
 
     name: str
+    role: str = ""
     node: int = 0
     host: str = ""
     pid: int = 0
     state: str = ""
     """As the launcher sees its process: up, starting, hung, backing-off, ...; empty: not known."""
     attempt: int = 0
+    epoch: int = 0
+    restarts_left: int = 0
     devices: tuple[int, ...] = ()
     """GPU numbers on its node."""
+    is_leaving: bool = False
+    uptime_s: float = 0.0
+    memory_bytes: int = 0
+    doing: str = ""
+    """What takes most of its time."""
+    started_wall_s: float = 0.0
+    note: str = ""
 
     @property
     def is_well(self) -> bool:
         """Whether its process is up, or its state is unknown."""
-        return self.state in ("up", "")
+        return self.state in ("up", "ended", "")
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +79,10 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 0.0
     is_of_files: bool = False
     """It was made from the files of the run; no actor was asked."""
+    step_s: float | None = None
+    """Seconds a step of late, by the files of the run."""
+    rewards: tuple[float, ...] = ()
+    """Training reward over the steps, by the files of the run."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -121,12 +118,6 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     def held_back(self) -> str:
         return self.why or judge(self.shares(), Facts(gauges=self.snapshot)).sentence
 
-    def curve(self, name: str) -> dict[int, float]:
-        return {int(step): value for step, value in self.snapshot.get(f"curve/{name}", {}).items()}
-
-    def training_curve(self) -> dict[int, float]:
-        return self.curve("reward/raw_mean") or self.curve("reward/mean")
-
     def rate(self, name: str) -> float | None:
         ages = self.snapshot.get("age_s", {})
         values = {source: self.snapshot[source][name] for source in ages if name in self.snapshot.get(source, {})}
@@ -134,65 +125,12 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         return sum(fresh) if fresh else (0.0 if values else None)
 
 
-class StepPace:
-    """Seconds per version, for the estimated end. Counts from the first version made while it watches: a resumed run
-    or a restarted coordinator starts at a version that was made before."""
-
-    def __init__(self, window_s: float = 300.0) -> None:
-        self._window_s = window_s
-        self._newest: int | None = None
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def put(self, now_s: float, version: int) -> None:
-        before, self._newest = self._newest, version
-        if before is None or version < before:
-            self._seen.clear()
-            return
-        if version > before or self._seen:
-            self._seen.append((now_s, version))
-        while len(self._seen) > 2 and self._seen[1][0] < now_s - self._window_s:
-            self._seen.popleft()
-
-    def step_s(self) -> float | None:
-        """Seconds per step over the window; None until one step was seen from its beginning to its end."""
-        if len(self._seen) < 2:
-            return None
-        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
-        return (last_s - first_s) / (last - first) if last > first else None
-
-    def eta_s(self, num_steps: int) -> float | None:
-        step_s = self.step_s()
-        if step_s is None or not self._seen or num_steps <= 0:
-            return None
-        return max(0, num_steps - self._seen[-1][1]) * step_s
+# -- views of files ------------------------------------------------------------------------------------------------
 
 
-# -- views of answers and files ------------------------------------------------------------------------------------
-
-
-def run_view_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView:
-    """Put the answers of the control socket together; verbs that were not asked are missing."""
-    troubles = [f"{verb}: {answer.error}" for verb, answer in answers.items() if answer.error]
-    results = {verb: answer.result for verb, answer in answers.items() if not answer.error}
-
-    def read(verb: str, kind: type[T]) -> T | None:
-        try:
-            return msgspec.convert(results[verb], kind) if results.get(verb) is not None else None
-        except msgspec.ValidationError as error:
-            troubles.append(f"{verb}: an answer of another version: {error}")
-            return None
-
-    view = read("status", RunView) or RunView(now_wall_s=now_wall_s, started_wall_s=now_wall_s)
-    sentence, remedy = _verdict(_mapping(results.get("why")), view.snapshot)
+def with_past(view: RunView, run: RunFiles) -> RunView:
     return msgspec.structs.replace(
-        view,
-        actors=_actors(results.get("ps"), view.snapshot),
-        knobs=read("get", KnobTable),
-        history=tuple(_read_rows(results.get("history"), "records", AuditRecord)),
-        why=sentence,
-        remedy=remedy,
-        troubles=tuple(troubles),
-        has_ended=view.status is not None and view.status.phase in ("finished", "failed"),
+        view, step_s=run.step_s, rewards=tuple(run.steps(training_reward(run.series)).values())
     )
 
 
@@ -204,7 +142,7 @@ def run_view_of_files(run: RunFiles) -> RunView:
     metrics = {name: value for name in run.names() if (value := run.last(name)) is not None}
     shares = run.shares()
     reason = explain_run(run)
-    return RunView(
+    view = RunView(
         now_wall_s=last_s,
         started_wall_s=first_s,
         status=RunStatus(
@@ -217,68 +155,33 @@ def run_view_of_files(run: RunFiles) -> RunView:
         ),
         snapshot={"metrics": metrics, **{f"time/{name}": kinds for name, kinds in shares.items()}},
         run_dir=str(run.run_dir),
-        actors=tuple(ActorFacts(name) for name in sorted(shares, key=name_order)),
+        actors=tuple(
+            ActorFacts(
+                name,
+                name.partition("/")[0],
+                state="" if run.is_live else "ended",
+                doing=doing(shares[name]),
+            )
+            for name in sorted(shares, key=name_order)
+        ),
         why=reason.sentence,
         remedy=reason.to_try,
         has_ended=not run.is_live,
         is_of_files=True,
     )
+    return with_past(view, run)
 
 
 def carried_over(new: RunView, old: RunView) -> RunView:
     """The new view; what is missing in it is kept from the old one. Actors end one after another."""
-    has_reported = bool(new.snapshot)
-    kept: dict[str, Any] = {
-        "status": new.status or old.status,
-        "buffer": new.buffer or old.buffer,
-        "snapshot": new.snapshot or old.snapshot,
-        "started_wall_s": new.started_wall_s if new.run_dir else old.started_wall_s,
-        "run_dir": new.run_dir or old.run_dir,
-        "actors": new.actors if any(actor.state for actor in new.actors) else old.actors or new.actors,
-        "knobs": new.knobs or old.knobs,
-        "history": new.history or old.history,
-        "why": new.why if has_reported else old.why,
-        "remedy": new.remedy if has_reported else old.remedy,
-    }
-    phase = kept["status"].phase if kept["status"] else ""
-    return msgspec.structs.replace(new, **kept, has_ended=new.has_ended or phase in ("finished", "failed"))
+    found = {name: getattr(new, name) or getattr(old, name) for name in _CARRIED}
+    started_wall_s = new.started_wall_s if new.run_dir else old.started_wall_s
+    remedy = new.remedy if new.why else old.remedy
+    has_ended = new.has_ended or (found["status"] is not None and found["status"].phase in ("finished", "failed"))
+    return msgspec.structs.replace(new, **found, remedy=remedy, started_wall_s=started_wall_s, has_ended=has_ended)
 
 
-def _verdict(answer: Mapping[str, Any], snapshot: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
-    """The run's own sentence; from the time shares when it has none."""
-    sentence = answer.get("sentence")
-    if isinstance(sentence, str) and sentence:
-        return sentence, str(answer.get("to_try") or answer.get("remedy") or "")
-    shares = {key.removeprefix("time/"): value for key, value in snapshot.items() if key.startswith("time/")}
-    num_rollouts = sum(name.startswith("rollout/") for name in shares)
-    # The largest possible number is not known: the present one is assumed.
-    own = explain(shares, Facts(gauges=snapshot, num_rollouts=num_rollouts, most_rollouts=num_rollouts))
-    return own.sentence, own.to_try
-
-
-def _mapping(raw: object) -> dict[str, Any]:
-    return cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
-
-
-def _rows(raw: object, key: str) -> Sequence[object]:
-    """A list, or the list that an object holds under `key`."""
-    found = cast("dict[str, object]", raw).get(key) if isinstance(raw, dict) else raw
-    return cast("Sequence[object]", found) if isinstance(found, list | tuple) else ()
-
-
-def _read_rows(raw: object, key: str, kind: type[T]) -> list[T]:
-    """Those that are what they should be."""
-    found: list[T] = []
-    for row in _rows(raw, key):
-        with suppress(msgspec.ValidationError):
-            found.append(msgspec.convert(row, kind))
-    return found
-
-
-def _actors(raw: object, snapshot: Mapping[str, Mapping[str, float]]) -> tuple[ActorFacts, ...]:
-    """What `ps` lists; without it, the actors that the monitor knows."""
-    listed = _read_rows(raw, "actors", ActorFacts) or [ActorFacts(name) for name in snapshot.get("age_s", {})]
-    return tuple(sorted((actor for actor in listed if actor.name), key=lambda a: (a.node, name_order(a.name))))
+_CARRIED = ("status", "buffer", "snapshot", "run_dir", "actors", "knobs", "history", "why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,18 +255,16 @@ def notice_text(view: RunView) -> str:
     return "; ".join([*parts, *(clean(trouble) for trouble in view.troubles)])
 
 
-def fact_lines(view: RunView, pace: StepPace) -> list[tuple[str, str]]:
+def fact_lines(view: RunView) -> list[tuple[str, str]]:
     rates = [("generated", view.rate("rollout/tokens_per_s")), ("trained", view.rate("train/tokens_per_s"))]
     speeds = [f"{what} {short(rate)} tokens/s" for what, rate in rates if rate is not None]
     lines = [
-        ("step", _step_line(view, pace)),
+        ("step", _step_line(view)),
         ("reward", _reward_line(view)),
         ("learning", _pairs(view.metrics, _LEARNING)),
         ("lag", lag_text(view)),
         ("speed", "   ".join(speeds)),
-        ("groups", _groups_line(view.buffer)),
         ("warning", clean(view.buffer.complaint) if view.buffer else ""),
-        ("engines", _engines_line(view)),
     ]
     return [(label, text) for label, text in lines if text]
 
@@ -379,14 +280,14 @@ def _pairs(metrics: Mapping[str, float], names: Sequence[tuple[str, str]]) -> st
     return "   ".join(f"{label} {short(metrics[name])}" for label, name in names if name in metrics)
 
 
-def _step_line(view: RunView, pace: StepPace) -> str:
+def _step_line(view: RunView) -> str:
     if view.status is None:
         return clean(view.note) or "waiting for the coordinator"
     parts = [f"{view.version}{f' of {view.num_steps}' if view.num_steps else ''}", view.phase]
-    if (step_s := pace.step_s()) is not None:
-        parts.append(f"{duration(step_s)} a step")
-    if view.phase == "running" and (eta_s := pace.eta_s(view.num_steps)) is not None:
-        parts.append(f"{duration(eta_s)} to go")
+    if view.step_s is not None:
+        parts.append(f"{duration(view.step_s)} a step")
+        if view.phase == "running" and view.num_steps:
+            parts.append(f"{duration(max(0, view.num_steps - view.version) * view.step_s)} to go")
     if view.status.paused:
         parts.append(f"paused: {clean(view.status.paused)}")
     if view.status.error or view.note:
@@ -413,16 +314,6 @@ def _evaluation(view: RunView) -> float | None:
     return view.metrics.get("eval/reward") if told is None else told
 
 
-def _groups_line(stats: BufferStats | None) -> str:
-    if stats is None:
-        return ""
-    parts = [f"{clean(name).lower()} {count}" for name, count in stats.states.items() if count]
-    parts.append(f"slots {stats.slots_used}/{stats.slots_total}")
-    if sum(stats.dropped.values()):
-        parts.append(f"dropped {dropped_text(stats.dropped)}")
-    return "   ".join(parts)
-
-
 def dropped_text(dropped: Mapping[str, int]) -> str:
     """`12 (zero_variance 9, prompt-too-long 3)`."""
     reasons = ", ".join(f"{clean(reason)} {count}" for reason, count in dropped.items() if count)
@@ -433,27 +324,11 @@ def _load(view: RunView, engine: str, what: str) -> str:
     return short(view.snapshot.get(engine, {}).get(f"rollout/{what}"))
 
 
-def _engines_line(view: RunView) -> str:
-    engines = view.status.engines if view.status is not None else ()
-    if not engines:
-        return ""
-    if len(engines) > _MAX_ENGINES:
-        versions = sorted(engine.version for engine in engines)
-        running, waiting = view.rate("rollout/running"), view.rate("rollout/waiting")
-        span = f"v{versions[0]}" if versions[0] == versions[-1] else f"v{versions[0]}..v{versions[-1]}"
-        return f"{len(engines)} engines at {span}   {short(running)} running, {short(waiting)} waiting"
-    return "   ".join(
-        f"{clean(engine.rollout)} v{engine.version} ({'draining, ' if engine.draining else ''}"
-        f"{_load(view, engine.rollout, 'running')} running, {_load(view, engine.rollout, 'waiting')} waiting)"
-        for engine in engines
-    )
-
-
 _ON_ONE_LINE = frozenset({"step", "reward", "lag", "speed", "warning"})
 
 
-def plain_line(view: RunView, pace: StepPace) -> str:
-    lines = [f"{label} {text}" for label, text in fact_lines(view, pace) if label in _ON_ONE_LINE]
+def plain_line(view: RunView) -> str:
+    lines = [f"{label} {text}" for label, text in fact_lines(view) if label in _ON_ONE_LINE]
     if view.metrics.get("train/loss") is not None:
         lines.insert(2, f"loss {short(view.metrics['train/loss'])}")
     verdict = view.held_back()
@@ -534,7 +409,11 @@ class Tile:
 def tiles(view: RunView, run: RunFiles) -> list[Tile]:
     found = [
         Tile("step", f"{view.version}", f"of {view.num_steps}" if view.num_steps else ""),
-        Tile("wall time", duration(view.elapsed_s) if view.elapsed_s else "-", _pace_note(run)),
+        Tile(
+            "wall time",
+            duration(view.elapsed_s) if view.elapsed_s else "-",
+            f"{duration(run.step_s)} a step" if run.step_s else "",
+        ),
         _reward_tile(view, run),
         _eval_tile(view, run),
         Tile("right", _share(view, "reward/pass_rate"), "of the answers"),
@@ -546,11 +425,6 @@ def tiles(view: RunView, run: RunFiles) -> list[Tile]:
         Tile("groups trained", short(run.total("batch/num_groups") or None), f"{sum(drops(run).values()):.0f} dropped"),
     ]
     return [tile for tile in found if tile.value != "-"]
-
-
-def _pace_note(run: RunFiles) -> str:
-    gaps = sorted(after - before for (before, _), (after, _) in pairwise(run.reported) if after > before)
-    return f"{duration(gaps[len(gaps) // 2])} a step" if gaps else ""
 
 
 def _reward_tile(view: RunView, run: RunFiles) -> Tile:

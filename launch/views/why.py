@@ -1,5 +1,5 @@
-"""Why a run is not faster and what to do about it: what holds it back, from the time shares of its actors; one move; a
-sentence about each actor's time. Pure, except `explain_files`.
+"""Why a run is not faster and what to do about it: what holds it back, from the time shares of its actors, and one
+move. Pure, except `explain_files`.
 
 Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). A run is as fast as its trainer is busy. If the
 trainer computes nearly all the time, training is the bottleneck. If it waits, the bottleneck is what its rollout actors
@@ -25,7 +25,7 @@ from ...core.knobs import KnobState, KnobValue
 from ...core.messages import Record
 from ...core.suggestion import suggest
 from .knob_table import declared
-from .numbers import percent, short
+from .numbers import percent, short, time_parts
 from .run_files import NEWEST, RunFiles, load_run
 
 Bound = Literal[
@@ -145,8 +145,6 @@ class Reason(Record, frozen=True):
     window_s: float = 0.0
     shares: dict[str, dict[str, float]] = {}
     """Actor -> kind -> share of its time in the window, start-up left out."""
-    details: tuple[str, ...] = ()
-    """A sentence about each actor that was asked about."""
 
 
 def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
@@ -158,21 +156,23 @@ def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
         to_try=_move_text(advised, facts) if advised else _no_move_text(verdict, facts),
         window_s=window_s,
         shares=_kinds(shares),
-        details=tuple(idleness(name, shares[name])[0] for name in sorted(shares)),
     )
 
 
 def explain_actors(names: list[str], shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
     whole = explain(shares, facts, window_s=window_s)
-    idle = [idleness(name, shares.get(name, {})) for name in names]
+    left = {name: without_start(shares.get(name, {})) for name in names}
+    idle = (share for kinds in left.values() for kind, share in kinds.items() if kind in ACTIVITY_KINDS[1:])
     return msgspec.structs.replace(
         whole,
         target=", ".join(names),
-        sentence="; ".join(sentence for sentence, _ in idle),
-        share=max((share for _, share in idle), default=0.0),
+        sentence="; ".join(
+            f"{name}: {', '.join(time_parts(kinds))}" if kinds else f"{name} is starting"
+            for name, kinds in left.items()
+        ),
+        share=max(idle, default=0.0),
         remedy=f"the run as a whole: {whole.sentence}",
         shares=_kinds({name: shares.get(name, {}) for name in names}),
-        details=(),
     )
 
 
@@ -555,60 +555,3 @@ _RULES: Mapping[Bound, tuple[Callable[[Reason, Facts], Reason | None], ...]] = {
     "training": (_larger_microbatches,),
     "paused": (_resume,),
 }
-
-# -- one actor's time --------------------------------------------------------------------------------------------------
-
-_NUM_PARTS = 2
-_LEAST = 0.02
-"""Parts below this share of the time are not worth a word."""
-_WORDS: dict[str, str] = {
-    "compute": "computes",
-    "wait-data": "waits for data",
-    "wait-weights": "waits for weights",
-    "wait-capacity": "waits for room",
-    "wait-memory": "waits for the device's memory",
-    "wait-env": "waits for the environment",
-    "paused": "is paused",
-    "other": "does what is not accounted for",
-}
-_ROLE_WORDS: dict[tuple[str, str], str] = {
-    ("rollout", "compute"): "generates",
-    ("rollout", "wait-capacity"): "waits for the trainer to catch up",
-    ("rollout", "wait-data"): "waits for prompts",
-    ("trainer", "wait-weights"): "waits for engines to take its weights",
-    ("buffer", "wait-data"): "waits for requests",
-    ("coordinator", "wait-data"): "waits for something to do",
-    ("coordinator", "wait-weights"): "waits for engines to adopt a version",
-    ("monitor", "wait-data"): "waits for telemetry",
-    ("memory", "wait-data"): "waits for requests",
-}
-_PART_WORDS: dict[str, str] = {
-    AT_LIMIT: "with as many groups as its concurrency allows",
-    "wait-data/reward": "for rewards",
-    "wait-data/claim": "for a whole batch",
-    "wait-data/ranks": "for other trainer ranks",
-    "wait-data/next step": "for the leader",
-    "wait-weights/canary": "for an engine's answer to the canary prompts",
-    "wait-weights/first weights": "for its first weights",
-    "wait-weights/adopt": "for a version that is made but not yet here",
-}
-
-
-def idleness(name: str, kinds: Mapping[str, float]) -> tuple[str, float]:
-    """A sentence about an actor's time, and the share of the largest kind that is not work. `kinds`: start-up
-    included."""
-    shares = without_start(kinds)
-    if not shares:
-        return f"{name} is starting", 0.0
-    order = sorted(ACTIVITY_KINDS, key=lambda kind: -shares.get(kind, 0.0))
-    said = [_phrase(name, kind, shares) for kind in order if shares.get(kind, 0.0) >= _LEAST]
-    idle = max(shares.get(kind, 0.0) for kind in ACTIVITY_KINDS if kind != "compute")
-    return f"{name} " + ", ".join(said or ["does nothing that was measured"]), idle
-
-
-def _phrase(name: str, kind: str, shares: Mapping[str, float]) -> str:
-    words = _ROLE_WORDS.get((_role(name), kind), _WORDS[kind])
-    named = [(share, part) for part, share in shares.items() if part.startswith(f"{kind}/") and share >= _LEAST]
-    parts = sorted(named, reverse=True)[:_NUM_PARTS]
-    detail = ", ".join(_PART_WORDS.get(part, part.partition("/")[2]) for _, part in parts)
-    return f"{words} {percent(shares[kind])}{f' ({detail})' if detail else ''}"

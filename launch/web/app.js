@@ -189,7 +189,7 @@ function shareBar(shares) {
 }
 
 function actorRow(actor) {
-  const parts = actor.parts.filter((part) => !part.includes("/")).join(" \u00b7 ");
+  const parts = actor.parts.map((part) => part.split(" (")[0]).join(" \u00b7 ");
   const words = actor.isWell ? parts || "its time is not reported yet" : actor.state;
   const gpus = actor.devices.length ? ` \u00b7 GPU ${actor.devices.join(", ")}` : "";
   return el("div", { class: `actor${actor.isWell ? "" : " ill"}`, title: `pid ${actor.pid}, ${actor.state}\n${actor.parts.join("\n")}` },
@@ -218,8 +218,6 @@ function drawTime() {
   const lanes = past.lanes.filter((lane) => lane.bins.length);
   if (!lanes.length) return $("lanes").replaceChildren(el("p", { class: "empty" }, "No actor reported its time yet."));
   drawLanes($("lanes"), lanes, state.kinds, Math.max(0, Math.min(...lanes.map((l) => l.bins[0][0]))), Math.max(...lanes.map((l) => l.bins.at(-1)[0] + l.width)));
-  $("close-up").hidden = !past.closeUp;
-  if (past.closeUp) drawLanes($("close-lanes"), past.closeUp.lanes, state.kinds, past.closeUp.left, past.closeUp.right, past.closeUp.steps);
   $("totals").replaceChildren(...lanes.map((lane) => el("div", { class: "actor" }, el("span", { class: "who" }, lane.actor), shareBar(lane.total), el("span", { class: "barnote" }, lane.parts.join(" \u00b7 ")))));
   $("slow-card").hidden = !past.slowSteps.length;
   $("slow-table").replaceChildren(head(past.slowColumns), body(past.slowSteps));

@@ -299,7 +299,7 @@ function specsOfAll(runs, words) {
 // -- lanes: what each actor did when ---------------------------------------------------------------------------------
 
 // `lanes`: of shares of time (bins), or of single stretches (spans); by GPU where actors have one.
-function drawLanes(node, lanes, kinds, left, right, steps = []) {
+function drawLanes(node, lanes, kinds, left, right) {
   const said = el("p", { class: "keys lanesaid" }, "\u00a0"), rows = [];
   let device = "";
   for (const lane of [...lanes].sort((a, b) => (a.devices ? 0 : 1) - (b.devices ? 0 : 1) || a.devices.localeCompare(b.devices))) {
@@ -307,18 +307,18 @@ function drawLanes(node, lanes, kinds, left, right, steps = []) {
     device = lane.devices;
     const canvas = el("canvas", { class: "lane", role: "img", "aria-label": `${lane.actor}: what it did when` });
     rows.push(el("div", { class: "lanerow" }, el("span", { class: "who" }, lane.actor), canvas));
-    const paint = () => paintLane(canvas, lane, kinds, left, right, steps);
+    const paint = () => paintLane(canvas, lane, kinds, left, right);
     new ResizeObserver(paint).observe(canvas);
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect();
       said.textContent = `${lane.actor} ${laneWords(lane, kinds, left + ((event.clientX - box.left) / box.width) * (right - left))}`;
     });
   }
-  const ends = el("div", { class: "lanerow ends" }, el("span", {}), el("span", { class: "span" }, el("span", {}, duration(left)), ...(steps.length ? [el("span", {}, `${steps[0][1]} to ${steps.at(-1)[1]}`)] : []), el("span", {}, duration(right))));
+  const ends = el("div", { class: "lanerow ends" }, el("span", {}), el("span", { class: "span" }, el("span", {}, duration(left)), el("span", {}, duration(right))));
   node.replaceChildren(...rows, ends, said);
 }
 
-function paintLane(canvas, lane, kinds, left, right, steps) {
+function paintLane(canvas, lane, kinds, left, right) {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth * ratio, height = canvas.clientHeight * ratio;
   if (!width) return;
   [canvas.width, canvas.height] = [width, height];
@@ -326,7 +326,7 @@ function paintLane(canvas, lane, kinds, left, right, steps) {
   const colour = (kind) => themed(kinds.includes(kind) ? kind : "other");
   ctx.fillStyle = themed("grid");
   ctx.fillRect(0, 0, width, height);
-  for (const [start, ...shares] of lane.bins ?? []) {
+  for (const [start, ...shares] of lane.bins) {
     let top = height;
     shares.forEach((share, i) => {
       if (share <= 0) return;
@@ -335,18 +335,10 @@ function paintLane(canvas, lane, kinds, left, right, steps) {
       ctx.fillRect(at(start), top, Math.max(ratio, at(start + lane.width) - at(start)) + 0.6, share * height + 0.6);
     });
   }
-  for (const [start, seconds, kind] of lane.spans ?? []) {
-    ctx.fillStyle = colour(kind);
-    ctx.fillRect(Math.max(0, at(start)), 0, Math.max(0.5 * ratio, at(start + seconds) - Math.max(0, at(start))), height);
-  }
-  ctx.fillStyle = themed("ink");
-  for (const [wall] of steps) ctx.fillRect(at(wall), 0, ratio, height);
 }
 
 function laneWords(lane, kinds, seconds) {
-  const span = lane.spans?.findLast((s) => s[0] <= seconds && s[0] + s[1] >= seconds);
-  if (span) return `after ${duration(span[0])}: ${span[2]} (${span[3]}), ${duration(span[1])}`;
-  const bin = lane.bins?.findLast((b) => b[0] <= seconds);
+  const bin = lane.bins.findLast((b) => b[0] <= seconds);
   if (!bin) return "";
   const shares = kinds.map((kind, i) => [bin[i + 1], kind]).filter(([share]) => share >= 0.005).sort((a, b) => b[0] - a[0]);
   return `after ${duration(Math.max(0, bin[0]))}: ${shares.map(([share, kind]) => `${kind} ${Math.round(share * 100)} %`).join(", ")}`;

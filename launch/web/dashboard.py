@@ -198,7 +198,6 @@ class Dashboard:
     def _take_look(self) -> None:
         view = self._feed.look()
         past = self._feed.past
-        past.read()
         self._state = orjson.dumps(state_table(view, past, may_operate=self._may_operate), default=str)
         began_s = time.monotonic()
         if self._charts_of != past.generation and began_s >= self._charts_due_s:

@@ -31,7 +31,8 @@ class World:
         self.metrics: dict[str, float] = {}
         self.events: list[tuple[str, str]] = []
         self.broken = broken
-        self.state = RunState()
+        self.state = RunState(version=7)
+        self.oldest = 6
         self.serving = {"rollout/0": 7}
         options = CoordinatorOptions(
             name="r", num_steps=1, has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
@@ -62,7 +63,7 @@ class World:
             raise EngineError("it broke", remedy="none")
         reward = REWARDS.get(request.name, 0.5)
         return EvalResult(
-            mean_reward=reward, num_samples=8, oldest_version=6, newest_version=7, metrics={"reward": reward}
+            mean_reward=reward, num_samples=8, oldest_version=self.oldest, newest_version=7, metrics={"reward": reward}
         )
 
     def metric(self, step: int, values: dict[str, float]) -> None:
@@ -92,6 +93,18 @@ async def test_the_only_set_has_no_name() -> None:
     assert world.metrics == {"eval/reward": 0.5}
     with pytest.raises(ConfigError, match="no evaluation set 'hard'.*leave the name out"):
         await world.evaluator.evaluate("hard")
+
+
+async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_are_of_it_already() -> None:
+    world = World(EvalSet())
+    await world.evaluator.evaluate()
+    world.oldest = 7
+    for num_asked in (2, 2):  # the first answers were of two versions
+        await world.evaluator.attempt_at_end()
+        assert len(world.asked) == num_asked
+    world.evaluator.rewound()  # the version is made again
+    await world.evaluator.attempt_at_end()
+    assert len(world.asked) == 3
 
 
 async def test_one_set_alone_does_not_speak_for_the_run() -> None:

@@ -30,7 +30,7 @@ async def test_the_sheet_tells_every_knob_as_the_run_file_has_it(shop: Any) -> N
             assert state.value == state.first
             assert state.tunable.help.endswith(".")
         assert {s.tunable.name for s in sheet.knobs if s.tunable.owner == "process"} == {
-            "log_level", "log_modules", "report_s",
+            "log_level", "report_s",
         }  # fmt: skip
 
 

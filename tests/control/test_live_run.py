@@ -33,7 +33,7 @@ BLOCK = re.compile(r"^```console(?: exit=(?P<exit>\d+))?\n(?P<body>.*?)^```$", r
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
 SHELL = set("$|;<>")
 """What a shell has a part in; all other examples are commands alone."""
-WITHOUT_COMMAND = {"status", "verbs", "facts", "dumps"}
+WITHOUT_COMMAND = {"status", "verbs", "dumps"}
 """Verbs for programs."""
 
 
@@ -124,9 +124,9 @@ def test_every_example_does_what_the_page_shows(live: Live):
 
 def test_the_only_run_needs_no_name_and_is_found_from_elsewhere(live: Live, tmp_path: Path):
     assert json.loads((live.run_dir / "control.json").read_text())["pid"] == live.launcher.pid
-    here = live.ask("control", "where")
+    here = live.ask("where")
     assert here["run_dir"] == str(live.run_dir.resolve())
-    assert json.loads(live.myxa("control", "where", "--json", folder=tmp_path).stdout) == here
+    assert json.loads(live.myxa("where", "--json", folder=tmp_path).stdout) == here
     by_name = live.myxa("ps", "--json", "--run", str(live.run_dir), folder=tmp_path)
     rows = {row["name"]: row for row in json.loads(by_name.stdout)}
     assert {"monitor", "buffer", "coordinator", "trainer/0", "rollout/0"} <= set(rows)

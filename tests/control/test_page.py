@@ -55,7 +55,7 @@ def test_who_asks_is_no_argument_of_a_caller() -> None:
 
 @pytest.mark.parametrize(
     ("words", "offered"),
-    [("myxa se", "set"), ("myxa set --dr", "--dry-run"), ("myxa logs --fo", "--follow"), ("myxa control w", "where")],
+    [("myxa se", "set"), ("myxa set --dr", "--dry-run"), ("myxa logs --fo", "--follow"), ("myxa whe", "where")],
 )
 def test_bash_completes_commands_and_flags(words: str, offered: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0

@@ -85,7 +85,7 @@ def profile_server(job: Job, run_dir: Path) -> None:
     words = ("profile", "rollout/0", "--for", "0.2s", "--run", str(run_dir))
     done = run_command(*words, folder=job.folder, timeout_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "speedscope.json" in done.stdout
+    assert "collapsedstack.txt" in done.stdout
     assert "rollout/0, its server http://127.0.0.1:" in done.stdout
     (trace,) = [line.strip() for line in done.stdout.splitlines() if line.endswith(".json.gz")]
     with gzip.open(run_dir / "profiles" / trace) as file:

@@ -15,14 +15,13 @@ import pytest
 from tests.monitor.sink_world import WALL_S, Told, bundle, context, point, span
 from tests.monitor.trace_rules import check_events, follow
 
-from myxa.actors.sinks.chrome_trace import ChromeTraceSink, read_trace, trace_parts
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink, read_trace
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.tensorboard import TensorBoardSink
 from myxa.core.errors import LaunchError
 from myxa.core.messages import Event, Span, Telemetry
 from myxa.core.sink import Sink
-from myxa.launch.commands.views import trace_tail
 
 SEED = 20
 
@@ -154,7 +153,7 @@ def test_e12_a_long_trace_goes_on_in_a_new_file_and_the_newest_two_stay(tmp_path
             sink.open(context(tmp_path))
     sink.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.1.json", "trace.json"]
-    older, newer = (json.loads(path.read_text()) for path in trace_parts(tmp_path / "trace.json"))
+    older, newer = (json.loads((tmp_path / name).read_text()) for name in ("trace.1.json", "trace.json"))
     for part in (older, newer):
         check_events(part)
         follow(part)
@@ -166,7 +165,6 @@ def test_e12_a_long_trace_goes_on_in_a_new_file_and_the_newest_two_stay(tmp_path
     assert rows == {
         (e["pid"], e["tid"], e["args"]["name"]) for e in newer if e["name"] in ("process_name", "thread_name")
     }
-    assert len(trace_tail(lambda: iter(older + newer), None)) > len(newer)
 
 
 def test_a_full_disk_leaves_the_trace_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,20 @@ def test_of_several_ranks_one_is_shown(tmp_path: Path) -> None:
         for rank in range(2):
             run.take_metric(point(f"trainer/{rank}", step, 5.0 + step, train__loss=float(rank)))
     assert run.steps("train/loss") == {0: 0.0, 1: 0.0, 2: 0.0}
+    assert run.reported == [(5.0, 0), (6.0, 1), (7.0, 2)]
     assert len(past_table(run)["series"]) == 1
+
+
+def test_f1_a_run_is_as_fast_as_its_steps_of_late_and_time_between_two_lives_does_not_count(tmp_path: Path) -> None:
+    """F1."""
+    run, wall_s = RunFiles(tmp_path), 0.0
+    assert run.step_s is None
+    for steps, step_s in ((range(60), 1.0), (range(55, 90), 10.0), (range(85, 110), 10.0)):
+        wall_s += 3600.0
+        for step in steps:
+            wall_s += step_s
+            run.take_metric(point("trainer/0", step, wall_s, train__loss=1.0))
+    assert run.step_s == pytest.approx(10.0)
 
 
 def test_names_sources_and_events_are_bounded_and_routine_does_not_bury_the_event_that_counts(tmp_path: Path) -> None:

@@ -14,38 +14,19 @@ from rich.console import Console
 from myxa.core.activity import ACTIVITY_KINDS
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
-from myxa.launch.control.verbs import Arguments, HistoryArguments
+from myxa.launch.control.verbs import StatusArguments
 from myxa.launch.tui import pages
 from myxa.launch.tui.pages import log_text, stack_text
 from myxa.launch.views import knob_table
-from myxa.launch.views.run_view import (
-    RunView,
-    StepPace,
-    VerbAnswer,
-    carried_over,
-    lag_rows,
-    notice_text,
-    run_view_of,
-    title_text,
-)
+from myxa.launch.views.run_page import legend, run_page
+from myxa.launch.views.run_view import RunView, carried_over, lag_rows, notice_text, title_text
 from myxa.launch.views.textplot import PLAIN_COLUMNS, bar, gauge
-
-
-def builtins(value: object) -> Any:
-    return msgspec.to_builtins(value)
 
 
 @pytest.fixture
 def view(seat, planting: ModuleType) -> RunView:
-    nothing = Arguments()
-    answers = {
-        "status": VerbAnswer(builtins(seat.status(nothing))),
-        "ps": VerbAnswer(seat.ps(nothing)),
-        "get": VerbAnswer(builtins(seat.get(nothing))),
-        "why": VerbAnswer(seat.why(nothing)),
-        "history": VerbAnswer(builtins(seat.history(HistoryArguments()))),
-    }
-    return run_view_of(answers, 0.0)
+    whole = seat.status(StatusArguments(whole=True))
+    return msgspec.convert(msgspec.to_builtins(whole), RunView)
 
 
 def test_actors_are_listed_by_node_and_role(view: RunView) -> None:
@@ -126,18 +107,16 @@ def test_gauges_have_their_width(count: int, total: int, width: int) -> None:
 
 def test_every_page_fits_its_width(view: RunView) -> None:
     for width in (46, 60, 120):
-        page = pages.run_page(view, StepPace(), width)
-        letters = pages.legend().plain.strip()
+        page = run_page(view, width)
+        letters = legend().plain.strip()
         assert [line for line in page.plain.splitlines() if len(line) > width and line.strip() != letters] == []
 
 
 def test_terminal_orders_in_names_and_logs_are_not_obeyed(view: RunView) -> None:
     evil = msgspec.structs.replace(view.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
-    live = msgspec.to_builtins(evil)
-    seen = {"now_wall_s": 1.0, "started_wall_s": 0.0, "status": live}
-    told = run_view_of({"status": VerbAnswer(seen), "why": VerbAnswer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
+    told = RunView(now_wall_s=1.0, started_wall_s=0.0, status=evil, why="a\x1b]0;b\x07")
     console = Console(width=80, file=None, record=True, quiet=True)
-    console.print(pages.run_page(told, StepPace(), 80))
+    console.print(run_page(told, 80))
     assert "\x1b" not in title_text(told) + notice_text(told)
     assert "\x1b" not in log_text({"lines": ["a\x1b[31mb", "c\rd"]})
     assert log_text({"lines": ["a\x1b[31mb"]}) == "a [31mb"
@@ -155,35 +134,17 @@ def test_logs_and_stacks_of_one_actor_or_several_are_shown() -> None:
 
 
 def test_nothing_answered_is_a_picture_too() -> None:
-    empty = run_view_of({"status": VerbAnswer(error="gone -- look there")}, 5.0)
-    assert empty.troubles == ("status: gone -- look there",)
+    empty = RunView(now_wall_s=5.0, started_wall_s=5.0, troubles=("gone -- look there",))
+    assert "gone" in notice_text(empty)
     assert "starting" in title_text(empty)
-    assert pages.run_page(empty, StepPace(), 80).plain
+    assert run_page(empty, 80).plain
     assert pages.actor_page(empty, "trainer/0").plain
 
 
 def test_what_is_not_told_any_more_stays_as_it_was(view: RunView) -> None:
-    nobody = run_view_of(
-        {"status": VerbAnswer({"now_wall_s": 9.0, "started_wall_s": 9.0, "run_dir": "/x"}), "ps": VerbAnswer([])}, 9.0
-    )
+    nobody = RunView(now_wall_s=9.0, started_wall_s=9.0, run_dir="/x")
     kept = carried_over(nobody, view)
     assert (kept.version, kept.phase, kept.buffer) == (120, "running", view.buffer)
     assert (kept.actors, kept.knobs, kept.why) == (view.actors, view.knobs, view.why)
     assert title_text(msgspec.structs.replace(kept, has_ended=True)).startswith("sort  ended  step 120")
     assert carried_over(view, nobody) == view
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-)
-
-
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("status", "ps", "get", "history", "why"), JSON)))
-def test_answers_of_any_shape_make_a_picture(answers: dict[str, Any]) -> None:
-    told = run_view_of({verb: VerbAnswer(result) for verb, result in answers.items()}, 5.0)
-    title_text(told)
-    notice_text(told)
-    knob_table.knob_rows(told.knobs)
-    pages.history_rows(told.history)
-    pages.run_page(told, StepPace(), 60)

@@ -185,7 +185,6 @@ async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None
     await page.says("#prompt-past figcaption", "this prompt's 1 group")
     await page.says("#event-table", hostile.HOSTILE)
     await page.says("#lanes", "rollout/<")
-    await page.says("#close-lanes", hostile.HOSTILE)
     assert await page.count("main img, main script, main b:empty") == 0
     await fits(page)
     assert page.wrong == []
