@@ -6,7 +6,7 @@
 #   make check   ruff, pyright, import-linter
 #   make soak    long runs with random kills
 #   make fuzz    a million broken frames and hostile peers against a living node (some minutes)
-#   make sglang-cpu  the engine contract and a short run on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes)
+#   make sglang-cpu  the engine contract on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes)
 #   make clean   remove what these targets made (not runs/)
 #
 # PYTHON=/path/to/python3.x chooses the interpreter. pip's own variables apply; with an index of CPU builds
@@ -61,7 +61,6 @@ sglang-cpu: $(STAMP) $(SGLANG_STAMP)
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --disable-overlap-schedule
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --incremental-streaming-output --skip-tokenizer-init --stream-interval 32
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python --only contract_sampling
-	@$(BIN)/python tests/engines/grpo_sglang.py --python $(SGLANG_VENV)/bin/python
 
 $(SGLANG_STAMP): $(SGLANG_PINS)
 	@$(PYTHON) -m venv --clear $(SGLANG_VENV)

@@ -41,8 +41,10 @@ def run(draw, config, **batch_options):
 
 
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
-@pytest.mark.parametrize("reduction", ["token", "rollout", "constant"])
-@pytest.mark.parametrize("cut", [[[0], [1], [2], [3], [4]], [[3], [4, 0], [1, 2]], [[2, 0, 1, 3, 4]]])
+@pytest.mark.parametrize(
+    ("reduction", "cut"),
+    [("token", [[0], [1], [2], [3], [4]]), ("rollout", [[3], [4, 0], [1, 2]]), ("constant", [[3], [0, 1, 2, 4]])],
+)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_microbatches(draw, loss, reduction, cut):
     """Uneven lengths, a fully masked sample alone in its micro-batch, an empty micro-batch at the end."""
     config = options(

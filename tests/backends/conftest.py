@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.backends import gang_rank
 from tests.harness.commands import MEGATRON, Command
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -21,11 +20,6 @@ from myxa.launch.nodes.rendezvous import quiet_port
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
 RANK_GANG = Path(__file__).with_name("rank_gang.py")
-SPEC = importlib.util.spec_from_file_location("gang_rank", PROGRAM)
-assert SPEC is not None
-assert SPEC.loader is not None
-gang_rank = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(gang_rank)
 
 RANK_TIMEOUT_S = 90
 LOAD_S = 30
@@ -47,16 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(folder, "0p5m", seed=3, vocab_size=gang_rank.VOCAB)
     return folder
-
-
-@pytest.fixture(scope="session")
-def make_shards() -> Callable[..., Any]:
-    return gang_rank.make_shards
-
-
-@pytest.fixture(scope="session")
-def weights_of() -> Callable[[TorchBackend], dict[str, np.ndarray]]:
-    return gang_rank.weights_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from myxa.core.errors import MyxaError
 from myxa.core.protocols import StepStats
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
 
+Backends = Callable[..., TorchBackend]
+"""Of the fixture that makes them."""
 VOCAB = 262
 FROZEN = ("embed_tokens", r"layers\.0\.(mlp|self_attn\.q_)")
 """What a gang that shards its model does not train."""
@@ -140,6 +142,17 @@ def weights_of(backend: TorchBackend) -> dict[str, np.ndarray]:
     return {
         a.spec.name: np.frombuffer(bytes(a.data), np.float32).reshape(a.spec.shape) for a in backend.export_weights()
     }
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    """To the bit."""
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def close(found: dict[str, np.ndarray], right: dict[str, np.ndarray], atol: float) -> None:
+    assert found.keys() == right.keys()
+    for name in right:
+        np.testing.assert_allclose(found[name], right[name], rtol=0, atol=atol, err_msg=name)
 
 
 def save(backend: Any, folder: str, extra: dict[str, Any]) -> None:

@@ -6,27 +6,22 @@ Those of the Megatron trainer are converted in test_megatron_steps.py, where the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from tests.backends.gang_rank import save
+from tests.backends.gang_rank import Backends, make_shards, save
 
 from myxa.actors.backends.convert import convert
-from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ModelError, TrainError
 from myxa.launch.cli import main
 
 
 @pytest.fixture
-def checkpoint(
-    tmp_path: Path, backends: Callable[..., TorchBackend], make_shards: Callable[..., Any]
-) -> tuple[Path, dict[str, np.ndarray]]:
+def checkpoint(tmp_path: Path, backends: Backends) -> tuple[Path, dict[str, np.ndarray]]:
     """A checkpoint after one step, and the weights that it must hold."""
     backend = backends()
     backend.train(make_shards(51)[0], {})
@@ -65,9 +60,7 @@ def test_the_command_takes_the_model_from_the_run_and_writes_the_type_asked_for(
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {"torch.bfloat16"}  # noqa: SIM118 - no dict
 
 
-def test_g_weights_that_float16_has_not_are_refused(
-    model: Path, tmp_path: Path, backends: Callable[..., TorchBackend], make_shards: Callable[..., Any]
-) -> None:
+def test_g_weights_that_float16_has_not_are_refused(model: Path, tmp_path: Path, backends: Backends) -> None:
     own = tmp_path / "own"
     shutil.copytree(model, own)
     weights = load_file(own / "model.safetensors")

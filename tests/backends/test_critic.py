@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tests.backends.gang_rank import save
+from tests.backends.gang_rank import Backends, close, critic_of, make_shards, same, save, weights_of
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError, ModelError, TrainError
 from myxa.core.samples import TrainShard
-
-Backends = Callable[..., TorchBackend]
-Shards = Callable[..., tuple[TrainShard, ...]]
-Weights = Callable[[TorchBackend], dict[str, np.ndarray]]
 
 PPO = {"kind": "ppo", "gamma": 0.9, "lam": 0.8}
 PLAIN = {"eps": 1e-4, "lr": 1e-3}
@@ -58,10 +53,6 @@ def the_critic(backend: TorchBackend) -> Any:
     return found
 
 
-def critic_weights(backend: TorchBackend) -> dict[str, np.ndarray]:
-    return {name: p.detach().numpy().copy() for name, p in the_critic(backend).model.replica.parameters()}
-
-
 def values_of(backend: TorchBackend, shard: TrainShard) -> list[np.ndarray]:
     """Of each sample's loss tokens, one sample at a time."""
     found = []
@@ -69,10 +60,6 @@ def values_of(backend: TorchBackend, shard: TrainShard) -> list[np.ndarray]:
         layout = plan_layout(shard.samples, [i], linear_cost=100.0, device=torch.device("cpu"))
         found.append(the_critic(backend).values(layout).numpy())
     return found
-
-
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def by_hand(rewards: float, values: np.ndarray, lam: float = PPO["lam"]) -> np.ndarray:
@@ -86,9 +73,7 @@ def by_hand(rewards: float, values: np.ndarray, lam: float = PPO["lam"]) -> np.n
     return advantages
 
 
-def test_a_value_is_that_of_the_state_that_the_token_is_drawn_from(
-    backends: Backends, make_shards: Shards, judge: Path
-) -> None:
+def test_a_value_is_that_of_the_state_that_the_token_is_drawn_from(backends: Backends, judge: Path) -> None:
     """What comes behind a token, and the token itself, cannot change its value."""
     backend = backends(algo=PPO, critic=critic(path=str(judge)))
     (shard,) = make_shards(70, kind="ppo", with_tools=False)
@@ -108,7 +93,7 @@ def test_a_value_is_that_of_the_state_that_the_token_is_drawn_from(
 
 @pytest.mark.parametrize(("whiten", "critic_lam"), [(True, PPO["lam"]), (False, 1.0)])
 def test_the_step_is_that_of_advantages_computed_by_hand(
-    backends: Backends, make_shards: Shards, weights_of: Weights, judge: Path, whiten: bool, critic_lam: float
+    backends: Backends, judge: Path, whiten: bool, critic_lam: float
 ) -> None:
     """GAE from the critic's values, given to a policy without a critic as advantages per token: the same weights come
     out. So does the value loss, of returns with the critic's own lambda."""
@@ -129,8 +114,7 @@ def test_the_step_is_that_of_advantages_computed_by_hand(
     plain = backends(algo={"kind": "grpo", "reduction": "token"}, optimizer=PLAIN)
     plain.train(msgspec.structs.replace(shard, samples=tuple(samples)), {})
     found, right = weights_of(backend), weights_of(plain)
-    for name in right:
-        np.testing.assert_allclose(found[name], right[name], rtol=0, atol=2e-5, err_msg=name)
+    close(found, right, 2e-5)
     joined = np.concatenate([by_hand(s.advantage, v, critic_lam) for s, v in zip(shard.samples, values, strict=True)])
     returns = joined + np.concatenate(values)
     assert metrics["train/value_loss"] == pytest.approx(np.mean(joined**2), rel=1e-4)
@@ -142,7 +126,7 @@ def test_the_step_is_that_of_advantages_computed_by_hand(
 
 
 def test_a_kl_term_in_the_reward_is_foreseen_by_values_and_one_in_the_advantage_is_not(
-    backends: Backends, make_shards: Shards, judge: Path
+    backends: Backends, judge: Path
 ) -> None:
     (shard,) = make_shards(71, kind="ppo")
     told = {}
@@ -155,23 +139,22 @@ def test_a_kl_term_in_the_reward_is_foreseen_by_values_and_one_in_the_advantage_
 
 
 def test_cutting_a_batch_changes_nothing_and_mini_batches_share_the_values_of_the_start(
-    backends: Backends, make_shards: Shards, judge: Path
+    backends: Backends, judge: Path
 ) -> None:
     results = []
     for max_tokens in (10_000, 60):
         algo = {**PPO, "minibatches": 3, "batch_size": 6, "reduction": "rollout"}
         backend = backends(algo=algo, optimizer=PLAIN, critic=critic(path=str(judge), value_clip=0.05))
         (shard,) = make_shards(72, kind="ppo", max_tokens=max_tokens, minibatches=3)
-        results.append((backend.train(shard, {}).metrics, critic_weights(backend)))
+        results.append((backend.train(shard, {}).metrics, critic_of(backend)))
     (whole, weights), (cut, cut_weights) = results
     for name in ("value_loss", "value_mean", "explained_variance", "critic_grad_norm", "value_clip_fraction", "loss"):
         assert cut[f"train/{name}"] == pytest.approx(whole[f"train/{name}"], rel=1e-3), name
     assert 0 < whole["train/value_clip_fraction"] < 1, "later mini-batches have moved on"
-    for name in weights:
-        np.testing.assert_allclose(cut_weights[name], weights[name], rtol=0, atol=1e-4, err_msg=name)
+    close(cut_weights, weights, 1e-4)
 
 
-def test_a_critic_learns_what_a_batch_returns(backends: Backends, make_shards: Shards) -> None:
+def test_a_critic_learns_what_a_batch_returns(backends: Backends) -> None:
     """From a head at zero, which explains nothing, alone until it does; the policy stays to the bit, versions count."""
     steps = 20
     backend = backends(algo={**PPO, "gamma": 1.0, "lam": 1.0}, critic=critic(lr=5e-3, value_clip=0, warmup_steps=steps))
@@ -192,14 +175,14 @@ def test_a_critic_learns_what_a_batch_returns(backends: Backends, make_shards: S
 
 
 def test_a_checkpoint_of_another_critic_or_of_none_is_refused_and_changes_nothing(
-    backends: Backends, make_shards: Shards, weights_of: Weights, tmp_path: Path, judge: Path
+    backends: Backends, tmp_path: Path, judge: Path
 ) -> None:
     (shard,) = make_shards(77, kind="ppo")
     backend, bare, other = (backends(algo=PPO, critic=setting) for setting in (critic(), None, critic(path=str(judge))))
     for one, name in ((backend, "with"), (bare, "without")):
         one.train(shard, {})
         save(one, str(tmp_path / name), {})
-    before = critic_weights(backend), weights_of(backend)
+    before = critic_of(backend), weights_of(backend)
     with pytest.raises(TrainError, match=r"is of a run without a critic -- set critic.enabled = false"):
         backend.load(str(tmp_path / "without"))
     with pytest.raises(TrainError, match=r"is of a run with a critic, and here is none"):
@@ -208,26 +191,24 @@ def test_a_checkpoint_of_another_critic_or_of_none_is_refused_and_changes_nothin
         TrainError, match=r"holds another critic: its num_layers is 2, here it is 4 -- set critic.path as it was"
     ):
         other.load(str(tmp_path / "with"))
-    assert same(critic_weights(backend), before[0])
+    assert same(critic_of(backend), before[0])
     assert same(weights_of(backend), before[1])
 
 
 @pytest.mark.parametrize(("size", "said"), [(1e30, "critic's loss"), (1e12, "critic's gradient")])
-def test_a_critic_that_is_not_finite_stops_both(
-    backends: Backends, make_shards: Shards, weights_of: Weights, size: float, said: str
-) -> None:
+def test_a_critic_that_is_not_finite_stops_both(backends: Backends, size: float, said: str) -> None:
     """A head that gives values whose squares overflow, or whose gradient's squares do; the policy sees whitened
     advantages of them, and would be well."""
     backend = backends(algo=PPO, optimizer=PLAIN, critic=critic())
     (shard,) = make_shards(78, kind="ppo", max_tokens=60)
     head = the_critic(backend).model.replica.module.value_head.weight
     torch.nn.init.constant_(head, size)
-    before = critic_weights(backend), weights_of(backend)
+    before = critic_of(backend), weights_of(backend)
     with pytest.raises(
         TrainError, match=f"mini-batch 0: the {said} is not a finite number in micro-batch 0 of rank 0 "
     ):
         backend.train(shard, {})
-    assert same(critic_weights(backend), before[0])
+    assert same(critic_of(backend), before[0])
     assert same(weights_of(backend), before[1])
     torch.nn.init.zeros_(head)
     assert np.isfinite(backend.train(shard, {}).metrics["train/value_loss"]), "the backend can still be used"
@@ -239,7 +220,7 @@ def test_a_value_head_in_the_folder_is_taken_over(backends: Backends, model: Pat
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with_head(model, tmp_path, name)
     backend = backends(algo=PPO, critic=critic(path=str(tmp_path)))
-    weights = critic_weights(backend)
+    weights = critic_of(backend)
     assert np.array_equal(weights["value_head.weight"], load_file(tmp_path / "model.safetensors")[name])
     assert not weights["value_head.bias"].any()
     with_head(model, tmp_path, name, rows=2)

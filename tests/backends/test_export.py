@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,10 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from tests.backends.gang_rank import Backends, make_shards
 
-from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.core.errors import ModelError
-from myxa.core.samples import TrainShard
-
-Backends = Callable[..., TorchBackend]
-Shards = Callable[..., tuple[TrainShard, ...]]
 
 
 def test_arrays_follow_one_another_under_their_names(model: Path, backends: Backends) -> None:
@@ -34,7 +29,7 @@ def test_arrays_follow_one_another_under_their_names(model: Path, backends: Back
         offset += array.spec.num_bytes
 
 
-def test_float32_on_a_cpu_is_not_copied(backends: Backends, make_shards: Shards) -> None:
+def test_float32_on_a_cpu_is_not_copied(backends: Backends) -> None:
     backend = backends()
     view = np.frombuffer(backend.export_weights()[0].data, np.float32)
     before = view.copy()
@@ -52,9 +47,7 @@ def test_bfloat16_is_rounded(backends: Backends) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_loads_the_folder_and_agrees(
-    tmp_path: Path, backends: Backends, make_shards: Shards, dtype: str
-) -> None:
+def test_transformers_loads_the_folder_and_agrees(tmp_path: Path, backends: Backends, dtype: str) -> None:
     backend = backends(trainer={"dtype": dtype, "export_dtype": dtype})
     backend.train(make_shards(62)[0], {})
     backend.export_hf(str(tmp_path / "hf"))

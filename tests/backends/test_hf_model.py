@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.backends.gang_rank import save
+from tests.backends.gang_rank import Backends, close, make_shards, same, save, weights_of
 from tests.backends.test_model import judged
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -20,11 +20,8 @@ from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tiny import tiny_config, write_tokenizer
 from myxa.core.errors import ConfigError, ModelError, TrainError
-from myxa.core.samples import TrainSample, TrainShard
+from myxa.core.samples import TrainSample
 
-Backends = Callable[..., TorchBackend]
-Shards = Callable[..., tuple[TrainShard, ...]]
-Weights = Callable[[TorchBackend], dict[str, np.ndarray]]
 HF = {"impl": "hf"}
 SIZES: dict[str, Any] = {
     "vocab_size": 262, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -74,8 +71,6 @@ def check_scores(judge: Any, backend: TorchBackend, samples: Sequence[TrainSampl
 @pytest.mark.parametrize(("family", "recomputes"), [*((family, False) for family in FAMILIES), ("mistral", True)])
 def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     backends: Backends,
-    make_shards: Shards,
-    weights_of: Weights,
     folders: Callable[[str], Path],
     tmp_path: Path,
     family: str,
@@ -90,7 +85,7 @@ def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     metrics = backend.train(shard, {}).metrics
     assert metrics["train/grad_norm"] > 0
     after = weights_of(backend)
-    assert any(not np.array_equal(before[name], after[name]) for name in before)
+    assert not same(before, after)
     assert before.keys() == after.keys() == read_config(folders(family)).tensor_shapes().keys()
     backend.export_hf(str(tmp_path / "out"))
     again = backends(folder=tmp_path / "out", trainer=trainer)
@@ -100,9 +95,7 @@ def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     check_scores(judge, backend, shard.samples)
 
 
-def test_both_implementations_of_a_family_take_the_same_step(
-    backends: Backends, make_shards: Shards, weights_of: Weights, tmp_path: Path
-) -> None:
+def test_both_implementations_of_a_family_take_the_same_step(backends: Backends, tmp_path: Path) -> None:
     shards = [make_shards(seed, temperatures=(1.0, 0.7))[0] for seed in (41, 42)]
     algo = {"kl_coef": 0.1, "entropy_coef": 0.01, "minibatches": 2, "batch_size": 6}
     optimizer = {"lr": 1e-3, "eps": 1e-4}
@@ -113,13 +106,12 @@ def test_both_implementations_of_a_family_take_the_same_step(
             assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-5), name
     ours, theirs = weights_of(own), weights_of(other)
     assert list(ours) == list(theirs)
-    for name, weight in ours.items():
-        np.testing.assert_allclose(theirs[name], weight, rtol=0, atol=2e-5, err_msg=name)
+    close(ours, theirs, 2e-5)
     save(other, str(tmp_path / "kept"), {"version": 2})
     other.train(shards[0], {})
     other.load(str(tmp_path / "kept"))
     back = weights_of(other)
-    assert all(np.array_equal(back[name], theirs[name]) for name in theirs)
+    assert same(back, theirs)
 
 
 async def test_own_code_says_what_it_does_not_compute(

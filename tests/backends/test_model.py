@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.backends.gang_rank import make_shards
 
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
 from myxa.actors.models.hf_folder import read_config
-from myxa.core.samples import TrainSample, TrainShard
+from myxa.core.samples import TrainSample
 
 SHARING = 1e6
 ALONE = 0.0
@@ -31,12 +31,8 @@ def save_foreign(kind: str, folder: Path) -> Path:
     if kind == "qwen2":
         config: Any = transformers.Qwen2Config(**SIZES, tie_word_embeddings=False)
     elif kind == "llama":
-        config = transformers.LlamaConfig(
-            **SIZES,
-            head_dim=16,
-            tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        )
+        rope = {"rope_type": "default", "rope_theta": 5000.0}
+        config = transformers.LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=rope)
     else:
         config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -55,9 +51,7 @@ STRETCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", list(STRETCHES))
-def test_g_stretched_rotary_positions_are_those_of_transformers(
-    kind: str, make_shards: Callable[..., tuple[TrainShard, ...]], tmp_path: Path
-) -> None:
+def test_g_stretched_rotary_positions_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     """Llama 3.1's, YaRN's and linear; without them these log-probs are off by more than 0.01."""
     torch.manual_seed(6)
     rope = {"rope_type": kind, "rope_theta": 5000.0} | STRETCHES[kind]
@@ -94,11 +88,9 @@ def judged(judge: Any, sample: TrainSample, temperature: float) -> tuple[torch.T
     return rows.gather(-1, ids[0, places][:, None]).squeeze(-1), -(rows.exp() * rows).sum(-1)
 
 
-@pytest.mark.parametrize("temperatures", [(1.0,), (0.6,), (1.0, 0.6, 1.4)])
-@pytest.mark.parametrize("linear_cost", [SHARING, ALONE])
+@pytest.mark.parametrize(("temperatures", "linear_cost"), [((0.6,), SHARING), ((1.0, 0.6, 1.4), ALONE)])
 def test_logprobs_entropies_and_gradients_equal_those_of_transformers(
     folder: Path,
-    make_shards: Callable[..., tuple[TrainShard, ...]],
     linear_cost: float,
     temperatures: tuple[float, ...],
 ) -> None:
@@ -125,9 +117,7 @@ def test_logprobs_entropies_and_gradients_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("linear_cost", [SHARING, ALONE])
-def test_activations_made_again_give_the_same_gradient(
-    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]], linear_cost: float
-) -> None:
+def test_activations_made_again_give_the_same_gradient(model: Path, linear_cost: float) -> None:
     samples = make_shards(24)[0].samples
     layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost)
     gradients = []
@@ -139,9 +129,7 @@ def test_activations_made_again_give_the_same_gradient(
         assert torch.equal(gradient, gradients[1][name]), name
 
 
-def test_bfloat16_stays_near_float32_and_keeps_float32_masters(
-    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]
-) -> None:
+def test_bfloat16_stays_near_float32_and_keeps_float32_masters(model: Path) -> None:
     samples = make_shards(26)[0].samples
     layout = plan_layout(samples, range(len(samples)), linear_cost=SHARING)
     exact, coarse = load(model)(layout), load(model, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.backends.gang_rank import save
+from tests.backends.gang_rank import make_shards, save
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -59,7 +59,7 @@ def everything(backend: TorchBackend) -> dict[str, bytes]:
 
 
 def test_training_between_moves_is_bit_equal(
-    moving: TorchBackend, staying: TorchBackend, offload: TorchOffload, make_shards: Shards, tmp_path: Path
+    moving: TorchBackend, staying: TorchBackend, offload: TorchOffload, tmp_path: Path
 ) -> None:
     for step in range(4):
         (shard,) = make_shards(40 + step)
@@ -78,9 +78,7 @@ def test_training_between_moves_is_bit_equal(
     assert everything(moving) == everything(staying)
 
 
-def test_a_critic_leaves_and_comes_back_with_the_policy(
-    model: Path, offload: TorchOffload, make_shards: Shards
-) -> None:
+def test_a_critic_leaves_and_comes_back_with_the_policy(model: Path, offload: TorchOffload) -> None:
     moving = TorchBackend(settings(model, has_critic=True), offload=offload)
     staying = TorchBackend(settings(model, has_critic=True))
     for backend in (moving, staying):
@@ -106,7 +104,7 @@ def test_a_critic_leaves_and_comes_back_with_the_policy(
         staying.close()
 
 
-def test_only_what_changed_is_copied(moving: TorchBackend, offload: TorchOffload, make_shards: Shards) -> None:
+def test_only_what_changed_is_copied(moving: TorchBackend, offload: TorchOffload) -> None:
     size = {r.tag: r.num_bytes for r in offload.report()}
     (shard,) = make_shards(50)
     offload.release(TAGS)
@@ -123,7 +121,7 @@ def test_only_what_changed_is_copied(moving: TorchBackend, offload: TorchOffload
 
 
 def test_a_part_of_the_optimizer_leaves_and_the_rest_stays(
-    moving: TorchBackend, staying: TorchBackend, offload: TorchOffload, make_shards: Shards
+    moving: TorchBackend, staying: TorchBackend, offload: TorchOffload
 ) -> None:
     def both(shard: TrainShard) -> None:
         moving.train(shard, {})

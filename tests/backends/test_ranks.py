@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.backends.gang_rank import Backends, close, critic_of, same, weights_of
 
 from myxa.actors.checkpoints.folder import list_checkpoints
 from myxa.core.errors import TrainError
@@ -83,8 +84,7 @@ def test_weights_agree_with_one_process(gangs: tuple[Gang, Gang]) -> None:
     assert one.keys() == many.keys()
     start = max(np.abs(one[n] - load(gangs[0], "weights_on")[n]).max() for n in one)
     assert start > 1e-4, "a step must change something, or this test proves nothing"
-    for name in one:
-        np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
+    close(many, one, 1e-5)
 
 
 def test_critics_agree_with_one_process_and_between_ranks(with_critics: tuple[Gang, Gang]) -> None:
@@ -93,8 +93,7 @@ def test_critics_agree_with_one_process_and_between_ranks(with_critics: tuple[Ga
     assert one.keys() == many.keys()
     assert "value_head.weight" in one
     assert np.abs(one["value_head.weight"]).max() > 1e-4, "it began at zero"
-    for name in one:
-        np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
+    close(many, one, 1e-5)
     assert all(result["critic_mark"] == gangs[1][1][0]["critic_mark"] for result in gangs[1][1])
     told = [metrics["train/value_clip_fraction"] for metrics in gangs[0][1][0]["metrics"]]
     assert max(told) > 0, "or the bound is not tested"
@@ -129,9 +128,8 @@ def test_knobs_of_a_step_are_those_of_all_ranks(gangs: tuple[Gang, Gang]) -> Non
 def test_going_on_from_a_checkpoint_gives_the_same_bits(gangs: tuple[Gang, Gang]) -> None:
     for gang in gangs:
         saved, on, back, again = (load(gang, n) for n in ("weights", "weights_on", "weights_back", "weights_again"))
-        for name in saved:
-            assert np.array_equal(back[name], saved[name]), name
-            assert np.array_equal(again[name], on[name]), name
+        assert same(back, saved)
+        assert same(again, on)
         assert gang[1][0]["extra"] == {"version": 2}
         (info,) = list_checkpoints(gang[0] / "checkpoints")
         assert info.is_complete
@@ -142,16 +140,13 @@ def test_a_critic_goes_on_with_its_policy(with_critics: tuple[Gang, Gang]) -> No
     for gang in with_critics:
         saved, on, back, again, kept = (load(gang, f"critic{n}") for n in ("", "_on", "_back", "_again", "_after_nan"))
         assert "value_head.weight" in saved
-        for name in saved:
-            assert np.array_equal(back[name], saved[name]), name
-            assert np.array_equal(again[name], on[name]), name
+        assert same(back, saved)
+        assert same(again, on)
         if " mini-batch 0:" in gang[1][0]["error"]:
-            assert all(np.array_equal(kept[n], again[n]) for n in kept), "nobody updates what another refuses"
+            assert same(kept, again), "nobody updates what another refuses"
 
 
-def test_a_checkpoint_of_many_ranks_restores_on_one(
-    gangs: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
-) -> None:
+def test_a_checkpoint_of_many_ranks_restores_on_one(gangs: tuple[Gang, Gang], backends: Backends) -> None:
     frozen = {"freeze": gangs[1][1][0]["frozen"]}
     critic = CRITIC if has_critic(gangs[1]) else None
     with (
@@ -161,14 +156,13 @@ def test_a_checkpoint_of_many_ranks_restores_on_one(
     backend = backends(trainer=frozen, critic=critic)
     assert backend.load(str(gangs[1][0] / "checkpoints" / "two")) == {"version": 2}
     saved = load(gangs[1], "weights")
-    for name, value in weights_of(backend).items():
-        assert np.array_equal(value, saved[name]), name
+    assert same(weights_of(backend), saved)
     if critic is None:
         return
     saved = load(gangs[1], "critic")
-    assert backend._parts.state.critic.model.num_updates == 4
-    for name, parameter in backend._parts.state.critic.model.replica.parameters():
-        assert np.array_equal(parameter.detach().numpy(), saved[name]), name
+    state: Any = backend._parts and backend._parts.state
+    assert state.critic.model.num_updates == 4
+    assert same(critic_of(backend), saved)
 
 
 def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang, Gang]) -> None:
@@ -180,23 +174,22 @@ def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang
         assert f"of rank {len(gang[1]) - 1} (groups " in error
         before, after = load(gang, "weights_again"), load(gang, "weights_after_nan")
         if " mini-batch 0:" in error:
-            assert all(np.array_equal(before[n], after[n]) for n in before)
+            assert same(before, after)
 
 
 def test_while_the_policy_waits_for_the_critic_it_stays_to_the_bit_and_is_saved(
-    with_critics: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
+    with_critics: tuple[Gang, Gang], backends: Backends
 ) -> None:
     for gang in with_critics:
         before, held = load(gang, "weights_after_nan"), load(gang, "weights_held")
-        assert all(np.array_equal(before[n], held[n]) for n in before)
+        assert same(before, held)
         critic = load(gang, "critic_held")
         assert not np.array_equal(critic["value_head.weight"], load(gang, "critic_after_nan")["value_head.weight"])
         assert {result["held"]["train/lr"] for result in gang[1]} == {0.0}
         backend = backends(trainer={"freeze": gang[1][0]["frozen"]}, critic=CRITIC)
         backend.load(str(gang[0] / "held"))
         assert all(np.array_equal(value, held[name]) for name, value in weights_of(backend).items())
-        for name, parameter in backend._parts.state.critic.model.replica.parameters():
-            assert np.array_equal(parameter.detach().numpy(), critic[name]), name
+        assert same(critic_of(backend), critic)
 
 
 def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_updates(gangs: tuple[Gang, Gang]) -> None:
@@ -209,7 +202,7 @@ def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_up
         assert "raised ValueError: a log-prob above 50 at " in failure
         last_kept = "weights_held" if has_critic(gang) else "weights_after_nan"
         before, after = load(gang, last_kept), load(gang, "weights_after_failure")
-        assert all(np.array_equal(before[n], after[n]) for n in before)
+        assert same(before, after)
         assert {result["metrics_again"]["train/user/ratio"] for result in gang[1]}, "the gang is whole"
 
 

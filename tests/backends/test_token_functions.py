@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.backends.gang_rank import Backends, make_shards, same, weights_of
 
-from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import TrainShard
 
@@ -53,10 +53,6 @@ async def later(tokens):
     return tokens.live_T
 """
 
-Backends = Callable[..., TorchBackend]
-Shards = Callable[..., tuple[TrainShard, ...]]
-Weights = Callable[[TorchBackend], dict[str, np.ndarray]]
-
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -73,9 +69,7 @@ ALGOS = [
 
 
 @pytest.mark.parametrize("algo", ALGOS, ids=["decoupled", "mis"])
-def test_the_example_trains_the_bits_of_the_built_in_loss(
-    backends: Backends, make_shards: Shards, weights_of: Weights, mine: Path, algo: dict[str, Any]
-) -> None:
+def test_the_example_trains_the_bits_of_the_built_in_loss(backends: Backends, mine: Path, algo: dict[str, Any]) -> None:
     results = []
     for extra in ({}, {"loss_fn": f"{mine}:loss"}):
         backend = backends(algo={**algo, **extra}, optimizer={"lr": 0.02, "eps": 1e-4})
@@ -84,16 +78,14 @@ def test_the_example_trains_the_bits_of_the_built_in_loss(
             metrics = backend.train(shard, {}).metrics
         results.append((metrics, weights_of(backend)))
     (built_in, weights), (own, own_weights) = results
-    assert all(np.array_equal(weights[name], own_weights[name]) for name in weights)
+    assert same(weights, own_weights)
     assert 0 < built_in["train/clip_fraction"] <= own.pop("train/user/bounded") < 1
     differing = {name for name in built_in if own[name] != built_in[name]}
     assert {n for n in differing if not n.endswith(("_s", "/tokens_per_s"))} == {"train/clip_fraction"}
 
 
 @pytest.mark.parametrize("algo", ALGOS[:1], ids=["decoupled"])
-def test_the_example_weighs_as_the_built_in_correction(
-    backends: Backends, make_shards: Shards, weights_of: Weights, mine: Path, algo: dict[str, Any]
-) -> None:
+def test_the_example_weighs_as_the_built_in_correction(backends: Backends, mine: Path, algo: dict[str, Any]) -> None:
     (shard,) = make_shards(31, minibatches=algo["minibatches"])
     mine.write_text(f"{EXAMPLE}\ndef half(tokens):\n    return weight(tokens), tokens.segments.sample_T % 2 == 0\n")
     results = []
@@ -101,15 +93,15 @@ def test_the_example_weighs_as_the_built_in_correction(
         backend = backends(algo={**algo, **extra, "tis_cap": 1.5}, optimizer={"lr": 0.02, "eps": 1e-4})
         results.append((backend.train(shard, {}).metrics, weights_of(backend)))
     (built_in, weights), (own, own_weights), (half, other_weights) = results
-    assert all(np.array_equal(weights[name], own_weights[name]) for name in weights)
+    assert same(weights, own_weights)
     assert own["train/weight"] == built_in["train/weight"] < 1.5
     assert (
         built_in["train/weight_cut_fraction"] > 0 == own["train/removed_fraction"] < half["train/removed_fraction"] < 1
     )
-    assert not all(np.array_equal(weights[name], other_weights[name]) for name in weights)
+    assert not same(weights, other_weights)
 
 
-def test_advantages_per_token_reach_the_loss(backends: Backends, make_shards: Shards, weights_of: Weights) -> None:
+def test_advantages_per_token_reach_the_loss(backends: Backends) -> None:
     """The same number for every token is the sample's; others are not, and tokens outside the loss do not count."""
 
     def with_rows(shard: TrainShard, row: Callable[[Any], np.ndarray]) -> TrainShard:
@@ -126,12 +118,12 @@ def test_advantages_per_token_reach_the_loss(backends: Backends, make_shards: Sh
         backend = backends(algo={"entropy_coef": 1e-30}, optimizer={"lr": 0.01, "eps": 1e-4})
         backend.train(given, {})
         results.append(weights_of(backend))
-    scalar, same, other = results
-    assert all(np.array_equal(scalar[name], same[name]) for name in scalar)
-    assert not all(np.array_equal(scalar[name], other[name]) for name in scalar)
+    scalar, alike, other = results
+    assert same(scalar, alike)
+    assert not same(scalar, other)
 
 
-def test_a_sample_is_left_out_only_if_no_token_of_it_counts(backends: Backends, make_shards: Shards) -> None:
+def test_a_sample_is_left_out_only_if_no_token_of_it_counts(backends: Backends) -> None:
     (shard,) = make_shards(31)
     (at, *_) = [i for i, s in enumerate(shard.samples) if s.advantage == 0 and s.loss_mask.sum() > 1]
     row = np.zeros(len(shard.samples[at].loss_mask), np.float32)
@@ -160,7 +152,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "said"), REFUSED, ids=[name for name, _ in REFUSED])
 def test_what_cannot_be_trained_on_is_refused_before_the_update(
-    backends: Backends, make_shards: Shards, weights_of: Weights, mine: Path, name: str, said: str
+    backends: Backends, mine: Path, name: str, said: str
 ) -> None:
     mine.write_text(WRONG)
     backend = backends(algo={"loss_fn": f"{mine}:{name}"})
@@ -171,16 +163,14 @@ def test_what_cannot_be_trained_on_is_refused_before_the_update(
     assert text.startswith(f'step 31, mini-batch 0, rank 0: algo.loss_fn = "{mine}:{name}"')
     assert said.format(file=mine) in text
     after = weights_of(backend)
-    assert all(np.array_equal(before[n], after[n]) for n in before)
+    assert same(before, after)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [("mean", "its weight has shape [] for "), ("complex_keep", "what it keeps is torch.complex64"), REFUSED[0]],
 )
-def test_a_weight_that_is_none_is_refused(
-    backends: Backends, make_shards: Shards, mine: Path, name: str, said: str
-) -> None:
+def test_a_weight_that_is_none_is_refused(backends: Backends, mine: Path, name: str, said: str) -> None:
     mine.write_text(WRONG)
     with pytest.raises(UserCodeError) as caught:
         backends(algo={"weight_fn": f"{mine}:{name}"}).train(make_shards(31)[0], {})

@@ -11,15 +11,7 @@ import pytest_asyncio
 from tests.harness.waiting import until
 
 from myxa.core.actor import Actor
-from myxa.core.errors import (
-    BadRequest,
-    ConfigError,
-    DeadlineExceeded,
-    GatherError,
-    NoSuchActor,
-    PeerDied,
-    RemoteError,
-)
+from myxa.core.errors import BadRequest, ConfigError, DeadlineExceeded, GatherError, NoSuchActor, PeerDied, RemoteError
 from myxa.core.handlers import call, cast
 from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.registry.registry import RegistryContract
@@ -27,31 +19,15 @@ from myxa.transport.registry.registry import RegistryContract
 pytestmark = pytest.mark.timeout(60)
 
 
-class RankContract(Actor):
-    @call(deadline=10)
-    async def step(self, shard: int, factor: int = 1) -> int:
-        raise NotImplementedError
-
-    @call(deadline=20)
-    async def after(self, delays: dict[str, float]) -> str:
-        raise NotImplementedError
-
-    @call(deadline=5)
-    async def fail(self, who: tuple[str, ...], how: str) -> str:
-        raise NotImplementedError
-
-    @cast
-    async def note(self, text: str) -> None:
-        raise NotImplementedError
-
-
-class Rank(RankContract):
+class Rank(Actor):
     def __init__(self) -> None:
         self.log: list[str] = []
 
+    @call(deadline=10)
     async def step(self, shard: int, factor: int = 1) -> int:
         return shard * factor
 
+    @call(deadline=20)
     async def after(self, delays: dict[str, float]) -> str:
         try:
             await asyncio.sleep(delays.get(self.ctx.name, 0.0))
@@ -61,11 +37,13 @@ class Rank(RankContract):
         self.log.append("done")
         return self.ctx.name
 
+    @call(deadline=5)
     async def fail(self, who: tuple[str, ...], how: str) -> str:
         if self.ctx.name in who:
             raise ConfigError(how) if how == "config" else ZeroDivisionError(how)
         return self.ctx.name
 
+    @cast
     async def note(self, text: str) -> None:
         self.log.append(text)
 
@@ -77,7 +55,7 @@ class Scene:
         self.near = near
         self.far = far
         self.ranks: dict[str, Rank] = {}
-        self.group = near.group(RankContract, "rank")
+        self.group = near.group(Rank, "rank")
 
     async def add(self, *names: str) -> None:
         for name in names:
@@ -111,28 +89,28 @@ RANKS = ("rank/0", "rank/1", "rank/2")
 async def test_members_are_those_under_the_prefix_when_the_call_begins_in_the_order_of_their_numbers(scene: Scene):
     await scene.add("rank/10", "ranking/0", "rank/9")
     assert scene.group.names == ("rank/0", "rank/1", "rank/2", "rank/9", "rank/10")
-    assert scene.near.group(RankContract, "rank/").names == scene.group.names
+    assert scene.near.group(Rank, "rank/").names == scene.group.names
     await scene.far.stop("rank/9")
     await until(lambda: "rank/9" not in scene.group.names)
-    assert await scene.group.all(RankContract.step, 2, factor=3) == dict.fromkeys((*RANKS, "rank/10"), 6)
+    assert await scene.group.all(Rank.step, 2, factor=3) == dict.fromkeys((*RANKS, "rank/10"), 6)
 
 
 async def test_members_by_name_keep_their_order_and_need_not_be_there(scene: Scene):
-    group = scene.near.group(RankContract, ["rank/2", "rank/0"])
-    assert list(await group.all(RankContract.step, 5)) == ["rank/2", "rank/0"]
+    group = scene.near.group(Rank, ["rank/2", "rank/0"])
+    assert list(await group.all(Rank.step, 5)) == ["rank/2", "rank/0"]
     with pytest.raises(GatherError, match="1 of 2 members failed, all were needed: rank/77: no actor is called"):
-        await scene.near.group(RankContract, ["rank/0", "rank/77"]).options(deadline_s=0.5).all(RankContract.step, 1)
+        await scene.near.group(Rank, ["rank/0", "rank/77"]).options(deadline_s=0.5).all(Rank.step, 1)
 
 
 async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scene: Scene):
     with pytest.raises(NoSuchActor, match="trainer/"):
-        await scene.near.group(RankContract, "trainer").all(RankContract.step, 1)
+        await scene.near.group(Rank, "trainer").all(Rank.step, 1)
     with pytest.raises(NoSuchActor, match="no members"):
-        await scene.near.group(RankContract, []).all(RankContract.step, 1)
+        await scene.near.group(Rank, []).all(Rank.step, 1)
     with pytest.raises(BadRequest, match="is none of its handlers"):
-        await scene.group.all(RankContract.on_start)
+        await scene.group.all(Rank.on_start)
     with pytest.raises(GatherError, match=r"rank/0: rank/0\.step"):
-        await scene.group.all(RankContract.step, "many")  # pyright: ignore[reportArgumentType]
+        await scene.group.all(Rank.step, "many")  # pyright: ignore[reportArgumentType]
     assert all(rank.log == [] for rank in scene.ranks.values())
 
 
@@ -141,7 +119,7 @@ async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scen
 
 async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
     with pytest.raises(GatherError) as caught:
-        await scene.group.all(RankContract.fail, ("rank/2", "rank/1"), "config")
+        await scene.group.all(Rank.fail, ("rank/2", "rank/1"), "config")
     error = caught.value
     assert list(error.errors) == ["rank/1", "rank/2"]
     assert all(type(e) is ConfigError for e in error.errors.values())
@@ -151,7 +129,7 @@ async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
 
 
 async def test_a_cast_to_all(scene: Scene):
-    assert await scene.group.all(RankContract.note, "hello") == dict.fromkeys(RANKS)
+    assert await scene.group.all(Rank.note, "hello") == dict.fromkeys(RANKS)
     await scene.until({name: ["hello"] for name in RANKS})
 
 
@@ -164,15 +142,13 @@ async def test_scatter_gives_each_member_its_own(scene: Scene):
 
 async def test_one_deadline_for_all(scene: Scene):
     with pytest.raises(GatherError) as caught:
-        await scene.group.options(deadline_s=0.3).all(RankContract.after, {"rank/0": 30.0, "rank/2": 30.0})
-    assert {name: type(e) for name, e in caught.value.errors.items()} == {
-        "rank/0": DeadlineExceeded,
-        "rank/2": DeadlineExceeded,
-    }
+        await scene.group.options(deadline_s=0.3).all(Rank.after, {"rank/0": 30.0, "rank/2": 30.0})
+    assert {(name, type(e)) for name, e in caught.value.errors.items()} == {
+        ("rank/0", DeadlineExceeded), ("rank/2", DeadlineExceeded)}  # fmt: skip
 
 
 async def test_a_member_that_dies_is_named(scene: Scene):
-    calls = asyncio.get_running_loop().create_task(scene.group.all(RankContract.after, {"rank/1": 30.0}))
+    calls = asyncio.get_running_loop().create_task(scene.group.all(Rank.after, {"rank/1": 30.0}))
     await scene.until({"rank/0": ["done"], "rank/2": ["done"]})
     await scene.far.stop("rank/1", grace_s=0)
     with pytest.raises(GatherError) as caught:
@@ -181,7 +157,7 @@ async def test_a_member_that_dies_is_named(scene: Scene):
 
 
 async def test_the_rest_may_be_left_to_finish(scene: Scene):
-    async def send(rank: RankContract, i: int) -> str:
+    async def send(rank: Rank, i: int) -> str:
         return await (rank.fail(RANKS, "x") if i == 1 else rank.after({"rank/0": 0.2}))
 
     with pytest.raises(GatherError, match="1 of 3 members failed"):
@@ -190,9 +166,7 @@ async def test_the_rest_may_be_left_to_finish(scene: Scene):
 
 
 async def test_being_cancelled_cancels_the_calls(scene: Scene):
-    waiting = asyncio.get_running_loop().create_task(
-        scene.group.all(RankContract.after, {"rank/0": 30.0, "rank/2": 30.0})
-    )
+    waiting = asyncio.get_running_loop().create_task(scene.group.all(Rank.after, {"rank/0": 30.0, "rank/2": 30.0}))
     await scene.until({"rank/1": ["done"]})
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -201,26 +175,19 @@ async def test_being_cancelled_cancels_the_calls(scene: Scene):
 
 
 async def test_inside_a_handler_calls_inherit_its_deadline_and_errors_arrive_as_anothers(scene: Scene):
-    class LeaderContract(Actor):
-        @call(deadline=0.5)
-        async def ask(self) -> None:
-            raise NotImplementedError
-
-        @call(deadline=10)
-        async def provoke(self) -> None:
-            raise NotImplementedError
-
-    class Leader(LeaderContract):
+    class Leader(Actor):
         errors: dict[str, Exception] = {}
 
+        @call(deadline=0.5)
         async def ask(self) -> None:
             try:
-                await self.ctx.group(RankContract, "rank").all(RankContract.after, dict.fromkeys(RANKS, 30.0))
+                await self.ctx.group(Rank, "rank").all(Rank.after, dict.fromkeys(RANKS, 30.0))
             except GatherError as error:
                 self.errors = error.errors
 
+        @call(deadline=10)
         async def provoke(self) -> None:
-            await self.ctx.group(RankContract, "rank").all(RankContract.fail, RANKS, "x")
+            await self.ctx.group(Rank, "rank").all(Rank.fail, RANKS, "x")
 
     leader = Leader()
     ref = await scene.near.start(leader, "leader")
@@ -234,9 +201,9 @@ async def test_inside_a_handler_calls_inherit_its_deadline_and_errors_arrive_as_
 
 async def test_what_a_type_checker_knows(scene: Scene):
     """Checked by pyright: the answers' types, and by comments that must not be superfluous, that wrong calls are seen."""
-    assert_type(await scene.group.all(RankContract.step, 1), dict[str, int])
+    assert_type(await scene.group.all(Rank.step, 1), dict[str, int])
     assert_type(await scene.group.scatter(lambda rank, i: rank.step(i)), dict[str, int])
     with pytest.raises(GatherError):
-        await scene.group.all(RankContract.step)  # pyright: ignore[reportCallIssue]
+        await scene.group.all(Rank.step)  # pyright: ignore[reportCallIssue]
     with pytest.raises(BadRequest):
         await scene.group.all(RegistryContract.updates, 0)  # pyright: ignore[reportArgumentType]

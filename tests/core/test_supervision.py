@@ -318,14 +318,6 @@ def test_the_end_of_the_run_waits_for_no_child_that_hands_back_work():
     assert instructions == [AllEnded()]
 
 
-def test_only_the_first_failure_is_the_verdict():
-    supervisor = make(alone("a", may_restart=False), alone("b", may_restart=False))
-    supervisor.on_exit("a", 5, 1.0)
-    assert supervisor.on_exit("b", 1, 1.0) == [AllEnded()]
-    assert supervisor.verdict is not None
-    assert (supervisor.verdict.culprit, supervisor.verdict.exit_code) == ("a", 5)
-
-
 # -- what a person asks for --------------------------------------------------------------------------------------------
 
 
@@ -413,35 +405,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(what: str):
 def test_roles_that_cannot_be_are_refused(roles: list[RoleSpec], complaint: str):
     with pytest.raises(SupervisionError, match=complaint):
         Supervisor(roles, jitter=lambda: 0.0)
-
-
-def test_the_run_does_without_an_extra_child_that_fails_for_good():
-    supervisor = make(rollouts(2))
-    join(supervisor, "rollout/2")
-    (news,) = supervisor.on_exit("rollout/2", 2, 1.0)
-    assert isinstance(news, GiveUp)
-    assert (news.num_left, news.quorum) == (2, 1)
-    assert kinds(supervisor.on_exit("rollout/0", 2, 2.0))[0] == "FailRun", "one of the first"
-
-
-def test_the_last_child_is_always_needed_and_extra_ones_may_replace_the_first():
-    supervisor = make(rollouts(2))
-    join(supervisor, "rollout/2")
-    supervisor.retire("rollout/1", WISH, 1.0)
-    supervisor.on_exit("rollout/1", 0, 1.0)
-    (news,) = supervisor.on_lost("launcher/1", ["rollout/2"], "its node is gone", 2.0)
-    assert isinstance(news, GiveUp)
-    assert (news.num_left, news.quorum) == (1, 1), "two began, but a person wished that one goes"
-    join(supervisor, "rollout/3")
-    supervisor.retire("rollout/0", WISH, 3.0)
-    supervisor.on_exit("rollout/0", 0, 3.0)
-    assert kinds(supervisor.on_lost("launcher/2", ["rollout/3"], "gone", 4.0))[0] == "FailRun"
-    supervisor = make(rollouts(2))
-    join(supervisor, "rollout/2")
-    launch(supervisor, supervisor.on_exit("rollout/0", 1, 1.0))
-    assert kinds(supervisor.on_exit("rollout/0", 1, 2.0)) == ["GiveUp"]
-    join(supervisor, "rollout/0")
-    assert supervisor.state("rollout/0") == "up", "a person has it come again"
 
 
 def test_a_wished_restart_drains_first_and_spends_nothing():

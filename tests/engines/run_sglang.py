@@ -52,7 +52,6 @@ VERSIONS = (
     "print(json.dumps({'sglang':sglang.__version__,'torch':torch.__version__,'transformers':transformers.__version__,"
     "'python':platform.python_version()}))"
 )
-SEEDED_SAMPLER = Path(__file__).parent / "sglang_cpu" / "seeded_sampler.py"
 IMPORT = "import sglang.srt.entrypoints.http_server"
 
 
@@ -97,14 +96,6 @@ def why_not(python: str, device: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as err:
         return str(err)
     return "" if run.returncode == 0 else run.stderr[-1500:]
-
-
-def seeded_sampler(python: str) -> None:
-    """Its sampler's draws by seeds, without a server: none that has them starts on a CPU."""
-    env = dict(environment_of("cpu")) | {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    run = subprocess.run([python, str(SEEDED_SAMPLER)], env=env, capture_output=True, text=True, timeout=SCENARIO_S)
-    assert run.returncode == 0, run.stderr[-3000:]
-    say("ok             by seeds, its sampler draws the same again, alone and in a crowd")
 
 
 async def check(options: argparse.Namespace, folder: Path) -> int:
@@ -163,8 +154,6 @@ class Run:
         if record is not None and not self._failed:
             await self._about(record)
         if not self._options.only:
-            if self._options.device == "cpu" and not self._facts["skip_tokenizer_init"]:  # once is enough
-                await asyncio.to_thread(seeded_sampler, self._options.python)
             await self._profile()
             await self._death()
         return self._failed

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.harness import group_runner as harness
 from tests.harness.manifests import manifest_of
 
 from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
@@ -22,11 +23,10 @@ from myxa.actors.models.chat_template import template_of
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import FixedReward, make_rewarder
-from myxa.actors.rollout.group_runner import GroupRunner, RolloutOptions
+from myxa.actors.rollout.group_runner import GroupRunner
 from myxa.actors.stream_checks import StreamChecks
 from myxa.actors.workflows import named
-from myxa.actors.workflows.episode import ModelAccess, Workflow, WorkflowContext
-from myxa.core.clock import SystemClock
+from myxa.actors.workflows.episode import Workflow, WorkflowContext
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, EngineError, ReferenceFailed, RequestRefused
 from myxa.core.messages import Assignment, SamplingParams
@@ -55,13 +55,8 @@ def runner_of(engine: Engine, folder: Path, workflow: Workflow, scorer: Any) -> 
     checks.loading(5)
     checks.loaded()
     is_live = isinstance(engine, EmbeddedEngine)
-    return GroupRunner(
-        workflow=workflow, scorer=scorer, tokenizer=load_tokenizer(folder),
-        model=ModelAccess(
-            generate=engine.generate if is_live else checks.watch(engine.generate), sampling=SamplingParams(),
-            context_length=config.context_length,
-        ),
-        clock=SystemClock(), options=RolloutOptions(max_turns=2),)  # fmt: skip
+    generate = engine.generate if is_live else checks.watch(engine.generate)
+    return harness.runner_of(workflow, scorer, load_tokenizer(folder), generate, context_length=config.context_length)
 
 
 def every(dataset: PromptDataset) -> list[Prompt]:

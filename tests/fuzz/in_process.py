@@ -189,7 +189,7 @@ async def fuzz(num_frames: int, seed: int, corpus_size: int = 3000) -> Tally:
     await friend.wait_for("pong", timeout_s=10)
     rogue = Rogue(network, victim, rng, corpus_size)
     warm(victim)
-    assert await friend.ref(stubs.PongContract, "pong").ping(1) == 2
+    assert await friend.ref(stubs.Pong, "pong").ping(1) == 2
     began = time.monotonic()
     try:
         with audit.watched() as deeds:
@@ -217,7 +217,7 @@ def warm(victim: Node) -> None:
 
 
 async def _storm(num_frames: int, rng: random.Random, rogue: Rogue, friend: Node, tally: Tally) -> None:
-    ref = friend.ref(stubs.PongContract, "pong")
+    ref = friend.ref(stubs.Pong, "pong")
     marks = {num_frames * i // 10 for i in range(1, 11)}
     while tally.frames < num_frames:
         for _ in range(PER_TURN):

@@ -43,19 +43,10 @@ def main() -> int:
 
 
 def _in_process(num_frames: int, seed: int) -> None:
-    print("\n| frames | malformed | banned | NACKs | handlers run | good calls | objects | RSS MiB | s |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     rss: list[float] = []
     for piece in range(-(-num_frames // PIECE)):
-        size = min(PIECE, num_frames - piece * PIECE)
-        tally = asyncio.run(in_process.fuzz(size, seed + piece))
-        malformed, banned = (tally.counters.get(name, 0) for name in ("malformed", "banned"))
-        print(
-            f"| {tally.frames:,} | {malformed:,} | {banned:,} | {tally.answers['NACK']:,} "
-            f"| {tally.executed:,} | {tally.good_calls:,} | {tally.objects[0]:,} -> {tally.objects[-1]:,} "
-            f"| {tally.rss_mib[0]:.0f} -> {tally.rss_mib[-1]:.0f} | {tally.seconds:.0f} |",
-            flush=True,
-        )
+        tally = asyncio.run(in_process.fuzz(min(PIECE, num_frames - piece * PIECE), seed + piece))
+        print(f"{tally.frames:,} frames in {tally.seconds:.0f} s, {tally.executed:,} handlers ran: {tally.counters}")
         in_process.check(tally)
         rss.append(tally.rss_mib[-1])
     assert not rss or max(rss) <= rss[0] + 96, f"memory grows from piece to piece: {rss}"
@@ -63,13 +54,7 @@ def _in_process(num_frames: int, seed: int) -> None:
 
 def _over_sockets(num_frames: int, num_raw: int, seed: int) -> None:
     tally = asyncio.run(over_socket.attack(num_frames, num_raw, seed))
-    before, after = tally.before, tally.after
-    assert before is not None and after is not None
-    num_raw = sum(tally.raw.values())
-    print(f"\nover sockets: {tally.frames:,} frames, {num_raw:,} hostile connections, {tally.seconds:.0f} s")
-    print(f"good peer: {tally.pings:,} calls, the slowest {1000 * tally.slowest_s:.0f} ms")
-    print(f"RSS {before.rss_mib:.0f} -> {after.rss_mib:.0f} MiB, descriptors {before.fds} -> {after.fds}")
-    print("counted: " + ", ".join(f"{name} {n:,}" for name, n in sorted(after.counters.items()) if n), flush=True)
+    print(f"over sockets: {tally.frames:,} frames in {tally.seconds:.0f} s, {tally.pings:,} good calls: {tally.after}")
     over_socket.check(tally)
 
 

@@ -40,26 +40,18 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     failed: str
 
 
-class WitnessContract(Actor):
-    @call(deadline=20, reentrant=True)
-    async def ping(self, number: int) -> int:
-        raise NotImplementedError
-
-    @call(deadline=20, reentrant=True)
-    async def state(self) -> State:
-        raise NotImplementedError
-
-
-class Witness(WitnessContract):
+class Witness(Actor):
     """Answers good calls, and says how the process is."""
 
     def __init__(self, node: Node, deeds: list[str]) -> None:
         self._node = node
         self._deeds = deeds
 
+    @call(deadline=20, reentrant=True)
     async def ping(self, number: int) -> int:
         return number + 1
 
+    @call(deadline=20, reentrant=True)
     async def state(self) -> State:
         gc.collect()
         process = psutil.Process()

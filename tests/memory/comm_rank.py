@@ -53,8 +53,6 @@ MEGATRON_LIKE = [
     *([0, 1], [2, 3]),  # expert
     *([0, 3], [1, 2]),  # crosswise
 ]
-SLIME_NINE = [[0], [1], [2], [3], [0, 1, 2, 3], [0, 3], [0], [0, 2], [1, 3]]
-"""TP, PP, embedding, position embedding, DP of the topology in which slime once dead-locked."""
 
 
 class Rank:
@@ -198,23 +196,20 @@ def topology(me: Rank, specs: list[list[int]]) -> None:
     mine = {number: g for number, (g, ranks) in enumerate(zip(made, specs, strict=True), 1) if me.rank in ranks}
     handles: list[Any] = [dist.group.WORLD, *mine.values()]
     at_start = identity(handles)
-    seconds: list[float] = []
     counts: list[tuple[int, int]] = []
-    for cycle in range(10):
+    for cycle in range(8):
         for place, group in {0: None, **mine}.items():
             size, number = dist.get_world_size(group), 100 * cycle + place
             assert use(group, number) == expected(size, number), (cycle, number)
         counts.append(descriptors())
         assert len(me.comms._groups) == len(me.comms.live()) == len(handles)
-        started = time.perf_counter()
         me.comms.release(2 * cycle + 1, TIMEOUT_S)
         assert not me.comms.live()
         if cycle == 0:
             me.facts["dropped"] = descriptors()
         me.comms.restore(2 * cycle + 2, TIMEOUT_S)
-        seconds.append(time.perf_counter() - started)
         assert identity(handles) == at_start
-    me.facts |= {"num_groups": len(handles), "seconds": seconds, "counts": counts, "backend": dist.get_backend()}
+    me.facts |= {"num_groups": len(handles), "counts": counts, "backend": dist.get_backend()}
     me.facts["inner"] = str(handles[0]._get_backend(torch.device("cpu")).name())
     me.reach("ended")
     dist.destroy_process_group()
@@ -280,26 +275,19 @@ def borders(me: Rank) -> None:
     me.join()
     use(None, 1.0)
     me.comms.release(1, TIMEOUT_S)
-    me.comms.release(1, TIMEOUT_S)
-    assert not me.comms.live(), "the same order again is no new one"
-    me.facts["used while released"] = said(lambda: use(None, 1.0))
-    me.facts["same epoch"] = said(lambda: me.comms.restore(1, TIMEOUT_S))
+    said(lambda: use(None, 1.0))
     me.comms.restore(3, TIMEOUT_S)
-    me.comms.restore(3, TIMEOUT_S)
-    me.facts["late release"] = said(lambda: me.comms.release(2, TIMEOUT_S))
     assert use(None, 5.0) == expected(me.world_size, 5.0)
     single: Any = dist.new_group([me.rank], backend="myxa_gloo", use_local_synchronization=True)
-    me.facts["method of none"] = said(lambda: single._get_backend(torch.device("cpu"))._comm_ptr())
+    said(lambda: single._get_backend(torch.device("cpu"))._comm_ptr())
     wait = timedelta(seconds=5)
     single._get_backend(torch.device("cpu"))._set_default_timeout(wait)
     assert use(single, 2.0) == expected(1, 2.0)
     assert single._get_backend(torch.device("cpu")).options._timeout == wait, "kept for the backend made later"
-    me.facts["two halves"] = said(
-        lambda: dist.new_group(list(range(me.world_size)), backend="cpu:myxa_gloo,cuda:myxa_nccl")
-    )
+    said(lambda: dist.new_group(list(range(me.world_size)), backend="cpu:myxa_gloo,cuda:myxa_nccl"))
     if not dist.is_nccl_available():
         said(lambda: dist.new_group(list(range(me.world_size)), backend="myxa_nccl"))
-    me.facts["unknown kind"] = said(lambda: proxied_name("mpi"))
+    said(lambda: proxied_name("mpi"))
     assert proxied_name("nccl") == "myxa_nccl"
     me.reach("ended")
     dist.destroy_process_group()
@@ -464,7 +452,6 @@ def dies_in_an_operation(me: Rank) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Rank], None], dict[str, Any]]] = {
     "megatron_order": (lambda me: topology(me, MEGATRON_LIKE), {}),
-    "slime_nine": (lambda me: topology(me, SLIME_NINE), {}),
     "families": (families, {}),
     "with_autograd": (with_autograd, {}),
     "borders": (borders, {}),

@@ -124,19 +124,11 @@ class Process:
     def report(self) -> TenantReport:
         self.sequence += 1
         return TenantReport(
-            tenant=self.name,
-            epoch=self.epoch,
-            gang=self.gang,
-            devices=self.devices,
-            pids=(self.epoch,),
-            started_at=(1,),
-            state=self.machine.state,
-            tags=tuple(asset.report(tag) for tag, asset in self.assets.items()),
-            switch_epoch=self.machine.done_epoch,
-            residue_bytes=RESIDUE,
-            comm_epoch=self.comm_epoch,
+            tenant=self.name, epoch=self.epoch, gang=self.gang, devices=self.devices, pids=(self.epoch,),
+            started_at=(1,), state=self.machine.state, tags=tuple(a.report(tag) for tag, a in self.assets.items()),
+            switch_epoch=self.machine.done_epoch, residue_bytes=RESIDUE, comm_epoch=self.comm_epoch,
             sequence=self.sequence,
-        )
+        )  # fmt: skip
 
 
 class World:
@@ -199,18 +191,22 @@ class World:
                 self.note_send(instruction, restores)
                 self.call(instruction)
             elif isinstance(instruction, Measure):
-                self.at(instruction.after_s + 0.001, self.of_now(lambda m=instruction: self.measure(m)))
+                self.later(instruction.after_s + 0.001, lambda m=instruction: self.measure(m))
             elif isinstance(instruction, AskReport):
-                self.at(self.lag(), self.of_now(lambda a=instruction: self.ask(a)))
+                self.later(self.lag(), lambda a=instruction: self.ask(a))
             elif isinstance(instruction, LeaseAnswer):
                 self.answered(instruction)
         for device, asked in restores.items():
             self.check_proof(device, asked)
 
-    def of_now(self, work: Callable[[], None]) -> Callable[[], None]:
+    def later(self, delay: float, work: Callable[[], None]) -> None:
         """Nothing happens if another manager is there by then."""
         generation = self.generation
-        return lambda: work() if generation == self.generation else None
+        self.at(delay, lambda: work() if generation == self.generation else None)
+
+    def tell_gone(self, process: Process) -> None:
+        """The manager finds no such process."""
+        self.later(0.01, lambda: self.do(self.arbiter.died(process.name, process.epoch, "gone", self.now)))
 
     def note_send(self, send: Send, restores: dict[str, int]) -> None:
         command = send.command
@@ -256,29 +252,22 @@ class World:
         if process is None or process.is_stopped or self.random.random() < self.weather.drop:
             return
         report = process.report()
-        self.at(self.lag(), self.of_now(lambda: self.hear(report, self.arbiter.reported)))
+        self.later(self.lag(), lambda: self.hear(report, self.arbiter.reported))
 
     def hear(self, report: TenantReport, event: Callable[[TenantReport, float], list[Instruction]]) -> None:
         known = self.heard.get(report.tenant)
         if known is None or (known.epoch, known.sequence) < (report.epoch, report.sequence):
             self.heard[report.tenant] = report
         self.do(event(report, self.now))
-        self.see_dead(report)
-
-    def see_dead(self, report: TenantReport) -> None:
-        """A report of a process that has ended meanwhile: the manager finds no such process."""
         process = next(p for p in self.processes if p.epoch == report.epoch)
-        if not process.is_alive:
-            self.at(
-                0.01, self.of_now(lambda: self.do(self.arbiter.died(report.tenant, report.epoch, "gone", self.now)))
-            )
+        if not process.is_alive:  # it has ended meanwhile
+            self.tell_gone(process)
 
     def call(self, send: Send) -> None:
         process = self.live.get(send.tenant)
         command = send.command
-        self.at(
-            command.deadline_s + 1, self.of_now(lambda: self.do(self.arbiter.unanswered(command.command_id, self.now)))
-        )
+        silent = command.deadline_s + 1
+        self.later(silent, lambda: self.do(self.arbiter.unanswered(command.command_id, self.now)))
         if process is None or process.epoch != send.tenant_epoch:
             return
         for _ in range(self.copies()):
@@ -291,11 +280,9 @@ class World:
             if process.is_alive:
                 self.register(process, self.random.random())
             elif len(process.freed) < len(process.devices) or process.name in self.heard:
-                self.at(
-                    0.01, self.of_now(lambda p=process: self.do(self.arbiter.died(p.name, p.epoch, "gone", self.now)))
-                )
+                self.tell_gone(process)
         for request, _ in list(self.leases.values()):
-            self.at(0.2, self.of_now(lambda r=request: self.do(self.arbiter.leased(r, self.now))))
+            self.later(0.2, lambda r=request: self.do(self.arbiter.leased(r, self.now)))
             self.leases[request.request_id] = (request, self.now + 0.2 + request.deadline_s)
 
     # -- the tenants' side
@@ -315,7 +302,7 @@ class World:
             elif process.is_alive:
                 self.register(process, 0.3)
 
-        self.at(delay, self.of_now(go))
+        self.later(delay, go)
 
     def kill(self, name: str) -> None:
         process = self.live.pop(name, None)
@@ -428,18 +415,11 @@ class World:
                 asset.device_version = asset.version
                 asset.dirty = True
         report = process.report()
-        self.at(self.lag(), self.of_now(lambda: self.hear(report, self.arbiter.reported)))
+        self.later(self.lag(), lambda: self.hear(report, self.arbiter.reported))
 
     def reply(self, reply: MemoryReply) -> None:
-        def arrive() -> None:
-            known = self.heard.get(reply.report.tenant)
-            if known is None or (known.epoch, known.sequence) < (reply.report.epoch, reply.report.sequence):
-                self.heard[reply.report.tenant] = reply.report
-            self.do(self.arbiter.replied(reply, self.now))
-            self.see_dead(reply.report)
-
         for _ in range(self.copies()):
-            self.at(self.lag(), self.of_now(arrive))
+            self.later(self.lag(), lambda: self.hear(reply.report, lambda _, now: self.arbiter.replied(reply, now)))
 
     # -- the network
 
@@ -473,8 +453,7 @@ class World:
             return
         self.num_granted += 1
         for process in self.live.values():
-            known = self.arbiter.ledger.tenants.get(process.name)
-            if known is None or not known.is_usable or known.report.epoch != process.epoch:
+            if not self.is_usable(process):
                 continue
             if process.gang == request.gang:
                 missing = [t for t in request.tags if t in process.assets and not process.assets[t].on_device]
@@ -487,9 +466,8 @@ class World:
     def check_comms(self, request: LeaseRequest) -> None:
         """I7: a gang whose communicators are there has all of them from one epoch."""
         members = [p for p in self.live.values() if p.gang == request.gang and "nccl" in p.assets]
-        usable = [p for p in members if self.is_usable(p)]
-        if "nccl" in request.tags and len(usable) == len(members):
-            assert len({p.comm_epoch for p in usable}) <= 1, "I7: communicators of different epochs"
+        if "nccl" in request.tags and all(map(self.is_usable, members)):
+            assert len({p.comm_epoch for p in members}) <= 1, "I7: communicators of different epochs"
 
     def is_usable(self, process: Process) -> bool:
         known = self.arbiter.ledger.tenants.get(process.name)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from tests.harness.programs import Program, start_program
-from tests.memory.manager_toys import CAPACITY, TAGS, MortalAgent, MortalManager, ToyContract, node_of
+from tests.memory.manager_toys import TAGS, MortalAgent, MortalManager, Toy, node_of
 
 from myxa.actors.contracts import MemoryContract
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
-from myxa.memory.arenas.host_vmm import device_bytes
 from myxa.transport.node import Node
 
 TOYS = Path(__file__).parent / "manager_toys.py"
@@ -37,9 +35,6 @@ class Site:
         self.managers = [f"memory/{node}" for node in sorted({0, *map(node_of, self.devices)})]
         """The manager, and its agents."""
         self.count = itertools.count(1)
-        self.peak: dict[str, int] = dict.fromkeys(self.devices, 0)
-        self.num_samples = 0
-        self._is_sampling = False
         self._spare: Program | None = None
 
     async def start(self, name: str) -> None:
@@ -68,7 +63,6 @@ class Site:
         return status
 
     async def close(self) -> None:
-        self._is_sampling = False
         if self._spare is not None:
             self.children["spare"] = self._spare
         for child in self.children.values():
@@ -86,18 +80,15 @@ class Site:
     def agent(self) -> MortalAgent:
         return self.node.ref(MortalAgent, "memory/1")
 
-    def toy(self, name: str) -> ToyContract:
-        return self.node.ref(ToyContract, name)
+    def toy(self, name: str) -> Toy:
+        return self.node.ref(Toy, name)
 
     async def lease(self, gang: str, quiet: str = "", deadline_s: float = 10.0, tags: Any = None) -> LeaseReply:
         """Asked until the manager answers, whoever that is by then."""
         request = LeaseRequest(
-            gang=gang,
-            tags=tags or tuple(TAGS[gang]),
-            quiet=(quiet,) if quiet else (),
-            deadline_s=deadline_s,
+            gang=gang, tags=tags or tuple(TAGS[gang]), quiet=(quiet,) if quiet else (), deadline_s=deadline_s,
             request_id=f"lease-{next(self.count)}",
-        )
+        )  # fmt: skip
         manager = with_deadline(self.node.ref(MemoryContract, "memory/0"), deadline_s + 2.0)
         until = time.monotonic() + 3 * deadline_s
         while True:
@@ -136,24 +127,6 @@ class Site:
         there = [name for name, (_, devices) in self.members.items() if device in devices.split(",")]
         return [child.pid for name, child in list(self.children.items()) if name in there]
 
-    def sample(self) -> threading.Thread:
-        """Watch the processes' real memory every 5 ms until `close`."""
-        self._is_sampling = True
-
-        def run() -> None:
-            while self._is_sampling:
-                for device in self.devices:
-                    self.peak[device] = max(self.peak[device], device_bytes(self.pids(device), device))
-                self.num_samples += 1
-                time.sleep(0.005)
-
-        thread = threading.Thread(target=run, name="sampler", daemon=True)
-        thread.start()
-        return thread
-
-    def stop_sampling(self) -> None:
-        self._is_sampling = False
-
 
 @contextlib.asynccontextmanager
 async def site_of(folder: Path, members: dict[str, tuple[str, str]]) -> AsyncIterator[Site]:
@@ -167,6 +140,3 @@ async def site_of(folder: Path, members: dict[str, tuple[str, str]]) -> AsyncIte
         yield site
     finally:
         await site.close()
-
-
-__all__ = ["CAPACITY", "Site", "site_of"]

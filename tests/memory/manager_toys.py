@@ -63,14 +63,13 @@ def point(label: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ToyContract(TenantContract):
-    @call(deadline=30)
-    async def work(self, count: int) -> list[float]:
-        raise NotImplementedError
+class Mortal:
+    """Dies where it is told to."""
 
     @call(deadline=10, reentrant=True)
     async def arm(self, label: str) -> int:
-        raise NotImplementedError
+        die_at.add(label)
+        return os.getpid()
 
 
 class MortalDriver(HostVmmDriver):
@@ -105,7 +104,7 @@ class Points:
         return moved[0]
 
 
-class Toy(ToyContract):
+class Toy(Mortal, TenantContract):
     """A tenant whose memory is real. Work on it is a toy, but depends on every byte."""
 
     def __init__(self, gang: str, devices: list[str], manager: str) -> None:
@@ -186,6 +185,7 @@ class Toy(ToyContract):
 
     # -- work
 
+    @call(deadline=30)
     async def work(self, count: int) -> list[float]:
         """Losses of `count` steps, or sums of a cache's pages."""
         async with asyncio.timeout(20):
@@ -216,10 +216,6 @@ class Toy(ToyContract):
         self._arrays["kv_cache"][:] = self._arrays["weights"][0]
         return float(self._arrays["kv_cache"][-1])
 
-    async def arm(self, label: str) -> int:
-        die_at.add(label)
-        return os.getpid()
-
     # -- a tenant's duties
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
@@ -229,14 +225,7 @@ class Toy(ToyContract):
         return self._tenant.report()
 
 
-class MortalManager(MemoryManager):
-    """Dies where it is told to."""
-
-    @call(deadline=10, reentrant=True)
-    async def arm(self, label: str) -> int:
-        die_at.add(label)
-        return os.getpid()
-
+class MortalManager(Mortal, MemoryManager):
     def _do(self, instructions: list[Any]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Send):
@@ -252,14 +241,7 @@ class MortalManager(MemoryManager):
         await super()._send(send)
 
 
-class MortalAgent(NodeAgent):
-    """Dies where it is told to."""
-
-    @call(deadline=10, reentrant=True)
-    async def arm(self, label: str) -> int:
-        die_at.add(label)
-        return os.getpid()
-
+class MortalAgent(Mortal, NodeAgent):
     async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
         point("before_measure")
         return await super().measure(uses)
@@ -279,13 +261,7 @@ def manager_of(run_dir: Path, devices: list[str]) -> MortalManager:
     options = ManagerOptions(
         agents={node: f"memory/{node}" for node in map(node_of, devices) if node},
         measure_s=3.0,
-        arbiter=ArbiterOptions(
-            reserve_bytes=0,
-            margin_bytes=MARGIN,
-            resend_s=1.0,
-            verify_s=3.0,
-            unproven_s=5.0,
-        ),
+        arbiter=ArbiterOptions(reserve_bytes=0, margin_bytes=MARGIN, resend_s=1.0, verify_s=3.0, unproven_s=5.0),
     )
     meter = DeviceMeters({device: CAPACITY for device in devices if not node_of(device)})
     return MortalManager(meter=meter, journal=Journal(run_dir / "memory.jsonl"), options=options, clock=SystemClock())

@@ -283,46 +283,6 @@ def test_threads_do_not_meet_in_the_middle(arena: Arena):
     assert int(moments.sum(dtype=torch.int64)) == 20 * MIB
 
 
-HOLD = """
-import sys
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-driver = HostVmmDriver("host:3", 1 << 26)
-handle = driver.create(5 << 20)
-print("ready", flush=True)
-sys.stdin.readline()
-driver.release(handle, 5 << 20)
-print("released", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_device_is_measured_over_processes_and_a_killed_one_gives_everything_back():
-    children = [
-        subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    try:
-        for child in children:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-        pids = [child.pid for child in children]
-        assert device_bytes([*pids, *pids, os.getpid()], "host:3") == 10 * MIB
-        first = children[0]
-        assert first.stdin is not None
-        assert first.stdout is not None
-        first.stdin.write("\n")
-        first.stdin.flush()
-        assert first.stdout.readline() == "released\n"
-        assert device_bytes(pids, "host:3") == 5 * MIB
-        children[1].kill()
-        os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # dead, not yet buried
-        assert device_bytes(pids, "host:3") == 0
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate(timeout=10)
-
-
 # -- a tag in parts ------------------------------------------------------------------------------------------------------
 
 

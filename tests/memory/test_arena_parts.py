@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
+from myxa.memory.arenas.host_vmm import HostVmmDriver
 from myxa.memory.arenas.tensors import empty_tensors, tensor_at
 
 PAGE = libc.PAGE_BYTES
@@ -36,32 +34,6 @@ def arena() -> Iterator[Arena]:
     made.tag("params", "backup")
     yield made
     made.close()
-
-
-def test_memory_without_an_address_and_addresses_without_memory(driver: HostVmmDriver):
-    handle = driver.create(4 * PAGE)
-    assert device_bytes([os.getpid()], "host:2") == 4 * PAGE
-    assert (driver.free_bytes(), driver.capacity_bytes()) == (12 * PAGE, 16 * PAGE)
-    one, two = driver.reserve(4 * PAGE), driver.reserve(8 * PAGE)
-    driver.map(one, 4 * PAGE, handle)
-    libc.view(one, 5)[:] = b"hello"
-    driver.map(two + 2 * PAGE, 4 * PAGE, handle)
-    assert bytes(libc.view(two + 2 * PAGE, 5)) == b"hello", "the same memory at two addresses"
-    driver.unmap(one, 4 * PAGE)
-    driver.unmap(two + 2 * PAGE, 4 * PAGE)
-    driver.map(one, 4 * PAGE, handle)
-    assert bytes(libc.view(one, 5)) == b"hello", "it lives while its handle does"
-    host = HostPool(PAGE)
-    out = host.take(PAGE)
-    driver.wait(driver.copy_out(out, one, PAGE))
-    driver.wait(driver.zero(one, PAGE))
-    assert bytes(libc.view(one, PAGE)) == bytes(PAGE)
-    driver.wait(driver.copy_in(one, out, PAGE))
-    assert bytes(libc.view(one, 5)) == b"hello"
-    host.close()
-    driver.unmap(one, 4 * PAGE)
-    driver.release(handle, 4 * PAGE)
-    assert driver.free_bytes() == 16 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -109,32 +81,6 @@ def test_a_file_limit_is_a_clear_error_and_not_the_end():
     with pytest.raises(OutOfDeviceMemory):
         driver.create(65 * MIB)
     driver.close()
-
-
-def test_pieces_never_overlap_and_everything_comes_back():
-    print("seed 5")
-    dice, pool, pieces = random.Random(5), HostPool(64 * PAGE), {}
-    for _ in range(3000):
-        if pieces and dice.random() < 0.5:
-            address = dice.choice(list(pieces))
-            assert bytes(libc.view(address, pieces[address][0])) == pieces[address][1], "nobody else wrote there"
-            pool.give(address)
-            del pieces[address]
-        else:
-            size = dice.randrange(1, 9 * PAGE)
-            try:
-                address = pool.take(size)
-            except MemoryFault:
-                assert pool.used_bytes + 9 * PAGE > pool.limit_bytes / 3, "refused only when it is crowded"
-                continue
-            pieces[address] = (size, dice.randbytes(size))
-            libc.view(address, size)[:] = pieces[address][1]
-        assert pool.used_bytes == sum(-(-size // PAGE) * PAGE for size, _ in pieces.values())
-    for address in pieces:
-        pool.give(address)
-    assert pool.used_bytes == 0
-    assert pool.take(64 * PAGE), "one piece again"
-    pool.close()
 
 
 def test_the_limit_is_hard_and_told():

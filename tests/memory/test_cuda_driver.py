@@ -52,26 +52,6 @@ def test_a_device_tells_what_it_is(driver: CudaDriver, gpu: StandinGpu):
     second.close()
 
 
-def test_bytes_go_out_and_come_back_while_the_address_stays(driver: CudaDriver):
-    size = 4 * MIB
-    host = ctypes.create_string_buffer(bytes(range(256)) * (size // 256), size)
-    address, handle = mapped(driver, size)
-    driver.wait(driver.copy_in(address, ctypes.addressof(host), size))
-    assert ctypes.string_at(address, 256) == bytes(range(256))
-    back = ctypes.create_string_buffer(size)
-    driver.wait(driver.copy_out(ctypes.addressof(back), address, size))
-    assert back.raw == host.raw[:size]
-    driver.unmap(address, size)
-    driver.release(handle, size)
-    handle = driver.create(size)
-    driver.map(address, size, handle)
-    driver.wait(driver.copy_in(address, ctypes.addressof(back), size))
-    assert ctypes.string_at(address + size - 256, 256) == bytes(range(256))
-    driver.wait(driver.zero(address, size))
-    assert ctypes.string_at(address, size).count(0) == size
-    give_back(driver, address, size, handle)
-
-
 def test_waiting_for_a_ticket_waits_for_all_before_it_in_its_direction_only(driver: CudaDriver, gpu: StandinGpu):
     host = ctypes.create_string_buffer(8 * GRANULE)
     at = ctypes.addressof(host)

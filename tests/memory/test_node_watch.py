@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from pathlib import Path
 
 import pytest
 from tests.harness.waiting import until
 
 from myxa.actors.contracts import NodeAgentContract
 from myxa.actors.tenancy import node_agent
-from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.actors.tenancy.node_agent import NodeWatch, ProcessWatch, has_ended
 from myxa.core.actor import Actor
-from myxa.core.clock import SystemClock
-from myxa.core.device_memory import TagReport, TenantReport, WatchedProcess
+from myxa.core.device_memory import WatchedProcess
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
-from myxa.memory.leases.arbiter import Journal
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 
@@ -97,31 +93,3 @@ async def test_the_next_process_of_a_number_is_not_taken_for_the_one_before() ->
         child.kill()
         child.wait()
         watch.close()
-
-
-async def test_a_tenant_of_two_processes_is_dead_when_the_last_has_ended(tmp_path: Path) -> None:
-    """A server ends before its actor: until then it counts, and the measurement is no baseline."""
-    actor, server = children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]  # noqa: ASYNC220
-    meter, journal = DeviceMeters({"host:0": 1 << 30}), Journal(tmp_path / "memory.jsonl")
-    manager = MemoryManager(meter=meter, journal=journal, options=ManagerOptions(), clock=SystemClock())
-    node = await Node.attach(name="launcher/0")
-    pids = (actor.pid, server.pid)
-    try:
-        await node.start(manager, "memory/0")
-        report = TenantReport(
-            "rollout/1", 1, "rollout", ("host:0",), pids, tuple(map(start_time, pids)), "quiesced",
-            (TagReport("kv_cache", 1 << 20, "discard", "mapped_dirty"),),
-        )  # fmt: skip
-        await manager.register(report)
-        ledger = manager._arbiter.ledger
-        server.kill()
-        await until(lambda: ledger.tenants["rollout/1"].has_lost_a_process)
-        assert not ledger.tenants["rollout/1"].is_dead
-        actor.kill()
-        await until(lambda: "rollout/1" not in ledger.tenants)
-        assert "proven free: 1.0 MiB" in [text for *_, text in (await manager.view()).timeline]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-        await node.close(grace_s=1)

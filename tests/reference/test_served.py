@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 from tests.harness.engine_server import serve
+from tests.harness.group_runner import runner_of
 from tests.reference.teachers import PROMPT, Letters, expected, made, only_once_known, out_of_order, teacher
 
 from myxa.actors.backends.rank_backend import RankSettings
@@ -24,9 +25,9 @@ from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.reference.server import ReferenceServers, ServedReference
 from myxa.actors.rewards.guard import GroupBudget, Guarded
 from myxa.actors.rewards.rewarder import FixedReward
-from myxa.actors.rollout.group_runner import GroupRunner, Partial, RolloutOptions, drop_reason
+from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
-from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
+from myxa.actors.workflows.episode import Interrupted, WorkflowContext
 from myxa.core.clock import SystemClock
 from myxa.core.config import RewardSettings
 from myxa.core.errors import ReferenceFailed, UserCodeError
@@ -170,14 +171,7 @@ def runner(asked: Any, *, breaks: bool = False, mask: str = "111") -> GroupRunne
             raise Interrupted(made("1", index=1))
         return made(mask, index=ctx.index)
 
-    found = GroupRunner(
-        workflow=generate,
-        scorer=FixedReward(),
-        tokenizer=Letters(),
-        model=ModelAccess(generate=None, sampling=SamplingParams(), context_length=64),  # pyright: ignore[reportArgumentType]
-        options=RolloutOptions(),
-        clock=SystemClock(),
-    )
+    found = runner_of(generate, FixedReward(), Letters())
     found.reference = asked
     return found
 

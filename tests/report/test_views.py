@@ -71,13 +71,6 @@ def test_a_plot_shows_the_shape_and_the_marks() -> None:
     assert lines[-1].split() == ["0", "step", "100"]
 
 
-def test_a_flat_curve_is_labelled_with_its_value_alone() -> None:
-    lines = plot({0: 0.25, 9: 0.25}, width=10, height=4)
-    lines = [line.encode("ascii", PLAIN).decode() for line in lines]
-    assert [line.partition("|")[0].strip() for line in lines[:4]].count("0.25") == 1
-    assert next(line for line in lines if line.startswith("0.25")).endswith("*" * 10)
-
-
 def run_with(*events: tuple[str, str], **series: list[float]) -> RunFiles:
     run = RunFiles(Path("x"))
     run.config = {"async": {"max_staleness": 2}}

@@ -266,11 +266,11 @@ PIECES = (r"\boxed{", r"\boxed{1} ", "answer is ", "answer to ", "####", "<answe
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", PIECES)
 def test_long_texts_are_read_in_linear_time(piece: str) -> None:
-    text = piece * (200_000 // len(piece)) + "x"
+    text = piece * (80_000 // len(piece)) + "x"
     begun = time.process_time()
     read_answer(text)
     for name in ("numeric", "choice", "exact", "f1"):
         assert score(name, text, "9" if name == "numeric" else "Q") == 0.0
-    assert time.process_time() - begun < 1.5
+    assert time.process_time() - begun < 0.8
     if piece in PIECES[:3]:
         assert score("math", text, "99", seconds=1) == 0.0

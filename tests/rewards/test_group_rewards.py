@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.harness.group_runner import runner_of
 from tests.rewards.world import answers, failure, rewarder
 
 from myxa.actors.rewards.guard import Scorer
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupRunner, Partial, RolloutOptions
-from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
+from myxa.actors.rollout.group_runner import GroupRunner, Partial
+from myxa.actors.workflows.episode import Interrupted, WorkflowContext
 from myxa.algos.rewards.outcome import RewardOutcome
-from myxa.core.clock import SystemClock
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, RewardError, UserCodeError
@@ -161,14 +161,8 @@ def runner(
     async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample:
         return produce(ctx, prompt)
 
-    return GroupRunner(
-        workflow=generate,
-        scorer=scorer,
-        tokenizer=Letters(prompt),  # pyright: ignore[reportArgumentType]
-        model=ModelAccess(generate=None, sampling=SamplingParams(), context_length=64),  # pyright: ignore[reportArgumentType]
-        options=RolloutOptions(),
-        clock=SystemClock(),
-        on_load=lambda load: loads.append((load.generating, load.rewarding)),
+    return runner_of(
+        generate, scorer, Letters(prompt), on_load=lambda load: loads.append((load.generating, load.rewarding))
     )
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from tests.transport.keepers import Keeper
 
 from myxa.core.actor import Actor, MailboxPolicy, PeerEvent
 from myxa.core.errors import EngineError
 from myxa.core.handlers import call, cast
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,49 +27,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     extra: dict[str, Any] = {}
 
 
-class EchoContract(Actor):
-    @call(deadline=10)
-    async def echo(self, item: Item, times: int = 1) -> tuple[Item, ...]:
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def size(self, data: npt.NDArray[np.uint8]) -> int:
-        raise NotImplementedError
-
-    @call(deadline=30)
-    async def mirror(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def ping(self) -> int:
-        raise NotImplementedError
-
-    @call(deadline=10)
-    async def fail(self, how: str) -> None:
-        raise NotImplementedError
-
-    @call(deadline=10)
-    async def sleep(self, seconds: float) -> float | None:
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def seen(self) -> list[str]:
-        raise NotImplementedError
-
-    @cast
-    async def note(self, text: str) -> None:
-        raise NotImplementedError
-
-    @call(deadline=10, cancellable=False)
-    async def put(self, item: Item, attempt: int) -> int:
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def epoch(self) -> int:
-        raise NotImplementedError
-
-
-class Echo(EchoContract):
+class Echo(Actor):
     """Answers, and keeps a list of what happened to it."""
 
     mailbox = MailboxPolicy(size=16)
@@ -80,18 +38,23 @@ class Echo(EchoContract):
         self.gate = asyncio.Event()
         self.gate.set()
 
+    @call(deadline=10)
     async def echo(self, item: Item, times: int = 1) -> tuple[Item, ...]:
         return (item,) * times
 
+    @call(deadline=10, reentrant=True)
     async def size(self, data: npt.NDArray[np.uint8]) -> int:
         return int(data.size)
 
+    @call(deadline=30)
     async def mirror(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         return data
 
+    @call(deadline=10, reentrant=True)
     async def ping(self) -> int:
         return os.getpid()
 
+    @call(deadline=10)
     async def fail(self, how: str) -> None:
         if how == "engine":
             raise EngineError("the engine is made of glass", remedy="do not drop it")
@@ -100,6 +63,7 @@ class Echo(EchoContract):
             return
         raise ZeroDivisionError(how)
 
+    @call(deadline=10)
     async def sleep(self, seconds: float) -> float | None:
         left = self.ctx.deadline()
         self.log.append("asleep")
@@ -111,15 +75,18 @@ class Echo(EchoContract):
         self.log.append("awake")
         return left
 
+    @call(deadline=10, reentrant=True)
     async def seen(self) -> list[str]:
         return list(self.log)
 
+    @cast
     async def note(self, text: str) -> None:
         await self.gate.wait()
         if text == "bad":
             raise EngineError("a note that kills")
         self.log.append(text)
 
+    @call(deadline=10, cancellable=False)
     async def put(self, item: Item, attempt: int) -> int:
         await self.gate.wait()
         self.log.append(f"put {item.name}")
@@ -128,6 +95,7 @@ class Echo(EchoContract):
         self.stock[item.name] = self.stock.get(item.name, 0) + 1
         return self.stock[item.name]
 
+    @call(deadline=10, reentrant=True)
     async def epoch(self) -> int:
         return self.ctx.epoch
 
@@ -137,37 +105,24 @@ async def explode() -> None:
     raise EngineError("exploded in the background")
 
 
-class RelayContract(Actor):
-    @call(deadline=10)
-    async def through(self, target: str, seconds: float) -> float | None:
-        raise NotImplementedError
-
-    @call(deadline=10)
-    async def bounce(self, path: tuple[str, ...]) -> str:
-        raise NotImplementedError
-
-
-class Relay(RelayContract):
+class Relay(Actor):
     """Calls others while it is being called."""
 
+    @call(deadline=10)
     async def through(self, target: str, seconds: float) -> float | None:
-        return await self.ctx.ref(EchoContract, target).sleep(seconds)
+        return await self.ctx.ref(Echo, target).sleep(seconds)
 
+    @call(deadline=10)
     async def bounce(self, path: tuple[str, ...]) -> str:
         if not path:
             return self.ctx.name
-        return await self.ctx.ref(RelayContract, path[0]).bounce(path[1:])
+        return await self.ctx.ref(Relay, path[0]).bounce(path[1:])
 
 
-class BlockerContract(Actor):
-    @call(deadline=60)
-    async def block(self, how: str, seconds: float, busy_s: float) -> int:
-        raise NotImplementedError
-
-
-class Blocker(BlockerContract):
+class Blocker(Actor):
     """Holds its own event loop up, with or without saying so before."""
 
+    @call(deadline=60)
     async def block(self, how: str, seconds: float, busy_s: float) -> int:
         with self.ctx.busy(busy_s, f"blocks by {how}") if busy_s else contextlib.nullcontext():
             if how == "sleeping":
@@ -175,6 +130,33 @@ class Blocker(BlockerContract):
             else:  # through PyDLL the interpreter lock is held meanwhile
                 ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         return os.getpid()
+
+
+class Keeper(Actor):
+    """Works on large arrays."""
+
+    mailbox = MailboxPolicy(size=4096)
+
+    def __init__(self) -> None:
+        self.arrays: list[F64] = []
+        self.num_runs = 0
+
+    @call(deadline=20)
+    async def keep(self, data: F64) -> float:
+        self.arrays.append(data)
+        return float(data.sum())
+
+    @call(deadline=20, reentrant=True)
+    async def kept(self) -> list[float]:
+        return [float(array.sum()) for array in self.arrays]
+
+    @call(deadline=20)
+    async def runs(self) -> int:
+        return self.num_runs
+
+    @cast(deadline=20)
+    async def add(self, data: F64) -> None:
+        self.num_runs += 1
 
 
 class Watcher(Actor):

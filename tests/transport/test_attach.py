@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo
 
 from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import ConfigError, Draining, EngineError, NoSuchActor
@@ -113,7 +113,7 @@ async def test_closing_lets_a_failed_actor_finish_its_end(caplog):
 async def test_an_actor_may_call_itself_back_only_reentrantly():
     class Selfish(Echo):
         async def sleep(self, seconds):
-            return float(await self.ctx.ref(EchoContract, "self").ping() > 0)
+            return float(await self.ctx.ref(Echo, "self").ping() > 0)
 
     node = await Node.attach(name="host")
     ref = await node.start(Selfish(), "self")
@@ -123,7 +123,7 @@ async def test_an_actor_may_call_itself_back_only_reentrantly():
 
 async def test_a_process_that_closes_finishes_what_it_has_and_says_when_to_come_back(world) -> None:
     near, far = await world.pair(Echo())
-    ref = near.ref(EchoContract, "callee")
+    ref = near.ref(Echo, "callee")
     under_way = asyncio.ensure_future(ref.sleep(1.0))
     async with asyncio.timeout(10):
         while "asleep" not in await ref.seen():

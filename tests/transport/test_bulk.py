@@ -6,8 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from tests.transport.cast_of_actors import Echo, EchoContract, Item
-from tests.transport.keepers import Keeper, KeeperContract
+from tests.transport.cast_of_actors import Echo, Item, Keeper
 
 from myxa.core.errors import MessageTooLarge
 from myxa.core.refs import with_deadline
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.timeout(60)]
 @pytest.mark.parametrize("kind", ["inproc", "ipc", "tcp"], indirect=True)
 async def test_twenty_mebibytes_there_and_back_while_small_calls_go_on(world):
     near, _ = await world.pair(Echo())
-    ref = with_deadline(near.ref(EchoContract, "callee"), 30)
+    ref = with_deadline(near.ref(Echo, "callee"), 30)
     data = np.random.default_rng(7).integers(0, 256, 20 << 20, dtype=np.uint8)
     big = asyncio.ensure_future(ref.mirror(data))
     num_small = 0
@@ -34,7 +33,7 @@ async def test_twenty_mebibytes_there_and_back_while_small_calls_go_on(world):
 
 async def test_a_large_argument_is_the_caller_s_again_when_the_call_returns(world):
     near, _ = await world.pair(Keeper())
-    ref = near.ref(KeeperContract, "callee")
+    ref = near.ref(Keeper, "callee")
     data = np.ones(5 << 17)
     assert await ref.keep(data) == data.size
     data[:] = 2
@@ -45,7 +44,7 @@ async def test_a_large_argument_is_the_caller_s_again_when_the_call_returns(worl
 
 async def test_several_large_ones_at_once_arrive_whole(world):
     near, _ = await world.pair(Echo())
-    ref = near.ref(EchoContract, "callee")
+    ref = near.ref(Echo, "callee")
     sizes = [3 << 20, (1 << 20) + 1, 1 << 20, (1 << 18) + 1, 1 << 18, 17, 0]
     got = await asyncio.gather(*(ref.mirror(np.full(n, i, np.uint8)) for i, n in enumerate(sizes)))
     for i, (n, back) in enumerate(zip(sizes, got, strict=True)):
@@ -55,7 +54,7 @@ async def test_several_large_ones_at_once_arrive_whole(world):
 
 async def test_credit_comes_back_for_large_messages_too(world):
     near, far = await world.pair(Echo())
-    ref = with_deadline(near.ref(EchoContract, "callee"), 40)
+    ref = with_deadline(near.ref(Echo, "callee"), 40)
     data = np.zeros(12 << 20, np.uint8)  # 192 of 1024 units each: 12 of them need credit to come back
     assert await asyncio.gather(*(ref.size(data) for _ in range(12))) == [12 << 20] * 12
     link = near._session._links.find(far._key)
@@ -68,7 +67,7 @@ async def test_over_the_limit_is_refused_before_it_is_sent(world, monkeypatch):
     near, far = await world.pair(Echo())
     for node in (near, far):
         node._session.calls._limits = node._session.serving._limits = limits
-    ref = near.ref(EchoContract, "callee")
+    ref = near.ref(Echo, "callee")
     with pytest.raises(MessageTooLarge, match="over the limit"):
         await ref.size(np.zeros(9 << 20, np.uint8))
     with pytest.raises(MessageTooLarge, match="over the limit"):

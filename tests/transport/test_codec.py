@@ -105,23 +105,6 @@ def test_bfloat16_travels_as_bits():
         through(Weights(np.asarray(bits)), Weights)  # pyright: ignore[reportArgumentType]
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    st.tuples(
-        st.sampled_from(["int32", "float32", "bfloat16", "object", "int33", ""]),
-        st.lists(st.integers(-2, 5), max_size=3),
-        st.integers(-2, 3),
-    ),
-    st.lists(st.binary(max_size=24), max_size=3),
-)
-def test_wrong_descriptors_are_refused(descriptor, frames):
-    try:
-        back = Codec(Anything).decode(msgspec.json.encode([{"array": descriptor}]), tuple(frames))
-    except UndecodableError:
-        return
-    assert back.array.nbytes == len(frames[0]) == sum(map(len, frames))
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=120), st.lists(st.binary(max_size=16), max_size=2))
 def test_arbitrary_bodies_are_decoded_or_refused_as_the_long_way_does(body, frames):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo
 
 from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import ConfigError
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 HEAD = """
 import asyncio, sys, threading, time
-from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo
 from tests.transport.host_state import assert_untouched, host_state
 from myxa.core.errors import MyxaError
 from myxa.transport.node import Node
@@ -50,7 +50,7 @@ async def guest():
     node = await Node.attach(name="guest", turn_budget_s=0.002)
     other = await Node.attach(name="other", rdzv=node.rendezvous)
     await node.start(Echo(), "echo")
-    ref = other.ref(EchoContract, "echo")
+    ref = other.ref(Echo, "echo")
     await asyncio.gather(*(ref.ping() for _ in range(200)))
     await other.close()
     await node.close()
@@ -109,11 +109,11 @@ async def main():
     node = await Node.attach(name="host")
     other = await Node.attach(name="other", rdzv=node.rendezvous)
     await node.start(Echo(), "echo")
-    ref = other.ref(EchoContract, "echo")
+    ref = other.ref(Echo, "echo")
     await ref.ping()
 
     def child():
-        refused(lambda: node.ref(EchoContract, "echo"))
+        refused(lambda: node.ref(Echo, "echo"))
         refused(lambda: node.peers("echo"))
         refused(lambda: ref.ping().send(None))
         refused(lambda: setattr(node, "name", node.name + "x"))
@@ -157,7 +157,7 @@ async def host():
 
 async def child():
     node = await Node.attach(name="child", rdzv=rdzv)
-    assert await node.ref(EchoContract, "echo").ping() != os.getpid()
+    assert await node.ref(Echo, "echo").ping() != os.getpid()
     await node.close()
 
 ready, over = threading.Event(), threading.Event()
@@ -171,13 +171,6 @@ assert hooks == [["after_in_child"]], hooks
 print("fine")
 """
     )
-
-
-def test_the_switch_interval_is_set_in_processes_of_our_own_only():
-    floors = ("core", "transport", "memory", "algos", "actors", "launch")
-    users = {str(file.relative_to(ROOT)) for floor in floors for file in (ROOT / floor).rglob("*.py")
-             if "setswitchinterval(" in file.read_text()}  # fmt: skip
-    assert users == {"launch/worker.py"}
 
 
 async def test_a_turn_needs_time():
@@ -199,7 +192,7 @@ async def test_a_burst_leaves_room_for_the_hosts_own_work():
     other = await Node.attach(name="other", rdzv=node.rendezvous)
     echo = Slow()
     await node.start(echo, "echo")
-    ref = other.ref(EchoContract, "echo")
+    ref = other.ref(Echo, "echo")
     await ref.ping()
     turns: list[int] = []
 

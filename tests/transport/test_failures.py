@@ -8,13 +8,11 @@ import signal
 import time
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract, Item, Watcher
+from tests.transport.cast_of_actors import Echo, Watcher
 
-from myxa.core.errors import CallError, DeadlineExceeded, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
+from myxa.core.errors import CallError, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
 from myxa.core.refs import with_deadline
 from myxa.transport import outbox as outbox_module
 from myxa.transport.address import Rendezvous
@@ -31,18 +29,6 @@ def key_of(node):
     return node._key
 
 
-def break_connections(world, one, other):
-    """Both directions, all lanes; they are made again."""
-    for near, far in ((one, other), (other, one)):
-        if world.network is not None:
-            near._opened.transport.cut(far._opened.transport.endpoints.inproc, "cut by the test")
-            continue
-        peer = near._opened.transport._peers.get(key_of(far))
-        for outbox in peer.outboxes if peer else ():
-            if outbox is not None:
-                outbox._on_broken("cut by the test")
-
-
 @pytest.fixture
 def kind(request):
     return getattr(request, "param", "ipc")
@@ -57,7 +43,7 @@ async def test_a_killed_callee_fails_its_calls_as_soon_as_its_exit_is_reported(w
     near = await world.join("near")
     child = await world.child("far")
     await near.wait_for("far", timeout_s=20)
-    ref = near.ref(EchoContract, "far")
+    ref = near.ref(Echo, "far")
     assert await ref.ping() == child.pid
     pending = asyncio.ensure_future(with_deadline(ref, 30).sleep(30))
     await until(lambda: near._session.calls)
@@ -79,7 +65,7 @@ async def test_a_killed_callee_is_noticed_without_a_report(world, monkeypatch):
     near = await world.join("near")
     child = await world.child("far")
     await near.wait_for("far", timeout_s=20)
-    ref = near.ref(EchoContract, "far")
+    ref = near.ref(Echo, "far")
     pending = asyncio.ensure_future(with_deadline(ref, 30).sleep(30))
     await asyncio.sleep(0.1)
     child.send_signal(signal.SIGKILL)
@@ -95,7 +81,7 @@ async def test_a_restarted_process_gets_a_new_epoch_and_new_calls(world):
     await near.start(watcher, "watcher")
     first = await world.child("far")
     await near.wait_for("far", timeout_s=20)
-    ref = near.ref(EchoContract, "far")
+    ref = near.ref(Echo, "far")
     assert await ref.epoch() == 1
     first.kill()
     await near.registry.process_exited("far", 1, await first.wait())
@@ -116,7 +102,7 @@ async def test_a_replaced_incarnation_is_fenced_and_without_effect(world, caplog
     echo = Echo()
     near, old = await world.pair(echo)
     await near.start(Echo(), "near/echo")
-    ref = near.ref(EchoContract, "callee")
+    ref = near.ref(Echo, "callee")
     pending = asyncio.ensure_future(ref.sleep(30))
     await until(lambda: echo.log == ["asleep"])
     new = await world.join("far")
@@ -126,50 +112,10 @@ async def test_a_replaced_incarnation_is_fenced_and_without_effect(world, caplog
     error = await asyncio.wait_for(asyncio.shield(old.failed), 10)
     assert isinstance(error, StaleEpoch)
     with pytest.raises(CallError):  # nobody listens to the zombie
-        await with_deadline(old.ref(EchoContract, "near/echo"), 0.5).ping()
+        await with_deadline(old.ref(Echo, "near/echo"), 0.5).ping()
     await new.start(Echo(), "callee")
     await near.wait_for("callee", timeout_s=5)
     assert await ref.epoch() == 2
-
-
-@every
-async def test_an_outdated_address_reaches_nobody(world, monkeypatch):
-    """The caller's mirror has not heard yet that another incarnation listens at that endpoint."""
-    near, far = await world.pair(Echo())
-    await far.close()
-    world.nodes.remove(far)
-    echo = Echo()
-    reborn = await world.join("far")
-    await reborn.start(echo, "callee")
-    current = near._mirror.route
-
-    def outdated(target, spec):
-        route = current(target, spec)
-        return msgspec.structs.replace(route, peer=key_of(far)) if target == "callee" else route
-
-    await near.wait_for("callee", timeout_s=5)
-    monkeypatch.setattr(near._mirror, "route", outdated)
-    near._session._links._over.clear()
-    near._session._links._newest.clear()
-    with pytest.raises(CallError):
-        await with_deadline(near.ref(EchoContract, "callee"), 2).sleep(0)
-    await asyncio.sleep(0.1)
-    assert echo.log == []
-
-
-@every
-async def test_a_call_that_runs_when_its_connection_breaks_is_answered_on_the_next_one(world):
-    echo = Echo()
-    echo.gate.clear()
-    near, far = await world.pair(echo)
-    put = asyncio.ensure_future(near.ref(EchoContract, "callee").put(Item(name="a", values=np.zeros(9, np.float32)), 1))
-    await until(lambda: cell_of(echo)._running)
-    break_connections(world, near, far)
-    await asyncio.sleep(0.1)
-    break_connections(world, near, far)
-    echo.gate.set()
-    assert await put == 1
-    assert echo.stock == {"a": 1}
 
 
 @every
@@ -180,7 +126,7 @@ async def test_an_actor_that_fails_tells_its_node_and_its_watchers(world, caplog
     await near.start(watcher, "watcher")
     heard = []
     far.on_failure = lambda name, error: heard.append((name, type(error).__name__))
-    ref = near.ref(EchoContract, "callee")
+    ref = near.ref(Echo, "callee")
     pending = asyncio.ensure_future(ref.sleep(20))
     await asyncio.sleep(0.05)
     await ref.note("never read, it waits behind the sleeper")
@@ -200,7 +146,7 @@ async def test_an_actor_that_fails_tells_its_node_and_its_watchers(world, caplog
 @every
 async def test_calls_go_on_when_the_registry_is_gone(world):
     near, _ = await world.pair(Echo())
-    ref = near.ref(EchoContract, "callee")
+    ref = near.ref(Echo, "callee")
     await ref.ping()
     await world.host.close(grace_s=0)
     world.nodes.remove(world.host)
@@ -208,7 +154,7 @@ async def test_calls_go_on_when_the_registry_is_gone(world):
         assert await ref.ping() > 0
         await asyncio.sleep(0.05)
     with pytest.raises(NoSuchActor):
-        await with_deadline(near.ref(EchoContract, "stranger"), 1.0).ping()
+        await with_deadline(near.ref(Echo, "stranger"), 1.0).ping()
 
 
 async def explode():
@@ -218,7 +164,7 @@ async def explode():
 async def test_an_error_in_a_cast_fails_the_actor(world, caplog):
     caplog.set_level(logging.CRITICAL)
     near, far = await world.pair(Echo())
-    await near.ref(EchoContract, "callee").note("bad")
+    await near.ref(Echo, "callee").note("bad")
     error = await asyncio.wait_for(asyncio.shield(far.failed), 5)
     assert "a note that kills" in str(error)
 
@@ -238,15 +184,3 @@ async def test_waiting_names_who_is_missing(world):
     await node.start(Echo(), "here")
     with pytest.raises(LaunchError, match=r"waited 0.2 s for rollout/7, trainer/0"):
         await node.wait_for("here", "rollout/7", "trainer/0", timeout_s=0.2)
-
-
-async def test_a_call_that_could_not_be_sent_says_so(world, monkeypatch):
-    """Its peer is registered but cannot be reached: not sent, so repeating is safe."""
-    from myxa.core.errors import NotSent
-
-    near, far = await world.pair(Echo())
-    monkeypatch.setattr(near._opened.transport, "_address", lambda *_: "ipc:///nowhere/at/all")
-    with pytest.raises(NotSent) as error:
-        await with_deadline(near.ref(EchoContract, "callee"), 0.4).ping()
-    assert not isinstance(error.value, DeadlineExceeded)
-    del far

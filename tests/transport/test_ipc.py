@@ -20,9 +20,8 @@ import psutil
 import pytest
 import uvloop
 from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo, Keeper
 from tests.transport.conftest import World
-from tests.transport.keepers import KeeperContract
 from tests.transport.lane_parts import GREETING, Events, Lab, Sink, envelopes, lab_at, number_of, parcel
 
 from myxa.core.errors import LaunchError, NotSent
@@ -261,7 +260,7 @@ async def test_what_is_said_to_a_stopped_process_is_bounded_and_the_rest_of_it_d
     child = await world.child("keeper", "keeper")
     for node in (near, other):
         await node.wait_for("keeper", timeout_s=20)
-    ref, data = near.ref(KeeperContract, "keeper"), np.ones(size)
+    ref, data = near.ref(Keeper, "keeper"), np.ones(size)
     cost = -(-data.nbytes // UNIT_BYTES)
     await ref.add(data)  # all is connected
     while await ref.runs() < 1:  # a large one comes another way than the questions
@@ -269,7 +268,7 @@ async def test_what_is_said_to_a_stopped_process_is_bounded_and_the_rest_of_it_d
     before, peak = psutil.Process().memory_info().rss, 0
     os.kill(child.pid, signal.SIGSTOP)
     try:
-        stranger = asyncio.ensure_future(with_deadline(other.ref(KeeperContract, "keeper"), 30).runs())
+        stranger = asyncio.ensure_future(with_deadline(other.ref(Keeper, "keeper"), 30).runs())
         casts = asyncio.gather(*(with_deadline(ref, 1.5).add(data) for _ in range(number)), return_exceptions=True)
         while not casts.done():
             peak = max(peak, psutil.Process().memory_info().rss)
@@ -292,7 +291,7 @@ async def test_what_is_said_to_a_stopped_process_is_bounded_and_the_rest_of_it_d
 @pytest.mark.asyncio
 async def test_without_its_files_a_process_keeps_its_friends_and_is_soon_found_again(world: World):
     near, far = await world.pair(Echo())
-    ref = near.ref(EchoContract, "callee")
+    ref = near.ref(Echo, "callee")
     await ref.ping()
     for endpoint in far._opened.transport.endpoints.ipc:
         Path(endpoint.removeprefix("ipc://")).unlink()
@@ -300,4 +299,4 @@ async def test_without_its_files_a_process_keeps_its_friends_and_is_soon_found_a
         assert await ref.ping() == os.getpid()
     late = await world.join("late")
     await late.wait_for("callee", timeout_s=10)
-    assert await with_deadline(late.ref(EchoContract, "callee"), 20).ping() == os.getpid()
+    assert await with_deadline(late.ref(Echo, "callee"), 20).ping() == os.getpid()

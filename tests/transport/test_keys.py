@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo
 
 from myxa.core.errors import CallError, LaunchError, NotPermitted, StaleEpoch
 from myxa.core.ids import PeerKey
@@ -105,7 +105,7 @@ async def test_every_process_has_a_key_of_its_own(world):
     keys = {key_of(node).public for node in (world.host, near, far)}
     assert len(keys) == 3
     assert key_of(world.host).public == world.key.public
-    assert await near.ref(EchoContract, "callee").ping() > 0
+    assert await near.ref(Echo, "callee").ping() > 0
 
 
 async def test_a_process_whose_key_was_announced_needs_no_job_key_and_has_one_name(world):
@@ -119,7 +119,7 @@ async def test_a_process_whose_key_was_announced_needs_no_job_key_and_has_one_na
     assert key_of(node) == own
     await world.host.start(Echo(), "callee")
     await node.wait_for("callee", timeout_s=5)
-    assert await node.ref(EchoContract, "callee").ping() > 0
+    assert await node.ref(Echo, "callee").ping() > 0
     with pytest.raises(LaunchError):  # it served to join once
         await Node.attach(name="rollout/0", rdzv=rdzv, key=own, node_rank=6, timeout_s=2)
 
@@ -155,7 +155,7 @@ async def test_a_node_cannot_speak_in_anothers_name(world):
         await raw.send(raw.hello("other", other._key, other._opened.transport.endpoints))  # as itself it may
         await raw.send(raw.hello("near", near._key))  # and then not become somebody else
         await counted(far, "malformed", 5)
-    assert await near.ref(EchoContract, "callee").seen() == []
+    assert await near.ref(Echo, "callee").seen() == []
     assert far.counters()["hello_in_anothers_name"] == 4
 
 
@@ -187,20 +187,20 @@ async def test_the_registry_hears_of_a_node_only_from_itself_and_from_launchers(
 
 async def test_a_hello_that_was_recorded_has_no_effect(world):
     near, far = await world.pair(Echo())
-    assert await near.ref(EchoContract, "callee").ping() > 0
+    assert await near.ref(Echo, "callee").ping() > 0
     pair, me, endpoints = key_of(near), near._key, near._opened.transport.endpoints
     for number in (1, 2):
         with Raw(far, pair) as raw:
             await raw.send(raw.hello("near", me, endpoints, attempt=1))  # an old one
             await counted(far, "hello_replayed", number)
-    assert await near.ref(EchoContract, "callee").ping() > 0  # its own connection is still the one that counts
+    assert await near.ref(Echo, "callee").ping() > 0  # its own connection is still the one that counts
 
 
 async def test_the_key_of_a_dead_incarnation_is_dropped(world):
     near, far = await world.pair(Echo())
     gone = await world.join("gone")
     pair, me = key_of(gone), gone._key
-    assert await gone.ref(EchoContract, "callee").ping() > 0
+    assert await gone.ref(Echo, "callee").ping() > 0
     await world.host.registry.process_exited("gone", me.epoch, -9)
     error = await asyncio.wait_for(gone.failed, 10)
     assert isinstance(error, StaleEpoch)
@@ -208,7 +208,7 @@ async def test_the_key_of_a_dead_incarnation_is_dropped(world):
     with Raw(far, pair) as raw:
         assert not await raw.send(raw.hello("gone", me))
         await counted(far, "key_over")
-    assert await near.ref(EchoContract, "callee").ping() > 0
+    assert await near.ref(Echo, "callee").ping() > 0
 
 
 async def test_an_incarnation_that_is_over_is_told_so_when_it_connects(world):
@@ -258,7 +258,7 @@ async def test_nonsense_bans_the_key_for_a_while(world):
     with Raw(far, key_of(rogue)) as raw:
         assert not await raw.send(raw.hello("rogue", rogue._key))
         await counted(far, "key_banned")
-    assert await near.ref(EchoContract, "callee").ping() > 0
+    assert await near.ref(Echo, "callee").ping() > 0
     guard = far._opened.guard
     later = asyncio.get_running_loop().time() + BAN_S
     assert guard.verdict(key_of(rogue).public, later) is KeyVerdict.ADMIT
@@ -283,7 +283,7 @@ async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):
         await raw.send(raw.hello("rogue", rogue._key, Endpoints(curve=overflowing, tcp=("tcp://127.0.0.1:1", ""))))
         await asyncio.sleep(0.3)
     assert not far.failed.done()
-    assert await near.ref(EchoContract, "callee").ping() > 0
+    assert await near.ref(Echo, "callee").ping() > 0
 
 
 # -- the guard alone
@@ -357,7 +357,7 @@ async def test_a_registry_at_a_known_port_has_no_ear_for_those_of_an_earlier_job
     successor = await Node.attach(name="launcher/1", rdzv=Rendezvous.at(address), key=key, node_rank=1)
     assert (left_over.epoch, first.epoch) == (successor.epoch, second.epoch)
     await successor.start(Echo(), "echo")
-    assert await second.ref(EchoContract, "echo").ping() > 0
+    assert await second.ref(Echo, "echo").ping() > 0
     with pytest.raises(CallError):
         await with_deadline(left_over.registry, 1.5).updates(-1)
     await until(lambda: sum(second._opened.counters.values()) > 0, "the refusal is counted")

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import zmq
 from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo
 
 from myxa.core.errors import LaunchError
 from myxa.transport import address
@@ -116,7 +116,7 @@ async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
         client.send(batch([bytearray(b"myxa") + bytes(60)]))
     client.send(batch([bad_call]))
     await until(lambda: far.counters().get("banned"))
-    assert await near.ref(EchoContract, "callee").ping() > 0
+    assert await near.ref(Echo, "callee").ping() > 0
     for thing in (client, inbox):
         thing.close(linger=0)
     context.term()

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from tests.harness.waiting import until
-from tests.transport.cast_of_actors import BlockerContract, EchoContract, Watcher
+from tests.transport.cast_of_actors import Blocker, Echo, Watcher
 
 from myxa.core.refs import with_deadline
 
@@ -37,12 +37,12 @@ async def test_who_hangs_is_named_and_who_said_so_before_is_left_alone(world):
         await world.child(name, "blocker")
     stopped = await world.child("stopped")
     await near.wait_for(*blockers, "stopped", timeout_s=30)
-    ref = {name: with_deadline(near.ref(BlockerContract, name), 60) for name in blockers}
+    ref = {name: with_deadline(near.ref(Blocker, name), 60) for name in blockers}
     calls = [
         asyncio.ensure_future(ref["silent"].block("sleeping", BLOCK_S, 0.0)),
         asyncio.ensure_future(ref["busy"].block("sleeping", BLOCK_S, 60.0)),
         asyncio.ensure_future(ref["locked"].block("holding the lock", BLOCK_S, 60.0)),
-        asyncio.ensure_future(with_deadline(near.ref(EchoContract, "stopped"), 60).sleep(1.0)),
+        asyncio.ensure_future(with_deadline(near.ref(Echo, "stopped"), 60).sleep(1.0)),
     ]
     await asyncio.sleep(0.3)
     stopped.send_signal(signal.SIGSTOP)
@@ -58,4 +58,4 @@ async def test_who_hangs_is_named_and_who_said_so_before_is_left_alone(world):
     await until(lambda: told(watcher, "stopped")[-1] == told(watcher, "silent")[-1] == "recovered")
     assert told(watcher, "stopped") == told(watcher, "silent") == ["up", "suspect", "hung", "recovered"]
     assert told(watcher, "busy") == told(watcher, "locked") == ["up"]
-    assert await near.ref(EchoContract, "stopped").epoch() == 1, "the same incarnation"
+    assert await near.ref(Echo, "stopped").epoch() == 1, "the same incarnation"

@@ -100,7 +100,7 @@ async def test_the_run_at_a_glance_in_a_terminal_of_any_size(planting, seat) -> 
         await pilot.app.mount(Leaving("leaving"))  # what is said while the screen goes is left unsaid
 
 
-async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
+async def test_a_knob_is_turned_with_a_reason_and_quitting_waits_for_no_answer(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
         await pilot.press("3")
         await sees(pilot, "temperature", "request", "above 0")
@@ -115,6 +115,10 @@ async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
         await sees(pilot, "lr 5e-05")
         await pilot.press("4")
         await sees(pilot, "lr 0.0001 -> 5e-05")
+        began = time.monotonic()
+        await pilot.press("q")
+        await pilot.pause()
+    assert time.monotonic() - began < PATIENCE_S / 2
 
 
 async def test_escape_changes_nothing_and_a_refusal_is_shown_with_its_remedy(planting, seat) -> None:
@@ -176,6 +180,16 @@ async def test_logs_and_stacks_that_do_not_come_are_named(planting, seat) -> Non
             await pilot.press(page)
             await pilot.pause()
         await sees(pilot, "stack was not answered in time")
+        seat.silent = set()
+        await pilot.press("1")
+        await sees(pilot, "running step 120", "85 of 96")
+        seat.silent = {"status", "ps", "get", "why", "history"}
+        await sees(pilot, "no answer for", "ask again", "step 120", "85 of 96")
+        seat.silent, seat.version = set(), 121
+        await sees(pilot, "step 121")
+        await until(pilot, lambda text: "no answer" not in text, "the end of the silence")
+        seat.phase = "finished"
+        await sees(pilot, "finished", "the run has ended")
 
 
 async def test_a_wide_terminal_shows_all_of_an_actor_and_keeps_it_when_the_run_ends(planting, seat) -> None:
@@ -200,15 +214,6 @@ async def test_a_wide_terminal_shows_all_of_an_actor_and_keeps_it_when_the_run_e
         await told(pilot, "nothing can be set any more")
         await pilot.press("5", "6", "r")
         await sees(pilot, "the run has ended")
-
-
-async def test_quitting_does_not_wait_for_a_run_that_hangs(planting, seat) -> None:
-    async with driven(planting, seat) as (pilot, _, _):
-        await sees(pilot, "running")
-        began = time.monotonic()
-        await pilot.press("q")
-        await pilot.pause()
-    assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_without_textual_the_pip_line_is_told(

@@ -55,40 +55,18 @@ async def unhurt(point: str) -> None:
 
 
 class LabEngine:
-    """An engine in a process of its own: what a rollout actor has of it, and what can be done to the process."""
+    """An engine in a process of its own: what can be done to the process. The kinds add what a rollout actor has of it
+    (`prepare_weights`, `commit_weights`, `progress`), `answer`, `slow`, `is_alive` and `close`."""
 
     pid: int
     hook: Hook = staticmethod(unhurt)
 
-    async def prepare_weights(self, manifest: WeightManifest) -> None:
-        raise NotImplementedError
-
-    async def commit_weights(self, version: int) -> None:
-        raise NotImplementedError
-
-    def weight_progress(self) -> WeightProgress:
-        raise NotImplementedError
-
-    async def progress(self) -> WeightProgress:
-        return self.weight_progress()
-
-    async def answer(self) -> Answer:
-        raise NotImplementedError
-
-    def is_alive(self) -> bool:
-        """Whether the process was not waited for yet: a number may be somebody else's afterwards."""
-        raise NotImplementedError
-
     def signal(self, number: signal.Signals) -> None:
-        if self.is_alive():
+        if self.is_alive():  # or the number may be somebody else's
             os.kill(self.pid, number)
 
-    async def slow(self) -> None:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Its process is dead afterwards; harmless to call again."""
-        raise NotImplementedError
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
 
 
 class PipeEngine(LabEngine):
@@ -206,7 +184,7 @@ class ServerEngine(LabEngine):
     async def commit_weights(self, version: int) -> None:
         await self.client.commit_weights(version)
 
-    def weight_progress(self) -> WeightProgress:
+    async def progress(self) -> WeightProgress:
         return self.client.weight_progress()
 
     async def answer(self) -> Answer:

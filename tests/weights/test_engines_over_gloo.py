@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.weights.model_tensors import tensors_of
-from tests.weights.weight_lab import (
-    CONTEXT,
-    VOCAB,
-    InProcess,
-    Server,
-    engine_of,
-    greedy,
-    own_answer,
-    serving,
-    started,
-)
+from tests.weights.weight_lab import CONTEXT, VOCAB, InProcess, Server, engine_of, greedy, own_answer, serving, started
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.sender import DeviceWeightSender
-from myxa.actors.weights.publish import join_parts
 from myxa.core.process import boot_id
 from myxa.core.weight_channel import LeaveOrder
 
@@ -52,11 +41,11 @@ async def answers_like(engine, folder: Path, version: int) -> None:
     assert ids == expected_ids and logprobs == pytest.approx(expected_logprobs, abs=1e-5)
 
 
-def sender_of(name: str = "trainer/0", part: Callable[[str], bool] = lambda _: True, **options):
-    sender = DeviceWeightSender(name, channel="nccl", bucket_bytes=BUCKET_BYTES, host=boot_id(), **options)
+def sender_of():
+    sender = DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=BUCKET_BYTES, host=boot_id())
 
     def publish(version: int, folder: Path):
-        manifest = sender.publish(version, lambda: ((n, t) for n, t in tensors_of(folder) if part(n)))
+        manifest = sender.publish(version, lambda: iter(tensors_of(folder)))
         assert manifest is not None
         return manifest
 
@@ -78,21 +67,6 @@ async def test_versions_arrive_whole_while_tokens_flow(folders: list[Path], shar
         assert len(sender._channels) == 1 and not senders.left, "one group served all versions"
     assert not sender._channels, "and was left at the end"
     sender.close()
-
-
-async def test_several_senders_send_their_parts_side_by_side(folders: list[Path], shared: Server):
-    first, publish_first = sender_of("trainer/0", lambda name: ".layers.1." not in name)
-    second, publish_second = sender_of("trainer/1", lambda name: ".layers.1." in name)
-    async with started(engine_of(shared.url, InProcess(first, second))) as engine:
-        for version in (1, 2):
-            one, other = publish_first(version, folders[version]), publish_second(version, folders[version])
-            manifest = join_parts({"trainer/0": one, "trainer/1": other, "trainer/2": None})
-            assert manifest is not None and manifest.num_bytes == one.num_bytes + other.num_bytes
-            await engine.prepare_weights(manifest)
-            await engine.commit_weights(version)
-            await answers_like(engine, folders[version], version)
-    for sender in (first, second):
-        sender.close()
 
 
 async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folders: list[Path], shared: Server):

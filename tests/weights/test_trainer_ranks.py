@@ -1,5 +1,4 @@
-"""Trainer ranks that each hold a part of the model: published together, asked by reference, released together; and a
-run that goes over to another channel in between."""
+"""Trainer ranks that each hold a part of the model: published together, asked by reference, released together."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from myxa.actors.contracts import RolloutContract
 from myxa.actors.engines.sglang.engine import SglangEngine
-from myxa.actors.knobs.owner import pull
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.step_plan import StepPlanOptions
@@ -110,17 +108,6 @@ class Asker(RolloutContract):
         return channel_refusal(channel, host, self.run_dir)
 
 
-async def go_over(
-    decider: Decider, leader: Trainer, epoch: int, channel: WeightChannel, version: int
-) -> WeightManifest:
-    """Turn the knob, and publish the version that it was decided for."""
-    outcome = await decider.change(leader, epoch, version, weight_channel=channel)
-    assert outcome.accepted, outcome.reason
-    await pull(leader.ctx, leader.knob_owner, "weights", version)
-    assert leader._leader is not None
-    return await leader._leader.publisher.publish(version)
-
-
 async def serves(engine: SglangEngine, manifest: WeightManifest) -> tuple[list[int], list[float]]:
     """What it answers once it has adopted that version."""
     await engine.prepare_weights(manifest)
@@ -172,7 +159,7 @@ async def test_over_a_shared_channel_each_rank_beside_an_engine_has_the_whole_mo
 
 
 @pytest.mark.timeout(90)
-async def test_stages_publish_send_and_release_together_while_they_train_and_go_over_to_folders_and_back(
+async def test_stages_publish_send_and_release_together_while_they_train_and_go_over_to_no_channel_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folders = [tmp_path / f"version{n}" for n in range(2)]
@@ -204,7 +191,6 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
             async with started(engine_of(server.url, senders)) as engine:
                 sent = await serves(engine, manifest)
                 assert not any(t.done() for t in training), "nobody waited for the training step"
-                ends = [rank._ends._senders["nccl"] for rank in (first, second)]
                 for stage in stages:
                     stage.may_go_on.set()
                 await asyncio.gather(*training)
@@ -219,32 +205,9 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                     vote = await decider.change(first, 2, weight_channel="disk")
                 assert not vote.accepted
                 assert f"rollout/0: is on another host than trainer/0, and {tmp_path} is not on" in vote.reason
-
-                # To folders, while the version before can still be asked for.
-                for stage in stages:
-                    stage.version = 0
-                folder = await go_over(decider, first, 3, "disk", 2)
-                assert (folder.channel, Path(folder.location).parent) == ("disk", tmp_path / "weights")
-                assert (await senders.ask("trainer/1", PlanRequest(version=1))).buckets
-                read, expected = await serves(engine, folder), await own_answer(folders[0])
-                assert read[0] == expected[0] and read[1] == pytest.approx(expected[1], abs=1e-5)
-                assert not engine._routes["nccl"]._channels, "the server has left both groups"  # pyright: ignore[reportAttributeAccessIssue]
                 await first.release_weights(1)
-                for rank, end in zip((first, second), ends, strict=True):
-                    assert "nccl" not in rank._ends.open
-                    assert end._channels == {} == end._staging._staged  # type: ignore[attr-defined]
                 with pytest.raises(MyxaError, match="trainer/1 does not send weight version 1: it was released"):
                     await senders.ask("trainer/1", PlanRequest(version=1))
-
-                # And back, through new groups.
-                for stage in stages:
-                    stage.version = 1
-                again = await go_over(decider, first, 4, "nccl", 3)
-                assert again.location == "trainer/0,trainer/1"
-                assert await serves(engine, again) == sent
-                await first.release_weights(2)
-                assert first._ends.open == second._ends.open == ("nccl",)
-                assert not (tmp_path / "weights").exists()
         expected = await own_answer(folders[1])
         assert sent[0] == expected[0] and sent[1] == pytest.approx(expected[1], abs=1e-5)
     finally:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
+from tests.harness.group_runner import delta
 from tokenizers import decoders, models, pre_tokenizers
 
 from myxa.actors.models.chat_template import ChatTemplate, PlainText
@@ -100,11 +100,7 @@ class Drawn:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         text, finish = self.next
-        ids = self._tokenizer.encode(text)
-        yield Delta(
-            output_ids=np.asarray(ids, np.int32), logprobs=np.full(len(ids), -0.5, np.float32),
-            versions=np.full(len(ids), 1, np.int32), finish=finish,
-        )  # fmt: skip
+        yield delta(self._tokenizer.encode(text), finish, 1)
 
 
 @dataclass

@@ -7,18 +7,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
+from tests.harness.group_runner import delta, runner_of
 
 from myxa.actors.data import open_prompts
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupRunner, RolloutOptions
 from myxa.actors.user_code.functions import WORKFLOW, load_function
 from myxa.actors.workflows import named
 from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
-from myxa.core.clock import SystemClock
 from myxa.core.config import RunConfig, load_config
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -92,11 +90,7 @@ class Solver:
         text = "1" if int(index) % 2 else f"@{question}"
         if int(turn):
             text = context.rpartition("<|tool|>")[2].partition("<|end|>")[0]
-        ids = self._tokenizer.encode(f"{text}<|end|>")
-        yield Delta(
-            output_ids=np.asarray(ids, np.int32), logprobs=np.full(len(ids), -0.5, np.float32),
-            versions=np.full(len(ids), 3, np.int32), finish="stop",
-        )  # fmt: skip
+        yield delta(self._tokenizer.encode(f"{text}<|end|>"), "stop")
 
 
 async def test_the_tool_s_reply_answers(
@@ -105,10 +99,8 @@ async def test_the_tool_s_reply_answers(
     monkeypatch.chdir(folder)
     config, prompts = loaded(folder, "rl.toml")
     rewarder = Rewarder(config.reward)
-    runner = GroupRunner(
-        workflow=load_function(config.rollout.workflow, WORKFLOW).fn, scorer=rewarder, tokenizer=tokenizer,
-        model=ModelAccess(generate=Solver(tokenizer).generate, sampling=SamplingParams(), context_length=128),
-        clock=SystemClock(), options=RolloutOptions(max_turns=config.rollout.max_turns),)  # fmt: skip
+    flow, turns = load_function(config.rollout.workflow, WORKFLOW).fn, config.rollout.max_turns
+    runner = runner_of(flow, rewarder, tokenizer, Solver(tokenizer).generate, context_length=128, max_turns=turns)
     prompt = next(one for one in prompts if one.label != "1")
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
     group = await runner.run(Assignment(prompt=prompt, attempt=0, num_samples=4, sampling=sampling))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.harness.group_runner import delta
 
 from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess
 from myxa.core.errors import EngineError, PromptTooLong, UserCodeError
@@ -45,13 +45,6 @@ def mark(token: int) -> str:
     return chr(token + 32)
 
 
-def delta(ids: Sequence[int], version: int, finish: FinishReason | None) -> Delta:
-    return Delta(
-        output_ids=np.asarray(ids, np.int32), logprobs=np.full(len(ids), -0.5, np.float32),
-        versions=np.full(len(ids), version, np.int32), finish=finish,
-    )  # fmt: skip
-
-
 class Script:
     """An engine that answers requests from a list and remembers what it was asked."""
 
@@ -64,8 +57,8 @@ class Script:
         text, version, finish = self.answers.pop(0)
         ids = Letters().encode(text)
         for i in ids:
-            yield delta([i], version, None)
-        yield delta([END] if finish == "stop" else [], version, finish)
+            yield delta([i], None, version)
+        yield delta([END] if finish == "stop" else [], finish, version)
 
 
 PROMPT = Prompt(group_id=7, row=3, pass_index=0, messages=(Message(role="user", content="2+2"),), source="d.jsonl")
@@ -159,7 +152,7 @@ async def test_a_full_context_ends_as_length_and_a_prompt_beyond_it_is_a_data_er
 async def test_stream_without_an_end_is_an_engine_error() -> None:
     class Silent(Script):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-            yield delta([1], 0, None)
+            yield delta([1], None, 0)
 
     with pytest.raises(EngineError, match="ended request 7.0.0 without saying why"):
         await episode(Silent()).generate()

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.group_runner import runner_of
 from tests.workflows.chat_models import QWEN3, Drawn
 
 from myxa.actors.ledger.states import decode_group, encode
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupRunner, Partial, RolloutOptions, drop_reason
+from myxa.actors.rollout.group_runner import Partial, drop_reason
 from myxa.actors.stream_checks import checked_sample
-from myxa.actors.workflows.episode import ModelAccess, WorkflowContext
+from myxa.actors.workflows.episode import WorkflowContext
 from myxa.actors.workflows.named import load_workflow
-from myxa.core.clock import SystemClock
 from myxa.core.config import RewardSettings
 from myxa.core.errors import ConfigError, MyxaError, RewardError, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
@@ -82,10 +82,7 @@ async def run(
         return checked_sample(made, prompt, ctx.index, temperature=episode.temperature, vocab_size=None)
 
     rewarder = Rewarder(settings)
-    runner = GroupRunner(
-        workflow=checked, scorer=rewarder, tokenizer=QWEN3.tokenizer(),
-        model=ModelAccess(generate=(engine or Door()).generate, sampling=SamplingParams(), context_length=512),
-        clock=SystemClock(), options=RolloutOptions(max_turns=2, workflow_timeout_s=timeout_s),)  # fmt: skip
+    runner = runner_of(checked, rewarder, QWEN3.tokenizer(), (engine or Door()).generate, workflow_timeout_s=timeout_s)
     try:
         return await runner.run(
             Assignment(prompt=PROMPT, attempt=1, num_samples=1, sampling=SamplingParams(), partial=partial)

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from tests.harness.group_runner import delta, runner_of
 from tests.harness.waiting import until, wait_until
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions
+from myxa.actors.rollout.group_runner import GroupLoad, Partial
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.actors.workflows.pool import WorkflowPool
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
-from myxa.core.clock import SystemClock
 from myxa.core.config import RewardSettings
 from myxa.core.errors import FailureKind, MemberFailed, PromptTooLong, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
@@ -148,14 +148,6 @@ class Words:
             yield delta([token], "stop" if number == len(ids) - 1 else None)
 
 
-def delta(ids: list[int], finish: Any) -> Delta:
-    size = len(ids)
-    return Delta(
-        output_ids=np.asarray(ids, np.int32), logprobs=np.full(size, -0.5, np.float32),
-        versions=np.full(size, 3, np.int32), finish=finish,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -173,26 +165,25 @@ def flows(tmp_path: Path) -> Path:
 class Bench:
     """A group runner with a pool."""
 
-    def __init__(self, flows: Path, model: Path, name: str, args: dict[str, Any], limits: dict[str, float]) -> None:
+    def __init__(self, flows: Path, folder: Path, name: str, args: dict[str, Any], limits: dict[str, float]) -> None:
         self.flows = flows
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(folder)
         spec = WorkflowSpec(
             workflow=f"{flows}:{name}", args=args, max_turns=4, max_block_s=limits.pop("block_s", 1.0),
-            model_path=str(model), apply_chat_template=True, chat_template_kwargs={}, date="",
+            model_path=str(folder), apply_chat_template=True, chat_template_kwargs={}, date="",
         )  # fmt: skip
         self.engine = Words(tokenizer)
         self.pool = WorkflowPool(spec, PhaseLimits(**{"teardown_s": 3.0, **limits}), tokenizer, max_workers=2)
         self.loads: list[tuple[int, int, str]] = []
         self.told: list[tuple[str, str]] = []
         self.goes_on = True
-        self.runner = GroupRunner(
-            workflow=self.pool, scorer=Rewarder(RewardSettings(fn="workflow")), tokenizer=tokenizer,
-            model=ModelAccess(
-                generate=self.engine.generate, sampling=SamplingParams(), context_length=512,
-                goes_on=lambda: self.goes_on,
-            ),
-            clock=SystemClock(), on_load=self._load,
-            options=RolloutOptions(max_turns=4, workflow_timeout_s=limits.get("run_s", 60.0), run_dir="/runs/r1"),
+        model = ModelAccess(
+            generate=self.engine.generate, sampling=SamplingParams(), context_length=512, goes_on=lambda: self.goes_on
+        )
+        scorer = Rewarder(RewardSettings(fn="workflow"))
+        self.runner = runner_of(
+            self.pool, scorer, tokenizer, model=model, on_load=self._load,
+            max_turns=4, workflow_timeout_s=limits.get("run_s", 60.0), run_dir="/runs/r1",
         )  # fmt: skip
         self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
 
