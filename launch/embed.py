@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from msgspec.structs import replace
+
 from .. import __version__
 from ..actors.contracts import CoordinatorContract, RolloutContract
 from ..core.actor import Actor
@@ -35,7 +37,7 @@ from .actor_spec import ActorSpec
 from .composition.memory_parts import takes_turns
 from .program import build_actor
 from .run_dir import RunDir
-from .supervisor.placement import FIRST_EMBEDDED, number_of
+from .supervisor.placement import FIRST_EMBEDDED, make_spec, number_of
 
 
 async def attach_to(place: RunDir, prefix: str, timeout_s: float) -> Node:
@@ -283,31 +285,21 @@ async def _start(node: Node, place: RunDir, config: RunConfig, wanted: str) -> s
         raise LaunchError(f"{name} belongs to the run itself", remedy=f"use rollout/{FIRST_EMBEDDED} or above")
     if name in node.peers("rollout/"):
         raise _taken(name, node)
+    spec = replace(make_spec("rollout", config.roles.rollout, number, 0, ()), restart="never")
     try:
-        await node.start(await _build(_spec(config, name), config, place), name)
+        await node.start(await _build(spec, config, place), name)
     except CallError as error:
-        if await node.registry.resolve(name, 0.0) is not None:
-            raise _taken(name, node) from error
-        raise LaunchError(f"{name} could not join the run: {error}", remedy="see the launcher's log") from error
+        try:
+            await node.wait_for(name, timeout_s=ASK_S)
+        except LaunchError:
+            raise LaunchError(f"{name} could not join the run: {error}", remedy="see the launcher's log") from error
+        raise _taken(name, node) from error
     return name
 
 
 def _taken(name: str, node: Node) -> LaunchError:
     there = ", ".join(node.peers("rollout/"))
     return LaunchError(f"the name {name} is taken; there are {there}", remedy="leave the name out, or choose another")
-
-
-def _spec(config: RunConfig, name: str) -> ActorSpec:
-    settings = config.roles.rollout
-    return ActorSpec(
-        name=name,
-        role="rollout",
-        kind=settings.kind,
-        index=int(name.partition("/")[2]),
-        node=0,
-        threads=settings.threads,
-        restart="never",
-    )
 
 
 async def _build(spec: ActorSpec, config: RunConfig, place: RunDir) -> Actor:

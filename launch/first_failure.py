@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from ..core.messages import RunStatus
 from ..core.supervision import HOPELESS
 from .contracts import ChildEnd
 
@@ -133,6 +134,23 @@ class FirstFailure:
     def _split(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         at = max((i for i, line in enumerate(self.tail) if line.startswith(CAUSE)), default=len(self.tail))
         return self.tail[:at], self.tail[at:]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How the run ended, as this node's launcher saw it."""
+
+    exit_code: int
+    reason: str
+    status: RunStatus | None = None
+    """Node 0's last look; None: it never had one."""
+    first_failure: FirstFailure | None = None
+    run_dir: Path | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights at the end; -1: not known."""
+        return self.status.version if self.status is not None else -1
 
 
 class Failures:

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -34,11 +35,12 @@ from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
 from .control.client import NOTE, ControlNote
 from .control.handlers import HANDLERS
 from .control.server import ControlServer, VerbContext
+from .first_failure import RunEnd
 from .frozen_code import freeze
-from .nodes.agent import Agent, LaunchOutcome
+from .nodes.agent import Agent
 from .nodes.follower import follow, follow_late
 from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, with_start
-from .nodes.lead import Lead, RunEnd, race
+from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .nodes.stop_signals import StopSignals
 from .run_dir import RunDir
@@ -126,25 +128,20 @@ def _view_place(config: RunConfig, runtime: Path, stack: contextlib.ExitStack) -
 _log = logging.getLogger("myxa.launcher")
 
 
-def launch(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
-    """Run this node's part of a run to its end. Raises ConfigError and LaunchError for what cannot start."""
-    raise_limit()
-    part = _lead if options.place.rank == 0 else follow
-    with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(part(config, options))
-
-
-def launch_late(config: RunConfig | None, options: LaunchOptions) -> LaunchOutcome:
-    """Lend this machine to a live run; `config` None: use the run's. Raises ConfigError and LaunchError."""
+def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
+    """Run this node's part of a run to its end; `config` None: of a live run, which has one. Raises ConfigError and
+    LaunchError for what cannot start."""
     raise_limit()
     with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(follow_late(config, options))
+        if config is None or options.late is not None:
+            return runner.run(follow_late(config, options))
+        return runner.run((_lead if options.place.rank == 0 else follow)(config, options))
 
 
 # -- node 0 ----------------------------------------------------------------------------------------------------------
 
 
-async def _lead(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
+async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
     """Nodes compare their configurations; they run this one, from the checkpoint that this node resolved."""
     actors = place_actors(config, options.place.num_nodes)
     check_own(config, actors, options, 0)
@@ -183,8 +180,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
                 ending = await _conduct(context, rendezvous, runtime, text, options, screen)
     screen.finish(ending, options.next_steps)
-    version = ending.status.version if ending.status is not None else -1
-    return LaunchOutcome(ending.exit_code, ending.reason, run_dir.path, version)
+    return replace(ending, run_dir=run_dir.path)
 
 
 @contextlib.contextmanager

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..actors.contracts import BufferContract, CoordinatorContract, MonitorContract
 from ..core.clock import Clock
 from ..core.errors import CallError
 from ..core.refs import with_deadline
+from ..transport.node import Node
 from .views.run_view import RunView
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 ASK_S = 2.0
 """How long one look may take; actors that do not answer in time are left out."""
 
 
-class _NodeView(Protocol):
-    """The part of a node that is used here."""
-
-    def ref(self, contract: type[A], name: str) -> A: ...
-
-    def peers(self, prefix: str) -> tuple[str, ...]: ...
-
-
 class RunWatch:
     """Takes looks; remembers the last one that had a status."""
 
-    def __init__(self, node: _NodeView, clock: Clock) -> None:
+    def __init__(self, node: Node, clock: Clock) -> None:
         self._coordinator = node.ref(CoordinatorContract, "coordinator")
         self._buffer = node.ref(BufferContract, "buffer")
         self._monitor = node.ref(MonitorContract, "monitor")
@@ -38,10 +30,6 @@ class RunWatch:
         self._clock = clock
         self._started_wall_s = clock.wall()
         self.last = RunView(now_wall_s=self._started_wall_s, started_wall_s=self._started_wall_s)
-
-    @property
-    def elapsed_s(self) -> float:
-        return self._clock.wall() - self._started_wall_s
 
     async def look(self, note: str = "") -> RunView:
         status, stats, snapshot = await asyncio.gather(

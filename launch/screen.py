@@ -19,8 +19,7 @@ from rich.text import Text
 from ..actors.rewards.guard import kind_of_cause
 from ..actors.sinks.jsonl import EVENTS_FILE
 from ..core.errors import MyxaError
-from .first_failure import FirstFailure
-from .nodes.lead import RunEnd
+from .first_failure import FirstFailure, RunEnd
 from .views.live import Curves, LiveView, final_summary
 from .views.numbers import clean, training_reward
 from .views.report import REPORT_FILE, write_page

@@ -36,11 +36,10 @@ from ..core.errors import (
 )
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
-from ..core.refs import ActorGroup, RequestSender, make_ref, with_deadline
+from ..core.refs import ActorGroup, make_ref, with_deadline
 from .actor_runner import STOP_LIMIT_S, ActorRunner, Delivery
 from .address import Rendezvous
 from .call_client import CallClient
-from .inproc import InprocNetwork
 from .registry.bootstrap import Mirror, host_registry, join
 from .registry.directory import HostedActor
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
@@ -50,7 +49,7 @@ from .session.heartbeat import Verdict
 from .session.links import Arrival
 from .session.session import LOOPBACK, Session
 from .socket_transport import Opened, open_transport
-from .wire import Lane
+from .wire import Lane, Transport
 from .zeromq import TURN_S, TurnBudget
 
 A = TypeVar("A")
@@ -72,9 +71,8 @@ class Node:
         self.rendezvous = rdzv
         self.failed: asyncio.Future[BaseException] = loop.create_future()
         """Resolves (never raises) with the first error that failed an actor of this node or the node itself."""
-        self.on_failure: Callable[[str, BaseException], None] | None = None
-        """Called with the actor's (or node's) name and the error, each time one fails."""
-        self._clock = clock
+        self.clock = clock
+        self.epoch = key.epoch
         self._key = key
         self._opened = opened
         self._hosting = Hosting(self)
@@ -83,7 +81,6 @@ class Node:
         )
         self._hosting.session = self._session
         self._mirror = Mirror(rdzv, self._session, clock, self._hosting.tell, self.node_failed)
-        self.turn = opened.turn
         self._call_client = CallClient(self._session.calls, self._mirror, clock)
         self._mirror.call_with(self._call_client)
         if (door := opened.guard) is not None:
@@ -109,7 +106,7 @@ class Node:
         clock: Clock | None = None,
         key: KeyPair | None = None,
         tcp: str = "",
-        network: InprocNetwork | None = None,
+        network: Callable[[], Transport] | None = None,
         timeout_s: float = 10.0,
         turn_budget_s: float = TURN_S,
     ) -> Node:
@@ -120,8 +117,8 @@ class Node:
         any port) of an own interface, to listen on encrypted tcp besides ipc; nodes of other hosts need it. It needs
         `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself. `key`:
         the job's, or one that was announced to the registry (`RegistryContract.expect`) and that fits this name only.
-        `network`: no sockets at all, other nodes are in this process. `turn_budget_s`: how long the node may take in
-        messages before the loop's other work gets its turn.
+        `network`: makes a transport without sockets, for tests. `turn_budget_s`: how long the node may take in messages
+        before the loop's other work gets its turn.
         Raises LaunchError naming the registry's endpoint if it does not answer within `timeout_s`.
         """
         check_name(name)
@@ -184,22 +181,21 @@ class Node:
         await self._opened.close(LINGER_S)
 
     async def _drain(self, grace_s: float) -> None:
-        give_up_at = self._clock.monotonic() + grace_s
+        give_up_at = self.clock.monotonic() + grace_s
         if self._endings:
             await asyncio.wait(self._endings, timeout=grace_s + STOP_LIMIT_S)
         if self._registry is None:  # of that one the others still take their leave
             self._hosting.retry_after_s = grace_s
-            self._session.drain(grace_s)
         for cell in reversed(self._hosting.cells()):
             if cell.name != REGISTRY:
-                await cell.drain(max(0.0, give_up_at - self._clock.monotonic()))
+                await cell.drain(max(0.0, give_up_at - self.clock.monotonic()))
                 await cell.stop("shutdown")
                 self._hosting.remove(cell)
 
     async def _leave(self) -> None:
         # The news of our end travels another way than our last casts and must not overtake them.
-        have_heard, give_up_at = self._session.heartbeat.ask_all(), self._clock.monotonic() + LAST_WORDS_S
-        while not have_heard() and self._clock.monotonic() < give_up_at:
+        have_heard, give_up_at = self._session.heartbeat.ask_all(), self.clock.monotonic() + LAST_WORDS_S
+        while not have_heard() and self.clock.monotonic() < give_up_at:
             await asyncio.sleep(LAST_WORDS_LOOK_S)
         try:
             registry = with_deadline(self._mirror.registry, LEAVE_S)
@@ -216,7 +212,7 @@ class Node:
             raise ConfigError(f"{type(actor).__name__} is no actor", remedy="derive it from core.actor.Actor")
         log = logging.getLogger(f"myxa.{name.replace('/', '.')}")
         cell = ActorRunner(actor, check_name(name), self._key.epoch, log, self._on_failed)
-        actor.ctx = NodeContext(self, cell, self._key.epoch, log)
+        actor.ctx = NodeContext(self, cell, log)
         self._hosting.add(cell)
         try:
             await cell.start()
@@ -247,7 +243,7 @@ class Node:
         await self._mirror.announce(self.name, self._key.epoch, self._hosting.records(), reasons)
 
     def _on_failed(self, cell: ActorRunner, error: BaseException) -> None:
-        self._report(cell.name, error)
+        self._report(error)
         if not self._is_closed:
             self._endings.add(self._spawn(self._retire(cell, f"{FAILED}: {error}"), f"end of {cell.name}"))
 
@@ -261,18 +257,6 @@ class Node:
             _log.warning("%s: the registry did not hear that %s ended: %s", self.name, cell.name, error)
 
     # -- surroundings
-
-    @property
-    def epoch(self) -> int:
-        return self._key.epoch
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
-
-    @property
-    def caller(self) -> RequestSender:
-        return self._call_client
 
     @property
     def registry(self) -> RegistryContract:
@@ -319,13 +303,11 @@ class Node:
             return  # everybody who is asked says so again
         self._is_fenced = self._is_fenced or isinstance(error, StaleEpoch)
         _log.error("%s failed: %s", self.name, error, exc_info=error)
-        self._report(self.name, error)
+        self._report(error)
 
-    def _report(self, name: str, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
-        if self.on_failure is not None:
-            self.on_failure(name, error)
 
     # -- time and tasks
 
@@ -346,7 +328,7 @@ class Node:
             self.node_failed(error)
 
 
-__all__ = ["InprocNetwork", "JobKey", "KeyPair", "Node", "PeerEvent", "Rendezvous"]
+__all__ = ["JobKey", "KeyPair", "Node", "PeerEvent", "Rendezvous"]
 
 
 class Hosting:
@@ -360,7 +342,6 @@ class Hosting:
         self._node = node
         self.retry_after_s: float | None = None
         """Set: this process is shutting down, calls of others are refused with this advice."""
-        self._num_delivered = 0
 
     def add(self, cell: ActorRunner) -> None:
         """Give an actor a number; it is never given again in this incarnation."""
@@ -413,7 +394,6 @@ class Hosting:
             cell.name, session.serving,
         )  # fmt: skip
         cell.accept(delivery)
-        self._num_delivered += 1
 
     def abandon(self, arrival: Arrival) -> None:
         cell = self._cells.get(arrival.envelope.actor)
@@ -423,9 +403,8 @@ class Hosting:
     def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
         asyncio.get_running_loop().call_soon(self.session.received, LOOPBACK, lane, memoryview(data))
 
-    def load(self) -> tuple[int, int]:
-        num_held = sum(cell.num_held for cell in self._cells.values())
-        return self._num_delivered - num_held, num_held
+    def num_waiting(self) -> int:
+        return sum(cell.num_held for cell in self._cells.values())
 
     def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
         self._node.peer_judged(key, verdict, reason)
@@ -446,33 +425,17 @@ T = TypeVar("T")
 class NodeContext:
     """`ActorContext` of an actor hosted by a node."""
 
-    def __init__(self, node: Node, cell: ActorRunner, epoch: int, log: logging.Logger) -> None:
+    def __init__(self, node: Node, cell: ActorRunner, log: logging.Logger) -> None:
+        self.name = cell.name
+        self.epoch = node.epoch
+        self.clock = node.clock
+        self.log = log
+        self.ref = node.ref
+        self.group = node.group
+        self.peers = node.peers
+        self.wait_for = node.wait_for
         self._node = node
         self._cell = cell
-        self._epoch = epoch
-        self._log = log
-
-    @property
-    def name(self) -> str:
-        return self._cell.name
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    @property
-    def clock(self) -> Clock:
-        return self._node.clock
-
-    @property
-    def log(self) -> logging.Logger:
-        return self._log
-
-    def ref(self, contract: type[A], name: str) -> A:
-        return make_ref(self._node.caller, contract, name)
-
-    def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
-        return ActorGroup(self._node.caller, contract, members, self._node.peers)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         return self._cell.spawn(coro, name)
@@ -480,14 +443,8 @@ class NodeContext:
     def fail(self, error: BaseException) -> None:
         self._cell.fail(error)
 
-    def peers(self, prefix: str) -> tuple[str, ...]:
-        return self._node.peers(prefix)
-
     def watch(self, prefix: str) -> None:
         self._node.watch(self._cell, prefix)
-
-    async def wait_for(self, *names: str, timeout_s: float) -> None:
-        await self._node.wait_for(*names, timeout_s=timeout_s)
 
     def deadline(self) -> float | None:
         return remaining_s(None, self._node.clock.monotonic())

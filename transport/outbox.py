@@ -2,9 +2,8 @@ r"""The sending half of the wire: one connection at a time to one peer on one la
 send-only DEALER for each connection, watched by its monitor. libzmq's own reconnecting is off: it would send our next
 message, not our HELLO, to the new listener.
 
-The first envelope of a burst leaves at once, the rest of the turn of the loop leaves together (if the last turn had
-several, all of them together). Answers to what is being taken in leave together (`WriteCoalescing`). Large ones go in
-chunks, one per turn.
+The first envelope of a turn of the loop leaves at once, the others together in the next turn: a message of ZeroMQ costs
+as much as several of ours. Large ones go in chunks, one per turn.
 
     CONNECTING --ready--> READY --broken--> BACKOFF --timer--> CONNECTING
          \--refused, timer--> BACKOFF           any --close--> CLOSED (may linger in CONNECTING to say what is queued)
@@ -13,6 +12,7 @@ chunks, one per turn.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from collections import deque
@@ -26,17 +26,13 @@ from ..core.errors import LaunchError
 from ..core.ids import PeerKey
 from .session.frames import LIMITS, batch, fill_chunk, sole
 from .wire import InboundSink, Lane, Parcel
-from .zeromq import MONITORED, STATUS_OVER, Pump, Socket, WriteCoalescing, read_event
+from .zeromq import MONITORED, STATUS_OVER, Pump, Socket, read_event
 
 BACKOFF_S = (0.05, 2.0)
 UNREACHABLE_S = 6.0
 """So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
 MAX_BACKDATED_S = 5.0
 BATCH_BYTES = 512 * 1024
-BURST_S = 50e-6
-"""What is sent so soon after another one, with nothing taken in between, is of one burst with it; what follows on an
-answer is not, however soon that came. To ask for a call in the next turn of the loop, for each that leaves alone, would
-cost half as much as sending it."""
 REACH_LIMIT_S = 1.5
 """For the other side's kernel to take the connection."""
 HANDSHAKE_LIMIT_S = 4.0
@@ -74,12 +70,10 @@ class Outbox:
         lane: Lane,
         sink_of: Callable[[], InboundSink],
         on_closed: Callable[[Outbox], None],
-        coalescing: WriteCoalescing | None = None,
     ) -> None:
         """Begins to connect. `sink_of`: whom to report to now; it changes when this process has joined."""
         self._endpoint = endpoint
         self._make_socket = make_socket
-        self._coalescing = coalescing or WriteCoalescing()
         self._peer, self._lane = peer, lane
         self._sink_of = sink_of
         self._on_closed = on_closed
@@ -91,13 +85,8 @@ class Outbox:
         self._queue: deque[Parcel] = deque()
         self._chunked: tuple[Parcel, int] | None = None
         self._scratch = bytearray()
-        self._is_turn_taken = False
-        self._is_held = False
-        """Nothing can leave before there is room for it; `_on_room` will be called then."""
-        self._is_hot = False
-        """Several left in the last turn: the first of this one is not alone either."""
-        self._left_at = 0.0  # when the last one left alone
-        self._left_after = 0  # so many intakes
+        self._is_waiting = False
+        """For the next turn of the loop, or for room: `_go_on` will be called then."""
         self._is_closing = False
         self._linger_s = 0.0
         self._down_since: float | None = self._loop.time()
@@ -111,56 +100,32 @@ class Outbox:
 
     def send(self, parcel: Parcel) -> None:
         self._queue.append(parcel)
-        if self._is_turn_taken or self._state is not _READY:
-            return
-        if self._coalescing.is_holding:
-            self._is_turn_taken = True
-            self._coalescing.add(self._depart)
-            return
-        now, num_intakes = time.monotonic(), self._coalescing.num_intakes
-        if self._is_hot or (num_intakes == self._left_after and now - self._left_at < BURST_S):
-            self._take_turn()
-        else:
-            self._left_at, self._left_after = now, num_intakes
+        if not self._is_waiting and self._state is _READY:
             self._depart()
+            self._wait()
 
     def flush(self, until: float) -> None:
         """Send what is queued now, whatever the turn, for the loop may be blocked next. Waits, blocking, for a
         connection that is just being made and for room, until that moment of `time.monotonic` at most."""
         if self._state is OutboxState.CONNECTING:
             self._settle(until)
-        while self._state is _READY:
+        while self._state is _READY and (socket := self._socket) is not None:
             self._depart()
-            if not self._is_unfinished or (self._is_held and not self._await_room(until)) or time.monotonic() >= until:
+            left_ms = int((until - time.monotonic()) * 1000)
+            if not self._is_unfinished or left_ms < 0 or not socket.poll(left_ms, zmq.POLLOUT):
                 return
 
-    def _on_room(self) -> None:
-        self._is_held = False
-        self._flush_in_turn()
-
-    def _flush_in_turn(self) -> None:
-        self._is_hot = len(self._queue) > (0 if not self._is_hot else 1)
-        self._depart()
-
     def _depart(self) -> None:
-        if self._is_held:
-            return
-        self._is_turn_taken = False
+        """Send what is queued, until it has to wait."""
         if self._state is not _READY:
             return
         queue = self._queue
         while queue or self._chunked is not None:
             is_large = self._chunked is not None or len(queue[0].data) > _CHUNK
             if not (self._send_chunk() if is_large else self._send_batch()):
-                self._take_turn()
                 return
         if self._is_closing:
             self._finish()
-
-    def _take_turn(self) -> None:
-        if not self._is_turn_taken:  # nor held back: a turn of the loop makes no room
-            self._is_turn_taken = True
-            self._loop.call_soon(self._flush_in_turn)
 
     def _send_batch(self) -> bool:
         """As many of those that wait as fit into one message; False if it has to wait."""
@@ -196,15 +161,16 @@ class Outbox:
             return False
         if offset == 0:
             parcel.is_sent = True
-        offset += LIMITS.chunk
+        offset += _CHUNK
         self._chunked = (parcel, offset) if offset < len(parcel.data) else None
+        if self._chunked is not None:
+            self._wait()
         return self._chunked is None
 
     def _put(self, message: bytes | memoryview) -> bool:
-        """One message on its way, never called while `_is_held`. False: it has to wait."""
+        """One message on its way. False: it has to wait."""
         socket = self._socket
-        if socket is None:
-            return False
+        assert socket is not None  # it is ready
         for _ in range(2):
             try:
                 _send(socket, message, _DONTWAIT)
@@ -213,25 +179,20 @@ class Outbox:
                 socket.getsockopt(zmq.EVENTS)
             else:
                 return True
-        self._is_held = self._is_turn_taken = True
-        self._loop.call_later(AGAIN_S, self._look_again, socket)
+        self._wait(AGAIN_S)
         return False
 
-    def _look_again(self, socket: Socket) -> None:
-        if self._is_held and self._socket is socket:
-            self._on_room()
+    def _wait(self, pause_s: float = 0.0) -> None:
+        if not self._is_waiting and self._socket is not None:
+            self._is_waiting = True
+            call = functools.partial(self._go_on, self._socket)
+            self._loop.call_later(pause_s, call) if pause_s else self._loop.call_soon(call)
 
-    def _await_room(self, until: float) -> bool:
-        """Wait, blocking, for room, until that moment of `time.monotonic` at most. False: there was none."""
-        socket = self._socket
-        if socket is None or not socket.poll(max(0, int((until - time.monotonic()) * 1000)), zmq.POLLOUT):
-            return False
-        self._on_room()
-        return True
-
-    def interrupt(self, why: str) -> None:
-        """The network is gone, as far as this connection knows; attempts to make it again continue."""
-        self._on_broken(why)
+    def _go_on(self, socket: Socket) -> None:
+        if self._socket is socket:
+            self._is_waiting = False
+            if self._is_unfinished:
+                self._depart()
 
     def _connect(self) -> None:
         self._state = OutboxState.CONNECTING
@@ -319,7 +280,7 @@ class Outbox:
         was_ready = self._state is _READY
         self._set_timer(None)
         self._release(0.0)
-        self._chunked, self._is_held = None, False
+        self._chunked, self._is_waiting = None, False
         if was_ready and self._queue and self._queue[0].data[3] == _HELLO:
             self._queue.popleft()
         self._state = OutboxState.BACKOFF

@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import SlabError
+from ..core.host_memory import available_bytes
 from ..core.messages import TensorSpec
 from ..core.protocols import NamedArray
 
@@ -53,26 +54,6 @@ def digest_of(tensors: Sequence[TensorSpec], slab: memoryview) -> str:
 
 def needed_bytes(sizes: Sequence[int]) -> int:
     return sum(_aligned(size) for size in sizes)
-
-
-def available_bytes() -> int:
-    """Memory that can be taken now without harm to others: the host's, cut to what our control group may have."""
-    limits = [_meminfo("MemAvailable")]
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            limits.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # no control group has a limit: the host's figure counts
-    return max(0, min(limits))
-
-
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise SlabError(f"/proc/meminfo does not have {name}")
 
 
 class SlabWriter:

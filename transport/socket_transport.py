@@ -19,7 +19,8 @@ import shutil
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -35,7 +36,6 @@ from .address import (
     make_socket_dir,
     socket_paths,
 )
-from .inproc import InprocNetwork
 from .outbox import Outbox
 from .registry.registry import REGISTRY_KEY
 from .security import CurveKeys, JobKey, KeyPair
@@ -46,7 +46,6 @@ from .zeromq import (
     Inbox,
     Socket,
     TurnBudget,
-    WriteCoalescing,
     ZapHandler,
     make_context,
     make_inbox,
@@ -88,7 +87,6 @@ class SocketTransport:
     ) -> None:
         self._node_rank = node_rank
         self._turn = turn or TurnBudget()
-        self._coalescing = WriteCoalescing()
         self._folder = folder
         self._listen = listen
         self._keys = keys
@@ -108,12 +106,8 @@ class SocketTransport:
         self._lingering: set[Outbox] = set()
         self._all_closed = asyncio.Event()
         self._sink: InboundSink | None = None
-        self._endpoints = Endpoints(node_rank=node_rank)
+        self.endpoints = Endpoints(node_rank=node_rank)
         self._is_closed = False
-
-    @property
-    def endpoints(self) -> Endpoints:
-        return self._endpoints
 
     def bind(self) -> None:
         """Open the endpoints; raises LaunchError naming the one that cannot be bound."""
@@ -128,11 +122,11 @@ class SocketTransport:
             own, curve = self._keys.own, self._keys.own.public
             first = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
             tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
-        self._endpoints = Endpoints(node_rank=self._node_rank, ipc=ipc, tcp=tcp, curve=curve)
+        self.endpoints = Endpoints(node_rank=self._node_rank, ipc=ipc, tcp=tcp, curve=curve)
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
-        self._inboxes.append((lane, Inbox(socket, lane, self._turn, self._coalescing)))
+        self._inboxes.append((lane, Inbox(socket, lane, self._turn)))
         if key is not None:
             self._watches.append(HandshakeWatch(socket, self.counters, self._note))
         try:
@@ -177,12 +171,10 @@ class SocketTransport:
         """The registry knows our own key now; from here on we speak under it."""
         self._has_joined = True
 
-    def objection(self, source: bytes, lane: Lane, peer: PeerKey, name: str) -> str:
-        del source
+    def objection(self, lane: Lane, peer: PeerKey, name: str) -> str:
         return "" if self._guard is None else self._guard.objection(self._proof(lane), peer, name)
 
-    def ban(self, source: bytes, lane: Lane) -> None:
-        del source
+    def ban(self, lane: Lane) -> None:
         proof = self._proof(lane)
         if proof and self._guard is not None:
             self._guard.ban(proof, asyncio.get_running_loop().time())
@@ -219,8 +211,6 @@ class SocketTransport:
         for number, outbox in enumerate(outboxes):  # one that is stuck does not take the others' time
             now = time.monotonic()
             outbox.flush(now + (until - now) / (len(outboxes) - number))
-        for outbox in outboxes:
-            outbox.flush(until)
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:
         known = self._peers.pop(peer, None)
@@ -240,9 +230,7 @@ class SocketTransport:
         if outbox is None:
             endpoint = self._address(peer, known.endpoints, lane)
             make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
-            outbox = known.outboxes[lane] = Outbox(
-                endpoint, make, peer, lane, lambda: self.sink, self._on_closed, self._coalescing
-            )
+            outbox = known.outboxes[lane] = Outbox(endpoint, make, peer, lane, lambda: self.sink, self._on_closed)
         return outbox
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
@@ -366,8 +354,6 @@ class Opened:
     guard: PeerGuard | None = None
     """Who may speak over tcp, if that is listened on."""
     door: ConnectionGuard | None = None
-    keys: CurveKeys | None = None
-    turn: TurnBudget = field(default_factory=TurnBudget)
 
     def joined(self) -> None:
         if isinstance(self.transport, SocketTransport):
@@ -391,12 +377,12 @@ def open_transport(
     node_rank: int,
     key: KeyPair | None,
     listen: str,
-    network: InprocNetwork | None,
+    network: Callable[[], Transport] | None,
     turn: TurnBudget,
 ) -> Opened:
     """See `Node.attach`. Raises LaunchError."""
     if network is not None:
-        return Opened(network.transport(), turn=turn)
+        return Opened(network())
     if key is None and rdzv is not None and rdzv.key_file:
         key = JobKey.load(Path(rdzv.key_file))
     if not listen and key is not None and rdzv is not None and (registry := rdzv.endpoints.tcp[0]):
@@ -416,10 +402,7 @@ def open_transport(
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
         raise
-    return Opened(
-        transport, str(folder), rdzv.key_file if rdzv is not None else "", made,
-        guard=guard, door=transport, keys=keys, turn=turn,
-    )  # fmt: skip
+    return Opened(transport, str(folder), rdzv.key_file if rdzv is not None else "", made, guard, transport)
 
 
 def _bound(transport: SocketTransport) -> SocketTransport:

@@ -38,11 +38,11 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ConnectionGuard(Protocol):
     """Who may come in; a transport that can tell connections apart by proof implements it."""
 
-    def objection(self, source: bytes, lane: Lane, peer: PeerKey, name: str) -> str:
+    def objection(self, lane: Lane, peer: PeerKey, name: str) -> str:
         """Why the connection whose message is being handled may not speak as `peer`; "" if it may."""
         ...
 
-    def ban(self, source: bytes, lane: Lane) -> None:
+    def ban(self, lane: Lane) -> None:
         """The connection whose message is being handled sends nonsense: do not let its like in for a while."""
         ...
 

@@ -6,9 +6,8 @@ once after registering it; take messages until there are none, at most `BUDGET` 
 the node's turn may take, even within a batch; never send on a socket that is polled; never wait. `HandshakeWatch`
 counts failed connections to a bound tcp endpoint: no key, no ZeroMQ at all, dropped half-way.
 
-While messages are taken in, their answers are held and leave together (`WriteCoalescing`): a message of ZeroMQ costs as
-much as several of ours. `TurnBudget` bounds how much a node takes in before the loop's other work runs. The inboxes
-of a node share it: a burst of thousands of messages would otherwise hold the host's loop up for tens of milliseconds.
+`TurnBudget` bounds how much a node takes in before the loop's other work runs. The inboxes of a node share it: a burst
+of thousands of messages would otherwise hold the host's loop up for tens of milliseconds.
 
 Admission of tcp keys (ZeroMQ's RFC 27) is answered in our own pump. The guard decides; a change of its list takes
 effect with the next connection. An unknown key waits for a moment, because a process may connect before the directory
@@ -32,7 +31,7 @@ from zmq.utils import z85
 from ..core.errors import ConfigError, LaunchError
 from .descriptors import check_room
 from .security import KeyPair
-from .session.frames import CHUNK_HEADER_BYTES, LIMITS, SOLE_BYTES, Unwrapping, is_sole
+from .session.frames import CHUNK_HEADER_BYTES, LIMITS, SOLE_BYTES, Assemblies, is_sole
 from .session.guard import KeyVerdict, PeerGuard
 from .wire import InboundSink, Lane
 
@@ -146,37 +145,6 @@ def _common(socket: Socket, lane: Lane, *, has_network: bool) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
 
 
-class WriteCoalescing:
-    """Shared by the inboxes and outboxes of a process."""
-
-    __slots__ = ("due", "is_holding", "num_intakes")
-
-    def __init__(self) -> None:
-        self.is_holding = False
-        self.num_intakes = 0
-        """How often messages were taken in; counts on while they are."""
-        self.due: list[Callable[[], None]] = []
-
-    def hold(self) -> None:
-        """From now on senders call `add` instead."""
-        self.is_holding = True
-        self.num_intakes += 1
-
-    def add(self, flush: Callable[[], None]) -> None:
-        """Call it when the messages have been taken in."""
-        self.due.append(flush)
-
-    def release(self) -> None:
-        self.is_holding = False
-        while self.due:
-            flush = self.due.pop()
-            try:
-                flush()
-            except BaseException:
-                self.release()  # one that fails must not keep the others' answers back
-                raise
-
-
 TURN_S = 0.001
 """Default: what a host that streams tokens does not notice."""
 
@@ -267,16 +235,13 @@ class Pump:
 class Inbox:
     """One bound endpoint of one lane."""
 
-    def __init__(
-        self, socket: Socket, lane: Lane, turn: TurnBudget | None = None, coalescing: WriteCoalescing | None = None
-    ) -> None:
+    def __init__(self, socket: Socket, lane: Lane, turn: TurnBudget | None = None) -> None:
         self._socket = socket
-        self._coalescing = coalescing or WriteCoalescing()
         self._lane = lane
         self._turn = turn or TurnBudget()
         self._turn.add_inbox()
         self._sink: InboundSink | None = None
-        self._unwrapping = Unwrapping(lane)
+        self._assemblies = Assemblies()
         self._pump: Pump | None = None
         self._copies = lane is Lane.CONTROL and not socket.getsockopt(zmq.CURVE_SERVER)
         """A frame of pyzmq costs more than a copy of what is small. Bulk is large, and a frame alone has the proof."""
@@ -309,7 +274,7 @@ class Inbox:
             self._pump.look()
 
     def forget(self, source: bytes) -> None:
-        self._unwrapping.forget(source)
+        self._assemblies.forget(source)
 
     def stop(self) -> None:
         if self._pump is not None:
@@ -321,35 +286,34 @@ class Inbox:
 
     def _take(self) -> bool:
         """One message of ZeroMQ, or what had to wait of the last one. False: there are no more."""
-        sink, rest, envelopes, data = self._sink, self._rest, None, _NOTHING
+        sink, lane = self._sink, self._lane
         if sink is None:
             return False
-        if rest is not None:
-            source, frame, envelopes = rest
-        else:
-            try:
-                source, frame, data = self._receive()
-            except zmq.Again:
-                return False
-        self._rest, self._frame, self._last = None, frame, source
-        coalescing = self._coalescing
-        coalescing.hold()
+        (source, self._frame, envelopes), self._rest = self._rest or (b"", None, None), None
         try:
-            if envelopes is None and is_sole(data):  # nearly always, and alone
-                sink.received(source, self._lane, data[SOLE_BYTES:])
-                self._turn.look()
-            else:
-                self._hand_over(sink, source, frame, envelopes or self._unwrapping.envelopes(sink, source, data))
+            if envelopes is None:
+                source, self._frame, data = self._receive()
+                self._last = source
+                if is_sole(data):  # nearly always, and alone
+                    sink.received(source, lane, data[SOLE_BYTES:])
+                else:
+                    envelopes = self._assemblies.envelopes(sink, source, lane, data)
+            for envelope in envelopes or ():
+                sink.received(source, lane, envelope)
+                if self._turn.look():
+                    self._rest = source, self._frame, envelopes or iter(())
+                    return True
+        except zmq.Again:
+            return False
         except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and not stop the pump
             _log.exception("the session failed on a message")
             sink.crashed(error)
+        except BaseException:  # an interrupt; the loop may be run again after it
+            self._rest = None if envelopes is None else (source, self._frame, envelopes)
+            raise
         finally:
             self._frame = None
-            coalescing.is_holding = False
-            if coalescing.due:
-                coalescing.release()
-        if self._rest is not None:
-            return True
+        self._turn.look()
         # Asking whether there is more costs half of the exception that would say that there is not.
         return not self._socket.closed and bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
@@ -366,20 +330,6 @@ class Inbox:
             return source, None, memoryview(recv(_NOBLOCK))
         frame = recv(_NOBLOCK, copy=False)
         return source, frame, frame.buffer
-
-    def _hand_over(
-        self, sink: InboundSink, source: bytes, frame: zmq.Frame | None, envelopes: Iterator[memoryview]
-    ) -> None:
-        lane, received, look = self._lane, sink.received, self._turn.look
-        try:
-            for envelope in envelopes:
-                received(source, lane, envelope)
-                if look():
-                    self._rest = source, frame, envelopes
-                    return
-        except (KeyboardInterrupt, SystemExit):
-            self._rest = source, frame, envelopes
-            raise
 
 
 WATCHED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_ACCEPT_FAILED

@@ -55,8 +55,6 @@ class CoordinatorJournal:
         self.tell: Tell = lambda kind, text: None
         """Of a disk that refuses; set by the owner."""
         self._turn = asyncio.Lock()
-        self._next: asyncio.Task[None] | None = None
-        """The write after the running one: it covers all changes until it begins."""
         self._writing: set[asyncio.Task[None]] = set()
 
     def load(self) -> tuple[Kept | None, str]:
@@ -82,11 +80,10 @@ class CoordinatorJournal:
     async def keep(self) -> None:
         """What `make` gives is durable once this returns. Raises LedgerError when it cannot be written; then the file
         is unchanged. If the caller is cancelled, the write still completes, and the next one begins after it."""
-        if self._next is None:
-            self._next = task = asyncio.get_running_loop().create_task(self._write(), name="coordinator journal")
-            self._writing.add(task)
-            task.add_done_callback(self._written)
-        await asyncio.shield(self._next)
+        task = asyncio.get_running_loop().create_task(self._write(), name="coordinator journal")
+        self._writing.add(task)
+        task.add_done_callback(self._written)
+        await asyncio.shield(task)
 
     async def until_kept(self) -> None:
         """As `keep`, but while the disk refuses, it is tried again."""
@@ -94,7 +91,6 @@ class CoordinatorJournal:
 
     async def _write(self) -> None:
         async with self._turn:
-            self._next = None  # what changes from here on is for the next one
             body = msgspec.json.encode(self.make())
             data = _digest(body) + b"\n" + body
             try:
@@ -106,8 +102,6 @@ class CoordinatorJournal:
 
     def _written(self, task: asyncio.Task[None]) -> None:
         self._writing.discard(task)
-        if self._next is task:  # it was cancelled before it began
-            self._next = None
         if not task.cancelled():
             task.exception()  # raised to the callers that wait; without any, it is dropped
 

@@ -1,8 +1,8 @@
 """The memory manager: one actor that decides who has the memory of all shared devices, and measures before it gives.
 
 Decisions are `memory/leases`'s, which does no IO; here they are carried out: commands go to tenants by reference, each
-written to the journal before; devices are measured and processes watched by `NodeWatch`, on other nodes than the
-manager's through an agent. The manager holds no device memory and no context, and moves no bytes.
+written to the journal before; devices are measured and processes watched by `NodeWatch`, through an agent on each
+node. The manager holds no device memory and no context, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class MemoryManager(MemoryContract):
         self.ctx.spawn(self._tick_forever(), name="memory-ticks")
 
     async def on_stop(self, why: str) -> None:
-        self._node_watch.close()
         self._journal.close()
         for futures in self._waiting.values():
             for future in futures:

@@ -27,7 +27,7 @@ import psutil
 
 from ... import __file__ as package_file
 from ...core.errors import LaunchError, MyxaError
-from ...memory.meters import CGROUP_ROOT, available_bytes
+from ...core.host_memory import CGROUP_ROOT, available_bytes
 from ...memory.native import CPP_COMPILERS, find_compiler
 from ..control.client import ControlNote
 from ..host import Gpus, free_at, listen_trouble, look_at_gpus, nearest_folder

@@ -20,8 +20,8 @@ from ...actors.models.model_config import ModelConfig
 from ...actors.models.second_model import critic_config, critic_parameters, reference_parameters
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, EngineError
+from ...core.host_memory import available_bytes
 from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES, plan_engine
-from ...memory.meters import available_bytes
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices

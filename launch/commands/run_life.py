@@ -145,7 +145,7 @@ def options_of_node(options: argparse.Namespace) -> LaunchOptions:
 def _join(options: argparse.Namespace) -> int:
     from ...core.config import load_config
     from ..contracts import LateWish
-    from ..launcher import LaunchOptions, launch_late
+    from ..launcher import LaunchOptions, launch
     from ..nodes.rendezvous import find_late_rendezvous
 
     if options.nnodes is not None or options.node_rank is not None:
@@ -165,7 +165,7 @@ def _join(options: argparse.Namespace) -> int:
     late = LateWish(num_rollouts=options.rollouts, devices=options.devices)
     base = LaunchOptions(place=met.place, rdzv_file=met.rdzv_file, job_key=met.job_key, late=late)
     config = load_config(options.file, options.overrides) if options.file else None
-    return launch_late(config, chosen_by(options, base)).exit_code
+    return launch(config, chosen_by(options, base)).exit_code
 
 
 def _add_demo(demo: Parser) -> None:

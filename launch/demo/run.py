@@ -19,7 +19,8 @@ from pathlib import Path
 import orjson
 
 from ...core.config import load_config
-from ..launcher import LaunchOptions, LaunchOutcome, launch
+from ..first_failure import RunEnd
+from ..launcher import LaunchOptions, launch
 from ..node_place import find_place
 
 DIGITS = "0123456789"
@@ -125,7 +126,7 @@ def run_demo(options: DemoOptions) -> int:
     return 0
 
 
-def warm_up(options: DemoOptions) -> LaunchOutcome:
+def warm_up(options: DemoOptions) -> RunEnd:
     """Make model and data, run the supervised stage; afterwards `<folder>/sft/export` holds the warm model."""
     prepare(options.folder, options.seed)
     result = _launch(options, "sft", [], ())
@@ -136,7 +137,7 @@ def warm_up(options: DemoOptions) -> LaunchOutcome:
     return result
 
 
-def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> LaunchOutcome:
+def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> RunEnd:
     always = [
         f'run.dir="{options.folder.absolute()}"',
         f"run.seed={options.seed}",

@@ -31,7 +31,7 @@ from ..contracts import (
     StartReply,
     SupervisorContract,
 )
-from ..first_failure import read_end
+from ..first_failure import RunEnd, read_end
 from ..frozen_code import write_code
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
@@ -76,17 +76,6 @@ class AgentOptions:
     """Variables of actors; the launcher's own environment overrides them."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchOutcome:
-    """How the run ended, as this node's launcher saw it."""
-
-    exit_code: int
-    reason: str
-    run_dir: Path | None = None
-    version: int = -1
-    """Of the weights at the end; -1: not known."""
-
-
 ExitSeen = Callable[[ChildEnd], Awaitable[None]]
 
 
@@ -94,7 +83,7 @@ class Agent(AgentContract):
     """`exit_seen` is called for every end of a process before the supervisor is informed."""
 
     def __init__(self, options: AgentOptions, exit_seen: ExitSeen) -> None:
-        self.left: asyncio.Future[LaunchOutcome] = asyncio.get_running_loop().create_future()
+        self.left: asyncio.Future[RunEnd] = asyncio.get_running_loop().create_future()
         """Set once the run is over."""
         self._options = options
         self._exit_seen = exit_seen
@@ -338,7 +327,7 @@ class Agent(AgentContract):
 
     async def leave(self, exit_code: int, reason: str) -> None:
         if not self.left.done():
-            self.left.set_result(LaunchOutcome(exit_code, reason))
+            self.left.set_result(RunEnd(exit_code, reason))
         self._start_no_more()
 
 

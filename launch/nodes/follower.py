@@ -25,10 +25,11 @@ from ...core.errors import CallError, LaunchError, MyxaError
 from ...core.retry import until_answered
 from ..actor_spec import ActorSpec
 from ..contracts import SUPERVISOR, EnlistReply, JoinReply, SupervisorContract, agent_name
+from ..first_failure import RunEnd
 from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
 from ..supervisor.placement import place as place_actors
-from .agent import Agent, LaunchOutcome
+from .agent import Agent
 from .launch_options import LaunchOptions, agent_options, check_own, facts_of
 from .rendezvous import NodeRendezvous, join_rendezvous
 from .stop_signals import CTRL_C, StopSignals
@@ -45,7 +46,7 @@ Stop = Callable[[str, int], Awaitable[None]]
 """Request to the run supervisor after a signal: the reason, the signal's number."""
 
 
-async def follow(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
+async def follow(config: RunConfig, options: LaunchOptions) -> RunEnd:
     """Take part from the start. Raises ConfigError and LaunchError for what cannot start."""
     try:
         actors = place_actors(config, options.place.num_nodes)
@@ -64,7 +65,7 @@ async def follow(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
             return await _take_part(config, options, options.place, rendezvous, runtime.path, deadline, actors)
 
 
-async def follow_late(config: RunConfig | None, options: LaunchOptions) -> LaunchOutcome:
+async def follow_late(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
     """Join a live run; `config` None: use the run's. Raises LaunchError if the run cannot be reached or refuses this
     node, with the reason."""
     deadline = time.monotonic() + options.timeouts.gather_s
@@ -111,7 +112,7 @@ async def _take_part(
     runtime: Path,
     deadline: float,
     actors: Sequence[ActorSpec],
-) -> LaunchOutcome:
+) -> RunEnd:
     text = dump_config(config)
     agent = Agent(agent_options(options, place, rendezvous, runtime, config, actors), rendezvous.exit_seen)
     await rendezvous.node.start(agent, name=agent_name(place.rank))
@@ -156,7 +157,7 @@ async def _decline(options: LaunchOptions, reason: str) -> None:
         _log.warning("node 0 could not be reached: %s", error)
 
 
-async def _lend(agent: Agent, stop: Stop) -> LaunchOutcome:
+async def _lend(agent: Agent, stop: Stop) -> RunEnd:
     """Serve node 0 until it says that the run is over or that this node may go, or is gone."""
     asks: set[asyncio.Task[None]] = set()
 
@@ -174,4 +175,4 @@ async def _lend(agent: Agent, stop: Stop) -> LaunchOutcome:
                 asking.cancel()  # the answer is not needed any more
             if agent.left.done():
                 return agent.left.result()
-            return LaunchOutcome(128 + signals.forced.result(), "ended at once")
+            return RunEnd(128 + signals.forced.result(), "ended at once")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...core.clock import Clock
-from ...core.messages import RunStatus
-from ..first_failure import FirstFailure
+from ..first_failure import FirstFailure, RunEnd
 from ..run_watch import RunWatch
 from ..supervisor.run_supervisor import RunSupervisor, RunTimeouts, StopRequest
 from ..views.run_view import RunView
@@ -37,16 +35,6 @@ async def race(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> as
             task.cancel()
             await asyncio.wait({task})
     return task
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnd:
-    """How the run ended."""
-
-    exit_code: int
-    reason: str
-    status: RunStatus | None = None
-    first_failure: FirstFailure | None = None
 
 
 class Lead:

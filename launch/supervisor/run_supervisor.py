@@ -32,6 +32,7 @@ from ...core.errors import (
 from ...core.messages import Event, RunStatus, Telemetry
 from ...core.refs import with_deadline
 from ...core.supervision import (
+    ALIVE,
     OVER,
     AllEnded,
     ChildSpec,
@@ -65,7 +66,7 @@ from ..first_failure import CAUSE, Failures, FirstFailure
 from ..run_dir import RunDir
 from .membership import Membership, SilenceCheck
 from .placement import Present
-from .run_actors import ActorStatus, RunActors, actor_statuses
+from .run_actors import ActorStatus, RunActor, RunActors
 from .timeouts import RunTimeouts
 
 SEEN_IN_STATUS = frozenset({"coordinator", "trainer", "rollout"})
@@ -123,7 +124,7 @@ class RunSupervisor(SupervisorContract):
         self._failures = Failures()
         self._setup = setup
         self._timeouts = timeouts
-        self._actors = RunActors(setup.actors)
+        self._actors = RunActors((actor.name, RunActor(actor)) for actor in setup.actors)
         self._rules = Supervisor(roles_of(setup.actors, timeouts.end_s), jitter=jitter)
         self._nodes = Membership(setup.num_nodes, setup.version, setup.config, run=setup.run, max_nodes=setup.max_nodes)
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
@@ -259,7 +260,24 @@ class RunSupervisor(SupervisorContract):
     # -- for the operator ---------------------------------------------------------------------------------------
 
     def statuses(self) -> tuple[ActorStatus, ...]:
-        return actor_statuses(self._actors, self._rules, self._nodes.host, self._now())
+        return tuple(self._status(name, actor) for name, actor in self._actors.items())
+
+    def _status(self, name: str, actor: RunActor) -> ActorStatus:
+        spec, state = actor.spec, self._rules.state(name)
+        return ActorStatus(
+            name=name,
+            role=spec.role,
+            node=spec.node,
+            host=self._nodes.host(spec.node),
+            state=state,
+            attempt=self._rules.attempt(name),
+            pid=actor.pid if state in ALIVE else 0,
+            epoch=actor.epoch,
+            started_wall_s=actor.started_wall_s,
+            restarts_left=self._rules.restarts_left(name, self._now()),
+            devices=spec.devices,
+            is_leaving=self._rules.is_retiring(name),
+        )
 
     def present(self) -> Present:
         """Actors, nodes and free devices: the input of scaling decisions."""
@@ -295,7 +313,7 @@ class RunSupervisor(SupervisorContract):
     @property
     def foreign_names(self) -> frozenset[str]:
         """Names of rollout actors that other programs host."""
-        return frozenset({*self.ctx.peers("rollout/")} - set(self._actors.names))
+        return frozenset({*self.ctx.peers("rollout/")} - self._actors.keys())
 
     def agent(self, node: int) -> AgentContract:
         return self.ctx.ref(AgentContract, agent_name(node))
@@ -308,7 +326,7 @@ class RunSupervisor(SupervisorContract):
             self._rules.grow(actor.role, _child(actor, self._timeouts.end_s))
         except SupervisionError as error:
             raise ConfigError(f"{actor.name} cannot join: {error}") from error
-        self._actors.add(actor)
+        self._actors[actor.name] = RunActor(actor)
         self._rules.on_launch(actor.name)
         self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
@@ -611,7 +629,7 @@ class RunSupervisor(SupervisorContract):
         if isinstance(news, Retired):
             for name in news.children:
                 self.ctx.log.info("%s has left the run", name)
-                self._actors.remove(name)
+                self._actors.pop(name, None)
             self._release_nodes()
         elif isinstance(news, GiveUp):
             text = "%s; the run continues without it: %d are left, %d must be"

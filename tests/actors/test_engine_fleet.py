@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.harness.manifests import manifest_of
 
-from myxa.actors.coordinator.engine_fleet import EngineFleet
+from myxa.actors.coordinator.coordinator import EngineFleet
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.actor import PeerEvent

@@ -8,12 +8,13 @@ from typing import assert_type
 
 import pytest
 import pytest_asyncio
+from tests.harness.inproc import InprocNetwork
 from tests.harness.waiting import until
 
 from myxa.core.actor import Actor
 from myxa.core.errors import BadRequest, ConfigError, DeadlineExceeded, GatherError, NoSuchActor, PeerDied, RemoteError
 from myxa.core.handlers import call, cast
-from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.node import Node
 from myxa.transport.registry.registry import RegistryContract
 
 pytestmark = pytest.mark.timeout(60)

@@ -19,10 +19,10 @@ from myxa.actors.models.hf_folder import open_weights, read_config, write_folder
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
 from myxa.actors.weights.channels.reader import ChannelReader, make_writer
 from myxa.core.errors import EngineError, ModelError
+from myxa.core.host_memory import available_bytes
 from myxa.core.messages import WeightManifest
 from myxa.core.protocols import NamedArray
 from myxa.memory.budget import kv_bytes, weight_bytes
-from myxa.memory.meters import available_bytes
 
 OPTIONS = EmbeddedOptions(max_running=8, stream_interval=2, name="engine under test")
 DEADLINE_S = 60

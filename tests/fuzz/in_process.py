@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.fuzz import audit, mutations, stubs
 from tests.fuzz.mutations import ENVELOPE_MUTATIONS, HEADER, Corpus, as_messages
+from tests.harness.inproc import InprocNetwork
 
 from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
 from myxa.transport.codec import UndecodableError, decode_value
-from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.node import Node
 from myxa.transport.session.frames import Assemblies, Envelope, EnvelopeChunk, Kind, Malformed, batch, decode, split
 from myxa.transport.wire import Endpoints, Lane
 

@@ -103,7 +103,7 @@ class Insider:
         self._context = zmq.Context()
         self._num_attempts = 1 << 40
         self.corpus = Corpus(rng, node._key, to, TABLES, 400)
-        keys = node._opened.keys
+        keys = node._opened.transport._keys
         assert keys is not None
         self.pair: KeyPair = keys.own
         self.sockets: list[zmq.Socket[bytes]] = []

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from tests.harness.inproc import InprocNetwork
+
 from myxa.actors.contracts import BufferContract, CoordinatorContract
 from myxa.core.config import load_config
 from myxa.core.errors import MyxaError
@@ -14,7 +16,7 @@ from myxa.core.messages import BufferStats
 from myxa.launch.program import build_actor
 from myxa.launch.run_dir import RunDir
 from myxa.launch.supervisor.placement import place
-from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.node import Node
 
 
 async def inside(

@@ -55,7 +55,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "trainer.checkpoint_write": (f"before {_CHECKPOINT}:PendingCheckpoint.write",),
     "trainer.manifest_commit": (f"before {_CHECKPOINT}:commit",),
     "coordinator.ready": (
-        "before actors.coordinator.engine_fleet:EngineFleet.ready",
+        "before actors.coordinator.coordinator:EngineFleet.ready",
         f"before {_COORDINATOR}.trainer_ready",
     ),
     "coordinator.version_made": (f"before {_COORDINATOR}.version_made",),
@@ -228,7 +228,7 @@ def cut_off(node: Any, name: str, for_s: float) -> None:
     for peer, known in list(transport._peers.items()):
         for outbox in known.outboxes:
             if for_s > 0 and outbox is not None and peer.node_id == node_id:
-                outbox.interrupt("cut off on purpose")
+                outbox._on_broken("cut off on purpose")
 
 
 def _keep_node(nemesis: Nemesis) -> None:

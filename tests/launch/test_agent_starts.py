@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.harness.inproc import InprocNetwork
 from tests.simulation.simulator import Sim, run
 
 from myxa.core.errors import ConfigError, LaunchError, NotSent
@@ -32,7 +33,7 @@ from myxa.launch.contracts import (
 from myxa.launch.nodes.agent import Agent, AgentOptions, KeyFor
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.nodes.follower import _lend
-from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.node import Node
 
 
 def options(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> AgentOptions:

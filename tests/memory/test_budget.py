@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from myxa.core.errors import EngineError
+from myxa.core.host_memory import available_bytes
 from myxa.memory.budget import kv_bytes, plan_engine, weight_bytes
-from myxa.memory.meters import available_bytes
 
 GIB = 1 << 30
 

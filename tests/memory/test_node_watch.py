@@ -10,7 +10,7 @@ from tests.harness.waiting import until
 
 from myxa.actors.contracts import NodeAgentContract
 from myxa.actors.tenancy import node_agent
-from myxa.actors.tenancy.node_agent import NodeWatch, ProcessWatch, has_ended
+from myxa.actors.tenancy.node_agent import NodeWatch, has_ended
 from myxa.core.actor import Actor
 from myxa.core.device_memory import WatchedProcess
 from myxa.core.errors import MemoryFault
@@ -64,32 +64,30 @@ async def test_an_agent_is_asked_until_it_answers_and_an_end_is_reported_once(mo
         assert agent.asked[:3] == [{ONE, OTHER}] * 3 and not manager.ended
         agent.ended = {ONE}
         await until(lambda: agent.asked[-1] == {OTHER})
-        manager.sight.ended(ONE)
         assert manager.ended == [ONE]
     finally:
         await there.close()
         await here.close()
 
 
-async def test_the_next_process_of_a_number_is_not_taken_for_the_one_before() -> None:
+async def test_the_next_process_of_a_number_is_not_taken_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has ended, and nobody has looked yet."""
-    ended: list[tuple[int, int]] = []
-    watch = ProcessWatch(lambda pid, started_at: ended.append((pid, started_at)))
+    monkeypatch.setattr(node_agent, "ASK_AGAIN_S", 0.05)
+    here = await Node.attach(name="launcher/0")
+    manager = Manager()
     child = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
-    started_at = start_time(child.pid)
+    process = WatchedProcess(0, child.pid, start_time(child.pid))
     try:
-        assert watch.watch(child.pid, started_at)
-        assert watch.watch(child.pid, started_at)
-        assert not has_ended(child.pid, started_at) and has_ended(child.pid, started_at + 1)
+        await here.start(manager, "memory/0")
+        assert manager.sight.watch(process) and manager.sight.watch(process)
+        assert not manager.sight.watch(WatchedProcess(0, child.pid, process.started_at + 1))
         child.kill()
-        await until(lambda: has_ended(child.pid, started_at))  # nobody has reaped it
+        await until(lambda: has_ended(child.pid, process.started_at))  # nobody has reaped it
         child.wait()
-        assert has_ended(child.pid, started_at)
-        assert not watch.watch(child.pid, started_at + 1)
-        await until(lambda: bool(ended))
-        await asyncio.sleep(0.05)
-        assert ended == [(child.pid, started_at)]
+        await until(lambda: bool(manager.ended))
+        await asyncio.sleep(0.1)
+        assert manager.ended == [process] and not manager.sight.watch(process)
     finally:
         child.kill()
         child.wait()
-        watch.close()
+        await here.close()

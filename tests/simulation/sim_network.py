@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tests.harness.inproc import InprocNetwork, InprocTransport
 from tests.simulation.sim_loop import EventLog, Process, ProcessState, SimLoop, SimulationError, current_process
 
-from myxa.transport.inproc import InprocNetwork, InprocTransport
 from myxa.transport.session.frames import Kind
 from myxa.transport.wire import Lane
 

@@ -16,8 +16,9 @@ from myxa.core.errors import ConfigError
 from myxa.launch import launcher
 from myxa.launch.cli import main
 from myxa.launch.contracts import RunDescription
+from myxa.launch.first_failure import RunEnd
 from myxa.launch.node_place import find_place
-from myxa.launch.nodes.agent import Agent, AgentOptions, LaunchOutcome
+from myxa.launch.nodes.agent import Agent, AgentOptions
 from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage import resume_point
@@ -40,9 +41,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """What would be launched."""
     seen: Launches = []
 
-    def launch(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
+    def launch(config: RunConfig, options: LaunchOptions) -> RunEnd:
         seen.append((config, options))
-        return LaunchOutcome(0, "over")
+        return RunEnd(0, "over")
 
     monkeypatch.setattr(launcher, "launch", launch)
     return seen

@@ -24,11 +24,12 @@ import pytest_asyncio
 import uvloop
 import zmq
 from tests.harness.commands import left_processes
+from tests.harness.inproc import InprocNetwork
 from tests.harness.own_segments import own_segments
 from tests.harness.programs import Program, start_program
 
 from myxa.core.actor import Actor
-from myxa.transport.node import InprocNetwork, JobKey, Node
+from myxa.transport.node import JobKey, Node
 
 PATIENCE_S = 5.0
 CHILD = Path(__file__).parent / "child.py"

@@ -15,7 +15,7 @@ from myxa.core.ids import PeerKey
 from myxa.transport.outbox import Outbox
 from myxa.transport.session.frames import Envelope, Kind, encode, split
 from myxa.transport.wire import Lane, Parcel
-from myxa.transport.zeromq import Inbox, Socket, TurnBudget, WriteCoalescing, make_inbox, make_outbox
+from myxa.transport.zeromq import Inbox, Socket, TurnBudget, make_inbox, make_outbox
 
 GREETING = encode(Envelope(kind=Kind.HELLO, body=b"{}"))
 
@@ -90,16 +90,16 @@ class Lab:
     def inbox(self, sink: Sink, turn: TurnBudget | None = None, lane: Lane = Lane.CONTROL) -> Inbox:
         socket = make_inbox(self.context, lane, None)
         socket.bind(self.endpoint)
-        made = Inbox(socket, lane, turn or TurnBudget(), WriteCoalescing())
+        made = Inbox(socket, lane, turn or TurnBudget())
         made.start(sink)  # pyright: ignore[reportArgumentType]
         self._inboxes.append(made)
         return made
 
-    def outbox(self, events: Events, coalescing: WriteCoalescing | None = None) -> Outbox:
+    def outbox(self, events: Events) -> Outbox:
         sink: Any = events
         made = Outbox(
             self.endpoint, lambda: make_outbox(self.context, Lane.CONTROL, None), PeerKey(2, 1), Lane.CONTROL,
-            lambda: sink, lambda _: events.said.append("closed"), coalescing,
+            lambda: sink, lambda _: events.said.append("closed"),
         )  # fmt: skip
         self._outboxes.append(made)
         return made

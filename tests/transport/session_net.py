@@ -54,7 +54,7 @@ class End:
         self.abandoned = []
         self.fenced_by = []
         self.verdicts = []
-        self.load_is = (0, 0)
+        self.load_is = 0
         self.num_flushes = 0
         net.ends[str(key)] = self
         self.session = Session(own=key, name=f"n{key.node_id}", transport=self, host=self, clock=net.clock)
@@ -126,7 +126,7 @@ class End:
     def loop_back(self, lane, data):
         self.net.ends[str(self.key)].session.received(LOOPBACK, lane, memoryview(data))
 
-    def load(self):
+    def num_waiting(self):
         return self.load_is
 
     def judged(self, key, verdict, reason):

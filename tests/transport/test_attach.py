@@ -129,7 +129,7 @@ async def test_a_process_that_closes_finishes_what_it_has_and_says_when_to_come_
         while "asleep" not in await ref.seen():
             await asyncio.sleep(0.01)
         closing = asyncio.ensure_future(far.close(grace_s=4.0))
-        while not (link := near._session._links.find(far._key)) or not link.drains_until:
+        while far._hosting.retry_after_s is None:
             await asyncio.sleep(0.01)
     with pytest.raises(Draining, match="shutting down") as refused:
         await ref.ping()

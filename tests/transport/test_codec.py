@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.inproc import InprocNetwork
 
 from myxa.core.actor import Actor
 from myxa.core.errors import BadRequest
@@ -20,7 +21,7 @@ from myxa.core.handlers import call, handlers_of
 from myxa.core.refs import ref_class
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.codec import BFloat16Array, Codec, UndecodableError, codecs_of, compile_loaded, decode_value
-from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.node import Node
 from myxa.transport.session.frames import LIMITS, Envelope, FrameLimits, Kind, Malformed, decode, encode
 
 

@@ -170,19 +170,9 @@ def test_a_pause_of_the_observer_blames_nobody(both):
     assert both.told(both.one) == both.told(both.two) == []
 
 
-def test_vitals_tell_progress_and_lag(both):
-    both.two.load_is = (41, 3)
+def test_a_hung_peer_is_reported_with_what_waits_there(both):
+    both.two.load_is = 3
     both.live(3)
-    both.clock.advance(0.4)  # a loop that was late
-    both.two.session.tick()
-    heard = []
-    for _ in range(10):
-        both.live(0.25)
-        heard.append(both.one.session.heartbeat._hearts[both.two.key].vitals)
-    assert max(vitals.lag_s for vitals in heard) == pytest.approx(0.35, abs=0.06)
-    assert (heard[-1].num_done, heard[-1].num_waiting) == (41, 3)
-    both.live(5)
-    assert both.one.session.heartbeat._hearts[both.two.key].vitals.lag_s < 0.01, "a lag that is over is forgotten"
     both.live(15, frozen=[both.two])
     assert "3 messages were waiting" in both.one.verdicts[-1][2]
 

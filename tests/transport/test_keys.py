@@ -33,7 +33,7 @@ def kind():
 
 
 def key_of(node: Node) -> KeyPair:
-    keys = node._opened.keys
+    keys = node._opened.transport._keys
     assert keys is not None
     return keys.own
 

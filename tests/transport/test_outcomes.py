@@ -237,23 +237,6 @@ def test_what_is_refused_was_not_executed(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_process_that_drains_finishes_what_it_has_and_takes_nothing_new(kind):
-    scene = Scene(kind, "running")
-    scene.two.session.drain(4.0)
-    scene.net.run()
-    other, scene.sink = scene.sink, Sink()
-    with pytest.raises(Draining) as error:
-        scene.submit()
-    assert error.value.retry_after_s == pytest.approx(4.0)
-    assert scene.sink.outcomes == []
-    scene.sink = other
-    scene.answer()
-    scene.net.run()
-    assert scene.outcome == "done"
-    assert scene.two.effects[kind] == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
     clock = ManualClock()
     net = Net(clock)

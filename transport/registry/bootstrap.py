@@ -118,8 +118,8 @@ class _Stranger:
     def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
         pass
 
-    def load(self) -> tuple[int, int]:
-        return 0, 0
+    def num_waiting(self) -> int:
+        return 0
 
     def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
         pass
@@ -222,16 +222,8 @@ class Mirror:
         if self.directory.has_ended(target):
             return self.directory.missing(target)
         wait_s = LOOKUP_WAIT_S if timeout_s is None else min(LOOKUP_WAIT_S, max(0.0, timeout_s / 2))
-        try:
-            node = await with_deadline(self.registry, wait_s + 1.0).resolve(target, wait_s)
-        except CallError as error:
-            missing = self.directory.missing(target)
-            missing.add_note(f"and the registry could not be asked: {error}")
-            return missing
-        actor = next((a for a in node.actors if a.name == target), None) if node is not None else None
-        if node is None or actor is None:
-            return self.directory.missing(target)
-        return Location(node, actor).route(spec.name, spec.schema)
+        await self.wait_until(lambda: self.directory.find(target) is not None, wait_s)
+        return self.directory.route(target, spec.name, spec.schema) or self.directory.missing(target)
 
     async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
         """Until the mirror satisfies `is_met`; False after `timeout_s`."""

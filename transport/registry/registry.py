@@ -63,11 +63,6 @@ class RegistryContract(Actor):
         A later announcement of the same name replaces this one."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True)
-    async def resolve(self, name: str, wait_s: float) -> NodeRecord | None:
-        """The node that hosts actor `name`, waiting for it to come up to `wait_s`."""
-        raise NotImplementedError
-
     @call(deadline=UPDATES_S + 3.0, reentrant=True)
     async def updates(self, after: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
         """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`."""
@@ -195,38 +190,24 @@ class RegistryActor(RegistryContract):
             if record.key == key:
                 self._depart(record.name, record.epoch, why)
 
-    async def resolve(self, name: str, wait_s: float) -> NodeRecord | None:
-        give_up_at = self.ctx.clock.monotonic() + wait_s
-        while (record := self.state.find(name)) is None:
-            left = give_up_at - self.ctx.clock.monotonic()
-            if left <= 0 or not await self._sleep(left):
-                break
-        return self.state.find(name) if record is None else record
-
     async def updates(self, after: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
-        found = self.state.since(after)
-        if not found and await self._sleep(wait_s):
-            found = self.state.since(after)
-        return found
+        if not (found := self.state.since(after)):
+            changed = asyncio.Event()
+            self._sleepers[changed] = None
+            try:
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            except TimeoutError:
+                return ()
+            finally:
+                del self._sleepers[changed]
+        return found or self.state.since(after)
 
     def _depart(self, node: str, epoch: int, reason: str, pid: int = 0) -> bool:
         is_over = self.state.depart(node, epoch, reason, pid)
         if is_over:
             self._wake()
         return is_over
-
-    async def _sleep(self, timeout_s: float) -> bool:
-        """Until something changes; False after `timeout_s`."""
-        changed = asyncio.Event()
-        self._sleepers[changed] = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                await changed.wait()
-        except TimeoutError:
-            return False
-        finally:
-            del self._sleepers[changed]
-        return True
 
     def _wake(self) -> None:
         for changed in self._sleepers:

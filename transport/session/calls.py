@@ -16,7 +16,6 @@ from ...core.clock import Clock
 from ...core.errors import (
     CallError,
     DeadlineExceeded,
-    Draining,
     MyxaError,
     NotExecuted,
     NotSent,
@@ -52,14 +51,11 @@ class Calls:
         return len(self._pending)
 
     def submit(self, order: CallOrder, route: Route, sink: CallSink) -> int:
-        """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
+        """Begin a call; returns its number. If it raises (too large, overloaded, no way), it never began."""
         now = self._now()
         if order.kind == "cast" and (left_s := self._refused_until.get(order.target, 0.0) - now) > 0:
             raise Overloaded(f"{order.target} refused a cast a moment ago: its mailbox is full", retry_after_s=left_s)
         link = self._links.open(route.peer, route.endpoints)
-        if link.drains_until and link is not self._links.itself:
-            left_s = max(0.0, link.drains_until - now)
-            raise Draining(f"{order.target}: its process is shutting down and takes no calls", retry_after_s=left_s)
         call = PendingCall(self._next_corr, order, sink, due_at=order.deadline_at)
         call.address(route, self._links.own, self._limits)
         self._next_corr += 1

@@ -1,7 +1,7 @@
 """The wire: envelopes, batches of them, chunks of large ones. Sans-IO; decoding never raises on input.
 
     envelope   header (48 bytes, little endian) | trace | chain | frame lengths | body | aligned raw frames
-    batch      'B' count lengths envelopes        everything for one peer in one loop turn is one message
+    batch      'B' count lengths envelopes        what leaves for one peer in one turn of the loop
     chunk      'C' index offset total bytes       a large envelope in pieces of 1 MiB; one at a time per connection
 
 Routing, expiry and staleness are decided from the header before any JSON is parsed. `struct` was preferred to msgpack
@@ -394,41 +394,6 @@ def fill_chunk(scratch: bytearray, data: Buffer, offset: int) -> memoryview:
     return made
 
 
-class Unwrapping:
-    """Of one lane's incoming connections."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._assemblies = Assemblies()
-
-    def forget(self, source: bytes) -> None:
-        self._assemblies.forget(source)
-
-    def envelopes(self, sink: InboundSink, source: bytes, message: memoryview) -> Iterator[memoryview]:
-        """Those in a message; a malformed one is reported to the sink and has none."""
-        parts = split(message)
-        if isinstance(parts, EnvelopeChunk):
-            whole = self._assembled(sink, source, parts)
-            parts = whole if isinstance(whole, Malformed) else [whole] if whole is not None else []
-        if isinstance(parts, Malformed):
-            sink.malformed(source, self._lane, parts.reason)
-            return iter(())
-        return iter(parts)
-
-    def _assembled(self, sink: InboundSink, source: bytes, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
-        if not sink.is_known(source, self._lane):
-            return Malformed(reason="a chunk before HELLO")
-        given_up = self._assemblies.overflow(source, chunk)
-        if given_up is not None:
-            sink.overflowed(source, self._lane, given_up, chunk.total)
-            return None
-        try:
-            return self._assemblies.add(source, chunk)
-        except MemoryError:  # the kernel's limits may be narrower than ours
-            sink.overflowed(source, self._lane, self._assemblies.give_up(source, chunk), chunk.total)
-            return None
-
-
 def room_bytes() -> int:
     """For all half-received envelopes of a process: a quarter of the machine's memory, at least 2 GiB."""
     return max(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
@@ -443,6 +408,31 @@ class Assemblies:
         self._given_up: dict[bytes, int] = {}
         """Connection -> total of the envelope whose chunks are dropped."""
         self.num_bytes = 0
+
+    def envelopes(self, sink: InboundSink, source: bytes, lane: Lane, message: memoryview) -> Iterator[memoryview]:
+        """Those in a message; what is malformed or given up is reported to the sink."""
+        parts = split(message)
+        if isinstance(parts, EnvelopeChunk):
+            whole = self._joined(sink, source, lane, parts)
+            parts = whole if isinstance(whole, Malformed) else [whole] if whole is not None else []
+        if isinstance(parts, Malformed):
+            sink.malformed(source, lane, parts.reason)
+            return iter(())
+        return iter(parts)
+
+    def _joined(
+        self, sink: InboundSink, source: bytes, lane: Lane, chunk: EnvelopeChunk
+    ) -> memoryview | Malformed | None:
+        if not sink.is_known(source, lane):
+            return Malformed(reason="a chunk before HELLO")
+        given_up = self.overflow(source, chunk)
+        if given_up is None:
+            try:
+                return self.add(source, chunk)
+            except MemoryError:  # the kernel's limits may be narrower than ours
+                given_up = self.give_up(source, chunk)
+        sink.overflowed(source, lane, given_up, chunk.total)
+        return None
 
     def add(self, source: bytes, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
         """The whole envelope with its last chunk; Malformed for one out of order; None: there is more to come. Raises

@@ -1,17 +1,14 @@
-"""HELLO and GOODBYE: who speaks, to whom, in which version of the runtime, and when it comes back. Pure.
+"""HELLO: who speaks, to whom, in which version of the runtime. Pure.
 
 HELLO is the first envelope of every connection. Its `protocol` is one fingerprint over everything that both ends must
 agree on, so processes of different versions find out when they meet and not at some later message. The types of
 handlers are not part of it: they are compared per handler, when a call looks its callee up.
-
-The body of a GOODBYE is empty if the process ends now, else it says when its next incarnation may be there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated
 
 import msgspec
 import orjson
@@ -86,17 +83,7 @@ def protocol_of(*records: type[msgspec.Struct]) -> str:
     return fingerprint(numbers, kinds, registry, *records)
 
 
-MAX_RETRY_S = 3600.0
-
-
-class Goodbye(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """It drains: what it has accepted is finished, new calls are answered with `Draining`."""
-
-    retry_after_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RETRY_S)]
-    """When its next incarnation may be there."""
-
-
-PROTOCOL = protocol_of(Hello, Fault, Vitals, Goodbye)
+PROTOCOL = protocol_of(Hello, Fault, Vitals)
 
 
 class _Stranger(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +111,7 @@ class Handshake:
         self._door = door
         self._over = over
 
-    def objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
+    def objection(self, lane: Lane, key: PeerKey, body: Buffer) -> str:
         """Why we cannot talk to the sender of this HELLO; "" if we can, or if it is no HELLO at all. Calls to it that
         wait end as not executed: it takes nothing from us either."""
         try:
@@ -133,7 +120,7 @@ class Handshake:
             return ""
         if stranger.protocol in ("", PROTOCOL):
             return ""
-        if self._door is not None and (objection := self._door.objection(source, lane, key, stranger.name)):
+        if self._door is not None and (objection := self._door.objection(lane, key, stranger.name)):
             return objection
         self._counters["hello_of_another_version"] += 1
         error = ProtocolMismatch(
@@ -158,17 +145,3 @@ class Handshake:
             self._links.tell_stranger(key, endpoints, encode(refusal))
         except LaunchError:
             self._counters["cannot_answer"] += 1
-
-
-def write_goodbye(retry_after_s: float) -> bytes:
-    return msgspec.json.encode(Goodbye(retry_after_s=min(MAX_RETRY_S, max(0.0, retry_after_s))))
-
-
-def read_goodbye(body: Buffer) -> Goodbye | None:
-    """None: it is going now. A body that cannot be read says no more than that it drains."""
-    if not body:
-        return None
-    try:
-        return msgspec.json.decode(body, type=Goodbye)
-    except msgspec.DecodeError:
-        return Goodbye(retry_after_s=0.0)

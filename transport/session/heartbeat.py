@@ -55,17 +55,14 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """It may be silent for so long from now on."""
     who: str = ""
     why: str = ""
-    lag_s: NotNegative = 0.0
-    """Longest delay of its event loop in the last second or two."""
-    num_done: int = 0
     num_waiting: int = 0
 
 
 class HeartbeatHost(Protocol):
     """Whose heartbeat it is."""
 
-    def load(self) -> tuple[int, int]:
-        """Messages finished so far, and messages waiting or running now."""
+    def num_waiting(self) -> int:
+        """Messages waiting or running now."""
         ...
 
     def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None: ...
@@ -127,9 +124,7 @@ class Heartbeat:
         """Whether all peers are watched, as the registry's process does; else those that owe or await an answer."""
         self._busy: dict[int, tuple[float, str, str]] = {}
         self._numbers = itertools.count(1)
-        now = clock.monotonic()
-        self._ticked_at = self._looked_at = self._lag_since = now
-        self._lag_s = self._lag_before_s = 0.0
+        self._looked_at = clock.monotonic()
 
     @contextlib.contextmanager
     def busy(self, who: str, limit_s: float, why: str) -> Generator[None]:
@@ -175,19 +170,14 @@ class Heartbeat:
     def _vitals(self) -> Vitals:
         until, who, why = max(self._busy.values(), default=(0.0, "", ""))
         busy_s = max(0.0, until - self._clock.monotonic())
-        num_done, num_waiting = self._host.load()
         return Vitals(
             busy_s=round(busy_s, 3), who=who if busy_s else "", why=why if busy_s else "",
-            lag_s=round(max(self._lag_s, self._lag_before_s), 3), num_done=num_done, num_waiting=num_waiting,
+            num_waiting=self._host.num_waiting(),
         )  # fmt: skip
 
     def tick(self) -> None:
         """Time has passed. Called every `TICK_S`, as well as this process's loop can."""
         now = self._clock.monotonic()
-        self._lag_s = max(self._lag_s, now - self._ticked_at - TICK_S)
-        self._ticked_at = now
-        if now - self._lag_since >= INTERVAL_S:
-            self._lag_before_s, self._lag_s, self._lag_since = self._lag_s, 0.0, now
         if now - self._looked_at >= LOOK_S:
             pause_s = now - self._looked_at - LOOK_S
             self._looked_at = now

@@ -65,8 +65,6 @@ class Link:
         """Numbers of these connections as its HELLO gave them."""
         self.newest_call = [0, 0]
         """Highest number per lane of its calls that may run only once: the same or a lower one came before."""
-        self.drains_until = 0.0
-        """It said that it takes no new calls, and when its next incarnation may be there; 0: it did not."""
         self.broken: set[Lane] = set()
         """Lanes on which we cannot send at the moment."""
 

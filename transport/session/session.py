@@ -19,7 +19,7 @@ from ..wire import ConnectionGuard, Lane, Transport
 from .calls import Calls
 from .faults import decode_fault, encode_fault
 from .frames import LIMITS, VERSION, Buffer, Envelope, FrameLimits, Kind, Malformed, decode, encode, peek
-from .handshake import PROTOCOL, Handshake, Hello, read_goodbye, read_hello, write_goodbye, write_hello
+from .handshake import PROTOCOL, Handshake, Hello, read_hello, write_hello
 from .heartbeat import Heartbeat, HeartbeatHost
 from .links import Link, Links
 from .serving import Host, Serving
@@ -63,7 +63,6 @@ class Session:
         self.calls = Calls(self._links, clock, limits)
         self.serving = Serving(self._links, host, clock, limits)
         self.heartbeat = Heartbeat(self._links, host, clock, self.counters)
-        self._clock = clock
         self._door = door
         self._handshake = Handshake(self._links, self.calls, self.counters, door, self.peer_over)
         self._num_greetings = 0
@@ -138,7 +137,7 @@ class Session:
             self.counters["banned"] += 1
             self._sources[lane].pop(source, None)
             if self._door is not None:
-                self._door.ban(source, lane)
+                self._door.ban(lane)
 
     def _is_banned(self, source: bytes) -> bool:
         if self._violations.get(source, 0) <= MAX_VIOLATIONS:
@@ -222,12 +221,6 @@ class Session:
         """Incarnations we have a connection to, or are making one; without this process."""
         return tuple(link.key for link in self._links.all() if link.key != self.own)
 
-    def drain(self, retry_after_s: float) -> None:
-        """Tell everybody that new calls are not taken any more; those under way are finished."""
-        for link in self._links.all():
-            if link.key != self.own:
-                self._links.send(link, Kind.GOODBYE, 0, write_goodbye(retry_after_s))
-
     def close(self) -> None:
         """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
@@ -249,7 +242,7 @@ class Session:
         except ValueError as error:
             self.malformed(source, lane, f"HELLO: {error}")
             return
-        if self._door is not None and (objection := self._door.objection(source, lane, key, hello.name)):
+        if self._door is not None and (objection := self._door.objection(lane, key, hello.name)):
             self.counters["hello_in_anothers_name"] += 1
             self.malformed(source, lane, objection)
             return
@@ -278,7 +271,7 @@ class Session:
         known = self._sources[lane].get(source)
         if known is not None and known.key != key:
             return f"this connection is that of {known.key}"
-        return self._handshake.objection(source, lane, key, body)
+        return self._handshake.objection(lane, key, body)
 
     def _adopt(self, link: Link, source: bytes, lane: Lane) -> None:
         """From now on that peer sends on that connection; the one before it is over."""
@@ -326,12 +319,8 @@ class Session:
         else:
             self.peer_over(link.key, f"it refused us: {error}")
 
-    def _on_goodbye(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        farewell = read_goodbye(envelope.body)
-        if farewell is None:
-            self.peer_over(link.key, "it said goodbye")
-        else:
-            link.drains_until = self._clock.monotonic() + farewell.retry_after_s
+    def _on_goodbye(self, link: Link, _lane: Lane, _envelope: Envelope, _num_bytes: int) -> None:
+        self.peer_over(link.key, "it said goodbye")
 
     def _is_back(self, link: Link, envelope: Envelope) -> bool:
         """A peer that we had given up calls us, or waits for our answer: only the way to it was broken. It is tried

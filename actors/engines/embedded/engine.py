@@ -35,11 +35,11 @@ import torch
 
 from ....core.device_memory import MovedMemory, Tag, TagReport
 from ....core.errors import EngineError, MyxaError
+from ....core.host_memory import available_bytes
 from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
 from ....core.weight_channel import WeightProgress
 from ....memory.budget import EngineBudget, plan_engine
-from ....memory.meters import available_bytes
 from ...models.chat_template import PlainText
 from ...models.hf_folder import check_values, open_weights, read_config
 from ...models.model_config import ModelConfig

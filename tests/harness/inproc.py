@@ -1,4 +1,4 @@
-"""The twin of the transport over sockets inside one process: for tests, simulations and single-process runs.
+"""The twin of the transport over sockets inside one process, for tests and simulations.
 
 Same session, same bytes, no sockets; an envelope arrives in a later turn of the loop, in order per connection. A
 network can cut connections and kill nodes, so that failures can be had on purpose. How an envelope gets across, who
@@ -12,20 +12,23 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
-from ..core.errors import LaunchError
-from ..core.ids import PeerKey
-from .wire import Endpoints, InboundSink, Lane, Parcel
+from myxa.core.errors import LaunchError
+from myxa.core.ids import PeerKey
+from myxa.transport.wire import Endpoints, InboundSink, Lane, Parcel
 
 RECONNECT_S = 0.05
 UNREACHABLE_S = 1.0
 
 
 class InprocNetwork:
-    """All in-process transports that can reach each other."""
+    """All in-process transports that can reach each other; `Node.attach` takes it as `network`."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, InprocTransport] = {}
         self._numbers = itertools.count(1)
+
+    def __call__(self) -> InprocTransport:
+        return self.transport()
 
     def transport(self) -> InprocTransport:
         address = f"inproc-{next(self._numbers)}"
