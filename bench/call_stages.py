@@ -25,7 +25,6 @@ from meter import PAYLOAD  # pyright: ignore[reportMissingImports]
 from typed_call import Echo, EchoContract, Report  # pyright: ignore[reportMissingImports]
 
 import myxa
-from myxa.transport import outbox
 from myxa.transport.node import Node
 
 HOME = str(Path(myxa.__file__).resolve().parent) + "/"
@@ -77,7 +76,6 @@ def stage_of(path: str) -> str:
 
 
 async def count(depth: int, num_calls: int) -> Tally:
-    outbox.BURST_S = 0.05  # tracing takes time
     near = await Node.attach(name="near", turn_budget_s=10.0)
     far = await Node.attach(name="far", rdzv=near.rendezvous, turn_budget_s=10.0)
     await near.start(Echo(), "echo")

@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Container, Mapping
 
-from ...core.activity import ACTIVITY_KINDS
-
 
 def short(value: float | None, digits: int = 3) -> str:
     """About `digits` significant digits: 0.0412, 1.5, 12.3k, 4.1M; "-" for None, NaN and infinities spelt out."""
@@ -58,8 +56,8 @@ def time_parts(kinds: Mapping[str, float], num_names: int = 4) -> list[str]:
     """`wait-data 62 % (claim 60 %)` of each kind that took a hundredth of an actor's time, the largest first. `kinds`:
     kind, or "kind/name" -> share."""
     found: list[str] = []
-    order = sorted(ACTIVITY_KINDS, key=lambda kind: -kinds.get(kind, 0.0))
-    for kind in (kind for kind in order if kinds.get(kind, 0.0) >= 0.01):
+    known = (kind for kind, share in kinds.items() if "/" not in kind and share >= 0.01)
+    for kind in sorted(known, key=lambda kind: (-kinds[kind], kind)):
         named = [(share, key) for key, share in kinds.items() if key.startswith(f"{kind}/") and share >= 0.01]
         names = [f"{key.partition('/')[2]} {percent(share)}" for share, key in sorted(named, reverse=True)[:num_names]]
         found.append(f"{kind} {percent(kinds[kind])}" + (f" ({', '.join(names)})" if names else ""))

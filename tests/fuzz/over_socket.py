@@ -33,6 +33,7 @@ from myxa.core.ids import PeerKey
 from myxa.transport.node import JobKey, KeyPair, Node, Rendezvous
 from myxa.transport.registry.registry import REGISTRY_KEY, RegistryContract
 from myxa.transport.session.frames import batch
+from myxa.transport.socket_transport import SocketTransport
 from myxa.transport.wire import Endpoints, Lane
 
 PER_CONNECTION = 250
@@ -103,7 +104,9 @@ class Insider:
         self._context = zmq.Context()
         self._num_attempts = 1 << 40
         self.corpus = Corpus(rng, node._key, to, TABLES, 400)
-        keys = node._opened.transport._keys
+        transport = node._opened.transport
+        assert isinstance(transport, SocketTransport)
+        keys = transport._keys
         assert keys is not None
         self.pair: KeyPair = keys.own
         self.sockets: list[zmq.Socket[bytes]] = []

@@ -269,7 +269,7 @@ def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> N
     assert said
     assert int(said[1]) >= NUM_BATCHES
     (event, *_) = events(run_dir, "all-left-out")
-    assert event["text"].startswith(f"the last {NUM_BATCHES} groups in a row were all left out")
+    assert re.match(r"the last \d+ groups in a row were all left out", event["text"])
 
     terminal = io.StringIO()
     view = LiveView(Console(file=terminal, width=80))

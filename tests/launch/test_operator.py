@@ -199,21 +199,13 @@ def test_profiles_are_files_that_can_be_read(lively):
     one.switch("rollout.0.spin")
     (reply,) = client.ask("profile", 90, target="rollout/0", for_s=1.0)
     assert Path(reply["path"]).parent == one.dir / "profiles"
-    seen = json.loads(Path(reply["path"]).read_text())
-    frames = seen["shared"]["frames"]
-    main = next(profile for profile in seen["profiles"] if profile["name"] == "MainThread")
-    assert len(main["samples"]) == len(main["weights"])
-    assert sum(main["weights"]) == pytest.approx(main["endValue"])
-    assert 0.5 < main["endValue"] < 30
-    names = {frames[number]["name"] for sample in main["samples"] for number in sample}
-    assert "Toy._spin" in names
+    stacks = [line.rpartition(" ") for line in Path(reply["path"]).read_text().splitlines()]
+    spins = [int(count) for stack, _, count in stacks if stack.startswith("MainThread;") and "Toy._spin" in stack]
+    assert sum(spins) > 10, "looks at the function that the actor is in"
     assert any("toy_program.py" in line for line in reply["top"])
     (memory,) = client.ask("profile", 90, target="rollout/0", kind="memory", for_s=1.0)
     (one.dir / "rollout.0.spin").unlink()
     assert "toy_program.py" in Path(memory["path"]).read_text(), "the line that allocates"
-    facts = client.ask("facts", target="all")
-    assert [each["name"] for each in facts] == list(roster(client))
-    assert all(each["rss_bytes"] > 1 << 20 and each["num_fds"] > 3 for each in facts)
     with pytest.raises(ConfigError, match="does not use torch"):
         client.ask("profile", 90, target="rollout/1", kind="torch", for_s=0.5)
 
@@ -281,7 +273,7 @@ def test_logs_are_read_and_followed_over_attempts(lively):
     before = attempt_of(client, "rollout/1")
     (last,) = client.ask("logs", target="rollout/1", num_lines=1)
     assert f"rollout/1 serves as attempt {before}" in last["lines"][0]
-    assert [chunk["name"] for chunk in client.ask("logs", target="all", num_lines=1)] == list(roster(client))
+    assert {chunk["name"] for chunk in client.ask("logs", target="all", num_lines=1)} == roster(client).keys()
     (launcher,) = client.ask("logs", target="launcher", grep="rollout/1 is up")
     assert len(launcher["lines"]) == before + 1
     got: list[str] = []

@@ -20,6 +20,7 @@ from myxa.transport.registry.directory import NodeRecord
 from myxa.transport.session.frames import Envelope, Kind, batch, encode
 from myxa.transport.session.guard import BAN_S, MAX_CANDIDATES, MAX_PAST, PROVISIONAL, KeyRights, KeyVerdict, PeerGuard
 from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
+from myxa.transport.socket_transport import SocketTransport
 from myxa.transport.wire import Endpoints, Lane
 
 pytestmark = [pytest.mark.timeout(60)]
@@ -33,7 +34,9 @@ def kind():
 
 
 def key_of(node: Node) -> KeyPair:
-    keys = node._opened.transport._keys
+    transport = node._opened.transport
+    assert isinstance(transport, SocketTransport)
+    keys = transport._keys
     assert keys is not None
     return keys.own
 
