@@ -14,7 +14,7 @@ that are missing or doubled with plausible numbers are not seen here: the client
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -24,7 +24,7 @@ import orjson
 from ..algos.rewards.outcome import outcome_of
 from ..core.errors import EngineError, EngineLied, UserCodeError
 from ..core.protocols import Delta, GenerateRequest
-from ..core.samples import Prompt, Sample, check_sample
+from ..core.samples import LossPart, Prompt, Sample, check_sample
 from .user_code.functions import what_was_raised, words_of
 from .workflows.episode import Generate, closed
 
@@ -152,11 +152,42 @@ MAX_METADATA_BYTES = 64 << 10
 """Of a sample, as JSON: it travels to the reward function and is kept with the group."""
 
 
-def checked_sample(
-    sample: object, prompt: Prompt, index: int, *, temperature: float | None, vocab_size: int | None
-) -> Sample:
-    """User code may return anything: only a consistent Sample of this very prompt passes, with the temperature that its
-    turns were drawn at, and its reward and metadata as plain values. Raises UserCodeError, EngineError."""
+def checked_rollout(
+    samples: Sequence[object],
+    prompt: Prompt,
+    index: int,
+    *,
+    temperatures: Mapping[int, float],
+    vocab_size: int | None,
+    loss_parts: Sequence[LossPart] = ("algo",),
+) -> tuple[Sample, ...]:
+    """User code may return anything: only consistent samples of this very prompt pass, with the temperatures that their
+    turns were drawn at, their rewards and metadata as plain values, and numbers of their own: one that was made of
+    another one gets a new number. The last one says the reward of the rollout, if any does. Raises UserCodeError,
+    EngineError."""
+    found: list[Sample] = []
+    for one in samples:
+        sample = _checked_sample(one, prompt, index, vocab_size=vocab_size)
+        if sample.loss not in loss_parts:
+            raise UserCodeError(
+                f'workflow returned a sample with loss = "{sample.loss}", which this run does not have '
+                f"(group {prompt.group_id}, sample {index})",
+                remedy=f'use one of {", ".join(loss_parts)}; "distill" needs algo.kl_in = "advantage", "sft" no critic',
+            )
+        temperature = temperatures.get(sample.branch, sample.temperature)
+        if sample.temperature != temperature:
+            sample = msgspec.structs.replace(sample, temperature=temperature)
+        numbers = {other.branch for other in found}
+        if sample.branch in numbers:
+            sample = msgspec.structs.replace(sample, branch=max(*numbers, *temperatures, 0) + 1)
+        found.append(sample)
+    said = [sample.reward for sample in found if sample.reward is not None]
+    if said and found[-1].reward is None:
+        found[-1] = msgspec.structs.replace(found[-1], reward=said[-1])
+    return tuple(found)
+
+
+def _checked_sample(sample: object, prompt: Prompt, index: int, *, vocab_size: int | None) -> Sample:
     where = f"(group {prompt.group_id}, sample {index})"
     if not isinstance(sample, Sample):
         raise UserCodeError(
@@ -177,10 +208,7 @@ def checked_sample(
             f"workflow returned a sample that cannot be checked: {what_was_raised(err)} {where}",
             remedy="end it with `return ctx.episode.sample()`",
         ) from err
-    sample = _with_plain_outcome(sample, where)
-    if temperature is None or sample.temperature == temperature:
-        return sample
-    return msgspec.structs.replace(sample, temperature=temperature)
+    return _with_plain_outcome(sample, where)
 
 
 def _with_plain_outcome(sample: Sample, where: str) -> Sample:

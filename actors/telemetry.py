@@ -139,6 +139,7 @@ def group_text(
                 reward_parts=dict(list(named.items())[:MAX_PARTS]),
                 finish=sample.finish,
                 num_tokens=len(sample.response_ids),
+                branch=sample.branch,
             )
             for sample, reward, named in answers
         ),

@@ -72,6 +72,7 @@ def token_advantages(
     gamma: float = 1.0,
     lam: float = 1.0,
     values_T: Tensor | None = None,
+    turn_rewards_T: Tensor | None = None,
 ) -> Tensor:
     """Float [T]: advantage of every token before whitening, detached; 0 at masked tokens.
 
@@ -81,6 +82,7 @@ def token_advantages(
         others                 A_t = a
         reinforce_pp_baseline  A_t = a - kl_coef k_t                                     arXiv 2501.03262, section 3
         reinforce_pp           rho_t = -kl_coef k_t, plus R at the last unmasked token; A_t = sum gamma^(s-t) rho_s
+                               (`turn_rewards_T`: what turns earned beside R, at their last tokens)
         ppo                    the same rho; GAE with `values_T` (0 when there is no critic)
 
     The reward falls on the last *unmasked* token, never on one that is not trained. A fully masked sample gets zeros.
@@ -101,6 +103,8 @@ def token_advantages(
     if kind not in ("reinforce_pp", "ppo"):
         return segments.kept(scalar_T + penalty_T)
     rewards_T = penalty_T + torch.where(segments.last_T(), scalar_T, 0.0)
+    if turn_rewards_T is not None:
+        rewards_T = rewards_T + turn_rewards_T.detach()
     if kind == "reinforce_pp":
         return discounted_returns(rewards_T, segments, gamma)
     values = torch.zeros_like(rewards_T) if values_T is None else values_T

@@ -1,7 +1,8 @@
 """Sample-level advantages: rewards compared inside their group. numpy only, so the leader can plan without a device.
 
 It uses rewards and group ids, no tokens. Groups are distinguished by *id*, never by position or a fixed size,
-so groups of unequal size (a member was masked, a workflow fanned out) are normalised rightly.
+so groups of unequal size (a member was masked) are normalised rightly. A rollout counts once in all statistics,
+whatever number of samples or turns it has: their weights add up to 1.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ STD_EPS = 1e-6
 
 
 class _Groups:
-    """Statistics per sample of the group it belongs to; all float64 [S]."""
+    """Statistics per sample of the group it belongs to; all float64 [S]. Its count is that of rollouts."""
 
-    def __init__(self, rewards_S: F64, group_ids_S: I64) -> None:
+    def __init__(self, rewards_S: F64, group_ids_S: I64, weights_S: F64) -> None:
         _, group_S = np.unique(group_ids_S, return_inverse=True)
-        count_G = np.bincount(group_S).astype(np.float64)
-        mean_G = np.bincount(group_S, weights=rewards_S) / count_G
+        self.weights_S = weights_S
+        count_G = np.bincount(group_S, weights=weights_S).round().astype(np.float64)
+        mean_G = np.bincount(group_S, weights=weights_S * rewards_S) / count_G
         self.count_S: F64 = count_G[group_S]
         self.centred_S: F64 = rewards_S - mean_G[group_S]
         # Equal rewards must give exactly 0: a rounding residue of the mean divided by STD_EPS would be a signal.
@@ -37,7 +39,7 @@ class _Groups:
         np.maximum.at(high_G, group_S, rewards_S)
         np.minimum.at(low_G, group_S, rewards_S)
         self.centred_S[(high_G == low_G)[group_S]] = 0.0
-        square_G = np.bincount(group_S, weights=self.centred_S**2)
+        square_G = np.bincount(group_S, weights=weights_S * self.centred_S**2)
         self.std_S: F64 = np.sqrt(square_G / np.maximum(count_G - 1, 1))[group_S]
 
 
@@ -46,8 +48,11 @@ def _standardised(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     2508.08221, section 4.1; without std: Dr.GRPO."""
     if normalise == "none":
         return groups.centred_S
-    std_S = groups.std_S if normalise == "group" else rewards_S.std(ddof=1) if len(rewards_S) > 1 else 0.0
-    return groups.centred_S / (std_S + STD_EPS)
+    if normalise == "group":
+        return groups.centred_S / (groups.std_S + STD_EPS)
+    count = groups.weights_S.sum().round()
+    gap_S = rewards_S - (groups.weights_S * rewards_S).sum() / count
+    return groups.centred_S / (np.sqrt((groups.weights_S * gap_S**2).sum() / max(count - 1, 1)) + STD_EPS)
 
 
 def _centred(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
@@ -85,14 +90,19 @@ BASELINES: dict[str, Callable[[_Groups, F64, Normalise], F64]] = {
 
 
 def group_advantages(
-    kind: str, rewards_S: npt.ArrayLike, group_ids_S: npt.ArrayLike, *, normalise: Normalise = "group"
+    kind: str,
+    rewards_S: npt.ArrayLike,
+    group_ids_S: npt.ArrayLike,
+    *,
+    normalise: Normalise = "group",
+    weights_S: npt.ArrayLike | None = None,
 ) -> F32:
-    """float32 [S]: one advantage per sample from its reward and the rewards of its group.
+    """float32 [S]: one advantage per sample (or turn) from its reward and the rewards of its group.
 
-    `rewards_S` numbers [S] in any order, `group_ids_S` integers [S]. A group of equal rewards, or of one sample, gets
-    exactly 0 from all kinds that compare. `normalise` concerns grpo, dapo, gspo and cispo; the formula of each kind
-    is at its function above. Raises ConfigError for an unknown kind, TrainError for shapes that disagree and for
-    a reward that is not a finite number.
+    `rewards_S` numbers [S] in any order, `group_ids_S` integers [S], `weights_S` the part of its rollout that each is
+    (None: all of it). A group of equal rewards, or of one rollout, gets exactly 0 from all kinds that compare.
+    `normalise` concerns grpo, dapo, gspo and cispo; the formula of each kind is at its function above. Raises
+    ConfigError for an unknown kind, TrainError for shapes that disagree and for a reward that is not a finite number.
     """
     rule = BASELINES.get(kind)
     if rule is None:
@@ -109,4 +119,5 @@ def group_advantages(
             f"sample {at} of the batch (group {int(ids[at])}) has reward {float(rewards[at])}",
             remedy="a reward function must return a finite number",
         )
-    return rule(_Groups(rewards, ids), rewards, normalise).astype(np.float32)
+    weights = np.ones_like(rewards) if weights_S is None else np.asarray(weights_S, dtype=np.float64)
+    return rule(_Groups(rewards, ids, weights), rewards, normalise).astype(np.float32)

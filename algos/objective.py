@@ -82,6 +82,12 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> AlgoCo
     return algo.model_copy(update=meant)
 
 
+def supervised(config: AlgoConfig) -> AlgoConfig:
+    """That of demonstrations beside other samples: cross entropy, with the same reduction."""
+    own = AlgoConfig(kind="sft", reduction=config.reduction)
+    return own.model_copy(update={"loss": "sft", "correction": "none", "minibatches": config.minibatches})
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """One micro-batch: the response tokens of all its samples one after another, masked ones included. Values at masked
@@ -103,12 +109,14 @@ class TokenBatch:
     """float [T]: log-probs under the reference model; see `needs_reference`."""
     entropy_T: Tensor | None = None
     """float [T]: entropy of the live distribution, with gradient if `entropy_coef` is not 0."""
+    weights_T: Tensor | None = None
+    """float [T]: factor of each token in all parts of the loss, not in a denominator; None: 1."""
 
     def __post_init__(self) -> None:
         if self.logprobs_T.dim() != 1:
             raise TrainError(f"logprobs_T has shape {tuple(self.logprobs_T.shape)}", remedy="it must be [T]")
         names = ("behaviour_T", "advantages_T", "mask_T", "sample_T", "proximal_T", "reference_T", "entropy_T")
-        for name in names:
+        for name in (*names, "weights_T"):
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None and tensor.shape != self.logprobs_T.shape:
                 raise TrainError(
@@ -205,17 +213,20 @@ def policy_objective(
         opsm_T = losses.opsm_keep(view.live_T, view.behaviour_T, view.advantages_T, view.segments, config.opsm_delta)
         policy_T = torch.where(opsm_T, policy_T, 0.0)
         removed_by["opsm"] = ~opsm_T
-    policy = _reduce(weights.weight_T * policy_T, keep_T, view.segments, config, normaliser)
+
+    def reduced(x_T: Tensor) -> Tensor:
+        scaled_T = x_T if batch.weights_T is None else _wide(batch.weights_T, view.segments) * x_T
+        return _reduce(scaled_T, keep_T, view.segments, config, normaliser)
+
+    policy = reduced(weights.weight_T * policy_T)
     parts = {"policy_loss": policy}
     if view.reference_T is not None and config.kl_coef and config.kl_in == "loss":
         # the tokens were drawn by the behaviour policy, whatever the correction is (arXiv 2512.02556)
         weight_T = ratios.ratio(view.live_T, view.behaviour_T) if config.kl_unbiased else None
         kl_T = kl_terms(config.kl_estimator, view.live_T, view.reference_T, weight_T)
-        parts["kl_loss"] = config.kl_coef * _reduce(kl_T, keep_T, view.segments, config, normaliser)
+        parts["kl_loss"] = config.kl_coef * reduced(kl_T)
     if config.entropy_coef and view.entropy_T is not None:
-        parts["entropy_loss"] = -config.entropy_coef * _reduce(
-            view.entropy_T, keep_T, view.segments, config, normaliser
-        )
+        parts["entropy_loss"] = -config.entropy_coef * reduced(view.entropy_T)
     loss = torch.stack(list(parts.values())).sum()
     sums = _metrics(view, ratio_T, token_loss, replace(weights, removed_by=removed_by), config)
     return Objective(

@@ -382,6 +382,8 @@ class AnswerText(Record, frozen=True):
     reward_parts: dict[str, float]
     finish: str
     num_tokens: int
+    branch: int = 0
+    """Number of the sample inside its rollout."""
 
 
 class GroupText(Record, frozen=True):

@@ -32,7 +32,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Data that the prompt was drawn from, and its row: an engine that answers from recordings looks by these."""
     row: int = -1
     index: int = 0
-    """Which sample of its group is wanted."""
+    """Which rollout of its group wants it."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,10 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
 FinishReason = Literal["stop", "length", "abort"]
+LossPart = Literal["algo", "sft", "distill"]
+"""What is learnt from a sample: by the loss of `[algo]`; its tokens, as in supervised fine-tuning; or to be nearer to
+the reference model, whatever the reward is (`algo.kl_in = "advantage"`). Each part of the loss has its own
+denominators."""
 
 NO_VERSION = -1
 """Version stamp of tokens that no engine generated (tool replies, demonstrations)."""
@@ -92,11 +96,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One finished generation: everything per *token*, exactly as the engine produced it. `len(response_ids) ==
-    len(logprobs) == len(loss_mask) == len(versions) == R`."""
+    len(logprobs) == len(loss_mask) == len(versions) == R`. A rollout has one sample or several: they have the same
+    `index`, one reward, and one weight in the loss."""
 
     group_id: int
     index: int
-    """Member number inside the group, 0-based."""
+    """Number of the rollout inside the group, 0-based."""
+    branch: int = 0
+    """Number of the sample inside its rollout: 0 for the stream that the rollout began with."""
     prompt_ids: I32
     """int32 [P]."""
     response_ids: I32
@@ -121,7 +128,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """float32 [R]: log-probs (nats) under a reference model that is served elsewhere, at temperature 1; 0 where
     `loss_mask` is 0. None: no model was asked."""
     reward: float | None = None
-    """What the workflow says that it is worth; None: it says nothing."""
+    """What the workflow says that the rollout is worth; None: it says nothing."""
+    token_rewards: F32 | None = None
+    """float32 [R]: that part of the reward which was earned by a turn, at its last token. None: all at the end."""
+    loss: LossPart = "algo"
+    loss_weights: F32 | None = None
+    """float32 [R]: factor of each token's loss; None: 1. It does not change the denominator."""
     metadata: dict[str, Any] = {}
     """Further values from the workflow for the reward function: JSON values."""
 
@@ -142,6 +154,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def num_tokens(self) -> int:
         return int(self.prompt_ids.shape[0] + self.response_ids.shape[0])
 
+    @property
+    def name(self) -> str:
+        return sample_name(self.group_id, self.index, self.branch)
+
+
+def sample_name(group_id: int, index: int, branch: int) -> str:
+    """For texts."""
+    return f"{group_id}/{index}.{branch}" if branch else f"{group_id}/{index}"
+
 
 def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     """Raise ValueError naming the field if the per-token arrays disagree or hold impossible values."""
@@ -149,36 +170,40 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     for name in ("logprobs", "loss_mask", "versions"):
         got = getattr(sample, name).shape
         if got != (length,):
-            raise ValueError(
-                f"sample {sample.group_id}/{sample.index}: {name} has shape {got}, response has {length} tokens"
-            )
+            raise ValueError(f"sample {sample.name}: {name} has shape {got}, response has {length} tokens")
     if length and not bool(np.isfinite(sample.logprobs).all()):
-        raise ValueError(f"sample {sample.group_id}/{sample.index}: a behaviour log-prob is NaN or infinite")
+        raise ValueError(f"sample {sample.name}: a behaviour log-prob is NaN or infinite")
     if length and float(sample.logprobs.max()) > 1e-3:
-        raise ValueError(f"sample {sample.group_id}/{sample.index}: a behaviour log-prob is above 0")
-    if sample.reference_logprobs is not None:
-        _check_reference(sample, sample.reference_logprobs)
+        raise ValueError(f"sample {sample.name}: a behaviour log-prob is above 0")
+    for name in ("token_rewards", "loss_weights", "reference_logprobs"):
+        _check_optional(sample, name, getattr(sample, name))
     if vocab_size is not None:
         ids = np.concatenate([sample.prompt_ids, sample.response_ids])
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-            raise ValueError(f"sample {sample.group_id}/{sample.index}: a token id lies outside [0, {vocab_size})")
+            raise ValueError(f"sample {sample.name}: a token id lies outside [0, {vocab_size})")
 
 
-def _check_reference(sample: Sample, logprobs: F32) -> None:
-    name, length = f"sample {sample.group_id}/{sample.index}", sample.response_ids.shape[0]
-    if logprobs.shape != (length,):
-        raise ValueError(f"{name}: reference_logprobs has shape {logprobs.shape}, response has {length} tokens")
-    if length and not (bool(np.isfinite(logprobs).all()) and float(logprobs.max()) <= 1e-3):
-        raise ValueError(f"{name}: a reference log-prob is NaN, infinite or above 0")
+def _check_optional(sample: Sample, name: str, values: F32 | None) -> None:
+    length = sample.response_ids.shape[0]
+    if values is None:
+        return
+    if values.shape != (length,):
+        raise ValueError(f"sample {sample.name}: {name} has shape {values.shape}, response has {length} tokens")
+    is_finite = bool(np.isfinite(values).all())
+    if name == "reference_logprobs" and length and not (is_finite and float(values.max()) <= 1e-3):
+        raise ValueError(f"sample {sample.name}: a reference log-prob is NaN, infinite or above 0")
+    if not is_finite or (name == "loss_weights" and bool((values < 0).any())):
+        raise ValueError(f"sample {sample.name}: {name} holds a number that is NaN, infinite or, of a weight, below 0")
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All samples of one prompt with their rewards: the unit that is kept, dropped, trained. Never split."""
+    """All rollouts of one prompt with their rewards: the unit that is kept, dropped, trained. Never split."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    """Those of a rollout follow each other; the last one is what reward functions judged."""
     rewards: F32
-    """float32 [num samples]."""
+    """float32 [num samples]: that of its rollout."""
     reward_parts: tuple[dict[str, float], ...] = ()
     """Named components per sample, for metrics only."""
     knobs: int = 0
@@ -191,6 +216,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def group_id(self) -> int:
         """The draw this group answers."""
         return self.prompt.group_id
+
+    def rollout_rewards(self) -> F32:
+        """float32 [num rollouts]: each rollout counts once, whatever number of samples it has."""
+        last = {sample.index: at for at, sample in enumerate(self.samples)}
+        return self.rewards if len(last) == len(self.samples) else self.rewards[list(last.values())]
 
     def oldest_version(self) -> int:
         """Oldest engine stamp of any token of any member, or `NO_VERSION`."""
@@ -217,11 +247,19 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     advantage: float
     """Sample-level advantage after group normalisation; token-level terms (KL, discounting) are added by the rank."""
     token_advantages: F32 | None = None
-    """float32 [R]: per token, if the user's function gave such; then `advantage` is the mean of those in the loss."""
+    """float32 [R]: per token, if the user's function gave such, or turns have advantages of their own; then `advantage`
+    is the mean of those in the loss."""
     temperature: float = 1.0
     """Temperature that the tokens were drawn at, above 0: log-probs are those of the distribution at it."""
     reference_logprobs: F32 | None = None
     """float32 [R]: log-probs under the reference model, at that temperature, where it is served elsewhere."""
+    branch: int = 0
+    loss: LossPart = "algo"
+    loss_weights: F32 | None = None
+    """float32 [R]: factor of each token's loss; with reduction "rollout" its sample's part of the rollout's tokens is
+    in it."""
+    token_rewards: F32 | None = None
+    """float32 [R]: what turns earned, which the rank discounts (ppo, reinforce_pp); `advantage` is the rest."""
 
 
 class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,9 +271,11 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     minibatches: tuple[tuple[tuple[int, ...], ...], ...]
     """[minibatch][micro-batch] -> indexes into `samples`; an empty micro-batch only pads the count."""
     minibatch_tokens: tuple[float, ...]
-    """Global number of loss tokens (all ranks) of each mini-batch."""
-    minibatch_samples: tuple[float, ...]
-    """Global number of samples with at least one loss token of each mini-batch."""
+    """Global number of loss tokens (all ranks) of each mini-batch, in samples of loss "algo"."""
+    minibatch_rollouts: tuple[float, ...]
+    """Global number of rollouts with at least one loss token of each mini-batch."""
+    minibatch_parts: tuple[dict[LossPart, tuple[float, float]], ...] = ()
+    """The same two numbers of the parts of the loss beside "algo"; (): no mini-batch has any."""
     shown_groups: tuple[int, ...] = ()
     """Groups that people are shown: the trainer's log-probs of their tokens are sent beside the metrics."""
 
@@ -245,6 +285,7 @@ class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     group_id: int
     index: int
+    branch: int = 0
     logprobs: F32
     """float32 [R]: log-probs (nats) in the pass that the update was made of: in the first mini-batch under the version
     trained from, in the others after the updates of those before; 0 where `loss_mask` is 0."""

@@ -234,6 +234,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             max_outage_s=config.reward.max_outage_s,
             max_retries=config.rollout.max_retries,
             zero_on_error=config.reward.on_error == "zero",
+            loss_parts=config.algo.loss_parts,
         ),
         clock=clock,
     )
@@ -379,6 +380,8 @@ def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOp
     return StepPlanOptions(
         kind=config.algo.kind,
         normalise=config.algo.normalise,
+        reduction=config.algo.reduction,
+        turn_discount=config.algo.turn_discount,
         num_ranks=num_ranks,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         minibatches=config.algo.minibatches,

@@ -14,7 +14,7 @@ order, whatever they hold. All models have their gradients before any is updated
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ...core.clock import Clock
 from ...core.config.learning import AlgoConfig
 from ...core.errors import MyxaError, TrainError
 from ...core.protocols import StepStats
-from ...core.samples import F32, TrainSample, TrainShard
+from ...core.samples import F32, LossPart, TrainSample, TrainShard
 from .torch_backend.accounting import (
     MetricSums,
     TrainingStep,
@@ -140,7 +140,7 @@ class Stepper:
         """Gradients of one mini-batch and AdamW updates of policy and critic; or the error that all ranks agreed on,
         and no update of either."""
         settings = step.settings.optimizer
-        learners = self._learners(step, step.normaliser(number), is_first=number == 0)
+        learners = self._learners(step, step.normalisers(number), is_first=number == 0)
         for learner in learners:
             learner.passes(micros, step.tally)
         for learner in learners:
@@ -157,13 +157,15 @@ class Stepper:
         step.num_updates += 1
         return None
 
-    def _learners(self, step: TrainingStep, normaliser: Normaliser, *, is_first: bool) -> list[Learner]:
+    def _learners(
+        self, step: TrainingStep, normalisers: Mapping[LossPart, Normaliser], *, is_first: bool
+    ) -> list[Learner]:
         policy, critic = self.policy, self.critic
 
         def policy_loss(micro: MicroBatch[Any], scores: TokenScores, tally: MetricSums) -> Tensor:
             if policy.is_teller:
                 step.shown.take(micro.layout, scores.logprobs_M)
-            return step.policy_loss(micro, scores, normaliser, tally, is_first=is_first)
+            return step.policy_loss(micro, scores, normalisers, tally, is_first=is_first)
 
         is_held = critic is not None and critic.trains_alone(step.shard.step)
         learners = [
@@ -172,7 +174,7 @@ class Stepper:
         if critic is not None:
 
             def critic_loss(micro: MicroBatch[Any], values_M: Tensor, tally: MetricSums) -> Tensor:
-                return critic.loss(micro, values_M, normaliser.tokens, tally)
+                return critic.loss(micro, values_M, normalisers["algo"].tokens, tally)
 
             learners.append(Learner(critic.model, critic_loss, name="critic_"))
         return learners

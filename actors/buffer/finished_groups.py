@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +51,9 @@ class FinishedGroups:
         self._by_source.setdefault(source, deque(maxlen=KEPT)).append(mean)
         if not self._has_rewards:
             return
-        rewards, size = group.rewards.astype(np.float64), len(group.rewards)
-        passed, low, high = int((group.rewards >= self._pass_reward).sum()), float(rewards.min()), float(rewards.max())
+        rewards = group.rollout_rewards().astype(np.float64)
+        size, low, high = len(rewards), float(rewards.min()), float(rewards.max())
+        passed = int((group.rollout_rewards() >= self._pass_reward).sum())
         is_flat = size > 1 and low == high
         found = _Outcome(rewards, passed, low, high, is_left_out, is_flat, passed == size, passed == 0)
         self._since_step.append(found)
@@ -105,8 +107,10 @@ _DTYPES = {
     "loss_mask": np.uint8,
     "versions": np.int32,
     "reference_logprobs": np.float32,
+    "token_rewards": np.float32,
+    "loss_weights": np.float32,
 }
-_OPTIONAL = frozenset({"reference_logprobs"})
+_OPTIONAL = frozenset({"reference_logprobs", "token_rewards", "loss_weights"})
 
 
 def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
@@ -114,37 +118,43 @@ def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None
     theirs, ours = ((one.source_name, one.row, one.pass_index) for one in (group.prompt, prompt))
     if theirs != ours:
         return f"answers row {group.prompt.row} of pass {group.prompt.pass_index}, asked was row {prompt.row}"
-    if not group.samples or len(group.samples) + group.num_masked != num_samples or group.num_masked < 0:
-        masked = f" and {group.num_masked} masked members" if group.num_masked else ""
-        return f"has {len(group.samples)} samples{masked}, {num_samples} were asked for"
     indexes = [sample.index for sample in group.samples]
-    if len(set(indexes)) != len(indexes) or not all(0 <= index < num_samples for index in indexes):
-        return f"its members are numbered {indexes}, not 0 to {num_samples - 1}"
-    return _wrong_in_rewards(group, len(indexes)) or wrong_in_samples(group.samples, prompt.group_id)
+    num_rollouts = len(set(indexes))
+    if not indexes or num_rollouts + group.num_masked != num_samples or group.num_masked < 0:
+        masked = f" and {group.num_masked} masked members" if group.num_masked else ""
+        return f"has {num_rollouts} rollouts{masked}, {num_samples} were asked for"
+    if sum(1 for _ in groupby(indexes)) != num_rollouts:
+        return f"its members are numbered {indexes}: the samples of a rollout do not follow each other"
+    wrong = _wrong_in_numbers(group.samples, num_samples) or _wrong_in_rewards(group, len(indexes))
+    return wrong or wrong_in_samples(group.samples, prompt.group_id)
 
 
 def wrong_in_partial(partial: Sequence[Sample], group_id: int, num_samples: int) -> str | None:
     """What is wrong with unfinished samples; None if nothing is."""
-    indexes = [sample.index for sample in partial]
-    if len(set(indexes)) != len(indexes) or not all(0 <= i < num_samples for i in indexes):
-        return f"its members are numbered {indexes}, of {num_samples}"
-    return wrong_in_samples(partial, group_id)
+    return _wrong_in_numbers(partial, num_samples) or wrong_in_samples(partial, group_id)
+
+
+def _wrong_in_numbers(samples: Sequence[Sample], num_samples: int) -> str | None:
+    names = [(sample.index, sample.branch) for sample in samples]
+    if len(set(names)) == len(names) and all(0 <= index < num_samples and branch >= 0 for index, branch in names):
+        return None
+    return f"its members are numbered {[index for index, _ in names]}, not 0 to {num_samples - 1}"
 
 
 def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
     """The first inconsistency of any sample; None if there is none."""
     for sample in samples:
         if sample.group_id != group_id:
-            return f"sample {sample.index} belongs to group {sample.group_id}"
+            return f"sample {sample.name} belongs to group {sample.group_id}"
         for name, dtype in _DTYPES.items():
             if name in _OPTIONAL and getattr(sample, name) is None:
                 continue
             array = getattr(sample, name)
             if array.ndim != 1 or array.dtype != dtype:
-                return f"sample {sample.index}: {name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}[n]"
+                return f"sample {sample.name}: {name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}[n]"
         if sample.loss_mask.size and int(sample.loss_mask.max()) > 1:
             return (
-                f"sample {sample.index}: the loss mask holds {int(sample.loss_mask.max())}, only 0 and 1 have a meaning"
+                f"sample {sample.name}: the loss mask holds {int(sample.loss_mask.max())}, only 0 and 1 have a meaning"
             )
         try:
             check_sample(sample)

@@ -57,14 +57,16 @@ class RecentGroups:
 
     def scored(self, scores: Iterable[ScoredSample]) -> None:
         """The trainer's log-probs of some samples of a step, which it bounds in number and tokens."""
-        by_group: dict[int, dict[int, F32]] = {}
+        by_group: dict[int, dict[tuple[int, int], F32]] = {}
         for score in scores:
-            by_group.setdefault(score.group_id, {})[score.index] = score.logprobs
+            by_group.setdefault(score.group_id, {})[score.index, score.branch] = score.logprobs
         for group_id, logprobs in by_group.items():
             found = next((f for f in self._finished if f.group.group_id == group_id), None)
             found = found or self._from_ledger(group_id)
             if found is not None:
-                fitted = tuple(_fitting(sample, logprobs.get(sample.index)) for sample in found.group.samples)
+                fitted = tuple(
+                    _fitting(sample, logprobs.get((sample.index, sample.branch))) for sample in found.group.samples
+                )
                 others = [f for f in self._scored if f.group.group_id != group_id]
                 newest = msgspec.structs.replace(found, train_logprobs=fitted)
                 self._scored = [newest, *others][:MAX_SCORED]

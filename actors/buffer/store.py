@@ -245,7 +245,7 @@ class BufferStore:
                 payload = encode(group)
             except ValueError as error:
                 reason, detail = INVALID, str(error)
-        reward = None if reason == INVALID else float(group.rewards.mean(dtype=np.float64))
+        reward = None if reason == INVALID else float(group.rollout_rewards().mean(dtype=np.float64))
         if reason is None:
             result = self._keep(group, payload, row.version, reward, note)
         else:

@@ -137,6 +137,12 @@ def model_runs(sample: Sample) -> list[tuple[int, int]]:
 def _wrongs(group: Group, terms: RecordedTerms | None) -> Iterator[RowError]:
     if len(group.rewards) != len(group.samples) or not bool(np.isfinite(group.rewards).all()):
         yield RowError(f"{len(group.samples)} samples have rewards {group.rewards.tolist()}", UNCHANGED)
+    if any(sample.branch for sample in group.samples):
+        yield RowError(
+            "it has a rollout of several samples, which cannot be replayed",
+            'leave it out with data.on_bad_line = "skip"',
+        )
+        return
     if terms is None:
         return
     if len(group.samples) < terms.num_samples:

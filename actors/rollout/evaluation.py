@@ -68,7 +68,7 @@ class Evaluation:
                 f"{name}: none of {len(results)} evaluation prompts was answered; first: {results[:1]}",
                 remedy="see this actor's log",
             )
-        rewards = [float(r) for g in groups for r in g.rewards]
+        rewards = [float(r) for g in groups for r in g.rollout_rewards()]
         self._show_some(groups, request.name, name, version)
         versions = [v for g in groups for s in g.samples for v in s.versions.tolist() if v >= 0] or [version]
         return EvalResult(
@@ -98,8 +98,9 @@ class Evaluation:
 def measured(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
     """Metrics of answered prompts: mean reward, pass@k, mean length in tokens, share of answers cut off."""
     samples = [sample for group in groups for sample in group.samples]
-    rewards = [float(reward) for group in groups for reward in group.rewards]
-    solved = [(int((group.rewards >= pass_reward).sum()), len(group.rewards)) for group in groups]
+    of_groups = [group.rollout_rewards() for group in groups]
+    rewards = [float(reward) for row in of_groups for reward in row]
+    solved = [(int((row >= pass_reward).sum()), len(row)) for row in of_groups]
     return {
         "reward": sum(rewards) / len(rewards),
         **{f"pass_at_{k}": rate for k, rate in pass_rates(solved).items()},

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,9 +42,9 @@ from ...core.errors import (
 )
 from ...core.messages import Assignment, DropReason
 from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
-from ...core.samples import I32, Group, Prompt, Sample
+from ...core.samples import I32, Group, LossPart, Prompt, Sample
 from ..rewards.guard import Reference, Scorer
-from ..stream_checks import checked_sample
+from ..stream_checks import checked_rollout
 from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext, closed
 from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import TokensSoFar, WorkflowPool
@@ -54,7 +54,9 @@ from ..workflows.worker_messages import StartEpisode
 T = TypeVar("T")
 
 
-Member = tuple[Sample, RewardOutcome | None] | Interrupted | MemberFailed
+Rollout = tuple[Sample, ...]
+"""The samples of one member of a group; the last one is judged."""
+Member = tuple[Rollout, RewardOutcome | None] | Interrupted | MemberFailed
 """The end of one member of a group. No outcome: it is judged together with the others; MemberFailed: its environment
 failed for good, and the group continues without it."""
 MAX_LOST = 10
@@ -102,6 +104,8 @@ class RolloutOptions:
     """How often a member is tried again whose environment failed."""
     zero_on_error: bool = False
     """A member that fails by its policy gets reward 0."""
+    loss_parts: tuple[LossPart, ...] = ("algo",)
+    """See `AlgoConfig.loss_parts`."""
 
 
 @dataclass(slots=True)
@@ -131,7 +135,7 @@ class _Task(msgspec.Struct, frozen=True):
     assignment: Assignment
     index: int
     made: GroupSoFar
-    recorded: Sample | None
+    recorded: Rollout
     num_retries: int = 0
     """Attempts of this actor that its environment failed."""
     num_before: int = 0
@@ -212,10 +216,10 @@ class GroupRunner:
         self._made[group_id] = made
         outcomes: Sequence[RewardOutcome] = ()
         try:
-            tasks = [_Task(assignment, index, made, made.recorded.get(index)) for index in range(num_samples)]
+            tasks = [_Task(assignment, index, made, made.recorded.get(index, ())) for index in range(num_samples)]
             done: list[Member] = await all_or_first_error([self._member(task) for task in tasks])
             finished = [one for one in done if isinstance(one, tuple)]
-            interrupted = [one.partial for one in done if isinstance(one, Interrupted)]
+            interrupted = [sample for one in done if isinstance(one, Interrupted) for sample in one.partial]
             masked = [one for one in done if isinstance(one, MemberFailed)]
             if masked and not finished and not interrupted:
                 raise masked[0]
@@ -232,12 +236,14 @@ class GroupRunner:
             for hop, (began_s, ended_s) in made.stretches.items():
                 self._on_hop(hop, group_id, wall_s + began_s, ended_s - began_s)
         if interrupted:
-            raise Partial((*(sample for sample, _ in finished), *interrupted))
+            raise Partial((*(sample for samples, _ in finished for sample in samples), *interrupted))
+        judged = [(outcome, k + 1 == len(samples)) for (samples, _), outcome in zip(finished, outcomes, strict=True)
+                  for k in range(len(samples))]  # fmt: skip
         return Group(
             prompt=assignment.prompt,
-            samples=tuple(sample for sample, _ in finished),
-            rewards=np.asarray([outcome.value for outcome in outcomes], dtype=np.float32),
-            reward_parts=tuple(dict(outcome.parts) for outcome in outcomes),
+            samples=tuple(sample for samples, _ in finished for sample in samples),
+            rewards=np.asarray([outcome.value for outcome, _ in judged], dtype=np.float32),
+            reward_parts=tuple(dict(outcome.parts) if is_last else {} for outcome, is_last in judged),
             knobs=assignment.knobs,
             num_masked=len(masked),
         )
@@ -246,27 +252,28 @@ class GroupRunner:
         outcome: RewardOutcome | None = None
         began_s = self._clock.monotonic()
         try:
-            sample = await self._tried(task)
+            samples = await self._tried(task)
         except Interrupted as interrupted:
             return interrupted
         except MemberFailed as failed:
-            if (kept := self._settled(task, failed)) is None:
+            if not (samples := self._settled(task, failed)):
                 return failed
-            sample, outcome = kept, RewardOutcome(0.0)
+            outcome = RewardOutcome(0.0)
         finally:
             task.made.reached("generate", began_s)
-        self.sums["tokens"] += int(sample.loss_mask.sum())
-        self.sums["samples"] += 1
-        self.sums["truncated"] += sample.finish == "length"
+        for sample in samples:
+            self.sums["tokens"] += int(sample.loss_mask.sum())
+            self.sums["samples"] += 1
+            self.sums["truncated"] += sample.finish == "length"
         if self.reference is not None:
-            sample = await self._referenced(self.reference, task, sample)
+            samples = await self._referenced(self.reference, task, samples)
         if self._scorer.judges_groups or outcome is not None:
-            return sample, outcome
-        completion = self._completion(task.assignment.prompt, sample, task.made)
-        return sample, await self._rewarded(self._scorer.score(completion), task.made)
+            return samples, outcome
+        completion = self._completion(task.assignment.prompt, samples[-1], task.made)
+        return samples, await self._rewarded(self._scorer.score(completion), task.made)
 
-    async def _tried(self, task: _Task) -> Sample:
-        """The member's sample. A member whose environment failed is tried again, without its tokens. A member whose
+    async def _tried(self, task: _Task) -> Rollout:
+        """The member's samples. A member whose environment failed is tried again, without its tokens. A member whose
         process was ended by another member's workflow continues from its tokens, and that does not count."""
         num_lost = 0
         while True:
@@ -286,58 +293,58 @@ class GroupRunner:
                 raise
             task.made.again(task.index)
             pause_s = RETRY_AFTER_S * 2**task.num_retries
-            task = replace(task, recorded=None, num_retries=task.num_retries + 1, num_before=task.num_before + 1)
+            task = replace(task, recorded=(), num_retries=task.num_retries + 1, num_before=task.num_before + 1)
             await asyncio.sleep(pause_s)
 
-    def _settled(self, task: _Task, failed: MemberFailed) -> Sample | None:
-        """The sample, which gets reward 0, of a member whose workflow failed for good; None: it is masked. Raises
+    def _settled(self, task: _Task, failed: MemberFailed) -> Rollout:
+        """The samples, which get reward 0, of a member whose workflow failed for good; (): it is masked. Raises
         `failed` where it costs the group."""
         if failed.kind in RETRIED:
             self._failed(failed, f"it is masked: {failed.message}")
             self.failures["rollout/num_masked"] += 1
             task.made.again(task.index)
-            return None
-        sample = task.made.of(task.index)
-        if not self.options.zero_on_error or sample is None or not sample.loss_mask.any():
+            return ()
+        samples = tuple(one for one in task.made.of(task.index) if one.loss_mask.any())
+        if not self.options.zero_on_error or not samples:
             self._failed(failed, f"its group is dropped: {failed.message}")
             raise failed
         self._failed(failed, f"it gets reward 0: {failed.message}")
-        sample = replace(sample, finish="stop", reward=0.0)
-        task.made.finished(sample)
-        return sample
+        return task.made.finished(replace(one, finish="stop", reward=0.0) for one in samples)
 
     def _failed(self, error: MemberFailed | UserCodeError, words: str) -> None:
         kind = error.kind if isinstance(error, MemberFailed) else "user-code"
         self.failures[f"rollout/failures/{kind}"] += 1
         self.on_failure(kind, words)
 
-    async def _referenced(self, reference: Reference, task: _Task, sample: Sample) -> Sample:
-        """With the log-probs of the reference model: those of an earlier attempt, if it was as far with this sample."""
-        known = task.recorded
-        if known is None or known.reference_logprobs is None or not _is_same(known, sample):
-            began_s = self._clock.monotonic()
-            self._note(rewarding=1)
-            try:
-                sample = await reference.judged(task.assignment.prompt, sample)
-            finally:
-                task.made.reached("reward", began_s)
-                self._note(rewarding=-1)
-        else:
-            sample = replace(sample, reference_logprobs=known.reference_logprobs)
-        task.made.finished(sample)
-        return sample
+    async def _referenced(self, reference: Reference, task: _Task, samples: Rollout) -> Rollout:
+        """With the log-probs of the reference model: those of an earlier attempt, if it was as far with a sample."""
+        recorded = {one.branch: one for one in task.recorded if one.reference_logprobs is not None}
+
+        async def with_logprobs(sample: Sample) -> Sample:
+            known = recorded.get(sample.branch)
+            if known is not None and _is_same(known, sample):
+                return replace(sample, reference_logprobs=known.reference_logprobs)
+            return await reference.judged(task.assignment.prompt, sample)
+
+        began_s = self._clock.monotonic()
+        self._note(rewarding=1)
+        try:
+            return task.made.finished(await all_or_first_error([with_logprobs(one) for one in samples]))
+        finally:
+            task.made.reached("reward", began_s)
+            self._note(rewarding=-1)
 
     async def _outcomes(
-        self, prompt: Prompt, finished: Sequence[tuple[Sample, RewardOutcome | None]], made: GroupSoFar
+        self, prompt: Prompt, finished: Sequence[tuple[Rollout, RewardOutcome | None]], made: GroupSoFar
     ) -> Sequence[RewardOutcome]:
         """Of all members: their own, or those of the group that they are."""
         if not self._scorer.judges_groups:
             return [outcome for _, outcome in finished if outcome is not None]
-        scoring = self._scorer.score_group([self._completion(prompt, one, made) for one, _ in finished])
+        scoring = self._scorer.score_group([self._completion(prompt, samples[-1], made) for samples, _ in finished])
         judged = await self._rewarded(scoring, made)
         return [own or of_group for (_, own), of_group in zip(finished, judged, strict=True)]
 
-    async def _produce(self, task: _Task) -> Sample:
+    async def _produce(self, task: _Task) -> Rollout:
         attempt, number = task.assignment.attempt, task.num_before
         model = replace(
             self.model,
@@ -345,13 +352,10 @@ class GroupRunner:
             request_prefix=f"{self.model.request_prefix}a{attempt}.{f'r{number}.' if number else ''}",
         )
         if isinstance(self._workflow, WorkflowPool):
-            sample = await self._in_worker(self._workflow, task, model)
-        else:
-            sample = await self._in_loop(self._workflow, task, model)
-        task.made.finished(sample)
-        return sample
+            return task.made.finished(await self._in_worker(self._workflow, task, model))
+        return task.made.finished(await self._in_loop(self._workflow, task, model))
 
-    async def _in_loop(self, workflow: Workflow, task: _Task, model: ModelAccess) -> Sample:
+    async def _in_loop(self, workflow: Workflow, task: _Task, model: ModelAccess) -> Rollout:
         prompt = task.assignment.prompt
         episode = Episode(
             prompt=prompt,
@@ -370,7 +374,8 @@ class GroupRunner:
         self._note(generating=1)
         try:
             async with asyncio.timeout(timeout_s):
-                return await workflow(context, prompt)
+                made = await workflow(context, prompt)
+                return (made,) if isinstance(made, Sample) else tuple(made)
         except TimeoutError as late:
             raise UserCodeError(
                 f"workflow did not finish within {timeout_s:g} s {task.where}", remedy="raise rollout.timeout_s"
@@ -378,7 +383,7 @@ class GroupRunner:
         finally:
             self._note(generating=-1)
 
-    async def _in_worker(self, pool: WorkflowPool, task: _Task, model: ModelAccess) -> Sample:
+    async def _in_worker(self, pool: WorkflowPool, task: _Task, model: ModelAccess) -> Rollout:
         record, began_s, model_s = TokensSoFar(task.recorded), self._clock.monotonic(), 0.0
         task.made.begun(task.index, record.so_far)
 
@@ -410,7 +415,7 @@ class GroupRunner:
         self._note(waiting=1)
         try:
             access, run_s = replace(model, generate=generate), self.options.workflow_timeout_s
-            sample, temperature = await pool.play(start, run_s, access, record)
+            samples, temperatures = await pool.play(start, run_s, access, record)
         except MemberFailed as failed:
             words = f"{failed.message} {task.where}"
             raise MemberFailed(
@@ -423,7 +428,14 @@ class GroupRunner:
             env_s = self._clock.monotonic() - began_s - model_s
             self.sums["env_s"] += env_s
             self.sums["max_env_s"] = max(self.sums["max_env_s"], env_s)
-        return checked_sample(sample, prompt, task.index, temperature=temperature, vocab_size=self._vocab_size)
+        return checked_rollout(
+            samples,
+            prompt,
+            task.index,
+            temperatures=temperatures,
+            vocab_size=self._vocab_size,
+            loss_parts=self.options.loss_parts,
+        )
 
     def _hear_waits(self) -> None:
         """Note where workflows are, for the account of the actor's time."""
@@ -528,18 +540,22 @@ class GroupSoFar:
         self.prompt_ids = prompt_ids
         self.opens_thought: bool | None = None
         """Whether the prompt ends inside a thought; None: it is not known yet."""
-        self.recorded = {sample.index: sample for sample in partial}
+        self.recorded: dict[int, Rollout] = {}
+        for sample in partial:
+            self.recorded[sample.index] = (*self.recorded.get(sample.index, ()), sample)
         self.stretches: dict[Hop, tuple[float, float]] = {}
         """Hop -> begin of the first member and end of the last, on the monotonic clock."""
         self._clock = clock
-        self._begun: dict[int, Callable[[], Sample | None]] = {}
-        self._finished: dict[int, Sample] = {}
+        self._begun: dict[int, Callable[[], Rollout]] = {}
+        self._finished: dict[int, Rollout] = {}
 
-    def begun(self, index: int, so_far: Callable[[], Sample | None]) -> None:
+    def begun(self, index: int, so_far: Callable[[], Rollout]) -> None:
         self._begun[index] = so_far
 
-    def finished(self, sample: Sample) -> None:
-        self._finished[sample.index] = sample
+    def finished(self, samples: Iterable[Sample]) -> Rollout:
+        rollout = tuple(samples)
+        self._finished[rollout[0].index] = rollout
+        return rollout
 
     def reached(self, hop: Hop, began_s: float) -> float:
         """A member is through with that; returns the time."""
@@ -553,12 +569,12 @@ class GroupSoFar:
         self.recorded.pop(index, None)
         self._begun.pop(index, None)
 
-    def of(self, index: int) -> Sample | None:
-        """What there is of an unfinished member; None: nothing."""
-        return self._begun[index]() if index in self._begun else None
+    def of(self, index: int) -> Rollout:
+        """What there is of an unfinished member."""
+        return self._begun[index]() if index in self._begun else ()
 
     def samples(self) -> tuple[Sample, ...]:
-        """Members with at least one token, finished or not."""
-        begun = {i: one for i in self._begun.keys() - self._finished.keys() if (one := self.of(i)) is not None}
+        """Those with at least one token, finished or not."""
+        begun = {i: rollout for i in self._begun.keys() - self._finished.keys() if (rollout := self.of(i))}
         known = self.recorded | begun | self._finished
-        return tuple(known[index] for index in sorted(known) if known[index].response_ids.size)
+        return tuple(one for index in sorted(known) for one in known[index] if one.response_ids.size)

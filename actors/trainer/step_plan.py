@@ -9,7 +9,8 @@ same way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,9 +20,9 @@ import numpy as np
 from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
 from ...core.config import AlgoConfig
-from ...core.config.learning import Normalise
+from ...core.config.learning import COMPARING_KINDS, Normalise, Reduction
 from ...core.errors import DataError, StalenessError, UserCodeError
-from ...core.samples import F32, I32, Group, Sample, TrainSample, TrainShard
+from ...core.samples import F32, I32, Group, LossPart, Sample, TrainSample, TrainShard
 from ..daemon_thread import in_daemon_thread
 from ..user_code.functions import (
     ADVANTAGE_FN,
@@ -166,6 +167,8 @@ class StepPlanOptions:
     """Tokens (P + R) a micro-batch may hold; a single longer sample sits alone."""
     minibatches: int
     """Optimizer steps per batch."""
+    reduction: Reduction = "rollout"
+    turn_discount: float = 1.0
     sources: tuple[str, ...] = ()
     """Names of the sources of prompts, where there are several."""
     functions: BatchFunctions = field(default_factory=BatchFunctions)
@@ -209,16 +212,10 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
     if options.takes_reference:
         _check_reference(step, groups)
     flat = [(g, i) for g in groups for i in range(len(g.samples))]
-    rewards = np.asarray([float(g.rewards[i]) for g, i in flat], dtype=np.float32)
-    group_ids = np.asarray([g.group_id for g, _ in flat], dtype=np.int64)
     advantages = options.functions.advantages(step, groups)
     if advantages is None:
-        own = group_advantages(options.kind, rewards, group_ids, normalise=options.normalise)
-        advantages = [float(advantage) for advantage in own]
-    samples = [
-        _train_sample(g, i, advantage, takes_reference=options.takes_reference)
-        for (g, i), advantage in zip(flat, advantages, strict=True)
-    ]
+        advantages = own_advantages(groups, options)
+    samples = [_train_sample(g, i, advantage, options) for (g, i), advantage in zip(flat, advantages, strict=True)]
     plan = plan_shards(
         [len(s.token_ids) for s in samples],
         options.num_ranks,
@@ -226,13 +223,103 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
         options.minibatches,
         [s.group_id for s in samples],
     )
-    loss_tokens = [float(s.loss_mask.sum()) for s in samples]
-    num_minibatches = len(plan[0])
-    shown = shown_groups(groups)
-    members = [[i for rank in plan for micro in rank[m] for i in micro] for m in range(num_minibatches)]
-    tokens = tuple(sum(loss_tokens[i] for i in part) for part in members)
-    counts = tuple(float(sum(1 for i in part if loss_tokens[i] > 0)) for part in members)
-    return tuple(_shard(step, rank, samples, tokens, counts, shown) for rank in plan)
+    if options.reduction == "rollout":
+        samples = _by_rollout(samples)
+    members = [[samples[i] for rank in plan for micro in rank[m] for i in micro] for m in range(len(plan[0]))]
+    own = [_denominators(part, "algo") for part in members]
+    names: list[LossPart] = [name for name in ("sft", "distill") if any(sample.loss == name for sample in samples)]
+    whole = TrainShard(
+        step=step,
+        samples=(),
+        minibatches=(),
+        minibatch_tokens=tuple(tokens for tokens, _ in own),
+        minibatch_rollouts=tuple(rollouts for _, rollouts in own),
+        minibatch_parts=tuple({name: _denominators(part, name) for name in names} for part in members) if names else (),
+        shown_groups=shown_groups(groups),
+    )
+    return tuple(_shard(whole, rank, samples) for rank in plan)
+
+
+def own_advantages(groups: Sequence[Group], options: StepPlanOptions) -> list[float | F32]:
+    """The algorithm's, of every sample in order. A number: of the sample. float32 [R]: of each of its turns, where
+    turns have rewards of their own or `turn_discount` is below 1; turn k of n returns G_k = sum over j >= k of
+    discount^(j - k) r_j, with what no turn earned in r_n. Turns are compared with those of the whole group, and a
+    rollout counts once."""
+    rewards: list[float] = []
+    weights: list[float] = []
+    group_ids: list[int] = []
+    turns: list[list[tuple[int, int]]] = []
+    """Of each sample: begin and end of what has a reward of its own; none: the sample has one."""
+    for group in groups:
+        has_turns = options.kind in COMPARING_KINDS and (
+            options.turn_discount < 1 or any(sample.token_rewards is not None for sample in group.samples)
+        )
+        found = [turns_of(sample) if has_turns else [] for sample in group.samples]
+        counts = Counter[int]()
+        for sample, own in zip(group.samples, found, strict=True):
+            counts[sample.index] += len(own) or 1
+        for i, (sample, own) in enumerate(zip(group.samples, found, strict=True)):
+            new = _returns(group, i, own, options.turn_discount) if own else [float(group.rewards[i])]
+            rewards += new
+            weights += [1 / counts[sample.index]] * len(new)
+            group_ids += [group.group_id] * len(new)
+        turns += found
+    rows = iter(group_advantages(options.kind, rewards, group_ids, normalise=options.normalise, weights_S=weights))
+    samples = (sample for group in groups for sample in group.samples)
+    return [
+        _spread(sample, own, rows) if own else float(next(rows)) for sample, own in zip(samples, turns, strict=True)
+    ]
+
+
+def turns_of(sample: Sample) -> list[tuple[int, int]]:
+    """Begin and end of each of the model's turns in the response."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask != 0, [0]]).astype(np.int8)))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+
+def _returns(group: Group, i: int, turns: Sequence[tuple[int, int]], discount: float) -> list[float]:
+    row = group.samples[i].token_rewards
+    rewards = [0.0 if row is None else float(row[begin:end].sum()) for begin, end in turns]
+    rewards[-1] += _unplaced(group, i)
+    for k in reversed(range(len(rewards) - 1)):
+        rewards[k] += discount * rewards[k + 1]
+    return rewards
+
+
+def _unplaced(group: Group, i: int) -> float:
+    """What the rollout of that sample earned by none of its turns."""
+    siblings = (one.token_rewards for one in group.samples if one.index == group.samples[i].index)
+    return float(group.rewards[i]) - sum(float(row.sum()) for row in siblings if row is not None)
+
+
+def _spread(sample: Sample, turns: Sequence[tuple[int, int]], advantages: Iterator[np.float32]) -> F32:
+    row = np.zeros(len(sample.response_ids), np.float32)
+    for begin, end in turns:
+        row[begin:end] = next(advantages)
+    return row
+
+
+def _by_rollout(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The samples with weights that make the mean over a sample's tokens one over all tokens of its rollout."""
+    tokens = Counter[tuple[int, int, LossPart]]()
+    for sample in samples:
+        tokens[sample.group_id, sample.index, sample.loss] += int(sample.loss_mask.sum())
+
+    def weighted(sample: TrainSample) -> TrainSample:
+        own, all_tokens = int(sample.loss_mask.sum()), tokens[sample.group_id, sample.index, sample.loss]
+        if own in (0, all_tokens):
+            return sample
+        row = np.ones(len(sample.loss_mask), np.float32) if sample.loss_weights is None else sample.loss_weights
+        return msgspec.structs.replace(sample, loss_weights=row * np.float32(own / all_tokens))
+
+    return [weighted(sample) for sample in samples]
+
+
+def _denominators(samples: Sequence[TrainSample], part: LossPart) -> tuple[float, float]:
+    """Loss tokens of a part of the loss, and rollouts that have any."""
+    tokens = [(sample, float(sample.loss_mask.sum())) for sample in samples if sample.loss == part]
+    rollouts = {(sample.group_id, sample.index) for sample, count in tokens if count}
+    return sum(count for _, count in tokens), float(len(rollouts))
 
 
 def shown_groups(groups: Sequence[Group]) -> tuple[int, ...]:
@@ -248,53 +335,57 @@ def _check_reference(step: int, groups: Sequence[Group]) -> None:
         for sample in group.samples:
             if sample.reference_logprobs is None and sample.loss_mask.any():
                 raise DataError(
-                    f"step {step}: sample {group.group_id}/{sample.index} has no reference log-probs: it was finished "
+                    f"step {step}: sample {sample.name} has no reference log-probs: it was finished "
                     "when algo.ref_urls was not set",
                     remedy="continue as the run began, or begin a new one: model.path = an export of this one",
                 )
 
 
-def _train_sample(group: Group, i: int, advantage: float | F32, *, takes_reference: bool) -> TrainSample:
+def _train_sample(group: Group, i: int, advantage: float | F32, options: StepPlanOptions) -> TrainSample:
     """`advantage`: of the sample, or of each of its tokens."""
     sample = group.samples[i]
+    part: LossPart = "algo" if options.kind == "sft" else sample.loss
     tokens: F32 | None = None
-    if isinstance(advantage, np.ndarray):
+    turn_rewards = None
+    if part == "sft":
+        advantage = 1.0
+    elif part == "distill":
+        advantage = 0.0
+    elif options.kind in ("ppo", "reinforce_pp") and sample.token_rewards is not None:
+        turn_rewards, advantage = sample.token_rewards, _unplaced(group, i)
+    elif isinstance(advantage, np.ndarray):
         tokens, kept = advantage, advantage[sample.loss_mask != 0]
         advantage = float(kept.mean()) if kept.size else 0.0
     return TrainSample(
         group_id=group.group_id,
         index=sample.index,
+        branch=sample.branch,
         token_ids=np.concatenate([sample.prompt_ids, sample.response_ids]),
         prompt_len=len(sample.prompt_ids),
         loss_mask=sample.loss_mask,
         logprobs=sample.logprobs,
         versions=sample.versions,
         reward=float(group.rewards[i]),
-        advantage=advantage,
+        advantage=cast("float", advantage),
         token_advantages=tokens,
         temperature=sample.temperature or 1.0,  # engines give log-probs of greedy tokens at temperature 1
-        reference_logprobs=sample.reference_logprobs if takes_reference else None,
+        reference_logprobs=sample.reference_logprobs if options.takes_reference else None,
+        loss=part,
+        loss_weights=sample.loss_weights,
+        token_rewards=turn_rewards,
     )
 
 
 def _shard(
-    step: int,
-    rank_plan: Sequence[Sequence[Sequence[int]]],
-    samples: Sequence[TrainSample],
-    tokens: tuple[float, ...],
-    counts: tuple[float, ...],
-    shown: tuple[int, ...],
+    whole: TrainShard, rank_plan: Sequence[Sequence[Sequence[int]]], samples: Sequence[TrainSample]
 ) -> TrainShard:
     """Renumber one rank's part of the plan to indexes into its own samples."""
     mine = [i for minibatch in rank_plan for micro in minibatch for i in micro]
     local = {i: k for k, i in enumerate(mine)}
-    return TrainShard(
-        step=step,
+    return msgspec.structs.replace(
+        whole,
         samples=tuple(samples[i] for i in mine),
         minibatches=tuple(tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan),
-        minibatch_tokens=tokens,
-        minibatch_samples=counts,
-        shown_groups=shown,
     )
 
 
@@ -305,7 +396,7 @@ def batch_metrics(
     names, where there are several: the share of each in the batch, and its mean reward. Demonstrations alone have no
     reward to report: every one of them counts 1."""
     groups = batch.groups
-    rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
+    rewards = np.concatenate([g.rollout_rewards() for g in groups]).astype(np.float64)
     lengths = [len(s.response_ids) for g in groups for s in g.samples]
     cut = [s.finish == "length" for g in groups for s in g.samples]
     temperatures = [s.temperature for g in groups for s in g.samples]
@@ -337,7 +428,7 @@ def batch_metrics(
 def _of_sources(groups: Sequence[Group], names: Sequence[str], *, has_rewards: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in names:
-        mine = [group.rewards for group in groups if group.prompt.source_name == name]
+        mine = [group.rollout_rewards() for group in groups if group.prompt.source_name == name]
         found[f"batch/source/{name}"] = len(mine) / len(groups)
         if mine and has_rewards:
             found[f"reward/source/{name}"] = float(np.concatenate(mine).astype(np.float64).mean())

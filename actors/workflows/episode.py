@@ -1,8 +1,9 @@
-"""One sample in the making: token in, token out, turn by turn.
+"""A rollout in the making: token in, token out, turn by turn.
 
-An `Episode` owns the token stream of a sample. Model turns come from the engine with their log-probs and version
-stamps; replies (tools, environments) are rendered by the chat template and carry loss mask 0. Text is decoded for
-the workflow to look at and is never encoded back, so the trained ids are the generated ids.
+An `Episode` owns the token stream of a sample. `branch` and `session` open further streams of the same rollout. Model
+turns come from the engine with their log-probs and version stamps; replies (tools, environments) are rendered by the
+chat template and carry loss mask 0. Text is decoded for the workflow to look at and is never encoded back, so the
+trained ids are the generated ids.
 
 Continuation: an episode may start with the tokens of an interrupted attempt. The workflow runs from its beginning.
 Recorded turns are replayed without the engine as long as the workflow repeats its steps; the first unfinished turn
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import F32, I32, NO_VERSION, FinishReason, Message, Prompt, Sample
+from ...core.samples import F32, I32, NO_VERSION, FinishReason, LossPart, Message, Prompt, Sample
 from ...core.sampling import StopStrings, sampling_fault
 from .demonstrated import demonstrate
 from .turn_renderer import TurnRenderer
@@ -94,19 +95,21 @@ SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
 
 
-def turn_seed(seed: int, draw: int, index: int, turn: int) -> int:
-    digest = blake2b(f"{seed}/{draw}/{index}/{turn}".encode(), digest_size=8).digest()
+def turn_seed(seed: int, draw: int, member: str, turn: int) -> int:
+    digest = blake2b(f"{seed}/{draw}/{member}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]
+Draw = Callable[[Sample, GenerateRequest, TokenSegment, SamplingParams], Awaitable[tuple[TokenSegment, FinishReason]]]
+"""From what an episode has, what it asks for and the turn so far to the whole turn."""
 
 
 class Interrupted(Exception):
-    """Generation was aborted on purpose (drain, pause); `partial` holds the sample so far."""
+    """Generation was aborted on purpose (drain, pause); `partial` holds the samples of the rollout so far."""
 
-    def __init__(self, partial: Sample) -> None:
-        super().__init__(f"sample {partial.group_id}/{partial.index} was interrupted")
+    def __init__(self, partial: tuple[Sample, ...]) -> None:
+        super().__init__(f"sample {partial[0].group_id}/{partial[0].index} was interrupted")
         self.partial = partial
 
 
@@ -179,9 +182,15 @@ class Episode:
         model: ModelAccess,
         renderer: TurnRenderer | None = None,
         prompt_ids: I32 | None = None,
-        recorded: Sample | None = None,
+        recorded: Sequence[Sample] = (),
+        of: Episode | None = None,
+        draw: Draw | None = None,
     ) -> None:
-        """`renderer`, `prompt_ids`: for callers that make several episodes with one tokenizer, or of one prompt."""
+        """`renderer`, `prompt_ids`: for callers that make several episodes with one tokenizer, or of one prompt.
+        `recorded`: of the whole rollout. `of`: an episode of the rollout that this one belongs to. `draw`: in place of
+        the engine's stream."""
+        self._rollout: list[Episode] = [] if of is None else of._rollout
+        self._branch = len(self._rollout)
         self._prompt = prompt
         self._index = index
         self._tokenizer = tokenizer
@@ -199,21 +208,54 @@ class Episode:
         self._under_way: list[TokenSegment] = []
         self._turns: list[str] = []
         self._replies: list[tuple[Message, ...]] = []
+        self._before = NOTHING
+        """What the last token of the prompt belongs to, if this is a branch."""
         self._finish: FinishReason = "abort"
+        self._draws = draw
         self._temperature: float | None = None
-        self._recorded_at = 1.0 if recorded is None else recorded.temperature
+        self._recorded: dict[int, Sample] = {one.branch: one for one in recorded} if of is None else of._recorded
+        mine = self._recorded.get(self._branch)
+        self._recorded_at = 1.0 if mine is None else mine.temperature
         self._replay: list[TokenSegment] = []
-        if recorded is not None and np.array_equal(recorded.prompt_ids, self._prompt_ids):
-            self._replay = split(recorded)
+        if mine is not None and np.array_equal(mine.prompt_ids, self._prompt_ids):
+            self._replay = split(mine)
+        self._rollout.append(self)
 
     def __copy__(self) -> Episode:
         raise UserCodeError(
             "workflow: ctx.episode was copied: both would write into one stream of tokens",
-            remedy="one episode is one conversation; a workflow cannot branch it",
+            remedy="one episode is one stream of tokens; episode.branch() begins another one with the tokens so far",
         )
 
     def __deepcopy__(self, memo: object) -> Episode:
         return self.__copy__()
+
+    def branch(self) -> Episode:
+        """A further sample of this rollout, which continues from here. The tokens so far are its prompt: they are
+        learnt once, in this episode."""
+        whole = _whole([self._prompt_ids, *(one.ids for one in self._segments)])
+        other = self._another(self._prompt, whole)
+        other._before, other._finish = (self._segments or [self._before])[-1], self._finish
+        other._turns, other._replies = list(self._turns), list(self._replies)
+        return other
+
+    def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Episode:
+        """A further sample of this rollout, of a conversation of its own: that of a sub-agent, or the history in short.
+        Raises PromptTooLong, DataError as rows of the data do."""
+        prompt = replace(self._prompt, messages=tuple(messages), tools=tuple(dict(tool) for tool in tools))
+        return self._another(prompt, self._renderer.prompt(prompt))
+
+    def _another(self, prompt: Prompt, prompt_ids: I32) -> Episode:
+        return Episode(
+            prompt=prompt,
+            index=self._index,
+            tokenizer=self._tokenizer,
+            model=self._model,
+            renderer=self._renderer,
+            prompt_ids=prompt_ids,
+            of=self,
+            draw=self._draws,
+        )
 
     @property
     def prompt(self) -> Prompt:
@@ -224,8 +266,9 @@ class Episode:
         return len(self._turns)
 
     @property
-    def temperature(self) -> float | None:
-        return self._temperature
+    def temperatures(self) -> dict[int, float]:
+        """That the turns were drawn at; by the numbers of the rollout's samples."""
+        return {one._branch: one._temperature for one in self._rollout if one._temperature is not None}
 
     @property
     def room(self) -> int:
@@ -260,8 +303,8 @@ class Episode:
             segment, finish = await self._ask(segment, params, left)
         if finish == "abort":
             self._segments.append(segment)
-            self._finish = "abort"
-            raise Interrupted(self.sample())
+            self._finish, self._replay = "abort", []
+            raise Interrupted(self.so_far())
         return self._close_turn(segment, finish)
 
     def _keep_to(self, temperature: float) -> None:
@@ -280,7 +323,7 @@ class Episode:
     async def _ask(self, start: TokenSegment, params: SamplingParams, limit: int) -> tuple[TokenSegment, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
-            request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
+            request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._member}.{len(self._turns)}",
             input_ids=_whole([self._prompt_ids, *(one.ids for one in self._segments), start.ids]),
             sampling=replace(params.for_rest(num_done=len(start.ids), limit=limit), seed=self._seed(params)),
             source=self._prompt.source,
@@ -295,10 +338,16 @@ class Episode:
     async def _draw(
         self, request: GenerateRequest, start: TokenSegment, params: SamplingParams
     ) -> tuple[TokenSegment, FinishReason]:
+        if self._draws is not None:
+            return await self._draws(self.sample(), request, start, params)
         self._under_way = [start]
         whole, finish = await drawn(self._model.generate, request, self._stops(params), self._under_way)
         self._under_way = []
         return whole, finish
+
+    @property
+    def _member(self) -> str:
+        return f"{self._index}b{self._branch}" if self._branch else f"{self._index}"
 
     def _seed(self, params: SamplingParams) -> int | None:
         """Of the turn that comes: the workflow's own, else made of the run's, if that draws by seeds."""
@@ -306,7 +355,7 @@ class Episode:
         if run is None or params.seed not in (None, run):
             return params.seed
         number = self._prompt.group_id if self._prompt.draw < 0 else self._prompt.draw
-        return turn_seed(run, number, self._index, len(self._turns))
+        return turn_seed(run, number, self._member, len(self._turns))
 
     def _stopped_at(self, done: TokenSegment, params: SamplingParams) -> int:
         """Tokens after which a recorded turn is over; 0: it continues."""
@@ -341,12 +390,13 @@ class Episode:
 
     def reply_with(self, *messages: Message) -> bool:
         """The same with several messages, such as the answers of all tools that the model called at once."""
-        if not messages or not self._segments or not self._segments[-1].is_model:
+        before = self._segments[-1] if self._segments else self._before
+        if not messages or before is NOTHING or not before.is_model:
             raise UserCodeError(
                 f"workflow: reply() for row {self._prompt.row} without a model turn before it",
                 remedy="call `await episode.generate()` first, and reply with all messages at once",
             )
-        last = self._segments[-1].ids
+        last = before.ids
         ended_by = int(last[-1]) if self._finish == "stop" and last.size else None
         ids = self._renderer.reply(messages, ended_by=ended_by, tools=self._prompt.tools)
         if len(ids) >= self.room:
@@ -359,29 +409,63 @@ class Episode:
         self._replies.append(messages)
         return True
 
-    def sample(self, *, reward: float | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
-        """The record of everything so far. `reward`: what it is worth, for `reward.fn = "workflow"`, and for functions
-        to look at; `metadata`: what else a reward function should know, JSON values."""
-        return self._sample(self._segments, self._finish, reward, metadata)
+    def sample(
+        self,
+        *,
+        reward: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        turn_rewards: Sequence[float] | None = None,
+        loss: LossPart = "algo",
+        loss_weight: float = 1.0,
+    ) -> Sample:
+        """The record of everything so far. `reward`: what the rollout is worth, for `reward.fn = "workflow"`, and for
+        functions to look at; `turn_rewards`: what part of it each turn earned (without `reward`, the whole is their
+        sum); `metadata`: what else a reward function should know, JSON values; `loss`, `loss_weight`: how it is learnt.
+        Raises UserCodeError for `turn_rewards` of another number than the turns."""
+        sample = self._sample(self._segments, self._finish)
+        rewards = None if turn_rewards is None else self._token_rewards(turn_rewards, len(sample.response_ids))
+        if reward is None and turn_rewards is not None:
+            reward = float(sum(turn_rewards))
+        weights = None if loss_weight == 1.0 else np.full(len(sample.response_ids), loss_weight, np.float32)
+        return replace(
+            sample,
+            reward=reward,
+            token_rewards=rewards,
+            loss=loss,
+            loss_weights=weights,
+            metadata=dict(metadata or {}),
+        )
 
-    def so_far(self) -> Sample:
-        """The record of everything so far, the tokens of a turn under way included, and those that an earlier attempt
-        recorded and this one has not come to yet. May be asked for at any moment."""
+    def _token_rewards(self, turn_rewards: Sequence[float], size: int) -> F32 | None:
+        ends = [end for end, one in zip(accumulate(len(o.ids) for o in self._segments), self._segments, strict=True)
+                if one.is_model]  # fmt: skip
+        if len(turn_rewards) != len(ends):
+            raise UserCodeError(
+                f"workflow: {len(turn_rewards)} turn_rewards for the {len(ends)} turns of row {self._prompt.row}",
+                remedy="give episode.sample(turn_rewards=...) one number for each turn of this episode",
+            )
+        rewards = np.zeros(size, np.float32)
+        for end, reward in zip(ends, turn_rewards, strict=True):
+            rewards[max(end - 1, 0) :][:1] += reward
+        return rewards
+
+    def so_far(self) -> tuple[Sample, ...]:
+        """The rollout: the record of everything so far, the tokens of turns under way included, and those that an
+        earlier attempt recorded and this one has not come to yet. May be asked for at any moment."""
+        rest = (one for branch, one in self._recorded.items() if branch >= len(self._rollout))
+        return (*(one._so_far() for one in self._rollout), *rest)
+
+    def _so_far(self) -> Sample:
         rest = [joined(self._under_way)] if self._under_way else self._replay
         return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
 
-    def _sample(
-        self,
-        segments: Sequence[TokenSegment],
-        finish: FinishReason,
-        reward: float | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Sample:
+    def _sample(self, segments: Sequence[TokenSegment], finish: FinishReason) -> Sample:
         whole = joined(segments)
         mask = [np.full(len(one.ids), one.is_model, np.uint8) for one in segments]
         return Sample(
             group_id=self._prompt.group_id,
             index=self._index,
+            branch=self._branch,
             prompt_ids=self._prompt_ids,
             response_ids=whole.ids,
             logprobs=whole.logprobs,
@@ -393,14 +477,12 @@ class Episode:
             turns=tuple(self._turns),
             replies=tuple(self._replies),
             temperature=self._recorded_at if self._temperature is None else self._temperature,
-            reward=reward,
-            metadata=dict(metadata or {}),
         )
 
-    def demonstration(self, turns: Sequence[Message]) -> Sample:
+    def demonstration(self, turns: Sequence[Message], *, loss_weight: float = 1.0) -> Sample:
         """A sample made of given turns instead of generated ones, with the ids that the template writes of the whole
-        conversation: the assistant's turns get loss mask 1, all else 0. Raises PromptTooLong, DataError, TemplateError.
-        """
+        conversation: the assistant's turns get loss mask 1, all else 0. It is learnt as in supervised fine-tuning.
+        Raises PromptTooLong, DataError, TemplateError."""
         shown = demonstrate(self._tokenizer, self._renderer, self._prompt.messages, turns, self._prompt.tools)
         if self._model.context_length < len(shown.ids):
             raise PromptTooLong(
@@ -416,11 +498,11 @@ class Episode:
         self._turns = [turns[at].content for at in starts]
         self._replies = [tuple(turns[a + 1 : b]) for a, b in zip(starts, (*starts[1:], len(turns)), strict=True)]
         self._finish = "stop"
-        return self.sample()
+        return self.sample(loss="sft", loss_weight=loss_weight)
 
 
 class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Handed to a workflow for one sample."""
+    """Handed to a workflow for one rollout."""
 
     episode: Episode
     tokenizer: Tokenizer
@@ -439,8 +521,8 @@ class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
         return self.attempt > 0
 
 
-Workflow = Callable[[WorkflowContext, Prompt], Awaitable[Sample]]
-"""A workflow turns a prompt into a finished sample, usually by `ctx.episode`."""
+Workflow = Callable[[WorkflowContext, Prompt], Awaitable[Sample | Sequence[Sample]]]
+"""A workflow turns a prompt into the finished sample of a rollout, or into several, usually by `ctx.episode`."""
 
 
 def _whole(parts: Sequence[I32]) -> I32:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,7 +33,7 @@ from .worker_messages import (
     Waits,
     WorkflowSpec,
     from_worker,
-    sample_decoder,
+    samples_decoder,
 )
 
 _log = logging.getLogger(__name__)
@@ -47,23 +47,26 @@ SILENT_S = 20.0
 
 
 class TokensSoFar:
-    """What an episode in a worker has, at any moment."""
+    """What a rollout in a worker has, at any moment."""
 
-    def __init__(self, recorded: Sample | None) -> None:
-        self._closed = recorded
-        self.under_way: list[TokenSegment] = []
+    def __init__(self, recorded: Sequence[Sample]) -> None:
+        self._closed = {one.branch: one for one in recorded}
+        self.under_way: dict[int, list[TokenSegment]] = {}
+        """Turns behind those samples, by their numbers."""
 
     def asked(self, ask: AskModel) -> None:
         """A turn is to be drawn."""
-        self._closed = ask.so_far
-        self.under_way = [ask.start]
+        self._closed[ask.so_far.branch] = ask.so_far
+        self.under_way[ask.so_far.branch] = [ask.start]
 
-    def so_far(self) -> Sample | None:
-        """Tokens of the turn that is drawn included; None: there are none yet."""
-        before = self._closed
-        if before is None or not self.under_way:
+    def so_far(self) -> tuple[Sample, ...]:
+        """Tokens of the turns that are drawn included; () while there are none."""
+        return tuple(self._with_turn(one) for one in self._closed.values())
+
+    def _with_turn(self, before: Sample) -> Sample:
+        if before.branch not in self.under_way:
             return before
-        turn = joined(self.under_way)
+        turn = joined(self.under_way[before.branch])
         return msgspec.structs.replace(
             before,
             response_ids=np.concatenate([before.response_ids, turn.ids]).astype(np.int32, copy=False),
@@ -105,10 +108,10 @@ class WorkflowPool(WorkerPool):
 
     async def play(
         self, start: StartEpisode, run_s: float, model: ModelAccess, record: TokensSoFar
-    ) -> tuple[Sample, float | None]:
-        """The sample that the workflow returned, unchecked but for its types, and the temperature of its turns. Raises
-        MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the engine had
-        to abort, and what the engine raises. `run_s`: for the phase `run`."""
+    ) -> tuple[tuple[Sample, ...], dict[int, float]]:
+        """The samples that the workflow returned, unchecked but for their types, and the temperatures of their turns.
+        Raises MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the
+        engine had to abort, and what the engine raises. `run_s`: for the phase `run`."""
         limits = msgspec.structs.replace(self._limits, run_s=run_s)
         async with self.calling() as call:
             try:
@@ -125,25 +128,26 @@ class WorkflowPool(WorkerPool):
                 raise _gone(str(lost), is_bystander=is_bystander) from None
         if isinstance(end, EpisodeFailed):
             raise _error_of(end)
-        return _sample_of(end), end.temperature
+        return _samples_of(end), end.temperatures
 
     async def _until_end(self, call: Call, model: ModelAccess, record: TokensSoFar) -> EpisodeDone | EpisodeFailed:
-        drawing: asyncio.Task[None] | None = None
-        turn = 0
+        drawing: dict[int, tuple[int, asyncio.Task[None]]] = {}  # sample -> number of its turn
         try:
             while True:
                 event: AskModel | DrawnTurn | EpisodeDone | EpisodeFailed | Exception = await call.inbox.get()
                 if isinstance(event, AskModel):
-                    await _cancelled(drawing)
+                    branch = event.so_far.branch
+                    await _cancelled(drawing.pop(branch, None))
                     record.asked(event)
-                    turn = event.turn
-                    drawing = asyncio.ensure_future(self._draw(event, call, model, record.under_way))  # noqa: TID251 -- ended below
+                    turn = self._draw(event, call, model, record.under_way[branch])
+                    drawing[branch] = event.turn, asyncio.ensure_future(turn)  # noqa: TID251 -- ended below
                 elif isinstance(event, DrawnTurn):
-                    if event.turn != turn:
+                    branch = next((one for one, (turn, _) in drawing.items() if turn == event.turn), None)
+                    if branch is None:
                         continue  # the workflow gave it up and has asked for another one
-                    if event.finish == "abort" and not model.goes_on() and (so_far := record.so_far()) is not None:
-                        raise Interrupted(so_far)
-                    record.under_way = [event.segment]
+                    if event.finish == "abort" and not model.goes_on():
+                        raise Interrupted(record.so_far())
+                    record.under_way[branch] = [event.segment]
                     await call.worker.send(event)
                 elif isinstance(event, Exception):
                     raise event
@@ -152,7 +156,8 @@ class WorkflowPool(WorkerPool):
                         _log.warning("workflow %s: its %s", self.name, event.teardown)
                     return event
         finally:
-            await _cancelled(drawing)
+            for one in drawing.values():
+                await _cancelled(one)
 
     async def _draw(self, ask: AskModel, call: Call, model: ModelAccess, under_way: list[TokenSegment]) -> None:
         call.place = ""
@@ -205,9 +210,9 @@ async def _sent(call: Call, start: StartEpisode) -> None:
         ) from error
 
 
-def _sample_of(end: EpisodeDone) -> Sample:
+def _samples_of(end: EpisodeDone) -> tuple[Sample, ...]:
     try:
-        return sample_decoder.decode(end.sample)
+        return samples_decoder.decode(end.samples)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise UserCodeError(
             f"workflow returned a sample that cannot be checked: {error}",
@@ -233,7 +238,7 @@ def _gone(how: str, *, is_bystander: bool = False) -> MemberFailed:
     )
 
 
-async def _cancelled(task: asyncio.Task[None] | None) -> None:
-    if task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait({task})
+async def _cancelled(drawing: tuple[int, asyncio.Task[None]] | None) -> None:
+    if drawing is not None and not drawing[1].done():
+        drawing[1].cancel()
+        await asyncio.wait({drawing[1]})

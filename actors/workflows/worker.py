@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -25,7 +25,7 @@ import msgspec
 from ...core.errors import MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest, Tokenizer
-from ...core.samples import FinishReason, Sample
+from ...core.samples import FinishReason, Message, Sample
 from ..daemon_thread import in_daemon_thread
 from ..models.chat_template import template_of
 from ..models.tokenizer import load_tokenizer
@@ -111,34 +111,43 @@ class Play(UserCall):
         super().__init__(worker.loop)
         self._worker = worker
         self._start = start
-        self._answer: asyncio.Future[DrawnTurn] | None = None
-        self._turn = 0
+        self._answers: dict[int, asyncio.Future[DrawnTurn]] = {}
+        """Turns that are drawn, each of another sample of the rollout; by their numbers."""
+        self._drawing: set[int] = set()
+        """Those samples."""
+        self._asked = itertools.count(1)
         self.turns: set[Future[Any]] = set()
         """Of threads that wait for a turn of the model."""
         self.is_over = False
 
-    async def ask(self, ask: AskModel) -> DrawnTurn:
-        """The model's next turn. Raises UserCodeError while another one is drawn."""
-        if self._answer is not None:
+    async def ask(
+        self, so_far: Sample, request: GenerateRequest, start: TokenSegment, params: SamplingParams
+    ) -> tuple[TokenSegment, FinishReason]:
+        """The next turn of a sample. Raises UserCodeError while another one of it is drawn."""
+        if so_far.branch in self._drawing:
             raise UserCodeError(
                 "workflow: two turns of one episode were asked for at a time",
                 remedy="await each generate() before the next: an episode is one conversation",
             )
-        self._turn = ask.turn
-        self._answer = asyncio.get_running_loop().create_future()
-        self._worker.out.put(ask)
+        turn = next(self._asked)
+        self._drawing.add(so_far.branch)
+        answer = self._answers[turn] = asyncio.get_running_loop().create_future()
+        self._worker.out.put(AskModel(call=self._start.call, turn=turn, request=request, so_far=so_far, start=start))
         try:
-            return await self._answer
+            drawn = await answer
         finally:
-            self._answer = None
+            del self._answers[turn]
+            self._drawing.remove(so_far.branch)
+        return drawn.segment, drawn.finish
 
     def drawn(self, answer: DrawnTurn) -> None:
-        if self._answer is not None and answer.turn == self._turn and not self._answer.done():
-            self._answer.set_result(answer)
+        waits = self._answers.get(answer.turn)
+        if waits is not None and not waits.done():
+            waits.set_result(answer)
 
     @property
     def waits_for_model(self) -> bool:
-        return self._answer is not None
+        return bool(self._answers)
 
     async def run(self) -> None:
         methods: dict[str, Callable[..., Any]] = {}
@@ -158,9 +167,30 @@ class Play(UserCall):
         self._worker.out.put(msgspec.structs.replace(end, teardown=teardown, is_hanging=self.is_hanging))
         del self._worker.calls[self._start.call]
 
+    def _episode(self) -> Episode:
+        """One whose turns, and those of its branches, are drawn in the actor's process."""
+        start, worker = self._start, self._worker
+        model = ModelAccess(
+            generate=_no_engine,
+            sampling=start.sampling,
+            context_length=start.context_length,
+            request_prefix=start.request_prefix,
+            goes_on=lambda: True,  # else the actor ends the episode
+        )
+        return Episode(
+            prompt=start.prompt,
+            index=start.index,
+            tokenizer=worker.tokenizer,
+            model=model,
+            renderer=worker.renderer,
+            prompt_ids=start.prompt_ids,
+            recorded=start.recorded,
+            draw=self.ask,
+        )
+
     async def _phases(self, methods: dict[str, Callable[..., Any]]) -> EpisodeDone | EpisodeFailed:
         start, limits = self._start, self._start.limits
-        episode = RemoteEpisode(self, start, self._worker)
+        episode = self._episode()
         workflow, prompt = self._worker.workflow, start.prompt
         if workflow.is_class:
             made = await self._phase_within("setup", self._in_thread(workflow.made), limits.setup_s)
@@ -185,23 +215,24 @@ class Play(UserCall):
             sample = episode.sample()
         if "finalize" in methods:
             sample = await self._phase("finalize", methods, limits.finalize_s, context("finalize"), sample) or sample
-        if "score" in methods and isinstance(sample, Sample):
+        samples, stranger = samples_of(sample)
+        if "score" in methods and stranger is None:
             reward = await self._phase("score", methods, limits.score_s, context("score"), sample)
-            sample = msgspec.structs.replace(sample, reward=reward)
-        return self._done(sample, episode)
-
-    def _done(self, sample: object, episode: Episode) -> EpisodeDone | EpisodeFailed:
-        if not isinstance(sample, Sample):
-            words = f"returned a value of type {type(sample).__name__}, not a Sample"
+            samples = (*samples[:-1], msgspec.structs.replace(samples[-1], reward=reward))
+        if stranger is not None:
+            words = f"returned a value of type {stranger.__name__}, not a Sample"
             return self._fault(words, "end it with `return ctx.episode.sample()`")
+        return self._done(samples, episode)
+
+    def _done(self, samples: tuple[Sample, ...], episode: Episode) -> EpisodeDone | EpisodeFailed:
         try:
-            body = encoder.encode(sample)
+            body = encoder.encode(samples)
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
             words = f"returned a sample that cannot be checked: {what_was_raised(error)}"
             return self._fault(words, "give its metadata JSON values, and its reward a number")
         if len(body) > MAX_FRAME_BYTES - FRAME_SLACK_BYTES:
             return self._fault(f"returned a sample of {len(body):,} bytes", "return a smaller one")
-        return EpisodeDone(call=self._start.call, sample=msgspec.Raw(body), temperature=episode.temperature)
+        return EpisodeDone(call=self._start.call, samples=msgspec.Raw(body), temperatures=episode.temperatures)
 
     async def _phase(self, name: str, methods: dict[str, Callable[..., Any]], limit_s: float, *args: object) -> Any:
         method = methods.get(name)
@@ -269,38 +300,20 @@ class Play(UserCall):
         return user_place(awaited(coro))
 
 
-class RemoteEpisode(Episode):
-    """An episode whose turns are drawn in the actor's process."""
-
-    def __init__(self, play: Play, start: StartEpisode, worker: Worker) -> None:
-        super().__init__(
-            prompt=start.prompt,
-            index=start.index,
-            tokenizer=worker.tokenizer,
-            model=ModelAccess(
-                generate=_no_engine,
-                sampling=start.sampling,
-                context_length=start.context_length,
-                request_prefix=start.request_prefix,
-                goes_on=lambda: True,  # else the actor ends the episode
-            ),
-            renderer=worker.renderer,
-            prompt_ids=start.prompt_ids,
-            recorded=start.recorded,
-        )
-        self._play, self._number, self._asked = play, start.call, itertools.count(1)
-
-    async def _draw(
-        self, request: GenerateRequest, start: TokenSegment, params: SamplingParams
-    ) -> tuple[TokenSegment, FinishReason]:
-        turn = next(self._asked)
-        ask = AskModel(call=self._number, turn=turn, request=request, so_far=self.sample(), start=start)
-        answer = await self._play.ask(ask)
-        return answer.segment, answer.finish
-
-
 def _no_engine(request: GenerateRequest) -> Any:
     raise NotImplementedError
+
+
+def samples_of(returned: object) -> tuple[tuple[Sample, ...], type | None]:
+    """What a workflow returned, a sample or several; or the type of what is none."""
+    if isinstance(returned, Sample):
+        return (returned,), None
+    kind: type[object] = type(returned)
+    if not isinstance(returned, list | tuple) or not returned:
+        return (), kind
+    several = cast("Sequence[object]", returned)
+    samples = tuple(one for one in several if isinstance(one, Sample))
+    return samples, next((type(one) for one in several if not isinstance(one, Sample)), None)
 
 
 class _EpisodeOver(BaseException):
@@ -315,6 +328,12 @@ class PlainEpisode:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._episode, name)
+
+    def branch(self) -> PlainEpisode:
+        return PlainEpisode(self._play, self._episode.branch(), self._loop)
+
+    def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PlainEpisode:
+        return PlainEpisode(self._play, self._episode.session(messages, tools), self._loop)
 
     def __copy__(self) -> Any:
         return copy.copy(self._episode)

@@ -65,7 +65,7 @@ class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     request_prefix: str
     session_id: str
     attempt: int
-    recorded: Sample | None = None
+    recorded: tuple[Sample, ...] = ()
 
 
 class DrawnTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -86,7 +86,7 @@ class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     """Counts what this episode asked: one that was given up is not taken for the next."""
     request: GenerateRequest
     so_far: Sample
-    """The episode without the turn that is asked for."""
+    """The sample without the turn that is asked for."""
     start: TokenSegment
     """What that turn has already."""
 
@@ -94,8 +94,9 @@ class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 class EpisodeDone(Ended, frozen=True, kw_only=True, tag=True):
     """What the workflow returned."""
 
-    sample: msgspec.Raw
-    temperature: float | None
+    samples: msgspec.Raw
+    temperatures: dict[int, float]
+    """That the turns were drawn at; by the numbers of the samples."""
     teardown: str = ""
     """What went wrong when it cleaned up; empty: nothing."""
 
@@ -124,4 +125,4 @@ FromWorker = AskModel | EpisodeDone | EpisodeFailed | Waits | Stuck
 spec_decoder = msgspec.msgpack.Decoder(WorkflowSpec)
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker, dec_hook=array_in)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker, dec_hook=array_in)
-sample_decoder = msgspec.msgpack.Decoder(Sample, dec_hook=array_in)
+samples_decoder = msgspec.msgpack.Decoder(tuple[Sample, ...], dec_hook=array_in)

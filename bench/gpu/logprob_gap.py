@@ -88,7 +88,7 @@ def make_shard(answers: list[dict[str, list[Any]]], logprobs: list[np.ndarray] |
         samples=samples,
         minibatches=(cuts,),
         minibatch_tokens=(num_tokens,),
-        minibatch_samples=(num_samples,),
+        minibatch_rollouts=(num_samples,),
     )
 
 

@@ -67,7 +67,7 @@ def make_shard(step: int) -> TrainShard:
         samples=samples,
         minibatches=tuple((half,) for half in halves),
         minibatch_tokens=tuple(float(sum(lengths[i] for i in half)) for half in halves),
-        minibatch_samples=tuple(float(len(half)) for half in halves),
+        minibatch_rollouts=tuple(float(len(half)) for half in halves),
     )
 
 

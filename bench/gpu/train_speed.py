@@ -70,7 +70,7 @@ def make_shard(options: argparse.Namespace, rank: int, vocab_size: int, step: in
         samples=samples,
         minibatches=(packs,),
         minibatch_tokens=(total * num_new,),
-        minibatch_samples=(total,),
+        minibatch_rollouts=(total,),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import AfterValidator, Field, Strict, model_validator
 
+from ..samples import LossPart
 from .section import (
     CodeName,
     Conflict,
@@ -226,6 +227,9 @@ class AlgoConfig(Section, frozen=True):
     """Your own policy loss per token in place of `loss`; correction, masks, KL, entropy and reduction stay."""
     gamma: UnitFloat = 1.0
     """Discount per token."""
+    turn_discount: UnitFloat = 1.0
+    """Discount per turn of the rewards that a workflow gives to turns, and of the rollout's reward, for algorithms that
+    compare rollouts."""
     lam: UnitFloat = 1.0
     """Lambda of generalised advantage estimation (ppo)."""
     critic_lam: UnitFloat = 1.0
@@ -274,6 +278,12 @@ class AlgoConfig(Section, frozen=True):
         return "k1" if self.kl_in != "loss" else "k3" if self.kl_unbiased else "k2"
 
     @property
+    def loss_parts(self) -> tuple[LossPart, ...]:
+        """What a workflow may say is learnt from a sample."""
+        sft: tuple[LossPart, ...] = () if self.kind == "ppo" else ("sft",)  # a critic has no values of demonstrations
+        return ("algo", *sft, "distill") if self.kl_in == "advantage" and self.kl_coef else ("algo", *sft)
+
+    @property
     def needs_groups(self) -> bool:
         """Whether advantages are those of samples that are compared, and nothing else."""
         return self.kind in COMPARING_KINDS and not self.advantage_fn and self.kl_in != "advantage"
@@ -299,6 +309,8 @@ class AlgoConfig(Section, frozen=True):
              f'is for {", ".join(NORMALISED_KINDS)}, not kind = "{kind}"'),
             (not self.whiten and kind not in TOKEN_REWARD_KINDS, "whiten kind",
              f'is for {", ".join(TOKEN_REWARD_KINDS)}, not kind = "{kind}", which whitens nothing'),
+            (self.turn_discount != 1 and kind not in COMPARING_KINDS, "turn_discount kind",
+             f'is not for kind = "{kind}"; use gamma'),
             (self.critic_lam != self.lam and kind != "ppo", "critic_lam kind", f'is for ppo, not kind = "{kind}"'),
             (self.opsm_delta and loss == "sft", "opsm_delta kind loss", 'is not defined for the loss "sft"; use 0'),
             (self.loss != "auto" and (self.loss == "sft") != is_sft, "loss kind",

@@ -103,6 +103,7 @@ def _shown_sample(sample: Sample, tokenizer: Tokenizer, max_tokens: int) -> dict
     trained it, may be empty: only the first groups of each step that differ in reward have them."""
     return {
         "index": sample.index,
+        "branch": sample.branch,
         "text": sample.text,
         "finish": sample.finish,
         "num_turns": sample.num_turns,

@@ -68,7 +68,7 @@ def test_normalisers_are_global_and_count_only_trained_tokens() -> None:
     groups = [group(0, [0.0, 1.0]), group(1, [1.0, 0.0], masked=True)]
     shards = plan_step(3, groups, options())
     assert {shard.minibatch_tokens for shard in shards} == {(11.0,)}
-    assert {shard.minibatch_samples for shard in shards} == {(2.0,)}
+    assert {shard.minibatch_rollouts for shard in shards} == {(2.0,)}
 
 
 def drawn_at(known: Group, temperature: float, knobs: int = 0) -> Group:

@@ -168,7 +168,7 @@ def runner(asked: Any, *, breaks: bool = False, mask: str = "111") -> GroupRunne
             async with asyncio.timeout(10):
                 while not any(one.reference_logprobs is not None for one in found.so_far(5)):
                     await asyncio.sleep(0.005)
-            raise Interrupted(made("1", index=1))
+            raise Interrupted((made("1", index=1),))
         return made(mask, index=ctx.index)
 
     found = runner_of(generate, FixedReward(), Letters())

@@ -191,7 +191,7 @@ async def test_an_interrupted_group_is_judged_by_whoever_finishes_it() -> None:
 
     def stops_in_the_last(ctx: WorkflowContext, prompt: Prompt) -> Sample:
         if ctx.index == 2:
-            raise Interrupted(sample(prompt, 2))
+            raise Interrupted((sample(prompt, 2),))
         return sample(prompt, ctx.index)
 
     with pytest.raises(Partial) as caught:

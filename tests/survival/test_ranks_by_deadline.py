@@ -66,7 +66,7 @@ async def gang(step_timeout_s: float) -> AsyncIterator[Gang]:
 
 
 SHARDS = tuple(
-    TrainShard(step=5, samples=(), minibatches=(), minibatch_tokens=(), minibatch_samples=()) for _ in range(3)
+    TrainShard(step=5, samples=(), minibatches=(), minibatch_tokens=(), minibatch_rollouts=()) for _ in range(3)
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.harness.group_runner import delta
 
@@ -65,7 +66,7 @@ PROMPT = Prompt(group_id=7, row=3, pass_index=0, messages=(Message(role="user", 
 
 
 def episode(
-    script: Script, *, recorded: Sample | None = None, context_length: int = 64,
+    script: Script, *, recorded: Sequence[Sample] = (), context_length: int = 64,
     goes_on: Callable[[], bool] = lambda: False, index: int = 0, sampling: SamplingParams | None = None,
 ) -> Episode:  # fmt: skip
     return Episode(
@@ -82,7 +83,8 @@ async def interrupted(doing: Awaitable[object]) -> Sample:
     """What is left of an episode that is interrupted."""
     with pytest.raises(Interrupted) as caught:
         await doing
-    return caught.value.partial
+    (sample,) = caught.value.partial
+    return sample
 
 
 async def calculator(ep: Episode) -> Sample:
@@ -111,7 +113,7 @@ async def test_interrupted_turn_continues_with_its_tokens_and_their_stamps() -> 
     partial = await interrupted(calculator(episode(Script(("@2+2", 3, "stop"), ("fo", 4, "abort")))))
     assert partial.finish == "abort"
     again = Script(("ur", 6, "stop"))
-    sample = await calculator(episode(again, recorded=partial))
+    sample = await calculator(episode(again, recorded=[partial]))
     assert sample.text == "four"
     assert sample.versions.tolist() == [3] * 5 + [NO_VERSION] * 4 + [4, 4, 6, 6, 6]
     assert len(again.asked) == 1, "the first turn was recorded and must not be generated again"
@@ -128,7 +130,7 @@ async def test_a_different_tool_reply_ends_the_replay() -> None:
         return ep.sample()
 
     again = Script(("five", 6, "stop"))
-    sample = await other(episode(again, recorded=partial))
+    sample = await other(episode(again, recorded=[partial]))
     assert sample.turns == ("@2+2", "five")
 
 
@@ -200,7 +202,7 @@ async def test_an_end_as_the_last_token_allowed_is_an_end() -> None:
 
 async def test_a_stop_string_may_begin_in_the_tokens_of_an_earlier_attempt() -> None:
     partial = await interrupted(episode(Script(("a##", 3, "abort")), sampling=ENDS).generate())
-    ep = episode(Script(("#b", 4, "stop")), recorded=partial, sampling=ENDS)
+    ep = episode(Script(("#b", 4, "stop")), recorded=[partial], sampling=ENDS)
     turn = await ep.generate()
     assert (turn.text, turn.finish) == ("a###", "stop")
     assert ep.sample().versions.tolist() == [3, 3, 3, 4]
@@ -209,7 +211,7 @@ async def test_a_stop_string_may_begin_in_the_tokens_of_an_earlier_attempt() -> 
 async def test_a_recorded_turn_that_a_stop_string_ended_is_not_asked_for_again() -> None:
     partial = await interrupted(episode(Script(("a###", 3, "abort"))).generate())
     nobody = Script()
-    turn = await episode(nobody, recorded=partial, sampling=ENDS).generate()
+    turn = await episode(nobody, recorded=[partial], sampling=ENDS).generate()
     assert (turn.text, turn.finish, nobody.asked) == ("a###", "stop", [])
 
 
@@ -217,7 +219,7 @@ async def test_a_turn_that_goes_on_needs_fewer_tokens_to_be_long_enough() -> Non
     least = SamplingParams(max_new_tokens=16, min_new_tokens=6)
     first, again = Script(("four", 3, "abort")), Script(("teen", 4, "stop"))
     partial = await interrupted(episode(first, sampling=least).generate())
-    await episode(again, recorded=partial, sampling=least).generate()
+    await episode(again, recorded=[partial], sampling=least).generate()
     asked = [one.sampling for one in (*first.asked, *again.asked)]
     assert [(one.min_new_tokens, one.max_new_tokens) for one in asked] == [(6, 16), (2, 12)]
 
@@ -227,7 +229,7 @@ async def test_c_a_seeded_turn_that_was_interrupted_is_made_again_from_its_begin
     first = Script(("@2+2", 3, "stop"), ("four", 3, "abort"))
     partial = await interrupted(calculator(episode(first, sampling=by_seed)))
     again = Script(("fo", 4, "abort"), ("four", 4, "stop"))
-    await calculator(episode(again, recorded=partial, sampling=by_seed, goes_on=lambda: True))
+    await calculator(episode(again, recorded=[partial], sampling=by_seed, goes_on=lambda: True))
     fresh = first.asked[1]
     for one in again.asked:
         assert one.input_ids.tolist() == fresh.input_ids.tolist(), "the finished turn is kept, the other begins anew"
@@ -250,3 +252,63 @@ async def test_each_turn_has_a_seed_of_its_own_that_every_attempt_has_again() ->
     ep = episode(script := Script(("four", 3, "stop")), sampling=by_seed)
     await ep.generate(SamplingParams(seed=99))
     assert script.asked[0].sampling.seed == 99, "a workflow's own seed is its own"
+
+
+async def test_a_branch_continues_from_the_tokens_so_far_which_are_learnt_once() -> None:
+    script = Script(("plan", 3, "stop"), ("left", 3, "stop"), ("right", 4, "stop"))
+    ep = episode(script)
+    await ep.generate()
+    other = ep.branch()
+    for one, question in ((ep, "l?"), (other, "r?")):
+        one.reply("user", question)
+        await one.generate()
+    first, second = ep.sample(turn_rewards=[0.25, 0.5]), other.sample(loss_weight=0.5)
+    said = Letters().encode
+    assert second.prompt_ids.tolist() == [*first.prompt_ids, *said("plan"), END]
+    assert second.response_ids.tolist() == [102, *said("r?"), END, 103, *said("right"), END]
+    assert second.loss_mask.tolist() == [0] * 5 + [1] * 6
+    assert [(one.index, one.branch) for one in (first, second)] == [(0, 0), (0, 1)]
+    assert first.reward == 0.75
+    assert first.token_rewards is not None
+    assert np.flatnonzero(first.token_rewards).tolist() == [4, 14], "at the last tokens of the turns"
+    assert second.loss_weights is not None
+    assert set(second.loss_weights.tolist()) == {0.5}
+    assert len({request.request_id for request in script.asked}) == 3
+
+
+async def test_a_session_is_a_conversation_of_its_own() -> None:
+    script = Script(("plan", 3, "stop"), ("done", 3, "stop"))
+    ep = episode(script)
+    await ep.generate()
+    helper = ep.session([Message(role="user", content="do it")])
+    await helper.generate()
+    sample = helper.sample()
+    assert sample.prompt_ids.tolist() == [102, *Letters().encode("do it"), END, 103]
+    assert (sample.branch, sample.loss_mask.tolist()) == (1, [1] * 5)
+    assert len({request.request_id for request in script.asked}) == 2
+
+
+async def test_a_rollout_of_several_samples_continues_with_the_tokens_of_each() -> None:
+    async def two(ep: Episode) -> list[Sample]:
+        await ep.generate()
+        helper = ep.session([Message(role="user", content="do it")])
+        await helper.generate()
+        return [ep.sample(), helper.sample()]
+
+    with pytest.raises(Interrupted) as caught:
+        await two(episode(Script(("plan", 3, "stop"), ("do", 4, "abort"))))
+    recorded = caught.value.partial
+    assert [(one.branch, one.finish) for one in recorded] == [(0, "stop"), (1, "abort")]
+    again = Script(("ne", 5, "stop"))
+    plan, helper = await two(episode(again, recorded=recorded))
+    assert len(again.asked) == 1, "the first session is replayed"
+    assert plan.versions.tolist() == [3] * 5
+    assert helper.response_ids.tolist() == [*Letters().encode("done"), END]
+    assert helper.versions.tolist() == [4, 4, 5, 5, 5]
+
+
+async def test_rewards_of_turns_must_be_as_many_as_the_turns() -> None:
+    ep = episode(Script(("plan", 3, "stop")))
+    await ep.generate()
+    with pytest.raises(UserCodeError, match=r"2 turn_rewards for the 1 turns of row 3"):
+        ep.sample(turn_rewards=[1.0, 2.0])

@@ -15,7 +15,7 @@ from tests.workflows.chat_models import QWEN3, Drawn
 from myxa.actors.ledger.states import decode_group, encode
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import Partial, drop_reason
-from myxa.actors.stream_checks import checked_sample
+from myxa.actors.stream_checks import checked_rollout
 from myxa.actors.workflows.episode import WorkflowContext
 from myxa.actors.workflows.named import load_workflow
 from myxa.core.config import RewardSettings
@@ -79,7 +79,9 @@ async def run(
     async def checked(ctx: WorkflowContext, prompt: Prompt) -> Sample:
         """As what comes from a worker process."""
         made, episode = await flow(ctx, prompt), ctx.episode
-        return checked_sample(made, prompt, ctx.index, temperature=episode.temperature, vocab_size=None)
+        temperatures = episode.temperatures
+        (sample,) = checked_rollout([made], prompt, ctx.index, temperatures=temperatures, vocab_size=None)
+        return sample
 
     rewarder = Rewarder(settings)
     runner = runner_of(checked, rewarder, QWEN3.tokenizer(), (engine or Door()).generate, workflow_timeout_s=timeout_s)

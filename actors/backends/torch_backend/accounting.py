@@ -14,23 +14,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ....algos.advantages import less_kl, token_advantages, whiten
 from ....algos.kl import kl_terms
 from ....algos.objective import (
+    OPTIONS_OWN,
     Normaliser,
     Objective,
     TokenBatch,
     needs_whitening,
     objective_config,
     policy_objective,
+    supervised,
     weight_sums,
 )
 from ....core.config import AlgoConfig
 from ....core.errors import TrainError, UserCodeError
-from ....core.samples import TrainShard
+from ....core.samples import LossPart, TrainShard
 from ..vocab_scores import TokenScores
 from .microbatch import MicroBatch, ShownScores
 from .settings import StepSettings
@@ -115,12 +118,13 @@ def fill_advantages(rows: MicroBatch[Any], algo: AlgoConfig, objective: AlgoConf
             kl_coef=objective.kl_coef if is_reward else 0.0,
             gamma=algo.gamma,
             values_T=rows.values_M,
+            turn_rewards_T=rows.turn_rewards_M,
         )
         rows.advantages_M = estimate(lam=algo.lam)
         if rows.values_M is not None:  # before a KL term that no return knows of, and before whitening
             wide = rows.advantages_M if algo.critic_lam == algo.lam else estimate(lam=algo.critic_lam)
             rows.returns_M = wide + rows.values_M
-    if kl_M is not None and not is_reward:
+    if kl_M is not None and (not is_reward or rows.given_M is not None):
         rows.advantages_M = less_kl(rows.advantages_M, kl_M, objective.kl_coef)
 
 
@@ -130,24 +134,40 @@ def whiten_together(
     """Whiten the advantages over all loss tokens of the step, on all ranks. Collective."""
     counts = [len(m.advantages_M) for m in micros]
     joined = torch.cat([m.advantages_M for m in micros]) if micros else torch.zeros(0, device=device)
-    white = whiten(joined, torch.ones_like(joined, dtype=torch.bool), sum_over_ranks)
+    is_drawn = torch.ones_like(joined, dtype=torch.bool)
+    for start, micro in zip(np.cumsum([0, *counts]), micros, strict=False):
+        if "sft" in micro.parts:
+            is_drawn[start + micro.parts["sft"]] = False
+    white = whiten(joined, is_drawn, sum_over_ranks)
     start = 0
     for micro, count in zip(micros, counts, strict=True):
         micro.advantages_M = white[start : start + count]
         start += count
 
 
-def token_batch(rows: MicroBatch[Any], logprobs_M: Tensor, entropy_M: Tensor) -> TokenBatch:
+def token_batch(rows: MicroBatch[Any], logprobs_M: Tensor, entropy_M: Tensor, part: LossPart = "algo") -> TokenBatch:
+    """The loss tokens that belong to a part of the loss."""
+    where = None
+    if rows.parts or part != "algo":
+        where = rows.parts.get(part, torch.zeros(0, dtype=torch.int64, device=logprobs_M.device))
+
+    def own(x_M: Tensor | None) -> Tensor | None:
+        return x_M if x_M is None or where is None else x_M[where]
+
+    def chosen(x_M: Tensor) -> Tensor:
+        return x_M if where is None else x_M[where]
+
     return TokenBatch(
-        logprobs_T=logprobs_M,
-        behaviour_T=rows.behaviour_M,
-        advantages_T=rows.advantages_M,
-        mask_T=rows.segments.mask_T,
-        sample_T=rows.segments.sample_T,
+        logprobs_T=chosen(logprobs_M),
+        behaviour_T=chosen(rows.behaviour_M),
+        advantages_T=chosen(rows.advantages_M),
+        mask_T=chosen(rows.segments.mask_T),
+        sample_T=chosen(rows.segments.sample_T),
         num_samples=rows.segments.num_samples,
-        proximal_T=rows.proximal_M,
-        reference_T=rows.reference_M,
-        entropy_T=entropy_M,
+        proximal_T=own(rows.proximal_M),
+        reference_T=own(rows.reference_M),
+        entropy_T=chosen(entropy_M),
+        weights_T=own(rows.weights_M),
     )
 
 
@@ -217,27 +237,57 @@ class TrainingStep:
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
         return cls(shard, settings, objective, MetricSums(), ShownScores(shard))
 
-    def normaliser(self, number: int) -> Normaliser:
-        samples = self.shard.minibatch_samples[number]
-        return Normaliser(
-            tokens=self.shard.minibatch_tokens[number],
-            samples=samples,
-            constant=samples * self.settings.max_new_tokens,
-            mean_weight=self.mean_weights[number],
-        )
+    def normalisers(self, number: int) -> dict[LossPart, Normaliser]:
+        """Denominators of each part of the loss that the mini-batch has on any rank."""
+        parts = dict(self.shard.minibatch_parts[number]) if self.shard.minibatch_parts else {}
+        parts["algo"] = self.shard.minibatch_tokens[number], self.shard.minibatch_rollouts[number]
+        return {
+            part: Normaliser(
+                tokens=tokens,
+                samples=rollouts,
+                constant=max(rollouts, 1.0) * self.settings.max_new_tokens,
+                mean_weight=self.mean_weights[number],
+            )
+            for part, (tokens, rollouts) in parts.items()
+        }
 
     def policy_loss(
-        self, rows: MicroBatch[Any], scores: TokenScores, normaliser: Normaliser, tally: MetricSums, *, is_first: bool
+        self,
+        rows: MicroBatch[Any],
+        scores: TokenScores,
+        normalisers: Mapping[LossPart, Normaliser],
+        tally: MetricSums,
+        *,
+        is_first: bool,
     ) -> Tensor:
         """A micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
-        batch = token_batch(rows, scores.logprobs_M, scores.entropy_M)
+        losses = [self._part(part, rows, scores, one, tally, is_first) for part, one in normalisers.items()]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _part(
+        self,
+        part: LossPart,
+        rows: MicroBatch[Any],
+        scores: TokenScores,
+        normaliser: Normaliser,
+        tally: MetricSums,
+        is_first: bool,
+    ) -> Tensor:
+        batch = token_batch(rows, scores.logprobs_M, scores.entropy_M, part)
+        config, functions = self.objective, self.settings.functions
+        if part == "sft":
+            config, functions = supervised(config), OPTIONS_OWN
         try:
-            objective = policy_objective(batch, self.objective, normaliser, self.settings.functions)
+            objective = policy_objective(batch, config, normaliser, functions)
         except UserCodeError as error:  # the other ranks are in the middle of their passes: all hear of it after them
             self.failure = self.failure or error
             return scores.logprobs_M.sum() * 0
         with torch.no_grad():
-            tally_objective(tally, self.objective, batch, objective, is_first=is_first)
+            if part == "sft":
+                tally.add("loss", objective.loss)
+                tally.add("sft_loss", objective.loss)
+            else:
+                tally_objective(tally, config, batch, objective, is_first=is_first)
         return objective.loss
 
 

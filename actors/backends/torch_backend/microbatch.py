@@ -8,8 +8,8 @@ are shown to people; they come out of the passes that are made anyway, and are r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....algos.segments import Segments
 from ....core.errors import TrainError
-from ....core.samples import F32, ScoredSample, TrainSample, TrainShard
+from ....core.samples import F32, LossPart, ScoredSample, TrainSample, TrainShard, sample_name
 from .layout import I64
 from .tensors import from_array
 
@@ -55,7 +55,13 @@ class MicroBatch(Generic[L]):
     advantages_M: Tensor
     """float32 [M]"""
     given_M: Tensor | None = None
-    """float32 [M]: advantages per token, where a function of the user's gave such."""
+    """float32 [M]: advantages per token, where a function of the user's gave such, or turns have their own."""
+    weights_M: Tensor | None = None
+    """float32 [M]: factor of each token's loss; None: 1."""
+    turn_rewards_M: Tensor | None = None
+    """float32 [M]: what turns earned, at their last tokens."""
+    parts: Mapping[LossPart, Tensor] = field(default_factory=dict[LossPart, Tensor])
+    """int64: which of the M tokens belong to each part of the loss; empty: all to "algo"."""
     proximal_M: Tensor | None = None
     reference_M: Tensor | None = None
     values_M: Tensor | None = None
@@ -73,7 +79,8 @@ def trained_members(shard: TrainShard, micro: Sequence[int], *, skips_neutral: b
 
 
 def _is_neutral(sample: TrainSample) -> bool:
-    return sample.advantage == 0.0 and (sample.token_advantages is None or not sample.token_advantages.any())
+    rows = (sample.token_advantages, sample.token_rewards)
+    return sample.loss == "algo" and sample.advantage == 0.0 and not any(row is not None and row.any() for row in rows)
 
 
 def plan_scoring(samples: Sequence[TrainSample], max_tokens: int) -> list[list[int]]:
@@ -107,7 +114,7 @@ def check_shard(shard: TrainShard, vocab_size: int) -> None:
             f"shard of step {shard.step}: its micro-batches do not hold each of the {len(shard.samples)} samples once",
             remedy="a bug in the planner",
         )
-    for name in ("minibatch_tokens", "minibatch_samples"):
+    for name in ("minibatch_tokens", "minibatch_rollouts"):
         values = getattr(shard, name)
         if len(values) != len(shard.minibatches):
             raise TrainError(
@@ -122,10 +129,9 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
     for sample in samples:
         length = len(sample.token_ids) - sample.prompt_len
         sizes = {name: len(getattr(sample, name)) for name in ("loss_mask", "logprobs", "versions")}
-        if sample.token_advantages is not None:
-            sizes["token_advantages"] = len(sample.token_advantages)
-        if sample.reference_logprobs is not None:
-            sizes["reference_logprobs"] = len(sample.reference_logprobs)
+        for name in ("token_advantages", "reference_logprobs", "loss_weights", "token_rewards"):
+            if (row := getattr(sample, name)) is not None:
+                sizes[name] = len(row)
         if sample.prompt_len < 0 or any(size != length for size in sizes.values()):
             raise TrainError(
                 f"{_name(sample)}: {len(sample.token_ids)} tokens, prompt_len {sample.prompt_len}, but "
@@ -154,7 +160,7 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
 
 
 def _name(sample: TrainSample) -> str:
-    return f"sample {sample.group_id}/{sample.index}"
+    return f"sample {sample_name(sample.group_id, sample.index, sample.branch)}"
 
 
 def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:
@@ -171,8 +177,18 @@ def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) ->
         segments=Segments(mask_M.to(device), sample_M.to(device), len(chosen)),
         scalar_S=scalar.to(device),
         advantages_M=scalar[sample_M].to(device),
-        given_M=_given(chosen, device),
+        given_M=_rows(chosen, [(s.token_advantages, s.advantage) for s in chosen], device),
+        weights_M=_rows(chosen, [(s.loss_weights, 1.0) for s in chosen], device),
+        turn_rewards_M=_rows(chosen, [(s.token_rewards, 0.0) for s in chosen], device),
+        parts=_parts(chosen, counts, device),
     )
+
+
+def _parts(samples: Sequence[TrainSample], counts: I64, device: torch.device) -> dict[LossPart, Tensor]:
+    if all(s.loss == "algo" for s in samples):
+        return {}
+    names = np.repeat([s.loss for s in samples], counts)
+    return {s.loss: from_array(np.flatnonzero(names == s.loss)).to(device) for s in samples}
 
 
 def served_reference(layout: ScoredRows, samples: Sequence[TrainSample], device: torch.device) -> Tensor:
@@ -189,15 +205,16 @@ def served_reference(layout: ScoredRows, samples: Sequence[TrainSample], device:
     return from_array(np.concatenate(rows).astype(np.float32)).to(device)
 
 
-def _given(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:
-    """Advantages of all loss tokens; None if all are those of their samples."""
-    if all(s.token_advantages is None for s in samples):
+def _rows(
+    samples: Sequence[TrainSample], values: Sequence[tuple[F32 | None, float]], device: torch.device
+) -> Tensor | None:
+    """Of all loss tokens, a row or one number for each sample; None if no sample has a row."""
+    if all(row is None for row, _ in values):
         return None
-    rows = [
-        np.full(len(s.loss_mask), s.advantage, np.float32) if s.token_advantages is None else s.token_advantages
-        for s in samples
+    kept = [
+        (np.full(len(s.loss_mask), number, np.float32) if row is None else row)[s.loss_mask != 0]
+        for s, (row, number) in zip(samples, values, strict=True)
     ]
-    kept = [row[s.loss_mask != 0] for row, s in zip(rows, samples, strict=True)]
     return from_array(np.concatenate(kept).astype(np.float32)).to(device)
 
 
@@ -227,6 +244,8 @@ class ShownScores:
             sample = self._samples[i]
             logprobs = np.zeros(len(sample.loss_mask), dtype=np.float32)
             logprobs[columns] = values[start : start + len(part)]
-            scores.append(ScoredSample(group_id=sample.group_id, index=sample.index, logprobs=logprobs))
+            scores.append(
+                ScoredSample(group_id=sample.group_id, index=sample.index, branch=sample.branch, logprobs=logprobs)
+            )
             start += len(part)
         return tuple(scores)
