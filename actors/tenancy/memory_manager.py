@@ -278,7 +278,7 @@ class MemoryManager(MemoryContract):
 
     def _note(self, note: TimelineNote) -> None:
         self._timeline.append((self._clock.wall(), note.device, note.tenant, f"{note.kind}: {note.text}"[:400]))
-        if note.kind == "proven free":
+        if note.kind == "proven free" and note.tenant not in self._arbiter.ledger.tenants:
             self._journal.gone(note.tenant)
         if note.kind in ("fenced", "died"):
             self.ctx.log.warning("%s %s: %s", note.tenant, note.kind, note.text)

@@ -111,6 +111,7 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
     from ...memory.leases.arbiter import Journal
     from ...memory.leases.switch import ArbiterOptions
     from ...memory.meters import DeviceMeters
+    from ..run_lineage.origin import RunOrigin
 
     on_gpus = bool(config.roles.trainer.device_ids)
     num_hosts = 0 if on_gpus else config.memory.host_devices
@@ -124,7 +125,7 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
     )
     return MemoryManager(
         meter=meter,
-        journal=Journal(run_dir / f"{spec.name.replace('/', '.')}.jsonl"),
+        journal=Journal(run_dir / f"{spec.name.replace('/', '.')}.jsonl", life=len(RunOrigin.load(run_dir).lives)),
         options=ManagerOptions(
             arbiter=limits,
             node=spec.node,

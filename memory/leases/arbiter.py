@@ -390,6 +390,7 @@ REWRITE_BYTES = 4 << 20
 
 
 class _Line(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    life: int = 0
     epoch: int = 0
     report: TenantReport | None = None
     gone: str = ""
@@ -402,11 +403,13 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 
 class Journal:
-    """One file, one writer. `last_epoch`, `known` and `unanswered` are those of the manager before this one."""
+    """One file, one writer. `last_epoch`, `known` and `commands` are those of the manager before this one."""
 
-    def __init__(self, path: Path) -> None:
-        """MemoryFault if it cannot be written."""
+    def __init__(self, path: Path, *, life: int = 1) -> None:
+        """`life`: number of the run's life. Each counts the epochs of its tenants from 1, so tenants of an earlier one
+        are known with epoch 0, older than all of this. MemoryFault if the file cannot be written."""
         self.path = path
+        self._life = life
         self.last_epoch = 0
         self._reports: dict[str, TenantReport] = {}
         self._last_command: dict[str, MemoryCommand] = {}
@@ -424,11 +427,13 @@ class Journal:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
             return
+        life = 0
         for text in lines:
             try:
                 line = _DECODER.decode(text)
             except (msgspec.DecodeError, msgspec.ValidationError):
                 continue  # torn by the end of its writer, or by another version: the tenant is asked again
+            life = line.life or life
             self.last_epoch = max(self.last_epoch, line.epoch)
             if line.report is not None:
                 self._reports[line.report.tenant] = line.report
@@ -437,11 +442,13 @@ class Journal:
             if line.command is not None:
                 self.last_epoch = max(self.last_epoch, line.command.epoch)
                 self._last_command[line.to] = line.command
+        if life != self._life:
+            self._reports = {name: msgspec.structs.replace(report, epoch=0) for name, report in self._reports.items()}
 
     def _rewrite(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_name(self.path.name + ".new")
-        lines = [_Line(epoch=self.last_epoch), *(_Line(report=r) for r in self._reports.values())]
+        lines = [_Line(life=self._life, epoch=self.last_epoch), *(_Line(report=r) for r in self._reports.values())]
         fresh.write_bytes(b"".join(_ENCODER.encode(line) + b"\n" for line in lines))
         fresh.replace(self.path)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
