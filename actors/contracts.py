@@ -335,7 +335,8 @@ class CoordinatorContract(KnobsContract, ConductContract):
 
     @call(deadline=300, reentrant=True)
     async def canary(self, version: int) -> CanaryAnswers:
-        """Have the canary prompts answered by an engine that serves `version`; waits until one does."""
+        """Have the canary prompts answered by an engine that serves `version`; waits until one does, unless trainer and
+        engines take turns."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

@@ -174,21 +174,26 @@ class Evaluator:
         return await self._ctx.ref(RolloutContract, name).answer(request)
 
     async def _engines_at(self, version: int) -> list[str]:
-        """As the adopter's; ends at once when the version will not come any more."""
+        """As the adopter's; ends at once when the version will not come any more. In turns none is waited for: the
+        trainer, which waits for this answer, is who gives an engine that was started again its room."""
+        if self._options.takes_turns:
+            if ready := self._adoption.engines_at(version):
+                return ready
+            raise EngineError(f"no engine has version {version}", remedy="one that comes gets it in its next turn")
         loop = asyncio.get_running_loop()  # not the actor's scope: an engine that does not come fails the caller only
         undone = loop.create_task(self._rewound.wait())
-        ready = loop.create_task(self._adopter.engines_at(version))
+        coming = loop.create_task(self._adopter.engines_at(version))
         try:
-            await asyncio.wait((undone, ready), return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                return ready.result()
+            await asyncio.wait((undone, coming), return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return coming.result()
             raise EngineError(
                 f"version {version} was undone: the trainer returned to an older one",
                 remedy="ask for one that it made since",
             )
         finally:
             undone.cancel()
-            ready.cancel()
+            coming.cancel()
 
 
 def _together(results: Mapping[str, EvalResult]) -> EvalResult:
