@@ -13,11 +13,18 @@ import asyncio
 from collections.abc import Sequence
 
 from myxa.actors.workflows.episode import WorkflowContext
+from myxa.core.completions import Completion
 from myxa.core.samples import Message, Prompt, Sample
 
 
 def task(digits: str) -> list[Message]:
     return [Message(role="user", content=f"sort {digits}")]
+
+
+def reward(completion: Completion) -> float:
+    """The share of digits that are in their places."""
+    right = sum(a == b for a, b in zip(completion.text, completion.label, strict=False))
+    return right / max(len(completion.text), len(completion.label))
 
 
 async def planner(ctx: WorkflowContext, prompt: Prompt) -> Sequence[Sample]:
