@@ -104,8 +104,6 @@ class GateEngine:
 
 
 class ToyCoordinator(Decider):
-    """Hears who is ready."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ready: set[str] = set()
@@ -116,8 +114,6 @@ class ToyCoordinator(Decider):
 
 @dataclass
 class Floor:
-    """All of it, and what the others would do."""
-
     node: Node
     buffer_actor: Buffer
     coordinator: ToyCoordinator

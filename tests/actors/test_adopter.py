@@ -102,8 +102,6 @@ class ToyTrainer(TrainerContract):
 
 @dataclass
 class Floor:
-    """All of them."""
-
     node: Node
     adoption: Adoption
     adopter: Adopter
@@ -127,13 +125,11 @@ class Floor:
         self.adoption.published(manifest_of(version, location, "shm", attempt=attempt))
 
     async def adopt(self, *versions: int) -> None:
-        """Publish them one after the other, until every engine that can has adopted each."""
         for version in versions:
             self.publish(version)
             await self.adopter.adopt_pending()
 
     async def adopt_forever(self) -> None:
-        """As the coordinator does it."""
         while True:
             self.work.clear()
             await self.adopter.adopt_pending()

@@ -35,8 +35,6 @@ class Adopter:
 
 
 class Place:
-    """A fleet, its bookkeeping, and what it told."""
-
     def __init__(self) -> None:
         self.adoption, self.told = Adoption(), list[str]()
         conductor: Any = Conductor()

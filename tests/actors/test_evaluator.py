@@ -24,8 +24,6 @@ REWARDS = {"easy": 0.9, "hard": 0.1}
 
 
 class World:
-    """The buffer, one engine, and everybody that is told something."""
-
     log = logging.getLogger("evaluator")
     clock = SystemClock()
 

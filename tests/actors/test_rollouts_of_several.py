@@ -29,7 +29,6 @@ def group(group_id: int, *members: tuple[float, Sample]) -> Group:
 
 
 def planned(groups: list[Group], **options: Any) -> list[TrainSample]:
-    """In the order of the groups."""
     first: dict[str, Any] = {"kind": "grpo", "normalise": "group", "num_ranks": 1, "max_tokens": 99, "minibatches": 1}
     (shard,) = plan_step(3, groups, StepPlanOptions(**(first | options)))
     return sorted(shard.samples, key=lambda one: (one.group_id, one.index, one.branch))

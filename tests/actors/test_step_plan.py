@@ -110,11 +110,6 @@ def test_reference_log_probs_of_samples_are_taken_where_the_run_wants_them_and_m
         plan_step(3, [told, group(7, [0.0, 1.0])], takes)
 
 
-def test_empty_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="no groups"):
-        plan_step(3, [], options())
-
-
 def test_lag_counts_from_the_oldest_token_of_the_group() -> None:
     old = group(0, [0.0, 1.0], version=1)
     metrics, lags = batch_metrics(3, ClaimedBatch([old, group(1, [1.0, 1.0], version=3)]))

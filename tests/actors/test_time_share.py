@@ -58,8 +58,6 @@ class ToyRollout(RolloutContract):
 
 
 class Leads(Actor):
-    """Where a leader would be."""
-
     async def on_start(self) -> None:
         clock = SystemClock()
         meter, telemetry = ActivityMeter("leader", clock), TelemetryBuffer("leader", clock)

@@ -69,8 +69,6 @@ def test_overwriting_during_the_read_and_shared_memory_of_another_host_are_notic
 
 
 class Backend:
-    """Has weights, and nothing else of a backend."""
-
     def export_weights(self) -> list[NamedArray]:
         return tensors(2)
 

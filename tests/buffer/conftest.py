@@ -98,8 +98,6 @@ def make_group(
 
 @dataclass
 class Desk:
-    """A started buffer and the calls of the others."""
-
     node: Node
     ref: BufferContract
     data: DataContract
@@ -131,7 +129,6 @@ class Desk:
         return result
 
     async def fill(self, max_groups: int = 100, version: int = 0, versions: Sequence[int] = (0, 0)) -> list[Assignment]:
-        """Draw so many groups and finish them all."""
         drawn = list((await self.draw(max_groups, version)).assignments)
         for assignment in drawn:
             assert (await self.put(assignment, versions)).outcome == "ready"
@@ -142,7 +139,6 @@ class Desk:
         await self.ref.return_group(GroupReturned(**told, **more))
 
     async def adopted(self, rollout: str, epoch: int, version: int) -> None:
-        """That engine took what the trainer of now made."""
         await self.ref.adopted(rollout, epoch, version, self.lineage)
 
     async def rewind(self, version: int) -> int:
@@ -151,7 +147,6 @@ class Desk:
         return await self.ref.rewind(version, self.lineage)
 
     async def change(self, epoch: int, **values: KnobValue) -> Outcome:
-        """If the buffer agrees."""
         return await self.decider.change(self.ref, epoch, **values)
 
     async def knobs(self) -> dict[str, KnobState]:
@@ -166,7 +161,6 @@ class Desk:
         return error
 
     async def train(self, step: int) -> tuple[int, ...]:
-        """Claim, fetch and train a step whose batch is ready."""
         claim = await self.ref.claim(step, 0.0)
         ids = tuple(claim.groups)
         assert [group.group_id for group in await self.ref.fetch(ids)] == list(ids)
@@ -209,8 +203,6 @@ def make_buffer(
 
 @dataclass
 class Shop:
-    """Opens buffers over one ledger file."""
-
     path: Path
     run: str = "run-1"
     decisions: Decisions = field(default_factory=lambda: Decisions("test"))

@@ -17,8 +17,6 @@ from myxa.core.samples import Prompt
 
 @dataclass
 class ShuffledRows(NumberedRows):
-    """Every pass in an order of its own."""
-
     seed: int = 0
 
     def row_of(self, draw: int) -> int | None:
@@ -29,8 +27,6 @@ class ShuffledRows(NumberedRows):
 
 @dataclass
 class MixedRows:
-    """Sources by name."""
-
     by_name: Mapping[str, NumberedRows]
     weights: Mapping[str, float]
     fingerprint: str = "mixed"
@@ -50,8 +46,6 @@ def mixed(**sizes: int | tuple[int, int]) -> MixedRows:
 
 @dataclass
 class Desk:
-    """A cursor and its ledger, as a buffer has them."""
-
     path: Path
     source: MixedRows | NumberedRows
     told: dict[int, Prompt] = field(default_factory=dict)

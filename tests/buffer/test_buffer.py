@@ -34,7 +34,6 @@ def changed(group: Group, **changes: Any) -> Group:
 
 
 def with_sample(group: Group, **changes: Any) -> Group:
-    """The group with its last sample changed."""
     first = group.samples[:-1]
     return changed(group, samples=(*first, msgspec.structs.replace(group.samples[-1], **changes)))
 
@@ -366,7 +365,6 @@ def refusing_disk() -> Iterator[None]:
 
 
 async def test_e08_a_disk_that_refuses_is_a_pause(shop: Any) -> None:
-    """E8."""
     async with shop.open() as desk:
         path = str(desk.buffer._ledger_path)
         first, second = (await desk.draw(max_groups=2)).assignments

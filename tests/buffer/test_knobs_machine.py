@@ -49,8 +49,6 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
 
 
 class KnobsMachine(RuleBasedStateMachine):
-    """See the module's head."""
-
     @initialize()
     def begin(self) -> None:
         self.folder = tempfile.TemporaryDirectory()

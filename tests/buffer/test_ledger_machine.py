@@ -24,8 +24,6 @@ REASONS = ("zero-variance", STALE, LEFTOVER)
 
 @dataclass
 class Known:
-    """What the model knows of a group."""
-
     state: State
     draw: int
     step: int = -1

@@ -22,7 +22,6 @@ MAX_DEATHS = 3
 
 
 def open_ledger(folder: Path, num_groups: int) -> Ledger:
-    """With so many groups under way."""
     ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
     if not ledger.next_group_id:
         ledger.dispatch([Row(number, number, -1, 2, rollout="a", epoch=1, version=0) for number in range(num_groups)])

@@ -22,8 +22,6 @@ numbers = st.integers(0, 4)
 
 
 class SourcesMachine(RuleBasedStateMachine):
-    """See the module's head."""
-
     @initialize(
         rows=st.lists(st.integers(2, 7), min_size=3, max_size=3),
         passes=st.lists(st.sampled_from([0, 0, 2, 5]), min_size=3, max_size=3),

@@ -17,7 +17,6 @@ ETA, BATCH, NUM_ENGINES, NUM_EVENTS = 2, 2, 3, 250
 
 
 async def trained_to(desk: Any, version: int) -> None:
-    """One engine that adopts every version at once."""
     for step in range(version):
         await desk.adopted("rollout/0", 1, step)
         await desk.fill(BATCH, version=step, versions=(step, step))

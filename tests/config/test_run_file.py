@@ -145,12 +145,6 @@ def test_a_configuration_made_in_python_is_checked_too() -> None:
         RunConfig.model_validate({"model": model, "data": data, "eval": {"every": 2}})
 
 
-def test_a_configuration_cannot_be_changed(folder: Path) -> None:
-    config = load_config(write(folder, MINIMAL))
-    with pytest.raises(ValidationError, match="frozen"):
-        config.algo.batch_size = 3  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @pytest.mark.parametrize(
     "extra",
     [

@@ -10,5 +10,4 @@ from tests.harness.run_job import Job, make_job
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    """A fresh job; nothing of it survives the test."""
     return make_job(tmp_path)

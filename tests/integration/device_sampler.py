@@ -15,8 +15,6 @@ from myxa.memory.arenas.host_vmm import device_bytes
 
 @dataclass
 class Sampler:
-    """Looks at what the actors hold of the device while a run goes on."""
-
     launcher_pid: int
     trainers: tuple[str, ...] = ("trainer/0",)
     rollouts: tuple[str, ...] = ("rollout/0",)

@@ -95,7 +95,6 @@ def rows(title: str) -> list[Row]:
 
 
 def by(flags: str) -> Row:
-    """The page's row for these flags."""
     (row,) = [row for row in rows(BEFORE) + rows(DURING) if " ".join(row.flags) == flags]
     return row
 
@@ -198,7 +197,6 @@ def messy(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A port that somebody else listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -352,7 +350,6 @@ def left_alive(job: Job) -> list[str]:
 
 
 def run(job: Job, *flags: str) -> tuple[int, list[str]]:
-    """Exit status and lines on the terminal."""
     code, said, _ = job.run(*(flag for flag in flags if flag != "--set"))
     assert left_alive(job) == []
     return code, said.replace(f"{job.folder}/", "").splitlines()
@@ -380,20 +377,6 @@ def test_a_package_that_does_not_load_is_told_once(here: Job) -> None:
     values = {"python": sys.executable, "module": "torch", "why": "libcudart.so.12: no such file"}
     assert lines[-1] == "myxa: " + re.sub(r"<(\w+)>", lambda word: values.get(word[1], word[0]), documented)
     assert not any("attempt 1" in line for line in lines), "another attempt would end the same way"
-
-
-def test_mistakes_of_the_run_file_come_all_at_once(here: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (here.folder / "run.toml").read_text()
-    wrong = text.replace("num_samples = 4", 'num_sample = 4\ntemperature = "hot"').replace("batch_size", "batchsize")
-    (here.folder / "wrong.toml").write_text(wrong)
-    line = {text: number for number, text in enumerate(wrong.splitlines(), 1)}
-    assert main(["up", "wrong.toml"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "myxa: wrong.toml: 3 problems",
-        f'  wrong.toml:{line["num_sample = 4"]}: rollout.num_sample = 4: is not a known key; did you mean "num_samples"?',
-        f'  wrong.toml:{line["num_sample = 4"] + 1}: rollout.temperature = "hot": must be a number',
-        f'  wrong.toml:{line["batchsize = 4"]}: algo.batchsize = 4: is not a known key; did you mean "batch_size"?',
-    ]
 
 
 def test_a_prompt_that_does_not_fit_costs_itself_only(here: Job) -> None:

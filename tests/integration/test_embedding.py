@@ -18,7 +18,7 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,6 @@ OWN = "rollout/100001"
 
 @dataclass(frozen=True)
 class Run:
-    """`myxa up` in a process of its own."""
-
     process: subprocess.Popen[str]
     folder: Path
 
@@ -281,38 +279,8 @@ def command_in_readme() -> tuple[dict[str, str], list[str]]:
     return dict([variable.split("=", 1)]), words
 
 
-@dataclass
-class Visitor:
-    """Asks the service's own endpoints again and again, like its users."""
-
-    url: str
-    answers: int = 0
-    slowest_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._visit, daemon=True)
-        thread.start()
-        return thread
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def _visit(self) -> None:
-        while not self._stop.wait(0.02):
-            started = time.monotonic()
-            try:
-                assert get(f"{self.url}/health") == {"status": "ok"}
-                assert get(f"{self.url}/hello?name=you") == {"message": "Hello, you!"}
-            except (OSError, AssertionError) as error:
-                self.problems.append(repr(error))
-            self.answers += 2
-            self.slowest_s = max(self.slowest_s, time.monotonic() - started)
-
-
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=10) as answer:
         return json.load(answer)
 
 
@@ -337,19 +305,15 @@ def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_pat
         )
         url = re.findall(r"http://[\d.]+:\d+", said.read_text())
         assert url, said.read_text()
-        visitor = Visitor(url[0])
-        thread = visitor.start()
         wait_until(lambda: get(f"{url[0]}/myxa")["phase"] == "serving", "the embedded actor's first weights")
         live.ask("resume", reason="it serves")
         status = get(f"{url[0]}/myxa")
-        own = status["rollout"]
+        own, answers = status["rollout"], 0
         assert status["version"] >= 0
-        wait_until(lambda: run.num_trained(own) >= 4, "training on groups of the embedded actor")
-        wait_until(lambda: visitor.answers >= 50, "fifty answers of the service's own endpoints", timeout_s=30)
-        visitor.stop()
-        thread.join(60)
-        assert visitor.problems == []
-        assert visitor.slowest_s < 10, "the engine blocks the service's loop"
+        while answers < 50 or run.num_trained(own) < 4:
+            assert get(f"{url[0]}/health") == {"status": "ok"}
+            assert get(f"{url[0]}/hello?name=you") == {"message": "Hello, you!"}
+            answers += 2
         service.send_signal(signal.SIGINT)
         service.wait(60)
     finally:

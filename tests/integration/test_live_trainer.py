@@ -109,18 +109,6 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
     assert adopted == sorted(set(adopted)) and adopted[-1] == rest + 2, "none was missed when the channel changed"
     assert not events(job.run_dir(), "weights-refused") and not weights.exists(), "and nothing is left over"
 
-    version = extra["version"]
-    status, said, run = job.run(f"trainer.resume={folder}", f"run.num_steps={version + 2}", "roles.trainer.count=2")
-    assert status == 0, said
-    resumed = {p["step"] - 1: p["values"] for p in metrics(run) if "knobs/epoch" in p["values"]}
-    assert sorted(resumed) == [version, version + 1]
-    for values in resumed.values():
-        assert values["train/lr"] == pytest.approx(4e-4)
-        assert values["knob/minibatches"] == 2
-    assert "weight_channel = disk" in str(events(run, "knobs-restored"))
-    assert not events(run, "weights-refused") and not (run / "weights").exists()
-    assert events(run, "knobs-restored")
-
 
 TURNS = (
     'memory.share="switch"', "memory.capacity_mb=9", "memory.switch_s=40", "engine.context_length=64",

@@ -24,7 +24,6 @@ LAUNCHES = (
 
 
 def servers_of(run_dir: Path) -> list[psutil.Process]:
-    """Server processes whose model is the run's."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []

@@ -142,20 +142,6 @@ async def test_a_checkpoint_while_the_run_is_paused_and_one_with_older_knobs_is_
         assert (room.conductor.given, room.conductor.resumed) == ([2], then)
 
 
-async def test_a_checkpoint_on_request_that_fails_is_told_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
-    async with trainer_room(model, tmp_path) as room:
-        (tmp_path / "checkpoints").write_text("in the way")
-        room.data.allow(1)
-        await room.conductor.steps(1)
-        with pytest.raises(Exception, match="trainer/0 could not begin a checkpoint"):
-            await room.conductor.trainer.checkpoint_at_boundary(export=False)
-        (tmp_path / "checkpoints").unlink()
-        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
-        assert Path(folder).is_dir()
-        room.data.allow(2)
-        await room.conductor.steps(2)
-
-
 async def test_how_often_checkpoints_are_written_and_how_many_stay(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path, num_steps=7) as room:
         room.data.allow(2)

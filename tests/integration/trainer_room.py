@@ -40,8 +40,6 @@ WAIT_S = 60
 
 
 class FixedStart:
-    """Always the same place."""
-
     def __init__(self, checkpoint: str = "") -> None:
         """Empty: the model folder."""
         self._start = StartPoint(checkpoint=checkpoint)
@@ -194,7 +192,6 @@ class Conductor(Decider):
             raise AssertionError(f"{what} did not happen within {WAIT_S} s") from None
 
     async def steps(self, count: int) -> list[dict[str, float]]:
-        """Metrics of the first `count` steps, once they are there."""
         await self.until(lambda: len(self.reports) >= count, f"step {count}")
         return [report.metrics for report in self.reports[:count]]
 
@@ -206,7 +203,6 @@ class Conductor(Decider):
         return outcome.at
 
     async def refused(self, epoch: int, **values: KnobValue) -> str:
-        """Why it refuses."""
         version = self.reports[-1].version if self.reports else self.first
         outcome = await super().change(self.trainer, epoch, -1, version, **values)
         assert not outcome.accepted, values
@@ -214,8 +210,6 @@ class Conductor(Decider):
 
 
 class Room:
-    """All three, on one loop."""
-
     def __init__(self, trainer: Trainer, data: Data, conductor: Conductor, folder: Path, node: Node) -> None:
         self.trainer, self.data, self.conductor, self.folder, self.node = trainer, data, conductor, folder, node
 

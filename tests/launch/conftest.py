@@ -34,8 +34,6 @@ restart = "gang"
 
 
 class Run:
-    """One launcher process with its output."""
-
     family: Sequence[psutil.Process] = ()
     """Its processes, before it was told to end."""
 
@@ -61,12 +59,10 @@ class Run:
 
     @property
     def output(self) -> str:
-        """All that was printed so far."""
         return (self.folder / "output").read_text()
 
     @property
     def dir(self) -> Path:
-        """The run directory, once there is one."""
         return (self.runs / "latest").resolve()
 
     def log(self, name: str) -> str:
@@ -119,7 +115,6 @@ class Run:
                 time.sleep(0.02)
 
     def ended(self) -> int:
-        """Exit status."""
         try:
             return self.process.wait(WAIT_S)
         except subprocess.TimeoutExpired:

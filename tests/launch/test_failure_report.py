@@ -15,7 +15,6 @@ FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "rollout/0")
 
 
 def report_of(one) -> list[str]:
-    """The lines that came first: up to the next thing that was said."""
     lines = one.output.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("first failure: "))
     return lines[begin : begin + REPORT_LINES]
@@ -111,6 +110,7 @@ def test_a_cause_of_many_lines_leaves_room_for_the_rest():
     [
         (3, (), False, "called exit"),
         (1, ("RuntimeError: [enforce fail] can't allocate memory: you tried",), True, "ran out of memory"),
+        (1, ("myxa: MemoryError: Unable to allocate 9.00 GiB for an array",), True, "engine.max_running"),
         (-6, ("terminate called after throwing an instance of 'std::bad_alloc'",), False, "ran out of memory"),
         (-60, (), False, ""),
         (1, ("myxa: EngineError: glass",), True, ""),

@@ -29,7 +29,6 @@ channel = "disk"
 
 @pytest.fixture
 def stage(tmp_path: Path, run):
-    """Launchers of one run on this machine."""
     with ExitStack() as stack:
         yield Stage(tmp_path, run, stack)
 

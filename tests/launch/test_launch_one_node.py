@@ -51,13 +51,7 @@ def test_actors_that_end_are_restarted_and_a_finished_run_leaves_only_its_files(
 
 def check_torchruns_contract(one, attempt: int) -> None:
     logs = [one.log(f"trainer.{rank}.{attempt}.log") for rank in range(2)]
-    for rank, log in enumerate(logs):
-        for want in (
-            f"'RANK': '{rank}'", f"'LOCAL_RANK': '{rank}'", "'WORLD_SIZE': '2'", "'LOCAL_WORLD_SIZE': '2'",
-            "'GROUP_RANK': '0'", "'MASTER_ADDR': '127.0.0.1'", f"'TORCHELASTIC_RESTART_COUNT': '{attempt}'",
-            f"'TORCHELASTIC_RUN_ID': '{one.dir.name}'", "'OMP_NUM_THREADS': '1'", "'CUDA_VISIBLE_DEVICES': ''",
-        ):  # fmt: skip
-            assert want in log, (want, log)
+    assert all(f"'TORCHELASTIC_RESTART_COUNT': '{attempt}'" in log for log in logs)
     ports = [re.findall(r"'MASTER_PORT': '(\d+)'", log) for log in logs]
     assert ports[0] == ports[1]
 

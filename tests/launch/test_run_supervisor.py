@@ -108,7 +108,6 @@ class Hands(AgentContract):
         return names
 
     async def die(self, name: str, status: int = SIGKILL) -> None:
-        """Its process ends."""
         pid, attempt = self.pids.pop(name), self.attempts[name]
         if name in self.node.peers(name):
             await self.node.stop(name)
@@ -126,8 +125,6 @@ def rollout(index: int, node: int = 0, restart: RestartPolicy = "one", **more: A
 
 
 def trainers(*nodes: int, **more: Any) -> tuple[ActorSpec, ...]:
-    """A gang with a rank on each of these nodes."""
-
     def rank(number: int) -> RankSpec:
         return RankSpec(
             gang="trainer", rank=number, world_size=len(nodes), local_rank=0, local_world_size=1, group_rank=number
@@ -143,8 +140,6 @@ def trainers(*nodes: int, **more: Any) -> tuple[ActorSpec, ...]:
 
 @dataclass
 class Stage:
-    """A run with its nodes."""
-
     sim: Sim
     supervisor: RunSupervisor
     hands: list[Hands] = field(default_factory=list[Hands])
@@ -158,8 +153,6 @@ class Stage:
         )
 
     async def on_0(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """As part of node 0's process."""
-
         async def do() -> Any:
             return await work()
 
@@ -211,8 +204,6 @@ def staged(
 
 
 def on_stage(*actors: ActorSpec, **options: Any) -> Callable[[Callable[[Stage], Awaitable[Any]]], Callable[[], None]]:
-    """The test of a function of a stage with these actors."""
-
     def made(body: Callable[[Stage], Awaitable[Any]]) -> Callable[[], None]:
         def test() -> None:
             staged(body, *actors, **options)

@@ -103,8 +103,6 @@ def keep(group):
 
 @dataclass(frozen=True)
 class Site:
-    """A folder with everything that the good run names."""
-
     folder: Path
 
     def write(self, text: str) -> Path:
@@ -114,7 +112,6 @@ class Site:
 
 
 def make_site(folder: Path) -> Site:
-    """Model, data, code."""
     make_tiny_model(folder / "model", preset="0p5m", seed=0)
     for name in ("no_weights", "torn_weights", "moe_type"):
         shutil.copytree(folder / "model", folder / name)

@@ -43,7 +43,6 @@ TRAPPED = replace(
 
 
 def block(page: str, after: str) -> str:
-    """The block of code that begins with this line."""
     return page.partition(f"{after}\n")[2].partition("```")[0]
 
 

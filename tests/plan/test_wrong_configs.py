@@ -33,12 +33,10 @@ def add(section: str, line: str, word: str, key: str = "") -> Wrong:
 
 
 def end(text: str, line: str, word: str, key: str = "") -> Wrong:
-    """Lines more at the end."""
     return Wrong("[roles.rollout]\ncount = 2\n", f"[roles.rollout]\ncount = 2\n{text}\n", line, word, key)
 
 
 def instead(old: str, new: str, word: str, key: str = "") -> Wrong:
-    """Another value."""
     return Wrong(old, new, new, word, key)
 
 

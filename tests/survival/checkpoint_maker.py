@@ -34,7 +34,6 @@ def make_checkpoint(folder: Path, version: int, *, extra: dict[str, Any] | None 
 
 
 def add_run_part(folder: Path, ledger: Path, version: int, *, is_kept: bool = False, run: str = "small") -> None:
-    """The run's part, as the leader adds it."""
     draft = folder.with_name(f".partial-{folder.name}-{LEDGER}")
     entry = copy_ledger(ledger, draft)
     files = tuple(describe_file(folder / rank_file(rank)) for rank in range(2))
@@ -66,25 +65,21 @@ class RunOnDisk:
         ledger.close()
 
     def copied(self, folder: Path) -> RunOnDisk:
-        """The same in another folder."""
         made = copy.copy(self)
         made.path = folder / self.path.name
         shutil.copytree(self.path, made.path, symlinks=True)
         return made
 
     def open(self) -> Ledger:
-        """Its ledger, for writing."""
         return Ledger(self.ledger, run=self.path.name, fingerprint=DATASET, wall=time.time)
 
     def draw(self, ledger: Ledger) -> int:
-        """One more group is under way."""
         number = ledger.next_group_id
         row = Row(number, ledger.next_draw, -1, 1, rollout="rollout/0", epoch=1, version=0)
         ledger.dispatch([row])
         return number
 
     def place(self, version: int) -> Path:
-        """Of its checkpoint."""
         return self.path / "checkpoints" / f"version_{version:08d}"
 
     @property
@@ -120,7 +115,6 @@ def garble(path: Path) -> None:
 
 
 def states(path: Path) -> dict[str, int]:
-    """State -> groups, of a ledger that nobody uses."""
     db = sqlite3.connect(path)
     try:
         return dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))

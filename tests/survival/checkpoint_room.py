@@ -23,7 +23,6 @@ LOG = logging.getLogger("checkpoint-room")
 
 
 def refused(who: str = "trainer/1", why: str = "no space left on device") -> GatherError:
-    """A rank's handler raised."""
     return GatherError(f"{who} failed", errors={who: RemoteError(why, remote_type="TrainError")})
 
 
@@ -62,8 +61,6 @@ class Ranks:
 
 
 class Buffer:
-    """Copies its ledger, and is told what is durable."""
-
     def __init__(self) -> None:
         self.durables: list[int] = []
         self.oldest: list[int | None] = []
@@ -81,8 +78,6 @@ class Buffer:
 
 
 class Coordinator:
-    """Tells what was decided about the knobs."""
-
     def __init__(self) -> None:
         self.live = LiveKnobs()
         self.failing: list[Exception] = []
@@ -94,8 +89,6 @@ class Coordinator:
 
 
 class CheckpointRoom:
-    """All of it. To be made on a loop."""
-
     def __init__(self, run_dir: Path, **options: Any) -> None:
         self.ranks, self.buffer, self.coordinator = Ranks(options.get("writer")), Buffer(), Coordinator()
         clock = self.clock = ManualClock()
@@ -126,7 +119,6 @@ class CheckpointRoom:
         return await asked
 
     async def files_are_written(self) -> None:
-        """Of the one that is being written."""
         while self.checkpoints.is_pending and not self.checkpoints.is_written:
             await asyncio.sleep(0.001)
 

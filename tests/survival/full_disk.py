@@ -37,8 +37,6 @@ FULL_S = 8.0
 
 
 class Ballast:
-    """A file that takes all that a file system has left."""
-
     def __init__(self, folder: Path) -> None:
         self._path = folder / "ballast"
 
@@ -94,7 +92,6 @@ def is_full_for_a_while(lives: Lives, ballast: Ballast) -> None:
 
 
 def asked(verb: str, run_dir: Path) -> str:
-    """What a command prints of the run."""
     return run_command(verb, "--run", str(run_dir), folder=run_dir.parent).stdout
 
 

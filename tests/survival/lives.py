@@ -54,7 +54,6 @@ class Lives:
 
     @property
     def launcher(self) -> Command:
-        """Of this life."""
         assert self._launcher is not None
         return self._launcher
 
@@ -75,14 +74,12 @@ class Lives:
         return any((self.job.folder / "runs").glob("small-*/config.toml"))
 
     def resume(self, *arguments: str) -> None:
-        """The next life begins."""
         self._launcher = Command(["resume", str(self.run_dir), "--quiet", *arguments], self.job.folder, env=self._env())
 
     def _env(self) -> dict[str, str]:
         return {**os.environ, **self.env}
 
     def wait(self, timeout_s: float = 120) -> int:
-        """The exit status of this life, which ends by itself."""
         output, _ = self.launcher.communicate(timeout=timeout_s)
         self.said.append(output)
         return self.launcher.returncode
@@ -105,7 +102,6 @@ class Lives:
         return []
 
     def version(self) -> int:
-        """The newest that the metrics tell of."""
         return max((point["step"] for point in self.steps()), default=0)
 
     def until_version(self, version: int) -> None:
@@ -129,7 +125,6 @@ class Lives:
         return [event["text"] for event in events(self.run_dir, kind)]
 
     def end(self) -> None:
-        """Leave nothing behind, whatever happened."""
         if self._launcher is not None and self._launcher.poll() is None:
             self.kill(launcher_only=True)
         print("".join(self.said)[-4000:])
@@ -137,7 +132,6 @@ class Lives:
     # -- ranks and engines
 
     def rank(self, number: int) -> int:
-        """Process id of a rank."""
         (pid,) = worker_pids(self.launcher.pid, f"trainer/{number}")
         return pid
 
@@ -148,8 +142,6 @@ class Lives:
         return sorted(worker_pids(self.launcher.pid, "rollout"))
 
     def recovery_s(self, since_wall_s: float) -> float:
-        """From a fault to the first step that was made after it."""
-
         def made() -> list[float]:
             return [point["wall_s"] for point in self.steps() if point["wall_s"] > since_wall_s]
 

@@ -22,7 +22,6 @@ both_ways = pytest.mark.parametrize("is_async", [False, True])
 
 
 def failing_once(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
-    """A step of writing the run's part."""
     real, errors = getattr(module, name), [error]
 
     def step(*args: Any) -> None:

@@ -153,8 +153,6 @@ async def test_a_run_that_does_not_come_to_work_in_time_fails_and_names_who_was_
 
 
 class Surroundings:
-    """As much of an actor's context as a rein needs."""
-
     log = logging.getLogger("rein")
 
     def __init__(self, leader: Any) -> None:
@@ -174,8 +172,6 @@ class Surroundings:
 
 
 class Away:
-    """A leader of which nothing is known."""
-
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
 
@@ -232,7 +228,6 @@ async def test_a_leader_that_is_to_end_learns_it_before_it_continues(monkeypatch
 
 
 def moves_of(state: RunState, journal: Any) -> tuple[PhaseMoves, list[str]]:
-    """And the events that they tell."""
     told: list[str] = []
     ctx: Any = Surroundings(None)
     return PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None), told

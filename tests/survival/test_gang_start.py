@@ -39,7 +39,6 @@ class Ranks:
         self.loaded: list[list[str]] = [[] for _ in range(NUM_RANKS)]
 
     def restore(self, finder: Any) -> list[Any]:
-        """What `restore` came to on each rank. Only rank 0 has anybody to ask."""
         finders = [finder, *(Nobody() for _ in range(1, NUM_RANKS))]
         with ThreadPoolExecutor(NUM_RANKS) as pool:
             return list(pool.map(self._one, range(NUM_RANKS), finders))
@@ -107,7 +106,6 @@ def damaged(
 
 
 def asked(attempt: int, resume: str = "", memory: str = "") -> tuple[ActorSpec, RunConfig]:
-    """What the composition root is told."""
     spec = ActorSpec(
         name="trainer/0", role="trainer", kind="torch", index=0, node=0, attempt=attempt, ram_dir=memory
     )  # fmt: skip

@@ -30,8 +30,6 @@ def nothing(_: Job) -> None:
 
 @dataclass(frozen=True)
 class Cells:
-    """Faults of one run, one after the other."""
-
     strikes: tuple[str, ...]
     overrides: tuple[str, ...] = ()
     num_steps: int = 16
@@ -80,7 +78,6 @@ RUNS = {
 
 
 def check(folder: Path, cells: Cells) -> ChaosRun:
-    """Make the run; what must be true of it afterwards."""
     run = run_under(
         chaos_job(folder, reward_s=cells.reward_s), cells.strikes, *cells.overrides, num_steps=cells.num_steps,
         beside=cells.beside,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row, State
-from myxa.core.errors import LedgerError
+from myxa.actors.ledger.states import Row
 
 
 def made_ledger(path: Path) -> Ledger:
@@ -44,27 +42,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.sqlite"
 
 
-def test_a_right_ledger(path: Path):
-    found = audit_ledger(path)
-    assert found.problems == ()
-    assert found.num_draws == 5
-    assert found.trained == Counter(range(4))
-    assert found.states == {State.DURABLE: 4, State.DROPPED: 1, State.DISPATCHED: 1}
-    assert found.dropped == {"stale": 1}
-    assert found.num_rewound == 2
-    assert found.num_waiting == 0
-
-
-def test_a_draw_that_waits_to_be_drawn_again_is_counted(tmp_path: Path):
-    ledger = made_ledger(tmp_path / "ledger.sqlite")
-    ledger.drop([(5, "stale")])
-    found = audit_ledger(tmp_path / "ledger.sqlite")
-    assert (found.num_waiting, found.problems) == (1, ())
-    ledger.dispatch([row(6, draw=4, redraw_of=5)])
-    assert audit_ledger(tmp_path / "ledger.sqlite").num_waiting == 0
-    ledger.close()
-
-
 DAMAGE: dict[str, tuple[str, str]] = {
     "trained twice": ("UPDATE groups SET draw = 0 WHERE group_id = 1", "was trained 2 times"),
     "lost": ("DELETE FROM groups WHERE group_id = 3", "group ids are not counted"),
@@ -85,14 +62,8 @@ DAMAGE: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_found(path: Path, name: str):
     sql, words = DAMAGE[name]
+    assert audit_ledger(path).problems == ()
     with closing(sqlite3.connect(path)) as db, db:
         assert db.execute(sql).rowcount
     problems = audit_ledger(path).problems
     assert any(words in problem for problem in problems), problems
-
-
-def test_what_is_no_ledger_is_refused(tmp_path: Path):
-    (tmp_path / "x.sqlite").write_bytes(b"not a database" * 100)
-    for name in ("x.sqlite", "none.sqlite"):
-        with pytest.raises(LedgerError, match="cannot be read as a ledger"):
-            audit_ledger(tmp_path / name)

@@ -22,7 +22,6 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "reproducible.py"
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    """`bench/reproducible.py` as a module."""
     spec = util.spec_from_file_location("reproducible", BENCH)
     assert spec is not None
     assert spec.loader is not None
@@ -34,7 +33,6 @@ def bench() -> Any:
 
 
 def start(repeat: Any, *words: str) -> Command:
-    """A life of a run, as other tests start them."""
     with (repeat.folder / "run.log").open("a") as log:
         return Command([*words, "--quiet"], repeat.folder, log=log)
 

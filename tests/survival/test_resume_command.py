@@ -44,7 +44,6 @@ def rates(run_dir: Path) -> dict[int, float]:
 
 
 def check_steps(run_dir: Path, count: int) -> None:
-    """So many were made, of groups that were trained once."""
     found = audit_ledger(run_dir / "ledger.sqlite")
     assert found.problems == () and set(found.trained.values()) == {1} and found.trained.total() == count * BATCH
 

@@ -38,7 +38,6 @@ def run(tmp_path: Path) -> RunOnDisk:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """What would be launched."""
     seen: Launches = []
 
     def launch(config: RunConfig, options: LaunchOptions) -> RunEnd:

@@ -122,12 +122,6 @@ def test_a_ledger_whose_end_was_lost_is_behind_the_checkpoint(run: RunOnDisk):
     go_on(run, 4)
 
 
-def test_a_version_that_is_torn_is_told(run: RunOnDisk):
-    halve(run.place(4) / "rank-00001.safetensors")
-    with pytest.raises(LaunchError, match="cannot resume from version 4:\n  version_"):
-        choose_point(run.path, 4)
-
-
 def test_a_version_that_is_named_is_read_before_anything_is_moved(run: RunOnDisk, capsys: pytest.CaptureFixture[str]):
     """Of the right size, but with other bytes: what is newer and whole would be put away for it."""
     flip(run.place(3) / "rank-00001.safetensors")
@@ -308,15 +302,6 @@ def test_a_fork_of_a_run_that_lives_changes_nothing_there(parent: RunOnDisk):
     assert ledger.newest_version == 2
     ledger.close()
     assert bytes_of(parent.path) == before
-
-
-def test_a_fork_outlives_the_checkpoint_that_it_came_from(parent: RunOnDisk):
-    made = fork_run(parent.path, 2, "", [], NOW)
-    shutil.rmtree(parent.path)
-    newest, _ = newest_whole(made / "checkpoints")
-    assert newest is not None
-    assert newest.version == 2
-    assert choose_point(made, None).version == 2
 
 
 def test_readers_of_a_fork_keep_nothing_of_its_parent(parent: RunOnDisk):

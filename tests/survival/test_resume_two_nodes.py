@@ -34,8 +34,6 @@ SPREAD = (
 
 
 class TwoNodes:
-    """Launchers of one run, in one life after the other."""
-
     def __init__(self, job: Job) -> None:
         self.job = job
         self.launchers: list[Command] = []
@@ -57,7 +55,6 @@ class TwoNodes:
                 self.launchers.append(Command([*words, *place], folder, log=log))
 
     def version(self) -> int:
-        """The newest that the metrics tell of."""
         assert all(launcher.poll() is None for launcher in self.launchers), self.said()
         with contextlib.suppress(OSError, ValueError):  # it is not there, or a line is being written
             return max((p["step"] for p in metrics(self.run_dir) if "train/loss" in p["values"]), default=0)

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.rewards.world import call_here
 
 from myxa.actors.rewards.guard import TRANSITIONS, Breaker, BreakerState
@@ -50,6 +47,10 @@ def test_the_whole_way_through_the_table() -> None:
     note(S.PROBING)
     assert not breaker.may_call(15.0), "one probe at a time"
     assert breaker.wait_s(15.0) is None
+    breaker.worked(is_probe=False)
+    note(S.PROBING)
+    assert breaker.failed(4, 15.5, is_probe=False), "calls from before the outage end when they like, and wait too"
+    note(S.PROBING)
     assert breaker.failed(3, 16.0, is_probe=True)
     note(S.OPEN)
     assert (breaker.may_call(25.9), breaker.may_call(26.0)) == (False, True), "twice the cool-down"
@@ -74,72 +75,6 @@ def test_the_whole_way_through_the_table() -> None:
     note(S.GIVEN_UP)
     assert breaker.num_opened == 2
 
-
-@settings(max_examples=60, stateful_step_count=40, deadline=None)
-class BreakerMachine(RuleBasedStateMachine):
-    """Calls begin and end in any order; time goes on."""
-
-    @initialize(after=st.integers(0, 4))
-    def begin(self, after: int) -> None:
-        self.after = after
-        self.breaker = Breaker(after=after, cool_down_s=2.0, max_wait_s=20.0)
-        self.now_s = 0.0
-        self.under_way: list[tuple[int, bool]] = []
-        self.failed_since: set[int] = set()
-        self.has_worked = False
-        self.was = S.CLOSED
-
-    @rule(lasts_s=st.floats(0.0, 15.0))
-    def wait(self, lasts_s: float) -> None:
-        self.now_s += lasts_s
-
-    @rule(group=st.integers(0, 6))
-    def call(self, group: int) -> None:
-        if self.breaker.may_call(self.now_s):
-            self.under_way.append((group, self.breaker.state is S.PROBING))
-        else:
-            assert self.breaker.state is not S.CLOSED
-
-    @precondition(lambda self: self.under_way)
-    @rule(data=st.data(), works=st.booleans())
-    def end(self, data: st.DataObject, works: bool) -> None:
-        group, is_probe = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        was_closed = self.breaker.state is S.CLOSED
-        if works:
-            self.breaker.worked(is_probe=is_probe)
-            if was_closed or is_probe:
-                self.has_worked, self.failed_since = True, set()
-            return
-        is_for_later = self.breaker.failed(group, self.now_s, is_probe=is_probe)
-        assert is_for_later == (self.breaker.state in (S.OPEN, S.PROBING)), "nothing is dropped while there is hope"
-        if was_closed:
-            self.failed_since.add(group)
-            is_outage = bool(self.after) and self.has_worked and len(self.failed_since) >= self.after
-            if not self.has_worked:
-                self.failed_since.clear()
-            assert (self.breaker.state is S.OPEN) == is_outage
-
-    @precondition(lambda self: any(is_probe for _, is_probe in self.under_way))
-    @rule()
-    def abandon(self) -> None:
-        self.under_way = [call for call in self.under_way if not call[1]]
-        self.breaker.abandoned(self.now_s)
-
-    @invariant()
-    def goes_by_the_table(self) -> None:
-        if not hasattr(self, "breaker"):
-            return
-        state = self.breaker.state
-        assert state is self.was or state in TRANSITIONS[self.was], (self.was, state)
-        self.was = state
-        assert sum(is_probe for _, is_probe in self.under_way) == (state is S.PROBING), "one probe, and only then"
-        if state is S.OPEN:
-            assert self.breaker.wait_s(self.now_s) is not None, "there is always a next time"
-        if state is S.GIVEN_UP:
-            assert self.now_s - self.breaker.opened_s >= 20.0
-
-
-TestBreakerMachine = BreakerMachine.TestCase
 
 CODE = """
 broken = False

@@ -27,15 +27,12 @@ LOG = logging.getLogger("test")
 
 
 class Shop:
-    """Ledger, list and cursor, as a buffer has them."""
-
     def __init__(self, folder: Path, source: NumberedRows, after: int) -> None:
         self.ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
         self.quarantine = open_quarantine(folder, source, self.ledger, after, LOG)
         self.cursor = PromptCursor(source, self.ledger, self.quarantine)
 
     def draw(self, num_groups: int) -> list[Row]:
-        """As one draw of a rollout actor does it."""
         draft = self.cursor.draft(2)
         new: list[Row] = []
         while len(new) < num_groups and (drawn := draft.next()) is not None:

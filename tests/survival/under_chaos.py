@@ -36,8 +36,6 @@ RUN = (
 
 @dataclass(frozen=True)
 class ChaosRun:
-    """How a run under chaos ended."""
-
     status: int
     output: str
     run_dir: Path
@@ -51,13 +49,11 @@ class ChaosRun:
         return [event for kind in kinds for event in events(self.run_dir, kind)]
 
     def logs(self) -> str:
-        """Ends of all logs, for whoever reads a failure."""
         files = sorted((self.run_dir / "logs").glob("*.log"))
         return "\n".join(f"== {file.name}\n{file.read_text()[-1500:]}" for file in files)
 
 
 def chaos_job(folder: Path, *, reward_s: float = 0.1) -> Job:
-    """A job whose reward takes its time."""
     job = make_job(folder)
     job.be_patient(reward_s)
     return job
@@ -98,7 +94,6 @@ def hang_report(job: Job, launcher: subprocess.Popen[str]) -> str:
 
 
 def marks(job: Job) -> Path:
-    """Where a run of this job notes what was struck."""
     return job.folder / "strikes"
 
 
