@@ -7,13 +7,13 @@ docs/errors.md shows is one of the cases.
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.error_cases import PAGE, Case, block, cases
 from tests.rewards.world import call_here
 
 from myxa.actors.data import open_prompts
@@ -22,76 +22,46 @@ from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig, load_config
 from myxa.core.errors import MyxaError
 
-PAGE = (Path(__file__).parents[1] / "error_cases.md").read_text()
-Row = tuple[str, str, str, str]
-
-
-def section(title: str) -> str:
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-
-
-def block(title: str, language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", section(title), re.DOTALL)
-    assert found, f"no {language} block under {title}"
-    return found[1]
-
-
-def rows(title: str) -> list[Row]:
-    """Rows of the section's table: place, input lines, message, exit code."""
-    found: list[Row] = []
-    for line in section(title).splitlines():
-        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 4 and not set(cells[0]) <= set("- ") and cells[3] != "exit code":
-            spans = re.findall(r"`` (.*?) ``|`([^`]*)`", cells[1])
-            message = re.fullmatch(r"`` (.*) ``|`([^`]*)`", cells[2])
-            assert message, f"the message of {line} is not one code span"
-            found.append(
-                (cells[0], "\n".join(one or other for one, other in spans), message[1] or message[2], cells[3])
-            )
-    assert len(found) >= 8, f"only {len(found)} rows under {title}"
-    return found
-
-
 DOCS = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
 
 
-def is_told(found: tuple[str, str], message: str, code: str) -> bool:
+def is_told(found: tuple[str, int], message: str, code: int) -> bool:
     """A message that docs/errors.md shows is that message; of the others, file, line and key are what counts."""
     if message in DOCS:
         return found == (message, code)
     return (found[0].split()[:4], found[1]) == (message.split()[:4], code)
 
 
-def told(action: Callable[[], Any], folder: Path) -> tuple[str, str]:
+def told(action: Callable[[], Any], folder: Path) -> tuple[str, int]:
     with pytest.raises(MyxaError) as caught:
         action()
-    return str(caught.value).replace(f"{folder}/", ""), str(caught.value.exit_code)
+    return str(caught.value).replace(f"{folder}/", ""), caught.value.exit_code
 
 
-@pytest.mark.parametrize("row", rows("Run file"), ids=lambda row: row[1][:40])
-def test_run_file(row: Row, tmp_path: Path) -> None:
-    _, text, message, code = row
-    flags = [line.removeprefix("--set ") for line in text.splitlines() if line.startswith("--set ")]
-    lines = "\n".join(line for line in text.splitlines() if not line.startswith("--set "))
+@pytest.mark.parametrize("row", cases("Run file"), ids=lambda row: " ".join(row.inputs)[:40])
+def test_run_file(row: Case, tmp_path: Path) -> None:
+    _, inputs, message, code = row
+    flags = [line.removeprefix("--set ") for line in inputs if line.startswith("--set ")]
+    lines = "\n".join(line for line in inputs if not line.startswith("--set "))
     file = tmp_path / "run.toml"
     file.write_text(block("Run file", "toml") + lines + "\n")
     assert is_told(told(lambda: load_config(file, flags), tmp_path), message, code)
 
 
-@pytest.mark.parametrize("row", rows("Data"), ids=lambda row: row[1][:40])
-def test_data(row: Row, tmp_path: Path) -> None:
-    place, text, message, code = row
-    (tmp_path / "train.jsonl").write_text(text + "\n")
+@pytest.mark.parametrize("row", cases("Data"), ids=lambda row: " ".join(row.inputs)[:40])
+def test_data(row: Case, tmp_path: Path) -> None:
+    place, inputs, message, code = row
+    (tmp_path / "train.jsonl").write_text("\n".join(inputs) + "\n")
     raw = {"model": {"path": "m"}, "data": {"train": str(tmp_path / place)}}
     assert is_told(told(lambda: open_prompts(RunConfig.model_validate(raw)), tmp_path), message, code)
 
 
-@pytest.mark.parametrize("row", rows("Your own functions"), ids=lambda row: row[1][:40])
-def test_user_code(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", cases("Your own functions"), ids=lambda row: " ".join(row.inputs)[:40])
+def test_user_code(row: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    _, text, message, code = row
+    _, inputs, message, code = row
     (tmp_path / "mine.py").write_text(block("Your own functions", "python"))
-    settings = dict(line.split(" = ", 1) for line in text.splitlines())
+    settings = dict(line.split(" = ", 1) for line in inputs)
     fn = settings["fn"].strip('"')
     fn = fn if fn.startswith("no_such") else f"{tmp_path}/{fn}" if ":" in fn else fn
     workers = int(settings.get("workers", "0"))  # only where a row is about them: a process takes a second or two

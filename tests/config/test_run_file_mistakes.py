@@ -108,6 +108,8 @@ MISTAKES: dict[str, str] = {
     '[algo]\nloss = "sft"\n': "6 algo.loss",
     "[optimizer]\nwarmup_steps = 10\ndecay_steps = 5\n": "7 optimizer.decay_steps",
     '[trainer]\nfreeze = ["embed"]\n[roles.trainer]\nkind = "megatron"\n': "6 trainer.freeze",
+    '[trainer]\nstrategy = "fsdp"\n[roles.trainer]\nkind = "megatron"\n': "6 trainer.strategy ! megatron.distributed_optimizer",
+    '[megatron]\noffload_optimizer = 0.5\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.offload_optimizer ! bfloat16",
     '[optimizer]\nschedule = "wsd"\n': "5 optimizer.wsd_decay_steps",
     "[optimizer]\nwsd_decay_steps = 4\n": "6 optimizer.wsd_decay_steps",
     '[run]\nnum_steps = 10\n[optimizer]\nschedule = "wsd"\nwarmup_steps = 4\nwsd_decay_steps = 7\n': "10 optimizer.wsd_decay_steps",

@@ -20,12 +20,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import psutil
 import pytest
 from rich.console import Console
+from tests.harness.error_cases import Case, block, cases, section
 from tests.harness.inside import inside
 from tests.harness.run_job import Job, audit, events, make_job
 from tests.rewards.world import call_here
@@ -51,51 +51,26 @@ from myxa.launch.views.run_view import RunView
 
 pytestmark = pytest.mark.timeout(120)
 
-PAGE = (Path(__file__).parents[1] / "error_cases.md").read_text()
 BEFORE, DURING = "Before anything is started", "While actors work"
 
 
-class Row(NamedTuple):
-    """A row of the page; `<word>` in the message stands for anything, `<n>` for a number."""
-
-    place: str
-    flags: tuple[str, ...]
-    message: str
-    code: int
-
-    def fits(self, said: str) -> bool:
-        pattern = re.escape(self.message).replace("<n>", r"\d+")
-        pattern = pattern.replace("<reasons>", r"prompt\-too\-long \d+(?:, leftover \d+)?")
-        return re.fullmatch(re.sub(r"<\w+>", r"\\S+", pattern), said) is not None
+def flags_of(row: Case) -> tuple[str, ...]:
+    return tuple(part for span in row.inputs for part in span.split())
 
 
-def section(title: str) -> str:
-    found = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    assert found, f"tests/error_cases.md has no section {title}"
-    return found
+def name_of(row: Case) -> str:
+    return " ".join(flags_of(row))
 
 
-def rows(title: str) -> list[Row]:
-    found: list[Row] = []
-    for line in section(title).splitlines():
-        cells = [cell.strip() for cell in line.split(" | ")]
-        if len(cells) == 4 and cells[3].removesuffix(" |").isdecimal():
-            message = re.fullmatch(r"`` (.*) ``|`([^`]*)`", cells[2])
-            assert message, f"the message of {line} is not one code span"
-            flags = tuple(part for span in re.findall(r"`([^`]*)`", cells[1]) for part in span.split())
-            found.append(
-                Row(
-                    cells[0].lstrip("| "),
-                    flags,
-                    (message[1] or message[2]).replace("\\|", "|"),
-                    int(cells[3].removesuffix(" |")),
-                )
-            )
-    return found
+def fits(row: Case, said: str) -> bool:
+    """`<word>` in the message stands for anything, `<n>` for a number."""
+    pattern = re.escape(row.message).replace("<n>", r"\d+")
+    pattern = pattern.replace("<reasons>", r"prompt\-too\-long \d+(?:, leftover \d+)?")
+    return re.fullmatch(re.sub(r"<\w+>", r"\\S+", pattern), said) is not None
 
 
-def by(flags: str) -> Row:
-    (row,) = [row for row in rows(BEFORE) + rows(DURING) if " ".join(row.flags) == flags]
+def by(flags: str) -> Case:
+    (row,) = [row for row in cases(BEFORE) + cases(DURING) if name_of(row) == flags]
     return row
 
 
@@ -189,9 +164,7 @@ def messy(tmp_path_factory: pytest.TempPathFactory) -> Job:
     make_models(job.folder)
     make_data(job.folder)
     make_interpreters(job.folder)
-    code = re.search(r"```python\n(.*?)```", section(DURING), re.DOTALL)
-    assert code
-    (job.folder / "mine.py").write_text(code[1])
+    (job.folder / "mine.py").write_text(block(DURING, "python"))
     return job
 
 
@@ -216,16 +189,16 @@ def run_dirs(job: Job) -> set[Path]:
 # -- before anything is started --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rows(BEFORE), ids=lambda row: " ".join(row.flags))
-def test_what_can_be_seen_at_once(here: Job, port: int, capsys: pytest.CaptureFixture[str], row: Row) -> None:
-    flags = [flag.replace("<port>", str(port)) for flag in row.flags]
+@pytest.mark.parametrize("row", cases(BEFORE), ids=name_of)
+def test_what_can_be_seen_at_once(here: Job, port: int, capsys: pytest.CaptureFixture[str], row: Case) -> None:
+    flags = [flag.replace("<port>", str(port)) for flag in flags_of(row)]
     command = flags if flags[0] != "--set" else ["up", "run.toml", *flags]
     before = run_dirs(here)
     code = main([*command, "--job-key", "key"] if command[0] == "launch" else command)
     said = capsys.readouterr()
     assert (said.out, code) == ("", row.code)
     message = said.err.removesuffix("\n").replace(f"{here.folder}/", "").removeprefix("myxa: ")
-    assert row.fits(message), f"{message!r} is not {row.message!r}"
+    assert fits(row, message), f"{message!r} is not {row.message!r}"
     assert run_dirs(here) == before, "nothing was made"
 
 
@@ -235,7 +208,7 @@ def test_several_mistakes_are_told_at_once(here: Job, capsys: pytest.CaptureFixt
     first, *others = capsys.readouterr().err.replace(f"{here.folder}/", "").splitlines()
     assert (code, first) == (2, "myxa: the run cannot start: 3 problems")
     told = [by(f"--set {flag}") for flag in (flags[2], flags[0], flags[1])]
-    assert [row.fits(line.strip()) for row, line in zip(told, others, strict=True)] == [True] * 3, others
+    assert [fits(row, line.strip()) for row, line in zip(told, others, strict=True)] == [True] * 3, others
 
 
 # -- while a run goes on ---------------------------------------------------------------------------------------------
@@ -246,14 +219,14 @@ NEED_NO_PROCESS = [(f"reward.fn=mine.py:{name}",) for name in ("fails", "nan", "
 """What their calls come to is the same in a worker process: test_reward_user_code.py."""
 
 
-@pytest.mark.parametrize("row", rows(DURING), ids=lambda row: " ".join(row.flags))
-def test_what_shows_while_actors_work(here: Job, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    if row.flags[1:] in NEED_NO_PROCESS:
+@pytest.mark.parametrize("row", cases(DURING), ids=name_of)
+def test_what_shows_while_actors_work(here: Job, row: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flags_of(row)[1:] in NEED_NO_PROCESS:
         call_here(monkeypatch)
-    error, _ = asyncio.run(inside("run.toml", QUICKLY, *(flag for flag in row.flags if flag != "--set")))
+    error, _ = asyncio.run(inside("run.toml", QUICKLY, *(flag for flag in flags_of(row) if flag != "--set")))
     assert isinstance(error, MyxaError), error
     message = str(error).replace(f"{here.folder}/", "")
-    assert row.fits(message), f"{message!r} is not {row.message!r}"
+    assert fits(row, message), f"{message!r} is not {row.message!r}"
     assert error.exit_code == row.code
 
 
@@ -357,10 +330,10 @@ def run(job: Job, *flags: str) -> tuple[int, list[str]]:
 
 def test_the_cause_is_the_last_line_of_a_run(here: Job) -> None:
     row = by("--set data.train=data/torn.jsonl")
-    code, lines = run(here, *row.flags)
+    code, lines = run(here, *flags_of(row))
     assert code == row.code, lines
     *_, log, failure, last = lines
-    assert row.fits(last.removeprefix("myxa: ")), last
+    assert fits(row, last.removeprefix("myxa: ")), last
     assert failure.startswith(f"first failure: buffer ended with exit status {row.code}: ")
     assert last in Path(log.removeprefix("log: ")).read_text().replace(f"{here.folder}/", "").splitlines()[-1]
     assert "Traceback" not in "\n".join(lines), "the traceback is in the log"

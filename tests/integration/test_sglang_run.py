@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 from tests.harness.commands import run as run_command
+from tests.harness.fake_sglang import STAND_IN
 from tests.harness.run_job import Job, events, metrics
 from tests.harness.waiting import wait_until
-from tests.integration.attached_server import STAND_IN
 
 LAUNCHES = (
     'roles.rollout.kind="sglang"', f'roles.rollout.env={{PYTHONPATH="{STAND_IN}"}}', "sglang.stream_interval=4",

@@ -19,8 +19,7 @@ from myxa.core.errors import DataError, EngineError
 from myxa.core.messages import BufferStats, RunStatus, Telemetry
 from myxa.launch.actor_spec import ActorSpec
 
-GANG_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-                  "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")  # fmt: skip
+GANG_VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def build(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Actor:

@@ -111,6 +111,14 @@ WRONG: dict[str, Wrong] = {
         "[roles.trainer]\n", '[megatron.model]\nnum_layerz = 3\n[roles.trainer]\nkind = "megatron"\n', "num_layerz = 3",
         "did you mean"
     ),
+    "setting of its optimizer that is another key": Wrong(
+        "[roles.trainer]\n", '[megatron.optimizer]\nlr = 0.1\n[roles.trainer]\nkind = "megatron"\n', "lr = 0.1",
+        "set optimizer.lr"
+    ),
+    "field of its data parallelism unknown": Wrong(
+        "[roles.trainer]\n", '[megatron.ddp]\noverlap_grad_reduc = true\n[roles.trainer]\nkind = "megatron"\n',
+        "overlap_grad_reduc = true", 'did you mean "overlap_grad_reduce"'
+    ),
     # engines and weights
     "attached address without http": Wrong(
         "[roles.rollout]\n", '[roles.rollout]\nkind = "sglang"\n[engine.x]\n', "[engine.x]", "known:"

@@ -5,14 +5,17 @@ The servers are tests/harness/stand_in: SGLang's name, flags and routes with the
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
+from tests.harness.commands import Command
+from tests.harness.fake_sglang import STAND_IN
 from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import audit, events, make_job
+from tests.harness.run_job import Job, audit, events, make_job
 from tests.harness.waiting import wait_until
-from tests.integration.attached_server import listens, start_server
 
 from myxa.launch.control.client import ControlClient
 
@@ -61,3 +64,26 @@ def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
 def goes_on(run_dir: Path, num_steps: int = 3) -> None:
     before = len(audit(run_dir).trained)
     wait_until(lambda: len(audit(run_dir).trained) >= before + 4 * num_steps, f"{num_steps} more steps")
+
+
+def start_server(job: Job) -> tuple[str, Command]:
+    """Its address, and its process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [
+        "--model-path", str(job.folder / "model"), "--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init",
+        "--incremental-streaming-output", "--dtype", "float32", "--max-running-requests", "32", "--stream-interval", "4",
+        "--random-seed", str(port),
+    ]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(STAND_IN)}
+    with (job.folder / f"server.{port}.log").open("w") as out:
+        process = Command(words, job.folder, env=env, log=out, program=STAND_IN / "sglang" / "launch_server.py")
+    return f"http://127.0.0.1:{port}", process
+
+
+def listens(url: str) -> bool:
+    """Whether a server accepts connections: a run waits some seconds only for one that does not."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
