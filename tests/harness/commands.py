@@ -185,6 +185,11 @@ class Command(subprocess.Popen[str]):
         assert self.returncode is not None
         return self.returncode
 
+    def __exit__(self, *_: object) -> None:
+        """It does not outlive its block."""
+        self.kill()
+        super().__exit__(None, None, None)
+
     def below(self) -> list[psutil.Process]:
         """What it started and what those started, of what runs now."""
         return processes_below(self.pid)

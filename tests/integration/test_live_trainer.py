@@ -63,8 +63,7 @@ async def change(coordinator: CoordinatorContract, **values: KnobValue) -> Chang
 
 
 async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_with_it(job: Job) -> None:
-    process = job.start("run.num_steps=100000", "roles.trainer.count=2", "async.max_staleness=2", *job.paced(8))
-    try:
+    with job.start("run.num_steps=100000", "roles.trainer.count=2", "async.max_staleness=2", *job.paced(8)) as process:
         wait_until(lambda: len(steps(job)) >= 3, "the third step")
         async with at_the_seat(job, "operator-1") as coordinator:
             first = await change(coordinator, lr=4e-4, entropy_coef=0.01)
@@ -86,9 +85,6 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
             await change(coordinator, num_steps=rest + 2)
             await coordinator.resume_run(ME, "")
         said, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, said
     told = steps(job)
     assert sorted(told) == list(range(rest + 2)), "every step once, up to the end that was set"
@@ -130,8 +126,7 @@ def goes_on(job: Job, num_steps: int = 2) -> None:
 async def test_where_engines_and_trainer_take_turns_everybody_may_die_and_checkpoints_are_written(job: Job) -> None:
     """An engine, the monitor (the gap is marked) and the memory manager, for which nobody waits. A checkpoint while it
     runs, and one while it is paused, when the engines have the device; `myxa mem` shows both."""
-    process = job.start(*TURNS, *job.paced())
-    try:
+    with job.start(*TURNS, *job.paced()) as process:
         wait_until(lambda: len(steps(job)) >= 2, "the second step")
         run_dir = job.run_dir()
         page = run_command("mem", folder=job.folder)
@@ -163,9 +158,6 @@ async def test_where_engines_and_trainer_take_turns_everybody_may_die_and_checkp
             await change(coordinator, lr=2e-4, num_steps=rest + 2)
             await coordinator.resume_run(ME, "")
         said, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, said
     assert paused.name == export.name == f"version_{rest:08d}"
     assert (export / "config.json").is_file()

@@ -82,14 +82,10 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
     words = ("run.num_steps=30", "data.max_passes=0", "roles.rollout.count=2", "async.max_staleness=0")
     words += ('algo.ref_urls=["recorded"]', "algo.kl_coef=0.1", 'algo.kl_kind="k1"')
     words = [part for word in words for part in ("--set", word)]
-    process = Command(["up", "run.toml", "replay.toml", *words], job.folder)
-    try:
+    with Command(["up", "run.toml", "replay.toml", *words], job.folder) as process:
         wait_until(lambda: len(steps(job)) >= 3, "the third step")
         os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, said
     found = entries(job.run_dir() / "ledger.sqlite", [State.TRAINED], of="state")
     trained = [group for _, _, group, _ in found if group is not None]

@@ -81,14 +81,10 @@ def test_a_run_distils_from_a_served_teacher_and_goes_on_after_it_was_killed(job
             f'algo.ref_urls=["{url}"]', 'algo.kl_in="advantage"', 'algo.kl_kind="k1"', "algo.kl_coef=1.0",
             "rollout.num_samples=1", "trainer.checkpoint_every=2", f"run.num_steps={NUM_STEPS}", *job.paced(),
         )  # fmt: skip
-        process = job.start(*distil)
-        try:
+        with job.start(*distil) as process:
             wait_until(lambda: len(_kl(job)) >= 3, "the third step")
             os.kill(process.pid, signal.SIGKILL)
             process.communicate(timeout=60)
-        finally:
-            process.kill()
-            process.wait()
         done = run_command("resume", str(job.run_dir()), "--quiet", folder=job.folder, timeout_s=120)
         assert done.returncode == 0, done.stdout + done.stderr
     run_dir = job.run_dir()

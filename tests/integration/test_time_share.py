@@ -37,13 +37,8 @@ def users_code(job: Job) -> None:
 
 
 def run_sampled(job: Job, *overrides: str, **watched: tuple[str, ...]) -> tuple[Sampler, Path]:
-    process = job.start(*overrides)
-    try:
-        with Sampler(process.pid, **watched) as sampler:
-            said, _ = process.communicate(timeout=150)
-    finally:
-        process.kill()
-        process.wait()
+    with job.start(*overrides) as process, Sampler(process.pid, **watched) as sampler:
+        said, _ = process.communicate(timeout=150)
     assert process.returncode == 0, said
     return sampler, job.run_dir()
 

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.timeout(180)
 def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to_go_on_from(job: Job) -> None:
     """One checkpoint is written beside training, and one that training waits for at the end."""
     segments = own_segments()
-    process = job.start("run.num_steps=100000", "trainer.checkpoint_every=2", "trainer.async_save=true", *job.paced())
-    try:
+    with job.start(
+        "run.num_steps=100000", "trainer.checkpoint_every=2", "trainer.async_save=true", *job.paced()
+    ) as process:
         wait_until(lambda: _steps(job) >= 4, "the fourth step")
         pids = [p.pid for p in process.below()]
         sockets = [
@@ -27,9 +28,6 @@ def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to
         for _ in range(2):  # as kernel and shell do when a terminal is closed: no wish to end at once
             process.send_signal(signal.SIGHUP)
         said, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     first = job.run_dir()
     assert process.returncode == 129, said
     assert not is_alive(pids)

@@ -6,7 +6,6 @@ The servers are tests/harness/stand_in: SGLang's name, flags and routes with the
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from pathlib import Path
 
@@ -25,13 +24,10 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.soak
 def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
     job = make_job(tmp_path)
+    flags = ('roles.rollout.kind="sglang"', "run.num_steps=100000", "async.max_staleness=8", *job.paced())
     (first, first_process), (second, second_process) = start_server(job), start_server(job)
     wait_until(lambda: listens(first) and listens(second), "the servers")
-    run = job.start(
-        'roles.rollout.kind="sglang"', f'engine.attach=["{first}"]', "run.num_steps=100000", "async.max_staleness=8",
-        *job.paced(),
-    )  # fmt: skip
-    try:
+    with first_process, second_process, job.start(*flags, f'engine.attach=["{first}"]') as run:
         wait_until(lambda: any((job.folder / "runs").glob("*/control.json")), "the control socket")
         run_dir = job.run_dir()
         client = ControlClient.of(run_dir)
@@ -48,12 +44,6 @@ def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
         goes_on(run_dir)
         client.ask("down")
         said, _ = run.communicate(timeout=120)
-    finally:
-        run.kill()
-        run.communicate()
-        for process in (first_process, second_process):
-            process.send_signal(signal.SIGKILL)
-            process.wait()
     assert run.returncode == 0, said
     report = audit_ledger(run_dir / "ledger.sqlite")
     assert report.problems == ()

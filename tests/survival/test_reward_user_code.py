@@ -105,12 +105,6 @@ async def _stubborn(until: asyncio.Event) -> float:
     return 1.0
 
 
-async def _stubborn_for(lasts_s: float) -> None:
-    end = asyncio.Event()
-    asyncio.get_running_loop().call_later(lasts_s, end.set)
-    await _stubborn(end)
-
-
 async def test_a_coroutine_that_will_not_be_cancelled_does_not_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "GRACE_S", 0.1)
     end = asyncio.Event()
