@@ -148,8 +148,8 @@ async def test_puts_are_fenced_by_group_attempt_and_actor(shop: Any) -> None:
 
 
 LIES: dict[str, tuple[Callable[[Group], Group], str]] = {
-    "a member is missing": (lambda g: changed(g, samples=g.samples[:1], rewards=g.rewards[:1]), "samples"),
-    "a member is doubled": (lambda g: changed(g, samples=(g.samples[0],) * 2), "numbered"),
+    "a member is missing": (lambda g: changed(g, samples=g.samples[:1], rewards=g.rewards[:1]), "has 1 rollouts"),
+    "a member is doubled": (lambda g: changed(g, samples=(*g.samples, g.samples[1])), "numbered"),
     "a reward is NaN": (lambda g: changed(g, rewards=np.array([0, np.nan], np.float32)), "reward"),
     "a reward is missing": (lambda g: changed(g, rewards=g.rewards[:1]), "rewards"),
     "parts are missing": (lambda g: changed(g, reward_parts=g.reward_parts[:1]), "reward parts"),
