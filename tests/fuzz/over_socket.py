@@ -1,4 +1,4 @@
-"""The same frames over real sockets, and peers that speak ZeroMQ wrongly, against a node in a process of its own.
+"""Broken frames over real sockets, and peers that speak ZeroMQ wrongly, against a node in a process of its own.
 
 A good peer calls the node all the time. The attackers are strangers with nothing, and an insider who was let in
 and then sends nonsense. Keys of others and names of others: `tests/transport/test_keys.py`.
@@ -22,8 +22,10 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.fuzz.mutations import ENVELOPE_MUTATIONS, Corpus, as_messages
+from tests.fuzz import mutations
+from tests.fuzz.mutations import ENVELOPE_MUTATIONS, HEADER, Corpus, as_messages
 from tests.fuzz.raw_peers import ONE_SHOT, Attack
+from tests.fuzz.stubs import MixedContract
 from tests.fuzz.victim import State, Witness
 
 from myxa.actors.contracts import BufferContract
@@ -32,14 +34,14 @@ from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
 from myxa.transport.node import JobKey, KeyPair, Node, Rendezvous
 from myxa.transport.registry.registry import REGISTRY_KEY, RegistryContract
-from myxa.transport.session.frames import batch
+from myxa.transport.session.frames import Kind, batch
 from myxa.transport.socket_transport import SocketTransport
 from myxa.transport.wire import Endpoints, Lane
 
 PER_CONNECTION = 250
 """A little more than what is listened to: after a hundred malformed ones the rest is ignored."""
 VICTIM = Path(__file__).parent / "victim.py"
-TABLES = [handlers_of(RegistryContract), handlers_of(BufferContract)]
+TABLES = [handlers_of(each) for each in (RegistryContract, BufferContract, MixedContract)]
 """Of the victim's actors, in the order of their numbers."""
 FAR_RANK = 7
 """Of nodes that must not use ipc."""
@@ -51,6 +53,8 @@ class SocketTally:
 
     seed: int
     frames: int = 0
+    may_run: int = 0
+    """Calls whose header is right, whatever their body: only these may reach a handler."""
     raw: dict[str, int] = field(default_factory=dict)
     pings: int = 0
     slowest_s: float = 0.0
@@ -103,6 +107,7 @@ class Insider:
         self._victim = victim
         self._context = zmq.Context()
         self._num_attempts = 1 << 40
+        self.may_run = 0
         self.corpus = Corpus(rng, node._key, to, TABLES, 400)
         transport = node._opened.transport
         assert isinstance(transport, SocketTransport)
@@ -124,10 +129,10 @@ class Insider:
         self.sockets.append(client)
         return client
 
-    def hello(self) -> bytes:
+    def hello(self) -> bytearray:
         self._num_attempts += 1
         endpoints = self.node._opened.transport.endpoints
-        return batch([bytearray(self.corpus.hello(endpoints, self._num_attempts, self.node.name))])
+        return bytearray(self.corpus.hello(endpoints, self._num_attempts, self.node.name))
 
     def storm(self, num_frames: int, over_tcp: bool) -> int:
         """Frames over one lane after the other, with a fresh connection now and then; returns how many left."""
@@ -137,7 +142,10 @@ class Insider:
         while num_sent < num_frames:
             lane = Lane(rng.randrange(2))
             client = self.connect(kinds[lane], server)
-            client.send(self.hello())
+            if rng.random() < 0.3:
+                change = rng.choice((mutations.other_body, mutations.other_node))
+                client.send(batch([change(rng, self.hello(), self.corpus)]))
+            client.send(batch([self.hello()]))
             try:
                 for message in self._frames(min(PER_CONNECTION, num_frames - num_sent)):
                     parts = [message] if rng.random() < 0.98 else [message] * rng.randrange(2, 40)
@@ -157,7 +165,19 @@ class Insider:
             data = bytearray(self.corpus.numbered(rng.choice(pool)))
             if rng.random() < 0.8:
                 data = rng.choice(ENVELOPE_MUTATIONS)(rng, data, self.corpus)
+            self.may_run += self._may_run(data)
             yield from as_messages(rng, [bytes(data)])
+
+    def _may_run(self, data: bytearray) -> bool:
+        """By the header alone, read without the code under test."""
+        if len(data) < HEADER.size:
+            return False
+        f, me, to = HEADER.unpack_from(data), self.corpus.me, self.corpus.to
+        return (
+            f[mutations.MAGIC] == b"my" and f[mutations.KIND] in (Kind.CALL, Kind.CAST)
+            and (f[mutations.SRC_NODE], f[mutations.SRC_EPOCH], f[mutations.DST_EPOCH]) == (me.node_id, me.epoch, to.epoch)
+            and f[mutations.ACTOR] < len(TABLES) and f[mutations.METHOD] < len(TABLES[f[mutations.ACTOR]].specs)
+        )  # fmt: skip
 
     def close(self) -> None:
         for client in self.sockets:
@@ -232,6 +252,7 @@ async def _insiders(ground: Field, num_frames: int, rng: random.Random, tally: S
             want = min(num_frames - tally.frames, PER_CONNECTION if over_tcp else max(1000, num_frames // 10))
             tally.frames += await asyncio.to_thread(insider.storm, want, over_tcp)
         finally:
+            tally.may_run += insider.may_run
             await asyncio.to_thread(insider.close)
             await node.close(grace_s=0.0)
 
@@ -252,9 +273,9 @@ def check(tally: SocketTally) -> None:
     assert after.failed == "", after.failed
     assert after.deeds == [], f"the victim was made to do something: {after.deeds}"
     assert after.misfits == 0
-    assert after.executed > 0, "not even the valid frames were understood"
+    assert 0 < after.executed <= tally.may_run, f"{after.executed} handlers ran, {tally.may_run} calls could"
     assert tally.pings > 10 and tally.slowest_s < 15, f"{tally.pings} good calls, the slowest took {tally.slowest_s} s"
-    for name in ("handshake_wrong", "malformed", "banned"):
+    for name in ("handshake_wrong", "malformed", "banned", "stale", "calls_wrong"):
         assert after.counters.get(name, 0) > 0, f"nothing was counted as {name}: {after.counters}"
     assert after.rss_mib <= before.rss_mib + 96, f"memory grew from {before.rss_mib} to {after.rss_mib} MiB"
     assert after.objects <= before.objects + 30_000, f"objects grew from {before.objects} to {after.objects}"

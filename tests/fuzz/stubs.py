@@ -22,14 +22,6 @@ misfits: list[str] = []
 """Arguments that are not of the declared types: must stay empty."""
 
 
-class Pong(Actor):
-    """Answers the good peer."""
-
-    @call(deadline=20, reentrant=True)
-    async def ping(self, number: int) -> int:
-        return number + 1
-
-
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     values: npt.NDArray[np.float32]

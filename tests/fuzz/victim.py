@@ -70,6 +70,7 @@ async def main() -> None:
     try:
         with audit.watched() as deeds:
             await node.start(stubs.stub_of(BufferContract)(), name="buffer")
+            await node.start(stubs.stub_of(stubs.MixedContract)(), name="mixed")
             await node.start(Witness(node, deeds), name="witness")
             await asyncio.to_thread(int)  # what it imports is no attacker's deed
             deeds.clear()  # of starting
