@@ -148,10 +148,9 @@ class ProcessCrashed(SimulationError):
 class SimNode:
     """One node over its incarnations."""
 
-    def __init__(self, name: str, boot: Boot | None, on_crash: Callable[[], None] | None, clock: SimClock) -> None:
+    def __init__(self, name: str, boot: Boot | None, clock: SimClock) -> None:
         self.name = name
         self.boot = boot
-        self.on_crash = on_crash
         self.clock = clock
         self.num_incarnations = 0
         self.process: Process | None = None
@@ -220,15 +219,11 @@ class Sim:
 
     # -- nodes
 
-    async def node(
-        self, name: str, boot: Boot | None = None, *, on_crash: Callable[[], None] | None = None,
-        clock_offset_s: float = 0.0,
-    ) -> SimNode:  # fmt: skip
-        """Start a process with a node of that name; returns when `boot(node)` has. `on_crash` is called when it is
-        killed, to do what the kernel does: release files and locks, nothing else."""
+    async def node(self, name: str, boot: Boot | None = None, *, clock_offset_s: float = 0.0) -> SimNode:
+        """Start a process with a node of that name; returns when `boot(node)` has."""
         if name in self.nodes:
             raise SimulationError(f"there is a node {name} already", remedy="restart it, or choose another name")
-        made = self.nodes[name] = SimNode(name, boot, on_crash, SimClock(self._loop, offset_s=clock_offset_s))
+        made = self.nodes[name] = SimNode(name, boot, SimClock(self._loop, offset_s=clock_offset_s))
         await self._bring_up(made)
         return made
 
@@ -423,8 +418,6 @@ class Sim:
         for callback in process.on_death:
             callback()
         process.on_death.clear()
-        if node.on_crash is not None:
-            node.on_crash()
         if current is not None and self._report_s is not None and not self._is_closing:
             self._chore(self._report(node.name, current.epoch, self._report_s), f"report of {process}")
 
