@@ -43,14 +43,6 @@ class ProcessState(Enum):
     ENDING = "ending"
 
 
-_NEXT: dict[ProcessState, tuple[ProcessState, ...]] = {
-    ProcessState.RUNNING: (ProcessState.PAUSED, ProcessState.DEAD),
-    ProcessState.PAUSED: (ProcessState.RUNNING, ProcessState.DEAD),
-    ProcessState.DEAD: (ProcessState.ENDING,),
-    ProcessState.ENDING: (),
-}
-
-
 class Process:
     """One incarnation."""
 
@@ -69,12 +61,6 @@ class Process:
 
     def __str__(self) -> str:
         return f"{self.name}#{self.incarnation}"
-
-    def become(self, state: ProcessState) -> None:
-        """Raises SimulationError for what cannot follow."""
-        if state not in _NEXT[self.state]:
-            raise SimulationError(f"{self} is {self.state.value} and cannot become {state.value}")
-        self.state = state
 
     def context(self) -> contextvars.Context:
         """A copy of the current context in which everything belongs to this process."""
@@ -138,8 +124,8 @@ class SimLoop(asyncio.BaseEventLoop):
     _stopping: bool
     _thread_id: int | None
 
-    def __init__(self, seed: int, *, limit_s: float = LIMIT_S, max_steps: int = MAX_STEPS) -> None:
-        """`limit_s`, `max_steps`: virtual time and callbacks after which the run is taken to be endless."""
+    def __init__(self, seed: int, *, limit_s: float = LIMIT_S) -> None:
+        """`limit_s`: virtual time after which the run is taken to be endless."""
         super().__init__()
         self.seed = seed
         self.num_steps = 0
@@ -148,7 +134,6 @@ class SimLoop(asyncio.BaseEventLoop):
         """What would have gone to the exception handler."""
         self._now = START_S
         self._end_s = START_S + limit_s
-        self._max_steps = max_steps
         self._random = random.Random(f"{seed}/schedule")
         self.set_exception_handler(lambda _, context: self.errors.append(context))
 
@@ -161,7 +146,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         if not self._ready and not self._stopping:
             self._advance()
-        if self.num_steps > self._max_steps:
+        if self.num_steps > MAX_STEPS:
             raise SimulationError(f"{self.num_steps} callbacks and no end", remedy="is there a loop that never waits?")
         handles = list(self._ready)
         self._ready.clear()
@@ -329,9 +314,6 @@ class EventLog:
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
         self._entries: list[tuple[float, int, str, tuple[object, ...]]] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def add(self, kind: str, *words: object) -> None:
         """Note an event; `words` are names and numbers of the run, nothing of the machine it runs on."""

@@ -38,7 +38,7 @@ from tests.simulation.sim_loop import (
 )
 from tests.simulation.sim_network import Net, SimNetwork
 
-from myxa.core.errors import CallError, ConfigError, LaunchError, StaleEpoch
+from myxa.core.errors import CallError, LaunchError, StaleEpoch
 from myxa.transport.node import Node
 from myxa.transport.registry.registry import REGISTRY
 from myxa.transport.session import pending
@@ -136,6 +136,8 @@ AGAIN_S = 0.5
 AUDIT_S = 0.5
 QUIET_S = 0.25
 BURIAL_S = 60.0
+REPORT_S = 0.05
+"""After so long the registry hears of a crash, as from a launcher that watches its children."""
 SIGKILL = -9
 
 _log = logging.getLogger("myxa.simulation")
@@ -178,18 +180,15 @@ class SimNode:
 class Sim:
     """One simulation: its nodes, its network, its audit."""
 
-    def __init__(self, seed: int | None = None, net: Net | None = None, *, report_s: float | None = 0.05) -> None:
-        """`seed` None: that of the loop. `report_s`: after so long the registry hears of a crash, as from a launcher
-        that watches its children; None: never."""
+    def __init__(self, seed: int, net: Net | None = None) -> None:
         self._loop = simulated_loop()
-        self.seed = self._loop.seed if seed is None else seed
+        self.seed = seed
         self.log = EventLog(self._loop)
         self.network = SimNetwork(self._loop, net or Net(), self.log)
         self.nodes: dict[str, SimNode] = {}
         self.failures: list[tuple[str, BaseException]] = []
         """Actors and nodes that failed by themselves; a failed node is crashed and started again."""
         self.audit = Audit(self)
-        self._report_s = report_s
         self._chores: dict[asyncio.Task[Any], None] = {}
         self._graveyard: list[Process] = []
         self._is_closing = False
@@ -248,7 +247,7 @@ class Sim:
         process = self._known(name).process
         if process is not None and process.state is ProcessState.RUNNING:
             self.log.add("pause", str(process))
-            process.become(ProcessState.PAUSED)
+            process.state = ProcessState.PAUSED
             process.stopped_at = self._loop.time()
             self.network.stopped(process)
 
@@ -257,7 +256,7 @@ class Sim:
         process = self._known(name).process
         if process is not None and process.state is ProcessState.PAUSED:
             self.log.add("resume", str(process))
-            process.become(ProcessState.RUNNING)
+            process.state = ProcessState.RUNNING
             process.paused_s += self._loop.time() - process.stopped_at
             self._loop.resume(process)
 
@@ -408,7 +407,7 @@ class Sim:
         if node.name == REGISTRY_HOST:
             raise SimulationError("the registry's node is never touched")
         self.log.add("kill", f"{process} {why}")
-        process.become(ProcessState.DEAD)
+        process.state = ProcessState.DEAD
         self._loop.drop_timers(process)
         self._graveyard.append(process)
         node.current = None
@@ -418,11 +417,11 @@ class Sim:
         for callback in process.on_death:
             callback()
         process.on_death.clear()
-        if current is not None and self._report_s is not None and not self._is_closing:
-            self._chore(self._report(node.name, current.epoch, self._report_s), f"report of {process}")
+        if current is not None and not self._is_closing:
+            self._chore(self._report(node.name, current.epoch), f"report of {process}")
 
-    async def _report(self, name: str, epoch: int, after_s: float) -> None:
-        await asyncio.sleep(after_s)
+    async def _report(self, name: str, epoch: int) -> None:
+        await asyncio.sleep(REPORT_S)
         host = self.nodes[REGISTRY_HOST].node
         await self.spawn(REGISTRY_HOST, host.registry.process_exited(name, epoch, SIGKILL), f"end of {name}")
 
@@ -461,12 +460,12 @@ class Sim:
         for node in self.nodes.values():
             process = node.process
             if process is not None and process.state in (ProcessState.RUNNING, ProcessState.PAUSED):
-                process.become(ProcessState.DEAD)
+                process.state = ProcessState.DEAD
                 self._loop.drop_timers(process)
                 self._graveyard.append(process)
                 self.network.process_ended(process)
         for process in self._graveyard:
-            process.become(ProcessState.ENDING)
+            process.state = ProcessState.ENDING
             for task in process.tasks:
                 task.cancel()
             self._loop.resume(process)
@@ -550,13 +549,9 @@ def sweep(
 
 
 def seeds(count: int, environ: Mapping[str, str], *, first: int = 0) -> range:
-    """`count` seeds from `first` on, or only the one that the environment names. Raises ConfigError for nonsense."""
+    """`count` seeds from `first` on, or only the one that the environment names."""
     chosen = environ.get(SEED_VARIABLE, "")
-    if not chosen:
-        return range(first, first + count)
-    if not chosen.isdecimal():
-        raise ConfigError(f"{SEED_VARIABLE}={chosen!r} is no seed", remedy="give a whole number, 0 or more")
-    return range(int(chosen), int(chosen) + 1)
+    return range(int(chosen), int(chosen) + 1) if chosen else range(first, first + count)
 
 
 Verb = Literal["crash", "pause", "partition", "one-way", "reset", "slow", "clock"]
@@ -625,55 +620,27 @@ async def carry_out(sim: Sim, schedule: Sequence[Strike]) -> None:
 
 async def _strike(sim: Sim, strike: Strike) -> None:
     await asyncio.sleep(strike.at_s)
-    await _DEEDS[strike.verb](sim, strike)
-
-
-async def _crash(sim: Sim, strike: Strike) -> None:
-    (name,) = strike.targets
-    await sim.crash(name)
-    await asyncio.sleep(strike.lasts_s)
-    if not sim.nodes[name].is_wanted:  # the scenario may have restarted it meanwhile
-        await sim.restart(name)
-
-
-async def _pause(sim: Sim, strike: Strike) -> None:
-    (name,) = strike.targets
-    sim.pause(name)
-    await asyncio.sleep(strike.lasts_s)
-    sim.resume(name)
-
-
-async def _partition(sim: Sim, strike: Strike) -> None:
-    others = [name for name in sim.nodes if name not in strike.targets]
-    sim.partition(strike.targets, others, one_way=strike.verb == "one-way")
-    await asyncio.sleep(strike.lasts_s)
-    sim.heal()
-
-
-async def _reset(sim: Sim, strike: Strike) -> None:
-    (name,) = strike.targets
-    for other in sim.nodes:
-        if other != name:
-            sim.reset(name, other)
-
-
-async def _slow(sim: Sim, strike: Strike) -> None:
-    (name,) = strike.targets
-    sim.slow(name, strike.strength)
-    await asyncio.sleep(strike.lasts_s)
-    sim.slow(name, 0)
-
-
-async def _clock(sim: Sim, strike: Strike) -> None:
-    sim.step_clock(strike.targets[0], strike.strength)
-
-
-_DEEDS: dict[str, Callable[[Sim, Strike], Awaitable[None]]] = {
-    "crash": _crash,
-    "pause": _pause,
-    "partition": _partition,
-    "one-way": _partition,
-    "reset": _reset,
-    "slow": _slow,
-    "clock": _clock,
-}
+    name, others = strike.targets[0], [each for each in sim.nodes if each not in strike.targets]
+    match strike.verb:
+        case "crash":
+            await sim.crash(name)
+            await asyncio.sleep(strike.lasts_s)
+            if not sim.nodes[name].is_wanted:  # the scenario may have restarted it meanwhile
+                await sim.restart(name)
+        case "pause":
+            sim.pause(name)
+            await asyncio.sleep(strike.lasts_s)
+            sim.resume(name)
+        case "partition" | "one-way":
+            sim.partition(strike.targets, others, one_way=strike.verb == "one-way")
+            await asyncio.sleep(strike.lasts_s)
+            sim.heal()
+        case "reset":
+            for other in others:
+                sim.reset(name, other)
+        case "slow":
+            sim.slow(name, strike.strength)
+            await asyncio.sleep(strike.lasts_s)
+            sim.slow(name, 0)
+        case "clock":
+            sim.step_clock(name, strike.strength)

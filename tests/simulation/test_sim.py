@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +55,15 @@ def simulated(body: Callable[[Sim], Awaitable[Any]], net: Net | None = None, see
 
 def ref(sim: Sim, here: str, there: str, deadline_s: float = 5.0) -> Clerk:
     return with_deadline(sim.nodes[here].node.ref(Clerk, f"clerk/{there}"), deadline_s)
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", Path(__file__).with_name("README.md").read_text(encoding="utf-8"), re.S
+    )
+    names: dict[str, Any] = {}
+    exec(compile(code.replace("seeds(200", "seeds(10"), "README.md", "exec"), names)
+    names["test_counter"]()
 
 
 # -- processes

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.transport.session.frames import (
-    HEADER_BYTES,
-    NO_TTL,
     Assembly,
     Envelope,
     EnvelopeChunk,
@@ -42,11 +40,6 @@ envelopes = st.builds(
     body=st.binary(max_size=300),
     frames=st.lists(st.one_of(st.binary(max_size=40), st.binary(min_size=1000, max_size=1100)), max_size=5).map(tuple),
 )
-
-
-def test_the_header_is_48_bytes():
-    assert HEADER_BYTES == 48
-    assert len(encode(Envelope(kind=Kind.PING))) == 48
 
 
 @settings(max_examples=100, deadline=None)
@@ -143,12 +136,6 @@ def test_chunks_in_any_order_never_raise(parts):
         if isinstance(chunk, EnvelopeChunk):
             result = assembly.add(chunk)
             assert result is None or isinstance(result, Malformed) or len(result) == total
-
-
-def test_no_time_limit_is_a_value_of_its_own():
-    decoded = decode(memoryview(encode(Envelope(kind=Kind.CALL))))
-    assert isinstance(decoded, Envelope)
-    assert decoded.ttl_ms == NO_TTL
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, 0), (2, 9), (3, 0), (3, 99), (5, 255)])

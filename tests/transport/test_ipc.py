@@ -28,7 +28,8 @@ from myxa.core.errors import LaunchError, NotSent
 from myxa.core.refs import with_deadline
 from myxa.transport import outbox as outbox_module
 from myxa.transport.address import check_owner
-from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
+from myxa.transport.outbox import Outbox
+from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole, split
 from myxa.transport.session.pending import UNIT_BYTES, WINDOW_UNITS
 from myxa.transport.zeromq import TurnBudget
 
@@ -196,6 +197,31 @@ async def test_nobody_there_is_said_after_a_while(lab: Lab, monkeypatch: pytest.
     await until(lambda: events.why)
     assert time.monotonic() - began > 0.25
     assert "ready" not in events.said
+
+
+@pytest.mark.asyncio
+async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    sizes: list[int] = []
+    put = Outbox._put
+
+    def counted(self: Outbox, message: bytes | memoryview) -> bool:
+        parts = split(memoryview(message))
+        sizes.append(len(parts) if isinstance(parts, list) else 0)
+        return put(self, message)
+
+    near, _ = await world.pair(Keeper())
+    ref = near.ref(Keeper, "callee")
+    await ref.kept()
+    monkeypatch.setattr(Outbox, "_put", counted)
+    for _ in range(20):
+        await ref.kept()
+    assert max(sizes) <= 2  # nothing waits for company (a heartbeat may happen to be there)
+    sizes.clear()
+    await asyncio.gather(*(ref.kept() for _ in range(1000)))
+    assert sum(sizes) >= 2000
+    assert len(sizes) < 500  # a message of ZeroMQ each would be 2000
 
 
 # -- who may come in

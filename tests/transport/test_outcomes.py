@@ -258,17 +258,3 @@ def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
         assert "n3 speaks protocol 0ther, this process" in str(scene.sink.outcomes[0])
         assert "run the same version" in str(scene.sink.outcomes[0])
     assert one.session.peers() == ()
-
-
-def test_a_hello_that_comes_twice_has_no_effect_and_is_counted():
-    scene = Scene("call", "running")
-    before = scene.two.session.counters["hello_replayed"]
-    old = scene.one.session.greeting(scene.two.key, Lane.CONTROL)
-    source = next(iter(scene.two.accepted))
-    for _ in range(2):  # on its own connection, and recorded and played on another one
-        scene.two.session.received(source, Lane.CONTROL, memoryview(bytearray(old)))
-    scene.two.session.received(b"elsewhere", Lane.CONTROL, memoryview(bytearray(old)))
-    assert scene.two.session.counters["hello_replayed"] - before >= 2
-    scene.answer()
-    scene.net.run()
-    assert scene.outcome == "done"

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.harness.run_job import (  # of tests/integration
-    Job,
-    audit,
-    events,
-    make_job,
-    metrics,
-)
+from tests.harness.run_job import Job, audit, events, make_job, metrics
 from tests.harness.waiting import wait_until
 from tests.weights.weight_lab import serving
 
@@ -73,45 +66,6 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
     assert adopted == list(range(last + 1)), "each version, by whichever channel"
     assert not (run_dir / "weights").exists(), "folders went with the last version that lay in one"
     assert not events(run_dir, "engine-fenced") and not events(run_dir, "weights-refused")
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-def test_a_killed_server_comes_back_and_is_given_the_weights_before_it_works(tmp_path: Path):
-    """SIGKILL at an arbitrary moment, three times; the server is started again at the same address, as a supervisor
-    would. The run goes on with the other one and takes it up again."""
-    job = make_job(tmp_path)
-    folder = tmp_path / "model"
-    with serving(folder) as first, ExitStack() as stack:
-        second = stack.enter_context(serving(folder))
-        port = int(second.url.rpartition(":")[2])
-        process = stack.enter_context(
-            job.start(
-                "roles.rollout.kind=sglang", f'engine.attach=["{first.url}", "{second.url}"]',
-                "roles.rollout.count=2", "roles.rollout.max_restarts=10", "weights.channel=nccl",
-                "weights.join_s=10.0", "weights.transfer_s=10.0", "reward.fn=regex", 'reward.pattern="[1-4]"',
-                "run.num_steps=100000", "run.max_wall_s=120.0", "guard.every=0",
-            )
-        )  # fmt: skip
-        try:
-            wait_until(lambda: len(_adopted(job, "rollout/1")) >= 3, "the third version in the second server")
-            for life in range(3):
-                second.kill()
-                second = stack.enter_context(serving(folder, port))
-                joined = 3 + life
-                wait_until(
-                    lambda n=joined: len(events(job.run_dir(), "engine-joined")) >= n, "the return of the server"
-                )
-                seen = len(_adopted(job, "rollout/1"))
-                wait_until(lambda n=seen: len(_adopted(job, "rollout/1")) >= n + 3, "new versions in it")
-            said, _ = process.communicate(timeout=200)
-        finally:
-            process.kill()
-    assert process.returncode == 0, said
-    trained = audit(job.run_dir()).trained
-    assert len(trained) == len(set(trained)) > 0
-    lags = [p["values"]["lag/max"] for p in metrics(job.run_dir()) if "lag/max" in p["values"]]
-    assert max(lags) <= 2, "nobody served older weights than allowed"
 
 
 def _adopted(job: Job, rollout: str) -> list[int]:
