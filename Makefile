@@ -5,7 +5,7 @@
 #   make test-fast  the tests that start no run, in under two minutes
 #   make check   ruff, pyright, import-linter
 #   make soak    long runs with random kills
-#   make fuzz    300,000 broken frames and hostile peers against a living node (some minutes)
+#   make fuzz    200,000 broken frames and hostile peers against a living node (some minutes)
 #   make sglang-cpu  the engine contract on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes)
 #   make clean   remove what these targets made (not runs/)
 #

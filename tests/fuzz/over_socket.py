@@ -38,8 +38,8 @@ from myxa.transport.session.frames import Kind, batch
 from myxa.transport.socket_transport import SocketTransport
 from myxa.transport.wire import Endpoints, Lane
 
-PER_CONNECTION = 250
-"""A little more than what is listened to: after a hundred malformed ones the rest is ignored."""
+PER_INSIDER = 300
+"""More than what is listened to: after a hundred malformed ones the rest is ignored."""
 VICTIM = Path(__file__).parent / "victim.py"
 TABLES = [handlers_of(each) for each in (RegistryContract, BufferContract, MixedContract)]
 """Of the victim's actors, in the order of their numbers."""
@@ -101,32 +101,30 @@ async def battlefield() -> AsyncIterator[Field]:
 class Insider:
     """A node that was let in, and raw sockets with its key."""
 
-    def __init__(self, node: Node, victim: Endpoints, to: PeerKey, rng: random.Random) -> None:
+    def __init__(self, node: Node, victim: Endpoints, corpus: Corpus, rng: random.Random) -> None:
         self.node = node
         self._rng = rng
         self._victim = victim
-        self._context = zmq.Context()
+        self.context = zmq.Context()
         self._num_attempts = 1 << 40
         self.may_run = 0
-        self.corpus = Corpus(rng, node._key, to, TABLES, 400)
+        self.corpus = corpus
+        corpus.me, corpus.corr = node._key, 0
         transport = node._opened.transport
         assert isinstance(transport, SocketTransport)
         keys = transport._keys
         assert keys is not None
         self.pair: KeyPair = keys.own
-        self.sockets: list[zmq.Socket[bytes]] = []
 
-    def connect(self, endpoint: str, server: str = "") -> zmq.Socket[bytes]:
-        client = self._context.socket(zmq.DEALER)
-        client.setsockopt(zmq.LINGER, 0)
+    def _connect(self, endpoint: str, over_tcp: bool) -> zmq.Socket[bytes]:
+        client = self.context.socket(zmq.DEALER)
         client.setsockopt(zmq.SNDHWM, 200)
         client.setsockopt(zmq.SNDTIMEO, 1000)
-        if server:
-            client.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+        if over_tcp:
+            client.setsockopt(zmq.CURVE_SERVERKEY, self._victim.curve.encode())
             client.setsockopt(zmq.CURVE_PUBLICKEY, self.pair.public.encode())
             client.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret.encode())
         client.connect(endpoint)
-        self.sockets.append(client)
         return client
 
     def hello(self) -> bytearray:
@@ -135,26 +133,21 @@ class Insider:
         return bytearray(self.corpus.hello(endpoints, self._num_attempts, self.node.name))
 
     def storm(self, num_frames: int, over_tcp: bool) -> int:
-        """Frames over one lane after the other, with a fresh connection now and then; returns how many left."""
-        rng, num_sent = self._rng, 0
-        kinds = self._victim.tcp if over_tcp else self._victim.ipc
-        server = self._victim.curve if over_tcp else ""
-        while num_sent < num_frames:
-            lane = Lane(rng.randrange(2))
-            client = self.connect(kinds[lane], server)
-            if rng.random() < 0.3:
-                change = rng.choice((mutations.other_body, mutations.other_node))
-                client.send(batch([change(rng, self.hello(), self.corpus)]))
-            client.send(batch([self.hello()]))
-            try:
-                for message in self._frames(min(PER_CONNECTION, num_frames - num_sent)):
-                    parts = [message] if rng.random() < 0.98 else [message] * rng.randrange(2, 40)
-                    client.send_multipart(parts)
-                    num_sent += 1
-            except zmq.Again:  # banned, and not let in again
-                client.close(linger=0)
-                return num_sent
-            client.close(linger=5000)  # a loaded machine takes its time
+        """Frames over one connection, and a HELLO that is none at its end; returns how many left."""
+        rng, num_sent, lane = self._rng, 0, Lane(self._rng.randrange(2))
+        client = self._connect((self._victim.tcp if over_tcp else self._victim.ipc)[lane], over_tcp)
+        linger_ms = 1000 if over_tcp else 5000  # a loaded machine takes its time; over tcp a key is banned for good
+        client.send(batch([self.hello()]))
+        try:
+            for message in self._frames(num_frames):
+                parts = [message] if rng.random() < 0.98 else [message] * rng.randrange(2, 10)
+                client.send_multipart(parts)
+                num_sent += 1
+            change = rng.choice((mutations.other_body, mutations.other_node))
+            client.send(batch([change(rng, self.hello(), self.corpus)]))
+        except zmq.Again:  # banned, and not let in again
+            linger_ms = 0
+        client.close(linger=linger_ms)
         return num_sent
 
     def _frames(self, num: int) -> Iterator[bytes]:
@@ -163,9 +156,12 @@ class Insider:
         for _ in range(num):
             pool = self.corpus.calls if rng.random() < 0.7 else self.corpus.others
             data = bytearray(self.corpus.numbered(rng.choice(pool)))
-            if rng.random() < 0.8:
+            if rng.random() < 0.7:
                 data = rng.choice(ENVELOPE_MUTATIONS)(rng, data, self.corpus)
-            self.may_run += self._may_run(data)
+            if self._may_run(data):
+                self.may_run += 1
+                newest = HEADER.unpack_from(data)[mutations.CORR]  # a changed one makes all below it copies
+                self.corpus.corr = max(self.corpus.corr, min(newest, 1 << 63))
             yield from as_messages(rng, [bytes(data)])
 
     def _may_run(self, data: bytearray) -> bool:
@@ -178,11 +174,6 @@ class Insider:
             and (f[mutations.SRC_NODE], f[mutations.SRC_EPOCH], f[mutations.DST_EPOCH]) == (me.node_id, me.epoch, to.epoch)
             and f[mutations.ACTOR] < len(TABLES) and f[mutations.METHOD] < len(TABLES[f[mutations.ACTOR]].specs)
         )  # fmt: skip
-
-    def close(self) -> None:
-        for client in self.sockets:
-            client.close(linger=0)
-        self._context.term()
 
 
 async def attack(num_frames: int, num_raw: int, seed: int) -> SocketTally:
@@ -242,18 +233,17 @@ async def _strangers(ground: Field, num_raw: int, rng: random.Random, tally: Soc
 
 async def _insiders(ground: Field, num_frames: int, rng: random.Random, tally: SocketTally) -> None:
     """One after the other: each is banned in the end."""
-    number = 0
+    number, corpus = 0, Corpus(rng, PeerKey(0, 1), ground.to, TABLES, 800)
     while tally.frames < num_frames:
         number += 1
         node = await _let_in(ground, f"insider/{number}")
-        insider = Insider(node, ground.rdzv.endpoints, ground.to, rng)
+        insider = Insider(node, ground.rdzv.endpoints, corpus, rng)
         try:
-            over_tcp = number % 2 == 1  # there its key is banned, so one connection is all that it has
-            want = min(num_frames - tally.frames, PER_CONNECTION if over_tcp else max(1000, num_frames // 10))
-            tally.frames += await asyncio.to_thread(insider.storm, want, over_tcp)
+            want = min(num_frames - tally.frames, PER_INSIDER)
+            tally.frames += await asyncio.to_thread(insider.storm, want, number % 2 == 1)
         finally:
             tally.may_run += insider.may_run
-            await asyncio.to_thread(insider.close)
+            await asyncio.to_thread(insider.context.term)
             await node.close(grace_s=0.0)
 
 
