@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from tests.algos.conftest import options
+from tests.harness.scripts import loaded
 
 from myxa.algos.kl import kl_terms
 from myxa.core.config import AlgoConfig
 
-BENCH = Path(__file__).parents[2] / "bench" / "kl_exact.py"
 CORRECTIONS = ("none", "behaviour", "decoupled", "tis", "icepop", "mis")
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kl_exact", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("bench/kl_exact.py")
 
 
 @pytest.mark.parametrize("place", ["loss", "reward", "advantage"])

@@ -63,117 +63,64 @@ HASTY = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0, join_s=1.2)
 UNDER_WAY = Plan(busy_s=0.6, deadline_s=4.0, bulk_s=2.5, join_s=10.0)
 
 _HOLE_S = 2.0
-_LATE = Cell(("DeadlineExceeded",), 1.5, (0, 1))
+_BULK_LATE = never("DeadlineExceeded", within_s=3.0)
 _NO_JOIN = never("LaunchError", within_s=2.0)
+_BROKEN = cells(3.0, bulk=_BULK_LATE, join=once("done", within_s=6.0))
+_LATE, _LATE_ONCE = (Cell(("DeadlineExceeded",), 1.5, (least, 1)) for least in (0, 1))
+_HOLE = cells(4.0, call=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN)
+_ANSWERS_LATE = cells(4.0, call=_LATE_ONCE, bulk=_LATE_ONCE, join=None)
 
 _PATIENT = Plan(deadline_s=60.0, bulk_s=60.0, patient_s=60.0, join_s=10.0)
-_GIVEN_UP = cells(
-    35.0,
-    call=maybe("PeerDied", within_s=12.0),
-    cast=maybe("done", within_s=1.0),
-    bulk=maybe("PeerDied", within_s=12.0),
-    join=never("LaunchError", within_s=12.0),
-)
+_GONE, _NO_LATE_JOIN = maybe("PeerDied", within_s=12.0), never("LaunchError", within_s=12.0)
+_GIVEN_UP = cells(35.0, call=_GONE, cast=maybe("done", within_s=1.0), bulk=_GONE, join=_NO_LATE_JOIN)
 
 NETWORK: dict[str, Fault] = {
     "latency": Fault("150 ms of latency each way", cells(3.0)),
     "bandwidth": Fault("bandwidth of 1 MB/s", cells(4.0)),
     "slicer": Fault("TCP segments of 1 to 1000 bytes", cells(3.0)),
-    "cut": Fault(
-        "connections reset after 200 kB each",
-        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0)),
-        Plan(bulk_s=2.5),
-    ),
-    "reset of requests": Fault(
-        "RST on the connection that carries requests",
-        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0), join=once("done", within_s=6.0)),
-        UNDER_WAY,
-        strikes=True,
-    ),
+    "cut": Fault("connections reset after 200 kB each", cells(3.0, bulk=_BULK_LATE), Plan(bulk_s=2.5)),
+    "reset of requests": Fault("RST on the connection that carries requests", _BROKEN, UNDER_WAY, strikes=True),
     "reset of answers": Fault(
         "RST on the connection that carries answers", cells(3.0, join=None), UNDER_WAY, strikes=True
     ),
-    "half-close, callee": Fault(
-        "FIN towards the callee, the other direction stays open",
-        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0), join=once("done", within_s=6.0)),
-        UNDER_WAY,
-        strikes=True,
-    ),
-    "half-close, caller": Fault(
-        "FIN towards the caller, the other direction stays open",
-        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0), join=once("done", within_s=6.0)),
-        UNDER_WAY,
-        strikes=True,
-    ),
-    "hole for requests": Fault(
-        "black hole for requests, 2 s",
-        cells(4.0, call=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
-        HASTY,
-        lasts_s=_HOLE_S,
-    ),
+    **{
+        f"half-close, {side}": Fault(
+            f"FIN towards the {side}, the other direction stays open", _BROKEN, UNDER_WAY, strikes=True
+        )
+        for side in ("callee", "caller")
+    },
+    "hole for requests": Fault("black hole for requests, 2 s", _HOLE, HASTY, lasts_s=_HOLE_S),
     "hole for answers": Fault(
-        "black hole for answers, 2 s",
-        cells(
-            4.0,
-            call=once("DeadlineExceeded", within_s=1.5),
-            bulk=once("DeadlineExceeded", within_s=1.5),
-            cast=once("done", within_s=1.0),
-            join=None,
-        ),
-        HASTY,
-        lasts_s=_HOLE_S,
+        "black hole for answers, 2 s", _ANSWERS_LATE | {"cast": once("done", within_s=1.0)}, HASTY, lasts_s=_HOLE_S
     ),
-    "hole": Fault(
-        "black hole both ways, 2 s",
-        cells(4.0, call=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
-        HASTY,
-        lasts_s=_HOLE_S,
-    ),
+    "hole": Fault("black hole both ways, 2 s", _HOLE, HASTY, lasts_s=_HOLE_S),
     "long hole for requests": Fault("black hole for requests, 15 s", _GIVEN_UP, _PATIENT, lasts_s=15.0, is_soak=True),
     "long hole": Fault("black hole both ways, 25 s", _GIVEN_UP, _PATIENT, lasts_s=25.0, is_soak=True),
 }
 
 _LOST_S = 0.6
 _LOST = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0)
-_SLOW = Plan(busy_s=1.5, deadline_s=0.6, bulk_s=0.6, patient_s=0.6)
-_SLOW_CELL = once("DeadlineExceeded", within_s=0.8)
+_NEVER = never("DeadlineExceeded", within_s=1.5)
+_REQUEST_LOST = cells(4.0, call=_NEVER, cast=never("done", within_s=1.0), bulk=_NEVER, join=None)
+_SLOW = once("DeadlineExceeded", within_s=0.8)
 
 RPC: dict[str, Fault] = {
-    "request lost": Fault(
-        "the request is lost and its connection breaks",
-        cells(
-            4.0,
-            call=never("DeadlineExceeded", within_s=1.5),
-            cast=never("done", within_s=1.0),
-            bulk=never("DeadlineExceeded", within_s=1.5),
-            join=None,
-        ),
-        _LOST,
-        lasts_s=_LOST_S,
-    ),
-    "answer lost": Fault(
-        "the answer is lost and its connection breaks",
-        cells(4.0, call=once("DeadlineExceeded", within_s=1.5), bulk=once("DeadlineExceeded", within_s=1.5), join=None),
-        _LOST,
-        lasts_s=_LOST_S,
-    ),
+    "request lost": Fault("the request is lost and its connection breaks", _REQUEST_LOST, _LOST, lasts_s=_LOST_S),
+    "answer lost": Fault("the answer is lost and its connection breaks", _ANSWERS_LATE, _LOST, lasts_s=_LOST_S),
     "slow": Fault(
         "it is executed, but slower than the deadline",
-        cells(0.8, call=_SLOW_CELL, put=once("CallError", within_s=0.8), bulk=_SLOW_CELL, join=None),
-        _SLOW,
+        cells(0.8, call=_SLOW, put=once("CallError", within_s=0.8), bulk=_SLOW, join=None),
+        Plan(busy_s=1.5, deadline_s=0.6, bulk_s=0.6, patient_s=0.6),
     ),
 }
 
 DYING = Plan(busy_s=2.5, deadline_s=20.0, patient_s=30.0, bulk_s=20.0, join_s=1.5)
 FROZEN = Plan(busy_s=1.0, deadline_s=20.0, patient_s=20.0, bulk_s=20.0, join_s=20.0)
 
-_DIES = cells(
-    20.0,
-    call=once("PeerDied", within_s=2.0),
-    cast=once("done", within_s=1.0),
-    bulk=once("PeerDied", within_s=2.0),
-    join=never("LaunchError", within_s=2.0),
-)
+_DIED = once("PeerDied", within_s=2.0)
+_DIES = cells(20.0, call=_DIED, cast=once("done", within_s=1.0), bulk=_DIED, join=_NO_JOIN)
+_NOT_KEPT = once("LedgerError", within_s=2.0)
+_MAYBE_LATE = maybe("DeadlineExceeded", within_s=15.5)
 
 PROCESS: dict[str, Fault] = {
     "SIGKILL": Fault("SIGKILL; the launcher reports it and starts the process again", _DIES, DYING, strikes=True),
@@ -190,7 +137,7 @@ PROCESS: dict[str, Fault] = {
     ),
     "descriptors": Fault(
         "no file descriptor is left in the callee's process",
-        cells(2.0, put=once("LedgerError", within_s=2.0), join=never("LaunchError", within_s=3.0)),
+        cells(2.0, put=_NOT_KEPT, join=never("LaunchError", within_s=3.0)),
         Plan(join_s=2.0),
     ),
     "memory": Fault(
@@ -198,29 +145,14 @@ PROCESS: dict[str, Fault] = {
         cells(2.0, bulk=never("Overloaded", "PeerDied", within_s=4.0), join=None),
         Plan(bulk_s=20.0),
     ),
-    "disk": Fault(
-        "no space on the device that the callee writes puts to",
-        cells(2.0, put=once("LedgerError", within_s=2.0), join=None),
-    ),
+    "disk": Fault("no space on the device that the callee writes puts to", cells(2.0, put=_NOT_KEPT, join=None)),
     "long SIGSTOP": Fault(
-        "SIGSTOP, 30 s later SIGCONT",
-        cells(
-            35.0,
-            call=maybe("DeadlineExceeded", within_s=15.5),
-            bulk=maybe("DeadlineExceeded", within_s=15.5),
-            join=never("LaunchError", within_s=12.0),
-        ),
+        "SIGSTOP, 30 s later SIGCONT", cells(35.0, call=_MAYBE_LATE, bulk=_MAYBE_LATE, join=_NO_LATE_JOIN),
         Plan(busy_s=1.0, deadline_s=15.0, bulk_s=15.0, patient_s=60.0, join_s=10.0),
-        strikes=True,
-        lasts_s=30.0,
-        is_soak=True,
+        strikes=True, lasts_s=30.0, is_soak=True,
     ),
     "long interpreter lock": Fault(
-        "a handler holds the interpreter lock for 30 s",
-        cells(35.0, join=None),
-        Plan(busy_s=1.0, deadline_s=60.0, bulk_s=60.0, patient_s=60.0),
-        strikes=True,
-        lasts_s=30.0,
-        is_soak=True,
+        "a handler holds the interpreter lock for 30 s", cells(35.0, join=None),
+        Plan(busy_s=1.0, deadline_s=60.0, bulk_s=60.0, patient_s=60.0), strikes=True, lasts_s=30.0, is_soak=True,
     ),
-}
+}  # fmt: skip

@@ -48,9 +48,9 @@ def hop(source: str, name: str, groups: list[int], start_s: float, duration_s: f
 
 
 def bundle(step: int) -> Telemetry:
-    text = 'a "quoted" \n text'
+    at_s, text = WALL_S + step, 'a "quoted" \n text'
     return Telemetry(
         metrics=(point(step, train__loss=1.0 / (step + 1)),),
         events=(Event(source="buffer", wall_s=WALL_S, kind="group-dropped", text=text, data={"id": step}),),
-        spans=(span("trainer/0", "train", WALL_S + step), span("rollout/0", "generate", WALL_S, 1, track="group 3")),
+        spans=(span("trainer/0", "train", at_s), span("rollout/0", "generate", at_s, 1, track="group 3")),
     )

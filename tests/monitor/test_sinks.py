@@ -91,9 +91,7 @@ def test_the_trace_is_whole_after_every_flush(tmp_path: Path) -> None:
     assert {span["tid"] for span in spans if span["name"] == "generate"} == {tracks["group 3"]}
     assert [event["args"]["value"] for event in events if event["ph"] == "C"][1] == 0.5
     assert sum(event["ph"] == "i" for event in events) == 5
-    for event in events:  # what Chrome's format asks of every event
-        assert {"ph", "name", "pid", "tid"} <= set(event)
-        assert event["ph"] == "M" or isinstance(event["ts"], int)
+    check_events(events)
 
 
 def test_a_trace_torn_in_any_place_is_repaired_and_rows_keep_their_names(tmp_path: Path) -> None:

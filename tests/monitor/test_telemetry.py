@@ -12,6 +12,11 @@ from myxa.core.clock import SystemClock
 from myxa.core.errors import MessageTooLarge, NoSuchActor
 from myxa.core.messages import Telemetry
 
+ERRORS = {
+    "dead": NoSuchActor("nobody is called monitor"), "broken": TypeError("this is a bug in the way to the monitor"),
+    "refuses": MessageTooLarge("2 MiB are more than the lane takes"),
+}  # fmt: skip
+
 
 class Receiver:
     """A monitor that can be dead, hang, or answer."""
@@ -23,14 +28,10 @@ class Receiver:
 
     async def __call__(self, bundle: Telemetry) -> None:
         self.num_calls += 1
-        if self.mode == "dead":
-            raise NoSuchActor("nobody is called monitor")
         if self.mode == "hangs":
             await asyncio.Event().wait()
-        if self.mode == "broken":
-            raise TypeError("this is a bug in the way to the monitor")
-        if self.mode == "refuses":
-            raise MessageTooLarge("2 MiB are more than the lane takes")
+        if self.mode in ERRORS:
+            raise ERRORS[self.mode]
         self.bundles.append(bundle)
 
 

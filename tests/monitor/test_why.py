@@ -22,77 +22,41 @@ from myxa.launch.views.why import (
 
 Shares = dict[str, dict[str, float]]
 
+Kinds = dict[str, float]
+HUNGRY: Kinds = {"compute": 0.3, "wait-data": 0.7}
+HALF: Kinds = {"compute": 0.5, "wait-data": 0.5}
+BUSY: Kinds = {"compute": 1.0}
+
+
+def two(trainer: Kinds, rollout: Kinds, **more: Kinds) -> Shares:
+    """Of a trainer and a rollout actor, and of `trainer_1`."""
+    return {"trainer/0": trainer, "rollout/0": rollout, **{name.replace("_", "/"): one for name, one in more.items()}}
+
+
+ON_REWARD = two(HUNGRY, {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1})
 CASES: list[tuple[Bound, Shares]] = [
-    ("memory", {"trainer/0": {"compute": 0.4, "wait-data": 0.2, "wait-memory": 0.4}, "rollout/0": {"compute": 0.2}}),
-    (
-        "generation",
-        {"trainer/0": {"compute": 0.38, "wait-data": 0.62}, "rollout/0": {"compute": 0.97, "wait-data": 0.03}},
-    ),
-    (
-        "generation",
-        {
-            "trainer/0": {"compute": 0.5, "wait-data": 0.5},
-            "trainer/1": {"compute": 0.0, "wait-data": 1.0},
-            "rollout/0": {"compute": 0.8, "wait-weights": 0.2},
-            "rollout/1": {"compute": 1.0},
-            "buffer": {"other": 1.0},
-        },
-    ),
-    (
-        "reward",
-        {
-            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
-            "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1},
-        },
-    ),
-    (
-        "data",
-        {
-            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
-            "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/draw": 0.9},
-        },
-    ),
-    (
-        "training",
-        {"trainer/0": {"compute": 0.95, "wait-data": 0.05}, "rollout/0": {"compute": 0.4, "wait-capacity": 0.6}},
-    ),
-    (
-        "capacity",
-        {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.45, "wait-capacity": 0.55}},
-    ),
-    ("weights", {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.4, "wait-weights": 0.6}}),
-    ("weights", {"trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4}, "rollout/0": {"compute": 1.0}}),
-    ("capacity", {"trainer/0": {"compute": 0.4, "wait-capacity": 0.6}, "rollout/0": {"compute": 1.0}}),
-    (
-        "concurrency",
-        {
-            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
-            "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.8, "compute/generate": 0.1, "wait-data": 0.1},
-        },
-    ),
-    (
-        "guard",
-        {
-            "trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4, "wait-weights/canary": 0.35},
-            "rollout/0": {"compute": 1.0},
-        },
-    ),
-    (
-        "generation",
-        {
-            "trainer/0": {"compute": 0.1, "wait-data": 0.3, "other": 0.6, "other/start": 0.6},
-            "rollout/0": {"compute": 0.4, "other": 0.6, "other/start": 0.4, "other/start, engine": 0.2},
-        },
-    ),
-    ("starting", {"trainer/0": {"other": 1.0, "other/start": 0.99}, "rollout/0": {"other": 1.0, "other/start": 1.0}}),
-    ("none", {"trainer/0": {"compute": 0.9, "wait-data": 0.1}, "rollout/0": {"compute": 0.88, "wait-data": 0.12}}),
-    ("paused", {"trainer/0": {"wait-data": 0.8, "paused": 0.2}, "rollout/0": {"paused": 0.95, "compute": 0.05}}),
-    ("starting", {"trainer/0": {"other": 0.8, "compute": 0.2}, "rollout/0": {"compute": 1.0}}),
-    ("unknown", {"trainer/0": {"compute": 1.0}}),
-    ("unknown", {"rollout/0": {"compute": 1.0}, "trainer/0": {}}),
-    ("unknown", {}),
-    ("unknown", {"trainer/0": {"wait-data": 1.0}, "rollout/0": {"other": 1.0}}),
-]  # start-up is left out of the shares that are judged
+    ("memory", two({"compute": 0.4, "wait-data": 0.2, "wait-memory": 0.4}, {"compute": 0.2})),
+    ("generation", two({"compute": 0.38, "wait-data": 0.62}, {"compute": 0.97, "wait-data": 0.03})),
+    ("generation", two(HALF, {"compute": 0.8, "wait-weights": 0.2}, trainer_1={"compute": 0.0, "wait-data": 1.0},
+                       rollout_1=BUSY, buffer={"other": 1.0})),
+    ("reward", ON_REWARD), ("data", two(HUNGRY, {"compute": 0.1, "wait-data": 0.9, "wait-data/draw": 0.9})),
+    ("training", two({"compute": 0.95, "wait-data": 0.05}, {"compute": 0.4, "wait-capacity": 0.6})),
+    ("capacity", two(HALF, {"compute": 0.45, "wait-capacity": 0.55})),
+    ("weights", two(HALF, {"compute": 0.4, "wait-weights": 0.6})),
+    ("weights", two({"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4}, BUSY)),
+    ("capacity", two({"compute": 0.4, "wait-capacity": 0.6}, BUSY)),
+    ("concurrency", two(HUNGRY, {"compute": 0.9, "compute/generate at limit": 0.8, "compute/generate": 0.1,
+                                 "wait-data": 0.1})),
+    ("guard", two({"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4, "wait-weights/canary": 0.35}, BUSY)),
+    ("generation", two({"compute": 0.1, "wait-data": 0.3, "other": 0.6, "other/start": 0.6},
+                       {"compute": 0.4, "other": 0.6, "other/start": 0.4, "other/start, engine": 0.2})),
+    ("starting", two({"other": 1.0, "other/start": 0.99}, {"other": 1.0, "other/start": 1.0})),
+    ("none", two({"compute": 0.9, "wait-data": 0.1}, {"compute": 0.88, "wait-data": 0.12})),
+    ("paused", two({"wait-data": 0.8, "paused": 0.2}, {"paused": 0.95, "compute": 0.05})),
+    ("starting", two({"other": 0.8, "compute": 0.2}, BUSY)), ("unknown", {"trainer/0": BUSY}),
+    ("unknown", two({}, BUSY)), ("unknown", {}), ("unknown", two({"wait-data": 1.0}, {"other": 1.0})),
+]  # fmt: skip
+"""Start-up is left out of the shares that are judged."""
 
 
 @pytest.mark.parametrize(("bound", "shares"), CASES)
@@ -105,26 +69,19 @@ def test_planted_cases(bound: Bound, shares: Shares) -> None:
 
 
 def test_the_sentence_names_who_waits_how_long_and_for_what() -> None:
-    shares = {
-        "trainer/0": {"compute": 0.3, "wait-data": 0.7},
-        "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1},
-    }
-    sentence = judge(shares, Facts()).sentence
+    sentence = judge(ON_REWARD, Facts()).sentence
     for word in ("trainer/0", "70 %", "reward", "rollout/0", "80 %"):
         assert word in sentence
 
 
 def test_the_leader_is_asked_and_not_the_ranks_that_wait_for_it() -> None:
     ranks: Shares = {f"trainer/{rank}": {"wait-data": 1.0} for rank in range(1, 12)}
-    shares = {**ranks, "trainer/0": {"compute": 1.0}, "rollout/0": {"wait-capacity": 1.0}}
+    shares = ranks | two(BUSY, {"wait-capacity": 1.0})
     assert judge(shares, Facts()).bound == "training"
 
 
 def test_more_requests_are_no_remedy_for_engines_that_are_full() -> None:
-    shares = {
-        "trainer/0": {"compute": 0.3, "wait-data": 0.7},
-        "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.9, "wait-data": 0.1},
-    }
+    shares = two(HUNGRY, {"compute": 0.9, "compute/generate at limit": 0.9, "wait-data": 0.1})
     assert judge(shares, Facts()).bound == "concurrency"
     assert judge(shares, Facts(gauges={"rollout/0": {"rollout/waiting": 1.0}})).bound == "generation"
     allowed = Facts(knobs={"concurrency": knob("concurrency", 16)}, num_samples=4, max_running=64)
@@ -148,10 +105,7 @@ def test_engines_are_full_when_requests_wait_or_none_has_a_place_left(gauges: Sh
     assert Facts(gauges=gauges).engines_are_full is is_full
 
 
-THROWN_AWAY: Shares = {
-    "trainer/0": {"compute": 0.05, "wait-data": 0.95},
-    "rollout/0": {"compute": 0.97, "wait-data": 0.03},
-}
+THROWN_AWAY = two({"compute": 0.05, "wait-data": 0.95}, {"compute": 0.97, "wait-data": 0.03})
 
 
 def newest(**told: float) -> Shares:
@@ -200,6 +154,12 @@ def verdict(bound: Bound, share: float = 0.6) -> Reason:
     return Reason(bound=bound, sentence="sentence", remedy="remedy", share=share)
 
 
+def advice(bound: Bound, known: Facts, share: float = 0.6) -> Reason:
+    found = advise(verdict(bound, share), known)
+    assert found is not None and found.remedy
+    return found
+
+
 @pytest.mark.parametrize(
     ("bound", "share", "known", "command"),
     [
@@ -215,10 +175,7 @@ def verdict(bound: Bound, share: float = 0.6) -> Reason:
     ],
 )
 def test_one_knob_with_a_value(bound: Bound, share: float, known: Facts, command: str) -> None:
-    advice = advise(verdict(bound, share), known)
-    assert advice is not None
-    assert advice.command == command
-    assert advice.remedy
+    assert advice(bound, known, share).command == command
 
 
 @pytest.mark.parametrize(
@@ -230,20 +187,19 @@ def test_one_knob_with_a_value(bound: Bound, share: float, known: Facts, command
     ],
 )
 def test_what_no_knob_does_is_a_line_of_the_run_file(bound: Bound, known: Facts, key: str, new: int) -> None:
-    advice = advise(verdict(bound), known)
-    assert advice is not None
-    assert (advice.knob, advice.key, advice.new, advice.command) == ("", key, new, "")
+    found = advice(bound, known)
+    assert (found.knob, found.key, found.new, found.command) == ("", key, new, "")
     assert advise(verdict("data"), Facts(is_data_endless=True)) is None, "it is so already"
 
 
 def test_concurrency_goes_as_far_as_engines_and_slots_have_room() -> None:
     known = facts(concurrency=4)
     roomy = Facts(knobs=known.knobs, num_samples=4, max_running=40, slots_total=100)
-    assert advise(verdict("concurrency", 0.9), roomy).new == 10  # type: ignore[union-attr]
+    assert advice("concurrency", roomy, 0.9).new == 10
     few_slots = Facts(knobs=known.knobs, num_samples=4, max_running=400, slots_total=12, num_rollouts=2)
-    assert advise(verdict("concurrency", 0.9), few_slots).new == 6  # type: ignore[union-attr]
+    assert advice("concurrency", few_slots, 0.9).new == 6
     none_left = Facts(knobs={**known.knobs, "max_staleness": knob("max_staleness", 1)}, slots_total=4)
-    assert advise(verdict("concurrency", 0.9), none_left).knob == "max_staleness"  # type: ignore[union-attr]
+    assert advice("concurrency", none_left, 0.9).knob == "max_staleness"
 
 
 def test_a_knob_at_its_end_or_not_there_is_not_proposed() -> None:
@@ -251,7 +207,7 @@ def test_a_knob_at_its_end_or_not_there_is_not_proposed() -> None:
     assert advise(verdict("capacity"), Facts()) is None
     assert advise(verdict("none"), facts(concurrency=4)) is None
     pending = Facts(knobs={"max_staleness": knob("max_staleness", 1, pending=2)})
-    assert advise(verdict("capacity"), pending).new == 3  # type: ignore[union-attr]
+    assert advice("capacity", pending).new == 3
 
 
 STARVED: Shares = {
@@ -299,7 +255,7 @@ def test_start_up_is_left_out_of_an_actors_time() -> None:
 def test_f2_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
     """F2."""
     roomy = Facts(num_rollouts=2, cores=3, most_rollouts=3)
-    assert advise(verdict("generation", 0.9), roomy).command == "myxa scale rollout=3"  # type: ignore[union-attr]
+    assert advice("generation", roomy, 0.9).command == "myxa scale rollout=3"
     full = Facts(num_rollouts=2, cores=2, most_rollouts=2)
     assert advise(verdict("generation", 0.9), full) is None
     starved = {"trainer/0": {"wait-data": 0.9, "compute": 0.1}, "rollout/0": {"compute": 1.0}}
@@ -307,8 +263,8 @@ def test_f2_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
     assert "no room for more than 2 rollout actors (2 cores)" in told
     assert "scale" not in told
     spare = Facts(num_rollouts=1, most_rollouts=3, more_devices="4,5")
-    assert advise(verdict("generation"), spare).command == "myxa scale rollout=3 --devices 4,5"  # type: ignore[union-attr]
-    assert advise(verdict("reward"), Facts(cores=2, num_rollouts=2)).new == 1  # type: ignore[union-attr]
+    assert advice("generation", spare).command == "myxa scale rollout=3 --devices 4,5"
+    assert advice("reward", Facts(cores=2, num_rollouts=2)).new == 1
     assert advise(verdict("reward"), Facts(cores=2, num_rollouts=1, reward_workers=2)) is None
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.harness.scripts import loaded
 
 
 @pytest.fixture(scope="session")
 def planter() -> ModuleType:
-    """`bench/planted_run.py`."""
-    path = Path(__file__).parents[2] / "bench" / "planted_run.py"
-    spec = importlib.util.spec_from_file_location("planted_run", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("bench/planted_run.py")
 
 
 @pytest.fixture(scope="session")

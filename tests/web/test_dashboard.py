@@ -10,7 +10,7 @@ import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -247,21 +247,20 @@ async def test_kept_samples_and_other_runs_of_the_folder_are_shown(planting, sea
         assert (await visit.get("/api/runs", headers={"Origin": "http://evil.example"}))[0] == 403
 
 
+def answering(seat: Any, verb: Verb[Any], handler: Handler) -> Any:
+    """A seat that answers this verb otherwise."""
+    return SimpleNamespace(run_dir=seat.run_dir, handlers=lambda: seat.handlers() | {verb: handler})
+
+
 async def test_in_the_launcher_it_takes_no_thread_that_the_answers_need(planting, seat) -> None:
     """The verb that is asked for reads in a thread of the same loop, as `samples` does."""
 
     async def read(*_: Any) -> dict[str, Any]:
         return await asyncio.to_thread(lambda: {"groups": []})
 
-    class Seat:
-        run_dir = seat.run_dir
-
-        def handlers(self) -> dict[Verb[Any], Handler]:
-            return seat.handlers() | {SAMPLES: read}
-
     threads = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(threads)
-    async with served(planting, Seat()) as (visit, _), asyncio.timeout(PATIENCE_S):
+    async with served(planting, answering(seat, SAMPLES, read)) as (visit, _), asyncio.timeout(PATIENCE_S):
         answers = await asyncio.gather(*(visit.get("/api/verbs/samples") for _ in range(4)))
         assert answers == [(200, '{"groups":[]}\n')] * 4
         assert (await visit.state())["state"]["phase"] == "running"
@@ -274,13 +273,7 @@ async def test_questions_to_a_run_that_does_not_answer_are_limited(planting, sea
         await asyncio.wait_for(is_over.wait(), PATIENCE_S)
         return {}
 
-    class Seat:
-        run_dir = seat.run_dir
-
-        def handlers(self) -> dict[Verb[Any], Handler]:
-            return seat.handlers() | {SAMPLES: wait}
-
-    async with served(planting, Seat()) as (visit, _):
+    async with served(planting, answering(seat, SAMPLES, wait)) as (visit, _):
         asking = [asyncio.create_task(visit.get("/api/verbs/samples")) for _ in range(MAX_ASKS + 1)]
         try:
             done, _ = await asyncio.wait(asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -295,13 +288,7 @@ async def test_a_stream_of_the_run_is_passed_on_as_it_comes(planting, seat) -> N
         yield {"lines": ["first"]}
         await asyncio.Event().wait()
 
-    class Seat:
-        run_dir = seat.run_dir
-
-        def handlers(self) -> dict[Verb[Any], Handler]:
-            return seat.handlers() | {LOGS: lines}
-
-    async with served(planting, Seat()) as (visit, _), asyncio.timeout(PATIENCE_S):  # noqa: SIM117 - the URL comes first
+    async with served(planting, answering(seat, LOGS, lines)) as (visit, _), asyncio.timeout(PATIENCE_S):  # noqa: SIM117 - the URL comes first
         async with visit.session.get(
             visit.base + "/api/verbs/logs", params={**visit.query, "target": "all", "follow": "true"}
         ) as answer:

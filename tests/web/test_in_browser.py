@@ -4,14 +4,13 @@ text. Without a browser these tests are skipped, and the run of tests ends with 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.harness.scripts import loaded
 
 from myxa.launch.tui.feed import Feed
 from myxa.launch.views.compare import load_runs
@@ -19,22 +18,12 @@ from myxa.launch.views.report import write_page, write_report
 from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
 pytestmark = pytest.mark.timeout(240)
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
 async def page() -> AsyncIterator[Any]:
     """A tab of a fresh browser."""
-    browser = loaded(BENCH / "browser.py")
+    browser = loaded("bench/browser.py")
     found = browser.find_browser()
     if found is None:
         pytest.skip(f"NO BROWSER: none of {', '.join(browser.BROWSERS)} is installed, so no page was looked at")
@@ -168,7 +157,7 @@ async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, page) -> 
 
 
 async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None:
-    hostile = loaded(Path(__file__).parents[1] / "report" / "test_report.py")
+    hostile = loaded("tests/report/test_report.py")
     run_dir = hostile.plant_hostile(tmp_path / "run <b>x")
     await page.goto(write_report(run_dir, tmp_path / "report.html").as_uri())
     await page.says("#notice", hostile.HOSTILE)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from tests.harness.group_runner import delta, runner_of
+from tests.harness.scripts import loaded as loaded_script
 
 from myxa.actors.data import open_prompts
 from myxa.actors.models.tiny import make_tiny_model
@@ -27,12 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("calculator_example", EXAMPLE / "calculator.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded_script("examples/calculator/calculator.py")
 
 
 @pytest.fixture(scope="module")
