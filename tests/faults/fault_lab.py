@@ -3,70 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from tests.faults.depot import effects
 from tests.faults.fault_table import SLACK_S, Fault
 from tests.faults.operations import Result
 
-from myxa.transport.node import Node
+from myxa.transport.node import JobKey, Node
 
 Rows = dict[str, dict[str, Result] | BaseException]
 
 
+@dataclass
+class LabReport:
+    """What the caller's node still holds, and what ran on the other side."""
+
+    left: int
+    effects: dict[tuple[str, str], int]
+    reconnected: dict[str, int]
+    """Row -> connections made by the caller, where a proxy counts them."""
+
+
 class FaultLab(ABC):
-    """`async with`; then `run(name, fault)`, several at the same time."""
+    """A caller, and for each row of a table a callee that it happens to."""
 
     near: Node
     """The caller's."""
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self._open()
-        except BaseException:
-            await self._close()
-            raise
-        return self
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.folder = Path(tempfile.mkdtemp(prefix="p-"))
+        self.key = JobKey.generate()
+        self.nodes: list[Node] = []
+        self.host: Node
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
+    async def _open(self) -> None:
+        self.host = await Node.attach(name="launcher/0", key=self.key, tcp="127.0.0.1:0")
+        self.nodes.append(self.host)
 
-    @abstractmethod
-    async def _open(self) -> None: ...
-
-    @abstractmethod
-    async def _close(self) -> None: ...
+    async def _close(self) -> None:
+        for node in reversed(self.nodes):
+            await node.close(grace_s=0.5)
+        shutil.rmtree(self.folder)
 
     @abstractmethod
     async def run(self, name: str, fault: Fault) -> dict[str, Result]:
         """Every operation of the row, at the same time."""
 
-    async def run_rows(self, faults: dict[str, Fault]) -> Rows:
-        """Results of every row, or what went wrong with it."""
-        found = await asyncio.gather(*(self.run(name, fault) for name, fault in faults.items()), return_exceptions=True)
-        return dict(zip(faults, found, strict=True))
+    def num_lines(self, name: str) -> int:
+        return 0
 
-
-class LabReport:
-    """What the caller's node still holds, and what ran on the other side."""
-
-    def __init__(self) -> None:
-        self.left = 0
-        self.effects: dict[tuple[str, str], int] = {}
-
-    async def settle(self, near: Node, stocks: Iterable[Path]) -> None:
-        for _ in range(100):
-            self.left = len(near._session.calls)
-            # The mirror's subscription to the registry is the one call that lasts.
-            if self.left == 1:
-                break
-            await asyncio.sleep(0.05)
-        for stock in stocks:
-            self.effects |= effects(stock)
+    @classmethod
+    async def run_all(cls, faults: dict[str, Fault]) -> tuple[Rows, LabReport]:
+        """All rows at the same time: results of each, or what went wrong with it; and what was left over."""
+        lab = cls(list(faults))
+        try:
+            await lab._open()
+            found = await asyncio.gather(*(lab.run(*row) for row in faults.items()), return_exceptions=True)
+            for _ in range(100):
+                if (left := len(lab.near._session.calls)) == 1:
+                    break  # the mirror's subscription to the registry is the one call that lasts
+                await asyncio.sleep(0.05)
+            ran = Counter[tuple[str, str]]()
+            for stock in lab.folder.glob("*.stock"):
+                ran |= effects(stock)
+            report = LabReport(left, ran, {name: lab.num_lines(name) for name in faults})
+        finally:
+            await lab._close()
+        return dict(zip(faults, found, strict=True)), report
 
 
 NOTED = ("call", "cast")
@@ -98,17 +109,6 @@ def check(
     if kind != "join":
         num = effects.get((kind, result.token), 0)
         assert cell.num_effects[0] <= num <= cell.num_effects[1], f"{name}, {kind}: {result}, took effect {num} times"
-
-
-def check_all(
-    results: Mapping[str, dict[str, Result] | BaseException],
-    effects: Mapping[tuple[str, str], int],
-    faults: Mapping[str, Fault],
-) -> None:
-    """AssertionError if any cell of these rows is not as the table says."""
-    for name, fault in faults.items():
-        for kind in fault.cells:
-            check(results[name], effects, fault, name, kind)
 
 
 def told(results: Mapping[str, dict[str, Result] | BaseException]) -> str:

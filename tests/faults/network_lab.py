@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tests.faults.depot import Depot, DepotContract
-from tests.faults.fault_lab import FaultLab, LabReport, Rows, begun
+from tests.faults.fault_lab import FaultLab, begun
 from tests.faults.fault_table import Fault
 from tests.faults.operations import BULK_BYTES, CALLING, Plan, Result, begin, judged
 from tests.faults.tcp_proxy import Proxy, Way
 
 from myxa.core.refs import with_deadline
-from myxa.transport.node import JobKey, Node
+from myxa.transport.node import Node
 from myxa.transport.wire import Endpoints
 
 NEAR = "127.0.2.1"
 STRIKE_S = 0.3
 BULK_SPEED = 2e6
 """Bytes a second, so that a bulk transfer is still under way when the fault strikes."""
+SLOWED = {
+    "latency": ("latency_s", 0.15), "bandwidth": ("bytes_per_s", 1e6), "slicer": ("slice_bytes", 1000),
+    "cut": ("limit_bytes", 200_000),
+}  # fmt: skip
+"""Fault -> what every way has then."""
 
 
 class Wire:
@@ -86,8 +90,7 @@ def detour(node: Node, wires: dict[str, Wire]) -> None:
 class Place:
     """The far side of one fault and the wires to it and back."""
 
-    def __init__(self, name: str, number: int, folder: Path) -> None:
-        self.name = name
+    def __init__(self, number: int, folder: Path) -> None:
         self.number = number
         self.host = f"127.0.3.{number}"
         self.joiner_host = f"127.0.4.{number}"
@@ -101,15 +104,12 @@ class Place:
 class NetworkLab(FaultLab):
     """A proxy on every way between the caller and its callees."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        self.key = JobKey.generate()
-        self.places = {name: Place(name, number, folder) for number, name in enumerate(names, 1)}
-        self._nodes: list[Node] = []
-        self.host: Node
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(names)
+        self.places = {name: Place(number, self.folder) for number, name in enumerate(names, 1)}
 
     async def _open(self) -> None:
-        self.host = await Node.attach(name="launcher/0", key=self.key, tcp="127.0.0.1:0")
-        self._nodes.append(self.host)
+        await super()._open()
         self.near = await self._attach("near", NEAR, 1, self.host.rendezvous)
         detour(self.near, {place.host: place.requests for place in self.places.values()})
         for number, place in enumerate(self.places.values()):
@@ -123,18 +123,20 @@ class NetworkLab(FaultLab):
         node = await Node.attach(
             name=name, rdzv=rdzv, key=self.key, node_rank=rank, tcp=f"{host}:0", timeout_s=timeout_s
         )
-        self._nodes.append(node)
+        self.nodes.append(node)
         return node
 
     async def _close(self) -> None:
-        for node in reversed(self._nodes):
-            await node.close(grace_s=0.5)
+        await super()._close()
         for place in self.places.values():
             for wire in (place.requests, place.answers, place.registry):
                 await wire.close()
 
     def depot(self, name: str) -> str:
-        return f"depot/{list(self.places).index(name)}"
+        return f"depot/{self.names.index(name)}"
+
+    def num_lines(self, name: str) -> int:
+        return self.places[name].requests.num_lines
 
     async def probe(self, name: str) -> None:
         """Everything works, on both lanes."""
@@ -145,7 +147,6 @@ class NetworkLab(FaultLab):
     # -- one fault
 
     async def run(self, name: str, fault: Fault) -> dict[str, Result]:
-        """Every operation of the row, at the same time."""
         place = self.places[name]
         if not fault.strikes:
             self._apply(name, place)
@@ -187,18 +188,9 @@ class NetworkLab(FaultLab):
 
     def _apply(self, name: str, place: Place) -> None:
         ways = [way for wire in (place.requests, place.answers, place.registry) for way in (wire.there, wire.back)]
-        if name == "latency":
+        if name in SLOWED:
             for way in ways:
-                way.latency_s = 0.15
-        elif name == "bandwidth":
-            for way in ways:
-                way.bytes_per_s = 1e6
-        elif name == "slicer":
-            for way in ways:
-                way.slice_bytes = 1000
-        elif name == "cut":
-            for way in ways:
-                way.limit_bytes = 200_000
+                setattr(way, *SLOWED[name])
         elif name.removeprefix("long ") in ("hole for requests", "hole"):
             for wire in (place.requests, place.registry, *([] if "requests" in name else [place.answers])):
                 wire.stall()
@@ -219,14 +211,9 @@ class NetworkLab(FaultLab):
             place.registry.reset()
         elif name == "reset of answers":
             assert place.answers.reset() >= 1
-        elif name == "half-close, callee":
-            place.requests.half_close(towards_target=True)
-            place.registry.half_close(towards_target=True)
-        elif name == "half-close, caller":
-            place.requests.half_close(towards_target=False)
-            place.registry.half_close(towards_target=False)
         else:
-            raise ValueError(name)
+            for wire in (place.requests, place.registry):
+                wire.half_close(towards_target={"half-close, callee": True, "half-close, caller": False}[name])
         place.registry.heal()
 
     def _heal(self, place: Place) -> None:
@@ -234,29 +221,6 @@ class NetworkLab(FaultLab):
             if wire.there.is_discarding:
                 assert wire.reset()
             wire.heal()
-
-
-async def run_all(faults: dict[str, Fault]) -> tuple[Rows, NetworkReport]:
-    """Results of every row, and what was left over when all were done."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with NetworkLab(Path(folder), list(faults)) as lab:
-            rows = await lab.run_rows(faults)
-            report = NetworkReport()
-            await report.settle(lab.near, [place.stock for place in lab.places.values()])
-            report.note(lab)
-        return rows, report
-
-
-class NetworkReport(LabReport):
-    """Also of the connections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reconnected: dict[str, int] = {}
-
-    def note(self, lab: NetworkLab) -> None:
-        for place in lab.places.values():
-            self.reconnected[place.name] = place.requests.num_lines
 
 
 assert BULK_BYTES > BULK_SPEED * STRIKE_S

@@ -10,18 +10,17 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 from tests.faults.depot import DepotContract, crates_of, effects
-from tests.faults.fault_lab import NOTED, FaultLab, LabReport, Rows, begun
+from tests.faults.fault_lab import NOTED, FaultLab, begun
 from tests.faults.fault_table import Fault
 from tests.faults.operations import CALLING, Plan, Result, begin, crate, judged
 from tests.harness.programs import Program, start_program
 
 from myxa.core.refs import with_deadline
-from myxa.transport.node import JobKey, Node, Rendezvous
+from myxa.transport.node import Node, Rendezvous
 
 CHILD = Path(__file__).with_name("depot_child.py")
 STRIKE_S = 0.3
@@ -54,9 +53,6 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
-    def send(self, sig: signal.Signals) -> None:
-        self.process.send_signal(sig)
-
     async def report_exit(self) -> int:
         """As a launcher does."""
         status = await self.process.wait()
@@ -73,31 +69,26 @@ class Child:
 
 
 class ProcessLab(FaultLab):
-    """`async with`; then `run(name, fault)`, several at the same time."""
+    """Children that are killed, stopped or starved."""
 
     def __init__(self, names: list[str]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="p-"))
+        super().__init__(names)
         self.sockets = tempfile.mkdtemp(prefix="s-")
-        self.key = JobKey.generate()
         self.key_file = self.folder / "job.key"
         self.rdzv_file = self.folder / "rdzv.json"
         self.children: list[Program] = []
-        self._names = names
         self.fars: dict[str, Child] = {}
         self.registries: dict[str, Child] = {}
         self.strangers: dict[str, Node] = {}
         """Nodes of ours that have joined the registries of children."""
-        self._nodes: list[Node] = []
-        self.host: Node
 
     async def _open(self) -> None:
         self.key.save(self.key_file)
-        self.host = await Node.attach(name="launcher/0", key=self.key, tcp="127.0.0.1:0")
-        self._nodes.append(self.host)
+        await super()._open()
         self.host.rendezvous.save(self.rdzv_file)
         self.near = await Node.attach(name="near", rdzv=self.host.rendezvous, key=self.key, tcp="127.0.0.1:0")
-        self._nodes.append(self.near)
-        for name in self._names:
+        self.nodes.append(self.near)
+        for name in self.names:
             await self.add(name)
         await self.near.wait_for(*(child.name for child in self.fars.values()), timeout_s=START_S)
 
@@ -117,9 +108,8 @@ class ProcessLab(FaultLab):
             if process.returncode is None:
                 process.kill()
             await process.wait()
-        for node in (*self.strangers.values(), *reversed(self._nodes)):
-            await node.close(grace_s=0.3)
-        shutil.rmtree(self.folder)
+        self.nodes += self.strangers.values()
+        await super()._close()
         shutil.rmtree(self.sockets)
 
     def depot(self, name: str, deadline_s: float = 30.0) -> DepotContract:
@@ -128,7 +118,6 @@ class ProcessLab(FaultLab):
     # -- one fault
 
     async def run(self, name: str, fault: Fault) -> dict[str, Result]:
-        """Every operation of the row, at the same time."""
         far = self.fars[name]
         await begin("bulk", self.near, far.name, "probe", Plan())
         registry = self.registries.get(name)
@@ -152,9 +141,11 @@ class ProcessLab(FaultLab):
             tasks["join"] = _task(judged("join", self._join(f"joiner-{far.name}", rdzv, fault.plan.join_s)))
         if fault.lasts_s:
             await asyncio.sleep(fault.lasts_s)
-        mend = self._mends().get(name)
-        if mend is not None:
-            await mend(far, registry)
+        if name in ("SIGKILL", "exit"):
+            await far.report_exit()
+            await far.start()
+        elif "SIGSTOP" in name:
+            self._send(signal.SIGCONT, far, registry)
         results = {kind: await task for kind, task in tasks.items()}
         await self._aftermath(name, far, rdzv)
         return results
@@ -166,15 +157,12 @@ class ProcessLab(FaultLab):
         await node.close(grace_s=0.2)
 
     async def _apply(self, name: str, far: Child, registry: Child | None) -> None:
-        both = [child for child in (far, registry) if child is not None]
         if name == "SIGKILL":
-            for child in both:
-                child.send(signal.SIGKILL)
+            self._send(signal.SIGKILL, far, registry)
         elif name == "exit":
             await self.depot(name).hurt("exit", 3)
-        elif name in ("SIGSTOP", "long SIGSTOP"):
-            for child in both:
-                child.send(signal.SIGSTOP)
+        elif "SIGSTOP" in name:
+            self._send(signal.SIGSTOP, far, registry)
         elif name in ("interpreter lock", "long interpreter lock"):
             amount = 5.0 if name == "interpreter lock" else 30.0
             for depot in await self._depots(name, registry):
@@ -199,18 +187,10 @@ class ProcessLab(FaultLab):
             found.append(node.ref(DepotContract, registry.name))
         return found
 
-    def _mends(self) -> dict[str, Callable[[Child, Child | None], Awaitable[None]]]:
-        return {"SIGKILL": self._replace, "exit": self._replace, "SIGSTOP": self._go_on, "long SIGSTOP": self._go_on}
-
-    async def _replace(self, far: Child, registry: Child | None) -> None:
-        del registry
-        await far.report_exit()
-        await far.start()
-
-    async def _go_on(self, far: Child, registry: Child | None) -> None:
-        for child in (far, registry):
-            if child is not None:
-                child.send(signal.SIGCONT)
+    @staticmethod
+    def _send(sig: signal.Signals, *children: Child | None) -> None:
+        for child in filter(None, children):
+            child.process.send_signal(sig)
 
     async def _aftermath(self, name: str, far: Child, rdzv: Rendezvous | None) -> None:
         """Whatever it was, work goes on afterwards."""
@@ -243,12 +223,3 @@ class ProcessLab(FaultLab):
 
 def _task(work) -> asyncio.Task[Result]:
     return asyncio.get_running_loop().create_task(work)
-
-
-async def run_all(faults: dict[str, Fault]) -> tuple[Rows, LabReport]:
-    """Results of every row, and what was left over when all were done."""
-    async with ProcessLab(list(faults)) as lab:
-        rows = await lab.run_rows(faults)
-        report = LabReport()
-        await report.settle(lab.near, [child.stock for child in lab.fars.values()])
-    return rows, report

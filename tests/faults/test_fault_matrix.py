@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults import network_lab, process_lab
 from tests.faults.depot import Depot, DepotContract, pair
-from tests.faults.fault_lab import check, check_all, told
+from tests.faults.fault_lab import check, told
 from tests.faults.fault_table import NETWORK, PROCESS, RPC, Fault
+from tests.faults.network_lab import NetworkLab
+from tests.faults.process_lab import ProcessLab
 
 from myxa.core.refs import with_deadline
 
 pytestmark = pytest.mark.timeout(90)
 
 TABLES: dict[str, tuple[Mapping[str, Fault], Callable[..., Any]]] = {
-    "network": (NETWORK, network_lab.run_all),
-    "rpc": (RPC, network_lab.run_all),
-    "process": (PROCESS, process_lab.run_all),
+    "network": (NETWORK, NetworkLab.run_all),
+    "rpc": (RPC, NetworkLab.run_all),
+    "process": (PROCESS, ProcessLab.run_all),
 }
 
 
@@ -64,7 +65,9 @@ def test_nothing_is_left_over(table: str) -> None:
 def test_the_long_ones(table: str) -> None:
     results, report = asyncio.run(TABLES[table][1](rows(table, is_soak=True)))
     print(told(results))
-    check_all(results, report.effects, rows(table, is_soak=True))
+    for name, fault in rows(table, is_soak=True).items():
+        for kind in fault.cells:
+            check(results[name], report.effects, fault, name, kind)
     assert report.left == 1
 
 

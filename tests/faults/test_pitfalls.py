@@ -194,51 +194,38 @@ async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path,
 
 async def test_closing_beside_a_dead_peer_does_not_hang(tmp_path):
     """LINGER is -1 by default and `term` then waits for a peer that will never read."""
-    host = await Node.attach(name="launcher/0")
-    near = await Node.attach(name="near", rdzv=host.rendezvous)
-    far = await Node.attach(name="far", rdzv=host.rendezvous)
-    await far.start(Depot(tmp_path / "stock"), "depot")
-    await near.wait_for("depot", timeout_s=5)
-    depot = near.ref(DepotContract, "depot")
-    await depot.whoami()
-    for _, inbox in wires_of(far)._inboxes:  # it is there and reads no more
-        inbox.stop()
-    pending: list[asyncio.Task[Any]] = [
-        asyncio.get_running_loop().create_task(depot.work("t", 60.0)) for _ in range(200)
-    ]
-    pending.append(asyncio.get_running_loop().create_task(depot.weigh("t", np.zeros(4 << 20, np.uint8), 0.0)))
-    await asyncio.sleep(0.1)
-    began = time.monotonic()
-    await near.close(grace_s=0.0)
-    assert time.monotonic() - began < 10
-    assert all(isinstance(end, CallError) for end in await asyncio.gather(*pending, return_exceptions=True))
-    await far.close(grace_s=0.0)
-    await host.close(grace_s=0.0)
+    async with pair(tmp_path) as (near, far):
+        depot = near.ref(DepotContract, "depot")
+        await depot.whoami()
+        for _, inbox in wires_of(far)._inboxes:  # it is there and reads no more
+            inbox.stop()
+        calls = [*(depot.work("t", 60.0) for _ in range(200)), depot.weigh("t", np.zeros(4 << 20, np.uint8), 0.0)]
+        pending = [asyncio.ensure_future(one) for one in calls]
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await near.close(grace_s=0.0)
+        assert time.monotonic() - began < 10
+        assert all(isinstance(end, CallError) for end in await asyncio.gather(*pending, return_exceptions=True))
 
 
 async def test_what_was_queued_for_a_dead_process_never_reaches_its_next_incarnation(tmp_path, caplog):
     """libzmq's own queues outlive a connection and are delivered to whoever listens there next."""
     caplog.set_level(logging.CRITICAL, "myxa")
-    host = await Node.attach(name="launcher/0")
-    near = await Node.attach(name="near", rdzv=host.rendezvous)
-    far = await Node.attach(name="far", rdzv=host.rendezvous)
-    await far.start(Depot(tmp_path / "first"), "depot")
-    await near.wait_for("depot", timeout_s=5)
-    depot = near.ref(DepotContract, "depot")
-    await depot.whoami()
-    for _, inbox in wires_of(far)._inboxes:
-        inbox.stop()  # it reads no more, as if it were stopped
-    calls = [asyncio.get_running_loop().create_task(depot.work(f"old-{i}", 0.0)) for i in range(50)]
-    await asyncio.sleep(0.1)
-    reborn = await Node.attach(name="far", rdzv=host.rendezvous)
-    await reborn.start(Depot(tmp_path / "second"), "depot")
-    ends = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(end, CallError) for end in ends)
-    await near.wait_for("depot", timeout_s=5)
-    assert await with_deadline(depot, 10).work("new", 0.0) == "new"
-    assert (tmp_path / "second").read_text() == "call new\n"
-    for node in (near, far, reborn, host):
-        await node.close(grace_s=0.0)
+    async with pair(tmp_path) as (near, far):
+        depot = near.ref(DepotContract, "depot")
+        await depot.whoami()
+        for _, inbox in wires_of(far)._inboxes:
+            inbox.stop()  # it reads no more, as if it were stopped
+        calls = [asyncio.get_running_loop().create_task(depot.work(f"old-{i}", 0.0)) for i in range(50)]
+        await asyncio.sleep(0.1)
+        reborn = await Node.attach(name="far", rdzv=near.rendezvous)
+        await reborn.start(Depot(tmp_path / "second"), "depot")
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(end, CallError) for end in ends)
+        await near.wait_for("depot", timeout_s=5)
+        assert await with_deadline(depot, 10).work("new", 0.0) == "new"
+        assert (tmp_path / "second").read_text() == "call new\n"
+        await reborn.close(grace_s=0.0)
 
 
 def test_reading_monitors_keeps_nothing():
