@@ -57,36 +57,32 @@ def saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write(folder: Path, kind: str) -> Path:
-    path = folder / kind
+    path, whole, parts = folder / kind, lines(ROWS), [lines(ROWS[:100]), lines(ROWS[100:])]
     match kind:
-        case "t.jsonl" | "a name without suffix":
-            path.write_bytes(lines(ROWS))
         case "t.json":
             path.write_text(json.dumps(ROWS, indent=1))
         case "flat.json":
             path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS, ensure_ascii=False).encode())
         case "t.jsonl.gz" | "gz without suffix":
-            path.write_bytes(gzip.compress(lines(ROWS[:100])) + gzip.compress(lines(ROWS[100:])))
+            path.write_bytes(b"".join(map(gzip.compress, parts)))
         case "t.json.gz":
             path.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
         case "t.jsonl.zst":
-            path.write_bytes(zstd(lines(ROWS[:100])) + zstd(lines(ROWS[100:])))
+            path.write_bytes(b"".join(map(zstd, parts)))
         case "t.parquet":
             pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=77)
-        case "t.arrow":
-            arrow(path, ROWS)
-        case "stream.arrow":
-            arrow(path, ROWS, is_stream=True)
+        case "t.arrow" | "stream.arrow":
+            arrow(path, ROWS, is_stream=kind == "stream.arrow")
         case "saved":
             saved(path, ROWS)
         case "folder" | "*.jsonl":
             inner = folder / "folder" if kind == "folder" else folder
             inner.mkdir(exist_ok=True)
-            for name, part in (("b.jsonl", ROWS[100:]), ("a.jsonl", ROWS[:100])):
-                (inner / name).write_bytes(lines(part))
+            for name, part in zip(("a.jsonl", "b.jsonl"), parts, strict=True):
+                (inner / name).write_bytes(part)
             (inner / "README.md").write_text("#")
         case _:
-            raise AssertionError(kind)
+            path.write_bytes(whole)
     return path
 
 

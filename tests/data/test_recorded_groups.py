@@ -150,17 +150,11 @@ def told(model: Path, path: Path, text: str, **sections: dict[str, Any]) -> str:
 
 
 def of_sample(key: str, value: Any) -> Callable[[Line], None]:
-    def change(line: Line) -> None:
-        line["group"]["samples"][1][key] = value
-
-    return change
+    return lambda line: line["group"]["samples"][1].update({key: value})
 
 
 def of_group(key: str, value: Any) -> Callable[[Line], None]:
-    def change(line: Line) -> None:
-        line["group"][key] = value
-
-    return change
+    return lambda line: line["group"].update({key: value})
 
 
 WHERE = "$.group.samples[1]."

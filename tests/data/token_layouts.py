@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,139 +56,79 @@ def piece_like(*, is_legacy: bool) -> tokenizers.Tokenizer:
     return bpe
 
 
-def write(folder: Path, tokenizer: tokenizers.Tokenizer, files: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    for name, value in {"config.json": {"model_type": "llama"}, **files}.items():
-        if value is not None:
-            (folder / name).write_text(json.dumps(value))
-
-
-def plain(folder: Path) -> None:
-    write(folder, byte_level(), {"tokenizer_config.json": {**CLASS, **NAMED}})
-
-
-def no_config(folder: Path) -> None:
-    write(folder, byte_level(), {"special_tokens_map.json": {"eos_token": "</s>"}})
-
-
-def special_tokens_map_only(folder: Path) -> None:
-    bos = {"content": "<s>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-    files = {
-        "tokenizer_config.json": {**CLASS, "eos_token": "<|im_end|>"},
-        "special_tokens_map.json": {**NAMED, "bos_token": bos, "additional_special_tokens": ["<|new|>"]},
-    }
-    write(folder, byte_level(), files)
-
-
-def truncated_and_padded(folder: Path) -> None:
+def truncated_and_padded() -> tokenizers.Tokenizer:
     tokenizer = byte_level(words=True)
     tokenizer.enable_truncation(max_length=7, direction="left")
     tokenizer.enable_padding(length=64, pad_id=3, pad_token="</s>", direction="left")
-    write(folder, tokenizer, {"tokenizer_config.json": {**CLASS, **NAMED, "model_max_length": 5}})
+    return tokenizer
 
 
-def sentence_pieces(folder: Path) -> None:
-    files = {"tokenizer_config.json": {**CLASS, **NAMED, "add_bos_token": True, "add_eos_token": True}}
-    write(folder, piece_like(is_legacy=False), files)
-
-
-def llama_class(folder: Path) -> None:
-    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "model_max_length": 99}
-    write(folder, piece_like(is_legacy=True), {"tokenizer_config.json": settings})
-
-
-def llama_class_legacy(folder: Path) -> None:
-    settings = {"tokenizer_class": "LlamaTokenizerFast", "legacy": True, **NAMED}
-    write(folder, piece_like(is_legacy=True), {"tokenizer_config.json": settings})
-
-
-def gemma_class(folder: Path) -> None:
-    settings = {"tokenizer_class": "GemmaTokenizer", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    write(folder, piece_like(is_legacy=False), {"tokenizer_config.json": settings})
-
-
-def qwen_class(folder: Path) -> None:
-    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    files = {"config.json": {"model_type": "qwen3"}, "tokenizer_config.json": settings}
-    write(folder, byte_level(), files)
-
-
-def qwen_model_alone(folder: Path) -> None:
-    files = {"config.json": {"model_type": "qwen3", "eos_token_id": 266}}
-    write(folder, byte_level(MARKS[:5]), files)
-
-
-def qwen2_model(folder: Path) -> None:
-    files = {"config.json": {"model_type": "qwen2"}, "tokenizer_config.json": {**CLASS, **NAMED}}
-    write(folder, byte_level(), files)
-
-
-def gpt2_class(folder: Path) -> None:
-    settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    write(folder, byte_level(), {"tokenizer_config.json": {**settings, "add_prefix_space": False}})
-
-
-def gpt2_class_with_spaces(folder: Path) -> None:
+def lowercasing() -> tokenizers.Tokenizer:
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.Lowercase()
-    files = {"tokenizer_config.json": {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True}}
-    write(folder, tokenizer, {"config.json": {"model_type": "qwen3"}, **files})
+    return tokenizer
 
 
-def gpt_neox_class(folder: Path) -> None:
-    settings = {"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
-    write(folder, byte_level(), {"tokenizer_config.json": {**settings, "add_bos_token": True}})
+def flags(text: str, **more: bool) -> dict[str, Any]:
+    return {"content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, **more}
 
 
-def bloom_class(folder: Path) -> None:
-    write(folder, byte_level(words=True), {"tokenizer_config.json": {"tokenizer_class": "BloomTokenizerFast", **NAMED}})
+def of_config(**settings: Any) -> dict[str, Any]:
+    return {"tokenizer_config.json": settings}
 
 
-def class_of_model_config(folder: Path) -> None:
-    files = {"config.json": {"model_type": "llama", "tokenizer_class": "GPT2Tokenizer"}}
-    write(folder, byte_level(), {**files, "tokenizer_config.json": {"eos_token": "<|im_end|>"}})
+def of_model(model_type: str, **more: Any) -> dict[str, Any]:
+    return {"config.json": {"model_type": model_type, **more}}
 
 
-def added_tokens_json(folder: Path) -> None:
-    tokenizer = byte_level(MARKS[:6])
-    files = {
-        "tokenizer_config.json": {**CLASS, **NAMED, "eos_token": "<|eot_id|>"},
-        "added_tokens.json": {"<|eot_id|>": 268, "<think>": 270, "ab ": 269},
-    }
-    write(folder, tokenizer, files)
-
-
-def added_tokens_decoder(folder: Path) -> None:
-    def flags(text: str, **more: bool) -> dict[str, Any]:
-        return {"content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-                "special": True, **more}  # fmt: skip
-
-    decoder = {"265": flags("<|im_start|>", lstrip=True), "266": flags("<|im_end|>", rstrip=True),
-               "290": flags("<|extra|>", special=False, normalized=True), "291": flags("</s>")}  # fmt: skip
-    settings = {
-        **CLASS, **NAMED, "added_tokens_decoder": decoder, "additional_special_tokens": ["<|one|>", "<|two|>"],
-        "bos_token": {"__type": "AddedToken", **flags("<s>")},
-    }  # fmt: skip
-    settings["bos_token"].pop("special")
-    write(folder, byte_level(), {"tokenizer_config.json": settings, "special_tokens_map.json": {"bos_token": "<unk>"}})
-
-
-def own_names(folder: Path) -> None:
-    settings = {**CLASS, **NAMED, "image_token": "<|image|>", "extra_special_tokens": {"boi_token": "<|boi|>"}}
-    write(folder, byte_level(), {"tokenizer_config.json": settings})
-
-
-def special_tokens_are_split(folder: Path) -> None:
-    write(folder, byte_level(), {"tokenizer_config.json": {**CLASS, **NAMED, "split_special_tokens": True}})
-
-
-LAYOUTS: Mapping[str, Callable[[Path], None]] = {
-    made.__name__: made
-    for made in (
-        plain, no_config, special_tokens_map_only, truncated_and_padded, sentence_pieces, llama_class,
-        llama_class_legacy, gemma_class, qwen_class, qwen_model_alone, qwen2_model, gpt2_class, gpt2_class_with_spaces,
-        gpt_neox_class, bloom_class, class_of_model_config, added_tokens_json, added_tokens_decoder, own_names,
-        special_tokens_are_split,
-    )
+modern, legacy = partial(piece_like, is_legacy=False), partial(piece_like, is_legacy=True)
+DECODER = {
+    "265": flags("<|im_start|>", special=True, lstrip=True), "266": flags("<|im_end|>", special=True, rstrip=True),
+    "290": flags("<|extra|>", special=False, normalized=True), "291": flags("</s>", special=True),
 }  # fmt: skip
+FOLDERS: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
+    "plain": (byte_level, of_config(**CLASS, **NAMED)),
+    "no_config": (byte_level, {"special_tokens_map.json": {"eos_token": "</s>"}}),
+    "special_tokens_map_only": (byte_level, of_config(**CLASS, eos_token="<|im_end|>") | {"special_tokens_map.json":
+        {**NAMED, "bos_token": flags("<s>"), "additional_special_tokens": ["<|new|>"]}}),
+    "truncated_and_padded": (truncated_and_padded, of_config(**CLASS, **NAMED, model_max_length=5)),
+    "sentence_pieces": (modern, of_config(**CLASS, **NAMED, add_bos_token=True, add_eos_token=True)),
+    "llama_class": (legacy, of_config(tokenizer_class="LlamaTokenizer", legacy=False, add_bos_token=True,
+        model_max_length=99)),
+    "llama_class_legacy": (legacy, of_config(tokenizer_class="LlamaTokenizerFast", legacy=True, **NAMED)),
+    "gemma_class": (modern, of_config(tokenizer_class="GemmaTokenizer", bos_token="<bos>", eos_token="<eos>",
+        unk_token="<unk>")),
+    "qwen_class": (byte_level, of_model("qwen3") | of_config(tokenizer_class="Qwen2Tokenizer", eos_token="<|im_end|>",
+        pad_token="<|endoftext|>")),
+    "qwen_model_alone": (partial(byte_level, MARKS[:5]), of_model("qwen3", eos_token_id=266)),
+    "qwen2_model": (byte_level, of_model("qwen2") | of_config(**CLASS, **NAMED)),
+    "gpt2_class": (byte_level, of_config(tokenizer_class="GPT2Tokenizer", bos_token="<|im_start|>",
+        eos_token="<|im_end|>", add_prefix_space=False)),
+    "gpt2_class_with_spaces": (lowercasing, of_model("qwen3") | of_config(tokenizer_class="GPT2TokenizerFast",
+        add_prefix_space=True)),
+    "gpt_neox_class": (byte_level, of_config(tokenizer_class="GPTNeoXTokenizer", eos_token="<|endoftext|>",
+        pad_token="<pad>", add_bos_token=True)),
+    "bloom_class": (partial(byte_level, words=True), of_config(tokenizer_class="BloomTokenizerFast", **NAMED)),
+    "class_of_model_config": (byte_level, of_model("llama", tokenizer_class="GPT2Tokenizer")
+        | of_config(eos_token="<|im_end|>")),
+    "added_tokens_json": (partial(byte_level, MARKS[:6]), of_config(**{**CLASS, **NAMED, "eos_token": "<|eot_id|>"})
+        | {"added_tokens.json": {"<|eot_id|>": 268, "<think>": 270, "ab ": 269}}),
+    "added_tokens_decoder": (byte_level, of_config(**{**CLASS, **NAMED, "added_tokens_decoder": DECODER,
+        "additional_special_tokens": ["<|one|>", "<|two|>"], "bos_token": {"__type": "AddedToken", **flags("<s>")}})
+        | {"special_tokens_map.json": {"bos_token": "<unk>"}}),
+    "own_names": (byte_level, of_config(**CLASS, **NAMED, image_token="<|image|>",
+        extra_special_tokens={"boi_token": "<|boi|>"})),
+    "special_tokens_are_split": (byte_level, of_config(**CLASS, **NAMED, split_special_tokens=True)),
+}  # fmt: skip
+
+
+def write(name: str, folder: Path) -> None:
+    make, files = FOLDERS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    make().save(str(folder / "tokenizer.json"))
+    for file, value in {**of_model("llama"), **files}.items():
+        (folder / file).write_text(json.dumps(value))
+
+
+LAYOUTS: Mapping[str, Callable[[Path], None]] = {name: partial(write, name) for name in FOLDERS}
+plain, qwen_class = LAYOUTS["plain"], LAYOUTS["qwen_class"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.manifests import manifest_of
 from tests.harness.waiting import until
 from tests.knobs.coordinator_room import WHO, Room, open_room
 from tests.knobs.knob_maker import FIRST, Desk, make_desk
@@ -31,9 +32,6 @@ BUFFER_FIRST = BufferValues(
     max_staleness=1, on_stale="pace", window=0, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16, num_samples=2,
     group_filter="none",
 )  # fmt: skip
-MANIFEST = WeightManifest(
-    version=5, channel="disk", location="", generation=0, num_bytes=0, tensors=(), digest="", host=""
-)
 
 
 class Buffer(OwnsKnobs):
@@ -166,7 +164,7 @@ async def test_knobs_are_in_force_before_an_engine_could_draw(tmp_path: Path) ->
     buffer = Buffer(tmp_path / "ledger.sqlite")
     engine = Engine(buffer)
     beside = {"buffer": buffer, "rollout/0": engine}
-    async with open_room(tmp_path, live, 5, beside=beside, manifest=MANIFEST):
+    async with open_room(tmp_path, live, 5, beside=beside, manifest=manifest_of(5)):
         assert engine.at_first_weights == {"temperature": 0.5, "room": 2, "level": "DEBUG"}
 
 

@@ -27,23 +27,43 @@ def test_the_run_file_knows_the_same_names() -> None:
     assert (*BUILTINS, "remote") == REWARD_BUILTINS
 
 
-@pytest.mark.parametrize(("text", "label", "args", "value"), [
-    ("1 2 3", "1 2 3", {}, 1.0), (" 1  2\n3 ", "1 2 3", {}, 1.0), ("1 2", "1 2 3", {}, 0.0), ("ABC", "abc", {}, 0.0),
-    ("ABC", "abc", {"ignore_case": True}, 1.0), ("so:\nabc", "abc", {"extract_from": "last_line"}, 1.0),
-    ("abc", "abc", {"extract_from": "boxed"}, 0.0), ("", "", {}, 1.0),
-])  # fmt: skip
-def test_exact(text: str, label: str, args: dict[str, Any], value: float) -> None:
-    assert score("exact", text, label, **args) == value
+CASES: dict[str, list[tuple[str, str, dict[str, Any], float]]] = {
+    "exact": [
+        ("1 2 3", "1 2 3", {}, 1.0), (" 1  2\n3 ", "1 2 3", {}, 1.0), ("1 2", "1 2 3", {}, 0.0), ("ABC", "abc", {}, 0.0),
+        ("ABC", "abc", {"ignore_case": True}, 1.0), ("so:\nabc", "abc", {"extract_from": "last_line"}, 1.0),
+        ("abc", "abc", {"extract_from": "boxed"}, 0.0), ("", "", {}, 1.0),
+    ],
+    "numeric": [
+        (r"\boxed{0.333}", "1/3", {}, 0.0), (r"\boxed{0.333}", "1/3", {"tolerance": 0.01}, 1.0),
+        ("1.05", "1", {"absolute": 0.1}, 1.0), ("100.9", "100", {"tolerance": 0.01}, 1.0),
+        ("-100.9", "-100", {"tolerance": 0.01}, 1.0), ("11.5", "10", {"tolerance": 0.1, "absolute": 1.0}, 0.0),
+        ("12", "12", {"extract_from": "tag"}, 0.0), ("9007199254740993", "9007199254740992", {"tolerance": 0}, 0.0),
+    ],
+    "regex": [
+        ("well, yes!", "", {"pattern": "yes"}, 1.0), ("no", "", {"pattern": "yes"}, 0.0),
+        ("answer: 1, answer: 2", "2", {"pattern": r"answer: (\d+)"}, 1.0),
+        ("answer: 1, answer: 2", "1", {"pattern": r"answer: (\d+)"}, 0.0),
+        ("answer: ", "", {"pattern": r"answer: (\d+)?"}, 1.0), ("nothing", "", {"pattern": r"answer: (\d+)"}, 0.0),
+    ],
+    "format": [
+        ("<think>a\nb</think>\n<answer>c</answer>", "", {}, 1.0), ("<think>a</think>", "", {}, 0.0),
+        ("x <think>a</think><answer>c</answer>", "", {}, 0.0), ("a\nb", "", {"pattern": "a.b"}, 1.0),
+        ("ab", "", {"pattern": "a"}, 0.0),
+    ],
+    "f1": [
+        ("The Eiffel Tower!", "eiffel tower", {}, 1.0), ("tower eiffel", "eiffel tower", {}, 2 * (1 * 1) / (1 + 1)),
+        ("the tower of london", "eiffel tower", {}, 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
+        ("tower tower tower", "tower", {}, 0.5), (r"so it is \boxed{eiffel tower}", "eiffel tower", {}, 1.0),
+        ("paris", "eiffel tower", {}, 0.0), ("yes it is", "yes", {}, 0.0), ("Yes.", "yes", {}, 1.0),
+        ("", "eiffel", {}, 0.0), ("the", "", {}, 1.0),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "label", "args", "value"), [
-    (r"\boxed{0.333}", "1/3", {}, 0.0), (r"\boxed{0.333}", "1/3", {"tolerance": 0.01}, 1.0),
-    ("1.05", "1", {"absolute": 0.1}, 1.0), ("100.9", "100", {"tolerance": 0.01}, 1.0),
-    ("-100.9", "-100", {"tolerance": 0.01}, 1.0), ("11.5", "10", {"tolerance": 0.1, "absolute": 1.0}, 0.0),
-    ("12", "12", {"extract_from": "tag"}, 0.0), ("9007199254740993", "9007199254740992", {"tolerance": 0}, 0.0),
-])  # fmt: skip
-def test_numeric(text: str, label: str, args: dict[str, Any], value: float) -> None:
-    assert score("numeric", text, label, **args) == value
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES.items() for case in cases])
+def test_what_each_says(name: str, case: tuple[str, str, dict[str, Any], float]) -> None:
+    text, label, args, value = case
+    assert score(name, text, label, **args) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("name", "label", "says"), [
@@ -53,23 +73,6 @@ def test_numeric(text: str, label: str, args: dict[str, Any], value: float) -> N
 def test_a_label_that_the_reward_cannot_use_is_refused(name: str, label: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         score(name, "3", label)
-
-
-@pytest.mark.parametrize(("pattern", "text", "label", "value"), [
-    (r"yes", "well, yes!", "", 1.0), (r"yes", "no", "", 0.0), (r"answer: (\d+)", "answer: 1, answer: 2", "2", 1.0),
-    (r"answer: (\d+)", "answer: 1, answer: 2", "1", 0.0), (r"answer: (\d+)?", "answer: ", "", 1.0),
-    (r"answer: (\d+)", "nothing", "", 0.0),
-])  # fmt: skip
-def test_regex(pattern: str, text: str, label: str, value: float) -> None:
-    assert score("regex", text, label, pattern=pattern) == value
-
-
-@pytest.mark.parametrize(("text", "pattern", "value"), [
-    ("<think>a\nb</think>\n<answer>c</answer>", "", 1.0), ("<think>a</think>", "", 0.0),
-    ("x <think>a</think><answer>c</answer>", "", 0.0), ("a\nb", "a.b", 1.0), ("ab", "a", 0.0),
-])  # fmt: skip
-def test_format(text: str, pattern: str, value: float) -> None:
-    assert score("format", text, pattern=pattern) == value
 
 
 @pytest.mark.parametrize(("name", "args", "message"), [
@@ -110,16 +113,6 @@ def test_what_is_no_finite_number_is_refused_by_name(returned: object, words: st
     with pytest.raises((TypeError, ValueError)) as caught:
         outcome_of(returned)
     assert str(caught.value) == words
-
-
-@pytest.mark.parametrize(("text", "label", "value"), [
-    ("The Eiffel Tower!", "eiffel tower", 1.0), ("tower eiffel", "eiffel tower", 2 * (1 * 1) / (1 + 1)),
-    ("the tower of london", "eiffel tower", 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)), ("tower tower tower", "tower", 0.5),
-    (r"so it is \boxed{eiffel tower}", "eiffel tower", 1.0), ("paris", "eiffel tower", 0.0), ("yes it is", "yes", 0.0),
-    ("Yes.", "yes", 1.0), ("", "eiffel", 0.0), ("the", "", 1.0),
-])  # fmt: skip
-def test_f1(text: str, label: str, value: float) -> None:
-    assert score("f1", text, label) == pytest.approx(value)
 
 
 def test_length_costs_what_dapo_says() -> None:
