@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from myxa.actors.knobs.owner import OwnsKnobs
 from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
-from myxa.core.messages import RunStatus, SamplingParams
+from myxa.core.messages import SamplingParams
 from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -30,6 +32,20 @@ def options(folder: Path) -> dict[str, Any]:
         "admission": Admission("pace", max_staleness=1, batch_size=2), "sampling": SamplingParams(max_new_tokens=4),
         "group_filter": GroupFilters("none", GROUP_FILTERS),
     }  # fmt: skip
+
+
+@asynccontextmanager
+async def beside(room: Room, name: str, grace_s: float = 0.3) -> AsyncIterator[Node]:
+    """Another node of the run, inside the block."""
+    node = await Node.attach(name=name, rdzv=room.node.rendezvous)
+    try:
+        yield node
+    finally:
+        await node.close(grace_s=grace_s)
+
+
+async def registered(room: Room, *, is_there: bool = True) -> None:
+    await until(lambda: ("buffer" in room.node.peers("buffer")) is is_there, f"the buffer: {is_there}")
 
 
 class BufferThatDies(Buffer):
@@ -66,49 +82,40 @@ class MonitorThatComesBack(Monitor):
 
 async def test_a_buffer_that_died_before_it_heard_of_a_change(tmp_path: Path) -> None:
     async with open_room(tmp_path) as room:
-        first_node = await Node.attach(name="buffer-1", rdzv=room.node.rendezvous)
-        try:
+        async with beside(room, "buffer-1", 0) as first_node:
             first = BufferThatDies(**options(tmp_path))
             await first_node.start(first, "buffer")
-            await until(lambda: "buffer" in room.node.peers("buffer"), "the buffer's registration")
+            await registered(room)
             change = asyncio.create_task(room.change(temperature=0.5, max_staleness=3))
             async with asyncio.timeout(30):
                 await first.was_told.wait()
-        finally:
-            await first_node.close(grace_s=0)
         reply = await change
         assert reply.epoch, reply.refused
-        await until(lambda: "buffer" not in room.node.peers("buffer"), "the buffer's end")
+        await registered(room, is_there=False)
 
-        second_node = await Node.attach(name="buffer-2", rdzv=room.node.rendezvous)
-        try:
+        async with beside(room, "buffer-2") as second_node:
             second = BufferThatComesBack(**options(tmp_path))
             await second_node.start(second, "buffer")
             assert second.at_first.items() >= {"temperature": 0.5, "max_staleness": 3, "epoch": reply.epoch}.items()
             assert (await room.change(temperature=0.75)).epoch > reply.epoch
             assert (await second.knobs()).epoch > reply.epoch
-        finally:
-            await second_node.close(grace_s=0.3)
 
 
 async def test_a_buffer_whose_newer_value_contradicts_an_older_change(tmp_path: Path) -> None:
     """A window that only a higher bound allows, and an older change with a lower bound, for all buffers there are."""
     async with open_room(tmp_path) as room:
         for life in ("buffer-1", "buffer-2"):
-            node = await Node.attach(name=life, rdzv=room.node.rendezvous)
-            try:
+            async with beside(room, life) as node:
                 buffer = BufferThatComesBack(**options(tmp_path))
                 await node.start(buffer, "buffer")
-                await until(lambda: "buffer" in room.node.peers("buffer"), "the buffer's registration")
+                await registered(room)
                 if life == "buffer-1":
                     assert (await room.change(max_staleness=2)).epoch
                     assert (await room.change(max_staleness=8, window=16, target="buffer")).epoch
                 else:
                     assert buffer.at_first.items() >= {"max_staleness": 8, "window": 16}.items()
-            finally:
-                await node.close(grace_s=0.3)
-            await until(lambda: "buffer" not in room.node.peers("buffer"), "the buffer's end")
-        assert (await _status(room)).phase == "running"
+            await registered(room, is_there=False)
+        assert (await room.ref.status()).phase == "running"
 
 
 async def test_a_monitor_that_comes_back(tmp_path: Path) -> None:
@@ -153,24 +160,17 @@ async def test_an_owner_is_told_again_and_one_that_never_uses_it_ends_the_run(
 ) -> None:
     async with open_room(tmp_path) as room:
         await room.node.stop("monitor")
-        node = await Node.attach(name="others", rdzv=room.node.rendezvous)
-        try:
+        async with beside(room, "others") as node:
             await node.start(good := Stubborn(0), "buffer")
-            await until(lambda: "buffer" in room.node.peers("buffer"), "the buffer's registration")
+            await registered(room)
             assert (await room.change(level="DEBUG")).epoch
             assert good.desk.values["level"] == "DEBUG"
             await node.stop("buffer")
-            await until(lambda: "buffer" not in room.node.peers("buffer"), "the buffer's end")
+            await registered(room, is_there=False)
             await node.start(bad := Stubborn(num_failures), "buffer")
             async with asyncio.timeout(40):
-                while bad.desk.values["level"] != "DEBUG" and (await _status(room)).phase == "running":
+                while bad.desk.values["level"] != "DEBUG" and (await room.ref.status()).phase == "running":
                     await asyncio.sleep(0.05)
-            status = await _status(room)
+            status = await room.ref.status()
             assert status.phase == phase
             assert ("buffer: " in status.error and "not today" in status.error) is (phase == "failed")
-        finally:
-            await node.close(grace_s=0.3)
-
-
-async def _status(room: Room) -> RunStatus:
-    return await room.ref.status()

@@ -133,20 +133,17 @@ def test_mlflow_tells_where_it_writes_without_secrets(
     assert all("http://127.0.0.1:1" in text and "s3cret" not in text for text in said), said
 
 
-@pytest.mark.parametrize(("name", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])
+@pytest.mark.parametrize(("name", "extra", "module"), [
+    ("wandb", "wandb", "wandb"), ("mlflow", "mlflow", "mlflow.tracking"), ("otlp", "otel", "opentelemetry.sdk.trace"),
+])  # fmt: skip
 def test_a_missing_package_is_told_with_the_line_that_installs_it(
-    name: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, extra: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (name, f"{name}.tracking", f"{name}.entities"):
-        monkeypatch.setitem(sys.modules, module, None)
+    for part in (module, name, f"{name}.entities"):
+        monkeypatch.setitem(sys.modules, part, None)
+    sink = OtlpSink("http://127.0.0.1:1") if name == "otlp" else make_sink(name)
     with pytest.raises(ImportError, match=re.escape(f"pip install 'myxa[{extra}]'")):
-        make_sink(name).open(context(tmp_path))
-
-
-def test_a_missing_sdk_of_opentelemetry_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ImportError, match=r"pip install 'myxa\[otel\]'"):
-        OtlpSink("http://127.0.0.1:1").open(context(tmp_path))
+        sink.open(context(tmp_path))
 
 
 def test_wrong_options_are_refused_before_the_run() -> None:

@@ -40,15 +40,12 @@ class Explodes:
 
 class Outer:
     Inner = Mine
-
-number = 5
 """
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "sinks_of_a_user.py").write_text(MODULE)
-    (tmp_path / "broken_sinks.py").write_text("import a_module_that_is_not_there")
     package = tmp_path / "my_sinks-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my-sinks\nVersion: 1.0\n")
@@ -79,21 +76,14 @@ def test_user_sinks_by_path_and_by_entry_point(module: str) -> None:
     assert [sink.name for sink in choose_sinks(MonitorSettings(sinks=("mine",)))][-1] == "mine"
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "says"),
-    [
-        ("comet", ConfigError, "no sink is called 'comet' -- known are chrome_trace, jsonl, lost, mine, mlflow"),
-        (":Mine", ConfigError, "sink: ':Mine' does not say where the code is"),
-        ("nowhere_at_all:X", ConfigError, "there is no module 'nowhere_at_all'"),
-        ("broken_sinks:X", ModuleNotFoundError, "a_module_that_is_not_there"),
-        ("sinks_of_a_user:Missing", ConfigError, "has no 'Missing'"),
-        ("sinks_of_a_user:number", ConfigError, "is a int"),
-        ("sinks_of_a_user:NoFlush", UserCodeError, r"gave a NoFlush, which lacks flush\(\)"),
-        ("sinks_of_a_user:Nameless", UserCodeError, "lacks a name"),
-        ("sinks_of_a_user:Explodes", UserCodeError, "raised RuntimeError: no key"),
-        ("lost", ConfigError, "sink 'lost' .* has no 'Lost'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "error", "says"), [
+    ("comet", ConfigError, "no sink is called 'comet' -- known are chrome_trace, jsonl, lost, mine, mlflow"),
+    ("sinks_of_a_user:Missing", ConfigError, "has no 'Missing'"),
+    ("sinks_of_a_user:NoFlush", UserCodeError, r"gave a NoFlush, which lacks flush\(\)"),
+    ("sinks_of_a_user:Nameless", UserCodeError, "lacks a name"),
+    ("sinks_of_a_user:Explodes", UserCodeError, "raised RuntimeError: no key"),
+    ("lost", ConfigError, "sink 'lost' .* has no 'Lost'"),
+])  # fmt: skip
 def test_a_wrong_name_is_told_with_its_cause(module: str, name: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make_sink(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -30,14 +31,9 @@ SNAPSHOT: dict[str, dict[str, float]] = {
 
 
 def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **options: object) -> RunView:
-    status = RunStatus(
-        name="sort",
-        phase=phase,  # pyright: ignore[reportArgumentType]
-        version=version,
-        num_steps=60,
-        engines=(EngineStatus(rollout="rollout/0", version=46, running=0, waiting=0),),
-        eval_reward=0.83,
-    )
+    engines = (EngineStatus(rollout="rollout/0", version=46, running=0, waiting=0),)
+    named: dict[str, Any] = {"name": "sort", "phase": phase, "num_steps": 60}
+    status = RunStatus(**named, version=version, engines=engines, eval_reward=0.83)
     buffer = BufferStats(
         states={"DISPATCHED": 12, "READY": 5, "CLAIMED": 0}, drawn=80, trained=40, dropped={"zero-variance": 3},
         slots_total=96, slots_used=49, max_staleness=2, policy="pace",
@@ -53,10 +49,14 @@ def screen(width: int = 120, *, terminal: bool = True) -> tuple[Console, io.Stri
     return console, file
 
 
+def drawn(view: RunView, width: int = 120) -> str:
+    console, file = screen(width)
+    console.print(render(view, width))
+    return file.getvalue()
+
+
 def test_the_table_says_what_is_asked_first() -> None:
-    console, file = screen()
-    console.print(render(state(), console.width))
-    text = file.getvalue()
+    text = drawn(state())
     for needed in (
         "47 of 60   running   2 s a step   26 s to go",
         "train 0.81 ± 0.3   eval 0.83   4 groups without spread",
@@ -78,15 +78,11 @@ def test_the_table_says_what_is_asked_first() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_table_fits_the_terminal(width: int) -> None:
-    console, file = screen(width)
-    console.print(render(state(), console.width))
-    assert max(len(line) for line in file.getvalue().splitlines()) <= width
+    assert max(len(line) for line in drawn(state(), width).splitlines()) <= width
 
 
 def test_before_anything_is_known_it_says_what_it_waits_for() -> None:
-    console, file = screen()
-    console.print(render(RunView(now_wall_s=3.0, started_wall_s=0.0, note="waiting for rollout/0"), 120))
-    assert "waiting for rollout/0" in file.getvalue()
+    assert "waiting for x" in drawn(RunView(now_wall_s=3.0, started_wall_s=0.0, note="waiting for x"))
 
 
 def test_many_engines_are_counted() -> None:
@@ -94,19 +90,15 @@ def test_many_engines_are_counted() -> None:
     gauges = {engine.rollout: {"rollout/running": 10.0, "rollout/waiting": 1.0} for engine in engines}
     seen = {**gauges, "age_s": dict.fromkeys(gauges, 0.1)}
     status = RunStatus(name="x", phase="running", version=41, num_steps=0, engines=engines)
-    console, file = screen()
-    console.print(render(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status, snapshot=seen), 120))
-    assert "engines   64, of which" in file.getvalue() and len(file.getvalue().splitlines()) < 30
+    text = drawn(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status, snapshot=seen))
+    assert "engines   64, of which" in text and len(text.splitlines()) < 30
 
 
 def test_hostile_names_neither_style_nor_steer_the_terminal() -> None:
     status = RunStatus(name="[red]x\x1b[2J", phase="failed", version=1, num_steps=2, error="[bold]no\x1b]0;t\x07\nline")
-    console, file = screen()
-    console.print(render(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status), 120))
-    assert "[red]x" in file.getvalue()
-    assert "[bold]no" in file.getvalue()
-    assert "\x1b" not in file.getvalue()
-    assert "\x07" not in file.getvalue()
+    text = drawn(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status))
+    assert "[red]x" in text and "[bold]no" in text
+    assert "\x1b" not in text and "\x07" not in text
 
 
 def test_in_a_terminal_it_redraws_and_leaves_the_cursor_visible() -> None:

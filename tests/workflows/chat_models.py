@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tokenizers
+from tests.data.token_layouts import byte_level
 from tests.harness.group_runner import delta
-from tokenizers import decoders, models, pre_tokenizers
 
 from myxa.actors.models.chat_template import ChatTemplate, PlainText
 from myxa.actors.models.tokenizer import FolderTokenizer
@@ -55,14 +54,7 @@ class ChatModel:
 
 
 def tokenizer_of(template: ChatTemplate | PlainText, marks: Sequence[str], ends: Sequence[str]) -> FolderTokenizer:
-    """Every byte a token, pairs of letters and line breaks merged, and the marks."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [("a", "b"), ("ab", "a"), ("\u010a", "\u010a"), ("\u0120", "a"), (":", "\u010a")]
-    words = [*alphabet, *(left + right for left, right in pairs)]
-    bpe = tokenizers.Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=pairs))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([tokenizers.AddedToken(mark, normalized=False, special=True) for mark in marks])
+    bpe = byte_level(tuple(marks))
     id_of = bpe.get_vocab()
     return FolderTokenizer(bpe, template, [id_of[end] for end in ends])
 
