@@ -32,9 +32,7 @@ def test_what_every_plan_promises(rows, num_ranks, minibatches):
     assert sorted(i for micro in micros for i in micro) == list(range(len(rows))), "every sample exactly once"
     assert all(micro == sorted(micro) for micro in micros)
     assert len(plan) == num_ranks and all(len(rank) == minibatches for rank in plan)
-    assert all(len({len(rank[m]) for rank in plan}) == 1 for m in range(minibatches)), (
-        "as many micro-batches on each rank"
-    )
+    assert all(len({len(rank[m]) for rank in plan}) == 1 for m in range(minibatches)), "as many micros on each rank"
     assert all(load(rows, micro) <= MAX_TOKENS or len(micro) == 1 for micro in micros), "over the limit only alone"
     groups = [{rows[i][1] for rank in plan for micro in rank[m] for i in micro} for m in range(minibatches)]
     sizes = [len(part) for part in groups]

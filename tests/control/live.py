@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness.commands import run
+from tests.harness.commands import Command, run
 from tests.harness.run_job import Job, make_job
 from tests.harness.waiting import wait_until
 
@@ -55,11 +55,16 @@ class Live:
 
 
 @contextmanager
-def live_run(folder: Path, *overrides: str, steps: int = 3) -> Iterator[Live]:
-    """Until the block ends; ready when so many steps were made, or (-1) at once."""
+def live_run(
+    folder: Path, *overrides: str, steps: int = 3, words: Sequence[str] = (), files: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Live]:  # fmt: skip
+    """Until the block ends; ready when so many steps were made, or (-1) at once. `files`: of its folder."""
     job = make_job(folder)
     job.be_patient(1.0)
-    launcher = job.start(*ENDLESS, *overrides)
+    for name, text in (files or {}).items():
+        (folder / name).write_text(text)
+    launcher = Command([*job.words(*ENDLESS, *overrides), *words], folder, env=env)
     live = Live(job, launcher)
     try:
         wait_until(lambda: is_spoken_to(live) and (steps < 0 or made_steps(live, steps)), f"{steps} steps")

@@ -260,10 +260,8 @@ def test_runs_are_known_by_their_notes(base: Path) -> None:
     note(base / "myxa-gone", "/runs/b", dead_pid())
     (base / "myxa-not-ours-at-all").mkdir()
     (base / "other").mkdir()
-    assert {Path(run.folder).name for run in find_runs() if run.folder.startswith(str(base))} == {
-        "myxa-alive",
-        "myxa-gone",
-    }
+    found = {Path(run.folder).name for run in find_runs() if run.folder.startswith(str(base))}
+    assert found == {"myxa-alive", "myxa-gone"}
     assert of(base / "myxa-alive").is_alive
     assert not of(base / "myxa-gone").is_alive
     assert of(base / "myxa-gone").run_dir == "/runs/b"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -50,3 +53,15 @@ def check_flat(before: Held, after: Held, *, per_type: int = 300, mebibytes: flo
     assert (after.rss_bytes - before.rss_bytes) / 2**20 <= mebibytes, text
     assert after.num_fds <= before.num_fds, text
     assert after.num_threads <= before.num_threads, text
+
+
+async def check_work(
+    work: Callable[[int], Awaitable[object]], few: int, many: int, rest_s: float = 0.3, **limits: Any
+) -> None:
+    """Flat from after a few pieces of work to after many more."""
+    await work(few)
+    await asyncio.sleep(rest_s)
+    before = held()
+    await work(many)
+    await asyncio.sleep(rest_s)
+    check_flat(before, held(), **limits)

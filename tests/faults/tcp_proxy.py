@@ -39,9 +39,8 @@ class Way:
     def heal(self) -> None:
         """No fault any more."""
         self.latency_s = self.bytes_per_s = 0.0
-        self.slice_bytes = 0
+        self.slice_bytes = self.limit_bytes = 0
         self.is_discarding = False
-        self.limit_bytes = 0
         self.gate.set()
 
 

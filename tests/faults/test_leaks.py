@@ -12,7 +12,7 @@ import socket
 import numpy as np
 import pytest
 from tests.faults.depot import Crate, DepotContract, pair
-from tests.faults.growth import check_flat, held
+from tests.faults.growth import check_flat, check_work, held
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
@@ -65,12 +65,7 @@ async def test_calls(tmp_path, number):
             else:
                 await depot.whoami()
 
-        await in_flight(4_000, one)
-        await asyncio.sleep(0.3)
-        before = held()
-        await in_flight(number, one)
-        await asyncio.sleep(0.3)
-        check_flat(before, held())
+        await check_work(lambda num: in_flight(num, one), 4_000, number)
         assert len(near._session.calls) == 1  # the mirror's subscription
 
 
@@ -87,12 +82,7 @@ async def test_links_that_open_and_close(tmp_path, number, caplog):
                 near._session.unreachable(far._key, "given up by the test")
                 await depot.whoami()
 
-        await reopen(100)
-        await asyncio.sleep(0.3)
-        before = held()
-        await reopen(number)
-        await asyncio.sleep(0.3)
-        check_flat(before, held())
+        await check_work(reopen, 100, number)
 
 
 @scaled(100_000)
@@ -126,19 +116,14 @@ async def test_strangers_that_connect_and_go(tmp_path, number):
 async def test_nodes_that_join_and_leave(tmp_path, number):
     """The same name again and again, as a process that is restarted: epochs count up, nothing else does."""
     async with pair(tmp_path) as (near, _):
+        epochs: list[int] = []
 
-        async def come_and_go(num: int) -> int:
-            epoch = 0
+        async def come_and_go(num: int) -> None:
             for _ in range(num):
                 node = await Node.attach(name="guest", rdzv=near.rendezvous)
                 await node.ref(DepotContract, "depot").whoami()
-                epoch = node.epoch
+                epochs[:] = [*epochs[:1], node.epoch]
                 await node.close(grace_s=0.0)
-            return epoch
 
-        first = await come_and_go(12)
-        await asyncio.sleep(0.3)
-        before = held()
-        assert await come_and_go(number) == first + number
-        await asyncio.sleep(0.3)
-        check_flat(before, held(), per_type=2_100)  # the last 512 changes are remembered
+        await check_work(come_and_go, 12, number, per_type=2_100)  # the last 512 changes are remembered
+        assert epochs[-1] == epochs[0] + 12 + number - 1

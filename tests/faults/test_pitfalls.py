@@ -17,7 +17,7 @@ import pytest
 import uvloop
 import zmq
 from tests.faults.depot import Depot, DepotContract, pair
-from tests.faults.growth import check_flat, held
+from tests.faults.growth import check_flat, check_work, held
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
@@ -186,10 +186,7 @@ async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path,
                 await depot.whoami()
                 await asyncio.sleep(0.03)  # one that ends sooner is a failed attempt, which takes longer each time
 
-        await break_and_mend(3)
-        before = held()
-        await break_and_mend(30)
-        check_flat(before, held())
+        await check_work(break_and_mend, 3, 30, 0.0)
 
 
 async def test_closing_beside_a_dead_peer_does_not_hang(tmp_path):

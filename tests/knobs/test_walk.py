@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the run's doing
+from tests.control.live import Live, made_steps
 from tests.harness.dumps import read_groups
 from tests.harness.run_job import BATCH, Job, audit, events, make_job, metrics
 from tests.harness.waiting import wait_until
@@ -114,7 +115,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
         "run.num_steps=100000", "async.max_staleness=0", 'reward.fn="half.py:score"', "roles.rollout.count=2"
     )
     try:
-        wait_until(lambda: process.poll() is not None or _is_training(job), "the first step")
+        wait_until(lambda: made_steps(Live(job, process), 1), "the first step")
         walk = Walk(job, ControlClient.of(job.run_dir()))
         _take(walk)
         walk.order("down")
@@ -124,15 +125,6 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
         process.communicate()
     assert process.returncode == 0, said
     return walk
-
-
-def _is_training(job: Job) -> bool:
-    if not list((job.folder / "runs").glob("*/control.json")):
-        return False
-    try:
-        return any("train/lr" in point["values"] for point in metrics(job.run_dir()))
-    except (OSError, ValueError):
-        return False
 
 
 def _take(walk: Walk) -> None:

@@ -35,7 +35,5 @@ def test_a_mixture_of_experts_is_refused_by_the_key_that_names_it(folders: tuple
         check_reference(algo, model, is_any_shape=True)
     with pytest.raises(ConfigError, match="critic.path: the torch trainer's critic .*qwen3_moe"):
         critic_config(critic, model)
-    assert reference_parameters(algo, model) == model.num_parameters, (
-        "the plan goes on; the folder is told of elsewhere"
-    )
+    assert reference_parameters(algo, model) == model.num_parameters, "the plan goes on; others tell of the folder"
     assert critic_parameters(critic, model) > model.num_parameters - model.vocab_size * model.hidden_size

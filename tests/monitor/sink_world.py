@@ -42,6 +42,12 @@ def span(source: str, name: str, start_wall_s: float, duration_s: float = 0.5, t
     )  # fmt: skip
 
 
+def weights(source: str, version: int, start_s: float, *, is_made: bool) -> Span:
+    """A version is made, or adopted."""
+    told = {"makes_version" if is_made else "adopts_version": version}
+    return span(source, "weights", start_s, 0.5 if is_made else 0.1, track="weights", **told)
+
+
 def hop(source: str, name: str, groups: list[int], start_s: float, duration_s: float = 0.5) -> Span:
     """One station of a group's life."""
     return span(source, name, start_s, duration_s, track=name, hop=name, flows=groups)

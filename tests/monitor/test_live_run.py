@@ -8,30 +8,25 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.commands import Command, run
-from tests.harness.run_job import Job, make_job
+from tests.control.live import Live as ControlledRun
+from tests.control.live import live_run
 from tests.harness.waiting import wait_until
 from tests.monitor.slowed_parts import REWARD, SLOW_FILE
 from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit
 from myxa.actors.sinks.prometheus import PANELS, prometheus_name
-from myxa.core.errors import MyxaError
 from myxa.launch.control.client import ControlClient
 
-START_S = 180.0
-END_S = 90.0
 WINDOW_S = 3.0
 TINY = ("rollout.max_groups=1", "rollout.max_new_tokens=96", "guard.every=0")
 """So little concurrency that it is the bottleneck."""
@@ -39,10 +34,9 @@ TINY = ("rollout.max_groups=1", "rollout.max_new_tokens=96", "guard.every=0")
 
 @dataclass
 class Live:
-    """A run that goes on, and the folder that it was started in."""
+    """A run that goes on, and who asks it."""
 
-    job: Job
-    process: Command
+    run: ControlledRun
     client: ControlClient
 
     def ask(self, verb: str, **arguments: Any) -> Any:
@@ -51,18 +45,14 @@ class Live:
     def why(self, **arguments: Any) -> Any:
         return self.ask("why", window_s=WINDOW_S, **arguments)
 
-    def myxa(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command, as a person types it."""
-        return run(*words, "--run", str(self.client.run_dir), folder=self.job.folder, timeout_s=120)
-
     def done(self, *words: str) -> str:
         """What a command prints that succeeds."""
-        found = self.myxa(*words)
+        found = self.run.myxa(*words, "--run", str(self.client.run_dir))
         assert found.returncode == 0, found.stderr + found.stdout
         return found.stdout
 
     def slow(self, part: str) -> None:
-        (self.job.folder / SLOW_FILE).write_text(part)
+        (self.run.job.folder / SLOW_FILE).write_text(part)
 
     def knob(self, name: str) -> Any:
         return self.ask("get", names=[name])["sheets"][0]["knobs"][0]["value"]
@@ -83,49 +73,14 @@ class Live:
         wait_until(is_named, lambda: f"{bound} was not named: {[answer['sentence'] for answer in said]}")
         return said[-1]
 
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            raise
-
-
-@contextmanager
-def started(folder: Path, *overrides: str) -> Generator[Live]:
-    """A run after its first version; ended in good order afterwards."""
-    job = make_job(folder)
-    (job.folder / "reward.py").write_text(REWARD)
-    (job.folder / SLOW_FILE).write_text("")
-    words = [*job.words("run.num_steps=100000", 'reward.fn="reward.py:reward"', *overrides), "--quiet"]
-    log, env = job.folder / "printed.txt", {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    with log.open("w") as file:
-        process = Command([*words, "--program", "slowed_parts:slowed"], job.folder, has_session=True, log=file, env=env)
-    found: list[Live] = []
-
-    def made_a_version() -> bool:
-        assert process.poll() is None, log.read_text()
-        try:
-            found[:] = found or [Live(job, process, ControlClient.of(job.run_dir()))]
-            status = found[0].ask("status")["status"]
-        except (MyxaError, OSError, ValueError):
-            return False
-        return bool(status) and int(status["version"]) >= 1
-
-    try:
-        wait_until(made_a_version, log.read_text, START_S)
-        yield found[0]
-    finally:
-        Live.end(found[0]) if found else process.kill()
-
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Generator[Live]:
-    with started(tmp_path_factory.mktemp("live"), *TINY) as run:
-        yield run
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    files, words = {"reward.py": REWARD, SLOW_FILE: ""}, ("--program", "slowed_parts:slowed")
+    overrides = (*TINY, 'reward.fn="reward.py:reward"')
+    with live_run(tmp_path_factory.mktemp("live"), *overrides, steps=1, words=words, files=files, env=env) as run:
+        yield Live(run, ControlClient.of(run.run_dir))
 
 
 @pytest.mark.timeout(420)
@@ -138,7 +93,7 @@ def test_concurrency_is_named_with_the_command_that_turns_it(live: Live) -> None
     told = json.loads(live.done("why", "rollout/0", "--window", "3s", "--json"))
     assert told["target"] == "rollout/0"
     assert sum(told["shares"]["rollout/0"].values()) == pytest.approx(1.0, abs=0.01)
-    wrong = live.myxa("why", "rolout")
+    wrong = live.run.myxa("why", "rolout")
     assert wrong.returncode == 2 and "'rolout'" in wrong.stderr
 
     viewer = ControlClient.of(live.client.run_dir, view=True)
@@ -191,7 +146,7 @@ def test_a_pause_is_booked_as_one_and_explained(live: Live) -> None:
 def test_the_dashboard_asks_for_what_a_run_serves(live: Live) -> None:
     wanted = {prometheus_name(metric) for panel in PANELS for metric in panel.metrics}
     live.done("grafana", "-o", "files")
-    files = live.job.folder / "files"
+    files = live.run.job.folder / "files"
     (address,) = json.loads((files / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]["targets"]
 
     def missing() -> set[str]:
@@ -219,7 +174,8 @@ def test_the_timeline_is_whole_while_the_run_lasts_and_after_it(live: Live) -> N
     early = json.loads(trace.read_text())
     check_events(early)
     follow(early)
-    live.end()
+    live.run.launcher.send_signal(signal.SIGINT)
+    live.run.launcher.wait(90)
     whole = json.loads(trace.read_text())
     check_events(whole)
     assert len(early) < len(whole)

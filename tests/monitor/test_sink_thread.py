@@ -71,9 +71,7 @@ async def test_bundles_reach_every_sink_in_order_and_are_flushed_without_more_bu
     await sinks.stop(10)
     for sink in recorders:
         assert notes(sink) == [str(index) for index in range(20)]
-        assert {event.text for event in sink.events if event.kind == "hello"} == {"a", "b"}, (
-            "what one emits goes to all"
-        )
+        assert {event.text for event in sink.events if event.kind == "hello"} == {"a", "b"}, "to all"
         assert (sink.calls[0], sink.calls[-1], sink.calls.count("close")) == ("open", "close", 1)
         assert len(sink.threads) == 1
     assert len({threading.get_ident(), *(ident for sink in recorders for ident in sink.threads)}) == 3
@@ -172,8 +170,10 @@ async def test_a_failing_close_does_not_keep_the_others_open(tmp_path: Path) -> 
 
 async def test_a_flush_is_a_barrier_and_never_left_waiting(tmp_path: Path) -> None:
     sink = Recorder()
+    await make(tmp_path, Recorder()).stop(10)  # before its start
+    await make(tmp_path).stop(10)
     sinks = make(tmp_path, sink)
-    await sinks.flush(10)  # before the start
+    await sinks.flush(10)
     await sinks.start()
     for index in range(50):
         sinks.put(note(str(index)))
@@ -183,8 +183,3 @@ async def test_a_flush_is_a_barrier_and_never_left_waiting(tmp_path: Path) -> No
     await sinks.stop(10)
     await sinks.flush(10)
     await sinks.stop(10)
-
-
-async def test_stopping_before_starting_is_harmless(tmp_path: Path) -> None:
-    await make(tmp_path, Recorder()).stop(10)
-    await make(tmp_path).stop(10)

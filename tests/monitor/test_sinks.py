@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.monitor.sink_world import WALL_S, Told, bundle, context, point, span
+from tests.monitor.sink_world import WALL_S, Told, bundle, context, point, span, weights
 from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink, read_trace
@@ -20,7 +20,7 @@ from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.tensorboard import TensorBoardSink
 from myxa.core.errors import LaunchError
-from myxa.core.messages import Event, Span, Telemetry
+from myxa.core.messages import Event, Telemetry
 from myxa.core.sink import Sink
 
 SEED = 20
@@ -129,21 +129,13 @@ def test_tracks_made_from_ids_do_not_grow_without_end(tmp_path: Path) -> None:
     assert sum(event["name"] == "thread_name" for event in events) == 129
 
 
-def version_spans(step: int) -> tuple[Span, ...]:
-    """A version is made, and an engine takes it."""
-    start_s = WALL_S + step
-    return (
-        span("trainer/0", "train", start_s, makes_version=step),
-        span("rollout/0", "adopt", start_s + 0.6, 0.1, adopts_version=step),
-    )
-
-
 def test_e12_a_long_trace_goes_on_in_a_new_file_and_the_newest_two_stay(tmp_path: Path) -> None:
     """E12: it stopped at 256 MiB."""
     sink = ChromeTraceSink(part_bytes=20_000)
     sink.open(context(tmp_path))
     for step in range(400):
-        sink.write(Telemetry(spans=version_spans(step)))
+        made, taken = weights("trainer/0", step, WALL_S + step, is_made=True), WALL_S + step + 0.6
+        sink.write(Telemetry(spans=(made, weights("rollout/0", step, taken, is_made=False))))
         sink.flush()
         if step == 250:
             sink.close()

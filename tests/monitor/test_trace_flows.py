@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.monitor.sink_world import Told, context, hop, span
+from tests.monitor.sink_world import Told, context, hop, span, weights
 from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes, TraceFlows, TraceSlice
@@ -18,12 +18,6 @@ from myxa.core.messages import Event, MetricPoint, Span, Telemetry
 
 HOPS = ("dispatch", "generate", "reward", "claim", "train")
 SEED = 5
-
-
-def weights(source: str, version: int, start_s: float, *, is_made: bool) -> Span:
-    return span(
-        source, "weights", start_s, track="weights", **{"makes_version" if is_made else "adopts_version": version}
-    )
 
 
 def written(folder: Path, bundles: list[Telemetry]) -> list[dict[str, object]]:

@@ -152,9 +152,7 @@ def test_b_f7_whole_numbers_are_met_exactly_and_others_within_a_millionth() -> N
     ):  # fmt: skip
         assert score("numeric", rf"\boxed{{{text}}}", label) == is_right
     for tolerance, value in (({"tolerance": 1e-6}, 1.0), ({"absolute": 1.0}, 1.0), ({"tolerance": 0.0}, 0.0)):
-        assert score("numeric", r"\boxed{1234568}", "1234567", **tolerance) == value, (
-            "given, it is for whole numbers too"
-        )
+        assert score("numeric", r"\boxed{1234568}", "1234567", **tolerance) == value, "for whole numbers too"
 
 
 CHOICES = [

@@ -85,6 +85,8 @@ async def test_the_page_and_its_files_are_served_with_the_strict_headers_on_loop
                 for name, value in SECURITY_HEADERS.items():
                     assert answer.headers[name] == value, path
                 assert not any(name.lower().startswith("access-control") for name in answer.headers)
+        policy = SECURITY_HEADERS["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'") and "unsafe" not in policy
         port = f"{urlsplit(visit.base).port:04X}"
         lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
         assert re.findall(rf"\d+: ([0-9A-F]+):{port} [0-9A-F]+:0000 0A", lines) == ["0100007F"]

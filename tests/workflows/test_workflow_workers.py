@@ -385,6 +385,7 @@ async def test_d01_a_workflow_that_exits_costs_its_group_only(flows: Path, model
         assert psutil.pid_exists(pid)
 
 
+SUBREAPER = "myxa.actors.user_code.subreaper"
 ACTOR = """
 import asyncio, sys
 sys.path[:0] = [{root!r}]
@@ -419,11 +420,5 @@ def test_d04_teardown_runs_when_the_actor_is_killed(flows: Path, model: Path) ->
 
 def _orphaned_workers() -> list[int]:
     """Worker processes are named by their subreaper's command only; those of other tests end with their pools."""
-    found: list[int] = []
-    for one in psutil.process_iter():
-        try:
-            if one.ppid() in (1, os.getpid()) and "myxa.actors.user_code.subreaper" in " ".join(one.cmdline()):
-                found.append(one.pid)
-        except psutil.Error:
-            continue
-    return found
+    workers = [one for one in psutil.process_iter(["ppid", "cmdline"]) if one.info["ppid"] in (1, os.getpid())]
+    return [one.pid for one in workers if SUBREAPER in " ".join(one.info["cmdline"] or ())]
