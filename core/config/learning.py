@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from pydantic import AfterValidator, Field, Strict, model_validator
 
-from ..samples import LossPart
 from .section import (
     CodeName,
     Conflict,
@@ -31,6 +30,9 @@ from .section import (
     clashes,
     named,
 )
+
+if TYPE_CHECKING:
+    from ..samples import LossPart  # imports numpy
 
 FILTER_BUILTINS = ("zero_variance", "none")
 

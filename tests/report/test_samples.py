@@ -67,6 +67,7 @@ def test_f4_any_step_can_be_read_and_held_out_answers_apart(tmp_path: Path) -> N
     }  # fmt: skip
     assert first["answers"][1] == {
         "index": 1, "text": "four", "reward": 1.0, "reward_parts": {"exact": 1.0}, "finish": "stop", "num_tokens": 2,
+        "branch": 0,
     }  # fmt: skip
 
 
