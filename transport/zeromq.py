@@ -202,13 +202,24 @@ class Pump:
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_stopped = False
-        self._loop.add_reader(self._fd, self._drain)
-        self._loop.call_soon(self._drain)  # arm: without this look the first message may never be signalled
+        self._is_due = False
+        """The next turn of the loop looks anyway; a second look in it would take twice what fits."""
+        self._loop.add_reader(self._fd, self._signalled)
+        self._look_soon()  # arm: without this look the first message may never be signalled
 
     def look(self) -> None:
         """Something was sent on this very socket: a wake-up may have been eaten, so look once."""
         if not self._is_stopped:
+            self._look_soon()
+
+    def _look_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
             self._loop.call_soon(self._drain)
+
+    def _signalled(self) -> None:
+        if not self._is_due:
+            self._drain()
 
     def stop(self) -> None:
         if not self._is_stopped:
@@ -216,7 +227,7 @@ class Pump:
             self._loop.remove_reader(self._fd)
 
     def _drain(self) -> None:
-        turn = self._turn
+        turn, self._is_due = self._turn, False
         try:
             if turn is not None:
                 turn.begin()
@@ -226,10 +237,10 @@ class Pump:
                 if turn is not None and turn.is_spent:
                     break
         except BaseException:  # an interrupt; the loop may be run again after it
-            self._loop.call_soon(self._drain)
+            self._look_soon()
             raise
         if not self._is_stopped:
-            self._loop.call_soon(self._drain)
+            self._look_soon()
 
 
 class Inbox:
