@@ -154,6 +154,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def num_tokens(self) -> int:
         return int(self.prompt_ids.shape[0] + self.response_ids.shape[0])
 
+    def model_runs(self) -> list[tuple[int, int]]:
+        """Beginning and end, in the response, of each run of tokens that the model generated."""
+        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=np.uint8(0), append=np.uint8(0))).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
     @property
     def name(self) -> str:
         return sample_name(self.group_id, self.index, self.branch)

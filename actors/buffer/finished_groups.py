@@ -51,9 +51,10 @@ class FinishedGroups:
         self._by_source.setdefault(source, deque(maxlen=KEPT)).append(mean)
         if not self._has_rewards:
             return
-        rewards = group.rollout_rewards().astype(np.float64)
+        own = group.rollout_rewards()
+        rewards = own.astype(np.float64)
         size, low, high = len(rewards), float(rewards.min()), float(rewards.max())
-        passed = int((group.rollout_rewards() >= self._pass_reward).sum())
+        passed = int((own >= self._pass_reward).sum())
         is_flat = size > 1 and low == high
         found = _Outcome(rewards, passed, low, high, is_left_out, is_flat, passed == size, passed == 0)
         self._since_step.append(found)

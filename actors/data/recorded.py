@@ -128,12 +128,6 @@ class RecordedGroups:
         return dumped, group
 
 
-def model_runs(sample: Sample) -> list[tuple[int, int]]:
-    """Beginning and end, in the response, of each run of tokens that the model generated."""
-    edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=np.uint8(0), append=np.uint8(0))).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
 def _wrongs(group: Group, terms: RecordedTerms | None) -> Iterator[RowError]:
     if len(group.rewards) != len(group.samples) or not bool(np.isfinite(group.rewards).all()):
         yield RowError(f"{len(group.samples)} samples have rewards {group.rewards.tolist()}", UNCHANGED)
@@ -199,7 +193,7 @@ def _unfit(sample: Sample, terms: RecordedTerms) -> Iterator[RowError]:
             'it was recorded without reference log-probs, which algo.ref_urls = ["recorded"] wants',
             "record it in a run with algo.ref_urls, or name servers here too",
         )
-    runs = model_runs(sample)
+    runs = sample.model_runs()
     # One that ended for lack of room may have had a last turn without a token.
     if len(runs) != sample.num_turns and not (len(runs) + 1 == sample.num_turns and sample.finish == "length"):
         yield RowError(

@@ -23,7 +23,7 @@ from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ...core.samples import F32, I32, FinishReason, Prompt, Sample
 from ..daemon_thread import in_daemon_thread
-from ..data.recorded import RecordedGroups, model_runs
+from ..data.recorded import RecordedGroups
 from ..data.row_file import RowError
 from ..rewards.guard import Reference
 
@@ -240,7 +240,7 @@ def _rest(request: GenerateRequest, sample: Sample, end_ids: frozenset[int]) -> 
             f"{len(sample.prompt_ids)} and an answer of {len(sample.response_ids)}",
             REMEDY,
         )
-    begun, runs = len(given) - len(sample.prompt_ids), model_runs(sample)
+    begun, runs = len(given) - len(sample.prompt_ids), sample.model_runs()
     end = next((end for start, end in runs if start <= begun < end), None)
     if end is None:
         raise RowError(f"sample {sample.index} has no turn of the model that continues at token {len(given)}", REMEDY)

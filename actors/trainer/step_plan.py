@@ -254,7 +254,7 @@ def own_advantages(groups: Sequence[Group], options: StepPlanOptions) -> list[fl
         has_turns = options.kind in COMPARING_KINDS and (
             options.turn_discount < 1 or any(sample.token_rewards is not None for sample in group.samples)
         )
-        found = [turns_of(sample) if has_turns else [] for sample in group.samples]
+        found = [sample.model_runs() if has_turns else [] for sample in group.samples]
         counts = Counter[int]()
         for sample, own in zip(group.samples, found, strict=True):
             counts[sample.index] += len(own) or 1
@@ -269,12 +269,6 @@ def own_advantages(groups: Sequence[Group], options: StepPlanOptions) -> list[fl
     return [
         _spread(sample, own, rows) if own else float(next(rows)) for sample, own in zip(samples, turns, strict=True)
     ]
-
-
-def turns_of(sample: Sample) -> list[tuple[int, int]]:
-    """Begin and end of each of the model's turns in the response."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask != 0, [0]]).astype(np.int8)))
-    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
 
 
 def _returns(group: Group, i: int, turns: Sequence[tuple[int, int]], discount: float) -> list[float]:
