@@ -59,7 +59,7 @@ def needs_proximal(config: AlgoConfig) -> bool:
     (`mis_normalise`)."""
     if config.correction in ("none", "behaviour"):
         return False
-    return config.minibatches > 1 or (config.correction == "mis" and config.mis_normalise)
+    return config.updates_per_step > 1 or (config.correction == "mis" and config.mis_normalise)
 
 
 def needs_whitening(config: AlgoConfig) -> bool:
@@ -75,7 +75,7 @@ def needs_reference(config: AlgoConfig) -> bool:
 def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> AlgoConfig:
     """The options of a step with so many mini-batches, what "auto" means in its place."""
     count = minibatches or algo.minibatches
-    correction = resolve_correction(algo.correction, count, algo.policy_loss)
+    correction = resolve_correction(algo.correction, count * algo.epochs, algo.policy_loss)
     if algo.policy_loss == "sft":  # a demonstration has no behaviour policy, so there is nothing to correct for
         correction = "none"
     meant = {"loss": algo.policy_loss, "correction": correction, "kl_kind": algo.kl_estimator, "minibatches": count}
@@ -85,7 +85,7 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> AlgoCo
 def supervised(config: AlgoConfig) -> AlgoConfig:
     """That of demonstrations beside other samples: cross entropy, with the same reduction."""
     own = AlgoConfig(kind="sft", reduction=config.reduction)
-    return own.model_copy(update={"loss": "sft", "correction": "none", "minibatches": config.minibatches})
+    return own.model_copy(update={"loss": "sft", "correction": "none"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +247,9 @@ def weight_sums(batch: TokenBatch, config: AlgoConfig) -> Tensor:
 def _view(batch: TokenBatch, config: AlgoConfig) -> LossTokens:
     segments = Segments.of(batch.mask_T, batch.sample_T, batch.num_samples)
     live_T = _wide(batch.logprobs_T, segments)
-    if config.minibatches > 1 and needs_proximal(config) and batch.proximal_T is None:
+    if config.updates_per_step > 1 and needs_proximal(config) and batch.proximal_T is None:
         raise TrainError(
-            f'correction "{config.correction}" with {config.minibatches} mini-batches got no proximal log-probs: '
+            f'correction "{config.correction}" with {config.updates_per_step} updates got no proximal log-probs: '
             "the ratio would be 1 and the clip dead",
             remedy="score the batch once before the first mini-batch (needs_proximal says when)",
         )

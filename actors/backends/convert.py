@@ -123,7 +123,7 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
     index = cast("Mapping[str, Any]", reader.read_metadata().state_dict_metadata)
     shapes = config.tensor_shapes()
     for key, entry in index.items():
-        if not hasattr(entry, "size") or key.startswith(("optimizer.", "rng_state", "rerun_state")):
+        if not hasattr(entry, "size") or key.startswith(("optimizer.", "reference.", "rng_state", "rerun_state")):
             continue
         rule, has_experts = _rule_of(family_of(config.model_type), key)
         if rule.names == (HEAD,) and config.tie_word_embeddings:

@@ -41,6 +41,10 @@ class RankOffload:
         for tag in self._known(("params", "masters", *OPTIMIZER_PARTS)):
             self._memory().mark_dirty(tag)
 
+    def reference_written(self) -> None:
+        for tag in self._known(("frozen",)):
+            self._memory().mark_dirty(tag)
+
     def report(self) -> tuple[TagReport, ...]:
         return () if self._movable is None else tuple(r for r in self._movable.report() if r.num_bytes)
 

@@ -58,7 +58,7 @@ class RankSettings:
     @property
     def total_updates(self) -> int:
         """Optimizer updates of the policy in the whole run; 0 = unknown."""
-        return max(0, self.num_steps - self.critic.warmup_steps) * self.algo.minibatches
+        return max(0, self.num_steps - self.critic.warmup_steps) * self.algo.updates_per_step
 
     def export_types(self, model: ModelConfig) -> ExportTypes:
         trained = self.trainer.dtype
@@ -108,6 +108,10 @@ class RankBackend(Generic[C]):
         self._clock = clock or SystemClock()
         self._parts: RankParts | None = None
         self._home = offload
+
+    def _reference_written(self) -> None:
+        if self._home is not None:
+            self._home.reference_written()
 
     def _ready(self) -> RankParts:
         if self._parts is None:

@@ -2,9 +2,11 @@
 
     before     proximal log-probs (weights of the step's start), reference log-probs, a critic's values, token
                advantages, whitening
+    epochs     all of the batch so often; what was scored before stays
     update     forward and backward of every micro-batch -> agreement that all numbers are finite -> clip -> AdamW,
                for the policy and for the critic, if there is one
-    after      sums over micro-batches and ranks become metrics, the same on every rank
+    after      the policy becomes the reference, where that is due; sums over micro-batches and ranks become metrics,
+               the same on every rank
 
 A micro-batch computes its *share* of the mini-batch's global mean (denominators come with the shard), so shares add up
 over micro-batches and ranks, and any cut of a batch gives the same gradient. All ranks run the same passes in the same
@@ -45,7 +47,7 @@ from .torch_backend.microbatch import MicroBatch, check_samples, plan_scoring, s
 from .torch_backend.settings import StepSettings, learning_rate, with_knobs
 from .torch_backend.tensors import floats, from_array
 from .torch_backend.token_functions import failure_of_all, name_metrics_alike
-from .trained_model import Learner, Micros, ScoringModel, TrainedModel
+from .trained_model import Learner, Micros, ReferenceModel, TrainedModel
 from .vocab_scores import TokenScores
 
 
@@ -54,32 +56,36 @@ class Stepper:
     """Trains a policy, shard by shard."""
 
     policy: TrainedModel
-    reference: ScoringModel | None
+    reference: ReferenceModel[Any] | None
     settings: StepSettings
     clock: Clock
     critic: Critic | None = None
 
     def settings_for(self, knobs: dict[str, float]) -> StepSettings:
         """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
-        return with_knobs(self.settings, knobs, has_reference=self.reference is not None)
+        settings = with_knobs(self.settings, knobs, has_reference=self.reference is not None)
+        if self.reference is not None:
+            self.reference.check(settings.algo)
+        return settings
 
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
-        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown. Ranks of
-        one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a loss or
-        gradient is not finite, and UserCodeError likewise for a function of the user's that failed."""
+        """One update per mini-batch and epoch; returns metrics, equal on all ranks except for times, and what is shown.
+        Ranks of one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a
+        loss or gradient is not finite, and UserCodeError likewise for a function of the user's that failed."""
         started_s = self.clock.monotonic()
         step = TrainingStep.begin(shard, settings)
         minibatches = self.policy.cut(shard, skips_neutral=skips_neutral(step.objective))
         self._score_before(step, minibatches)
-        for number, micros in enumerate(minibatches):
+        for number, micros in list(enumerate(minibatches)) * settings.algo.epochs:
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
                 if problem is not None:
                     for model in self._models:
                         model.forget_gradients()
-                        model.rest()
                     raise self.policy.world.agreed(problem)
-        self._rest()
+        version, every = shard.step + 1, settings.algo.ref_update_every
+        if self.reference is not None and every and version % every == 0:
+            self.reference.renew(version)
         return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.scores())
 
     def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
@@ -96,17 +102,12 @@ class Stepper:
         for layouts in parts:
             for layout, found in zip(layouts, self.policy.score(layouts), strict=False):  # none where none is scored
                 scatter_scores(found.logprobs_M, layout, scores)
-        self._rest()
         whole = self.policy.world.shared(from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))).cpu().numpy()
         return np.split(whole, np.cumsum([len(s) for s in scores])[:-1]) if scores else []
 
     @property
     def _models(self) -> list[TrainedModel]:
         return [self.policy] if self.critic is None else [self.policy, self.critic.model]
-
-    def _rest(self) -> None:
-        for model in self._models:
-            model.rest()
 
     def _score_before(self, step: TrainingStep, minibatches: Sequence[Micros]) -> None:
         """Fill in proximal and reference log-probs, values, and the advantages of every token, and what is known of
@@ -137,10 +138,10 @@ class Stepper:
         step.mean_weights = mean_weights(minibatches, objective, policy.replicas.sum, device)
 
     def _update(self, step: TrainingStep, number: int, micros: Micros) -> MyxaError | None:
-        """Gradients of one mini-batch and AdamW updates of policy and critic; or the error that all ranks agreed on,
+        """Gradients of one mini-batch and updates of policy and critic; or the error that all ranks agreed on,
         and no update of either."""
         settings = step.settings.optimizer
-        learners = self._learners(step, step.normalisers(number), is_first=number == 0)
+        learners = self._learners(step, step.normalisers(number))
         for learner in learners:
             learner.passes(micros, step.tally)
         for learner in learners:
@@ -157,13 +158,12 @@ class Stepper:
         step.num_updates += 1
         return None
 
-    def _learners(
-        self, step: TrainingStep, normalisers: Mapping[LossPart, Normaliser], *, is_first: bool
-    ) -> list[Learner]:
-        policy, critic = self.policy, self.critic
+    def _learners(self, step: TrainingStep, normalisers: Mapping[LossPart, Normaliser]) -> list[Learner]:
+        policy, critic, is_first = self.policy, self.critic, step.num_updates == 0
+        is_shown = policy.is_teller and step.num_updates < len(step.shard.minibatches)
 
         def policy_loss(micro: MicroBatch[Any], scores: TokenScores, tally: MetricSums) -> Tensor:
-            if policy.is_teller:
+            if is_shown:
                 step.shown.take(micro.layout, scores.logprobs_M)
             return step.policy_loss(micro, scores, normalisers, tally, is_first=is_first)
 
@@ -224,6 +224,8 @@ class Stepper:
         values = take_metrics(sums)
         metrics = {**report(sums, maxima, step.num_updates, self.clock.monotonic() - started_s), **values}
         metrics["train/num_updates"] = float(self.policy.num_updates)
+        if self.reference is not None:
+            metrics["train/reference_version"] = float(self.reference.version)
         return metrics
 
 

@@ -7,14 +7,15 @@ made on scoring ranks; what the teller of a replica counts is counted once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...core.config import OptimizerConfig
+from ...core.config import AlgoConfig, OptimizerConfig
+from ...core.errors import ConfigError
 from ...core.samples import TrainSample, TrainShard
 from .torch_backend.accounting import MetricSums, first_not_finite
 from .torch_backend.microbatch import MicroBatch, batch_of, check_shard, trained_members
@@ -32,6 +33,51 @@ class ScoringModel(Protocol):
     def score(self, layouts: Sequence[Any]) -> list[TokenScores]:
         """Of each layout; empty on ranks that do not score. Collective."""
         ...
+
+
+M = TypeVar("M", bound=ScoringModel)
+
+
+@dataclass(slots=True)
+class ReferenceModel(Generic[M]):
+    """The model of the KL term: one that was given, or the policy as it was at some version."""
+
+    model: M
+    own: Callable[[], Mapping[str, Tensor]]
+    """This rank's parameters and buffers of it, by name."""
+    policy: Callable[[], Mapping[str, Tensor]]
+    """The policy's."""
+    written: Callable[[], None]
+    """The reference's parameters changed."""
+    arrive: Callable[[], None] = lambda: None
+    """Have the policy's in place. Collective."""
+    version: int = 0
+    """Of the policy that it is; 0: as it was given."""
+
+    def check(self, algo: AlgoConfig) -> None:
+        """Raise ConfigError for a reference that is to be renewed and has another shape than the policy."""
+        if not algo.ref_update_every:
+            return
+        shapes, wanted = ({name: t.shape for name, t in part().items()} for part in (self.own, self.policy))
+        if shapes != wanted:
+            raise ConfigError(
+                f"ref_update_every = {algo.ref_update_every}: the model at algo.ref_path = {algo.ref_path} has another "
+                "shape than the policy, which cannot take its place",
+                remedy="use 0, or name a reference model of the same shape",
+            )
+
+    def score(self, layouts: Sequence[Any]) -> list[Any]:
+        return self.model.score(layouts)
+
+    @torch.no_grad()
+    def renew(self, version: int) -> None:
+        """Become the policy as it is now. Collective."""
+        self.arrive()
+        policy = self.policy()
+        for name, own in self.own().items():
+            own.copy_(policy[name])
+        self.version = version
+        self.written()
 
 
 class TrainedModel(ABC):
@@ -93,9 +139,6 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def forget_gradients(self) -> None: ...
-
-    def rest(self) -> None:  # noqa: B027 -- most leave nothing
-        """Drop what passes left behind. Not collective."""
 
 
 @dataclass(slots=True)

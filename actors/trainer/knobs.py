@@ -74,7 +74,12 @@ STEP_TUNABLES: tuple[Tunable, ...] = (
     _knob("entropy_coef", "float", "algo.entropy_coef",
           "Weight of the entropy bonus; 0 = off.", **_FROM_0, **_WITH_OTHERS),
     _knob("minibatches", "int", "algo.minibatches",
-          "Optimizer updates per step; divides algo.batch_size.", unit="updates", low=1, **_WITH_OTHERS),
+          "Optimizer updates in one pass over the batch; divides algo.batch_size.", unit="updates", low=1,
+          **_WITH_OTHERS),
+    _knob("epochs", "int", "algo.epochs", "Passes over the batch in one step.", low=1, **_WITH_OTHERS),
+    _knob("ref_update_every", "int", "algo.ref_update_every",
+          "Steps after which the policy becomes the reference model, again and again; 0 = never.",
+          unit="steps", low=0, **_WITH_OTHERS),
 )
 """What ranks use in a step; names are those of the fields of the run file's sections."""
 

@@ -108,16 +108,16 @@ DualClip = Annotated[NonNegativeFloat, AfterValidator(_above_one)]
 Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
 
 
-def resolve_correction(correction: Correction, minibatches: int, loss: LossName) -> Correction:
-    """The meaning of "auto": behaviour with one optimizer step a batch, decoupled with several. A loss with a trust
+def resolve_correction(correction: Correction, updates: int, loss: LossName) -> Correction:
+    """The meaning of "auto": behaviour with one optimizer update a step, decoupled with several. A loss with a trust
     region around the sampling policy takes behaviour with any number.
 
-    With one step the proximal policy is the live one: decoupled would be an importance weight without any trust
+    With one update the proximal policy is the live one: decoupled would be an importance weight without any trust
     region, while the clip around the behaviour policy stops tokens that have moved far enough. Other names pass.
     """
     if correction != "auto":
         return correction
-    return "behaviour" if minibatches == 1 or loss in TRUST_REGION_LOSSES else "decoupled"
+    return "behaviour" if updates == 1 or loss in TRUST_REGION_LOSSES else "decoupled"
 
 
 class AlgoConfig(Section, frozen=True):
@@ -128,7 +128,9 @@ class AlgoConfig(Section, frozen=True):
     batch_size: PositiveInt = 32
     """Groups trained on in one step (so `batch_size * rollout.num_samples` samples)."""
     minibatches: PositiveInt = 1
-    """Optimizer updates per step; divides `batch_size`."""
+    """Optimizer updates in one pass over the batch; divides `batch_size`."""
+    epochs: PositiveInt = 1
+    """Passes over the batch in one step, so `epochs * minibatches` optimizer updates."""
     loss: LossName = "auto"
     """Policy loss; auto = the one that belongs to `kind`."""
     clip_low: PositiveFloat = 0.2
@@ -144,8 +146,8 @@ class AlgoConfig(Section, frozen=True):
     dual_clip: DualClip = 0.0
     """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
     correction: Correction = "auto"
-    """What is done about tokens sampled from older weights or by another engine; auto = behaviour with one mini-batch,
-    decoupled with several."""
+    """What is done about tokens sampled from older weights or by another engine; auto = behaviour with one optimizer
+    update a step, decoupled with several."""
     tis_cap: PositiveFloat = 2.0
     """Upper bound of the importance weight of `tis`, `icepop` and `decoupled`."""
     tis_floor: NonNegativeFloat = 0.0
@@ -177,6 +179,8 @@ class AlgoConfig(Section, frozen=True):
     ref_path: PathText = ""
     """HuggingFace folder of the reference model: of the same vocabulary for the torch trainer, of the same shape as the
     trained one for Megatron's; empty = the initial model, `model.path`."""
+    ref_update_every: CountInt = 0
+    """Steps after which the policy of that moment becomes the reference model, again and again; 0 = never."""
     ref_urls: Annotated[TextTuple, AfterValidator(_reference_urls)] = ()
     """Addresses of SGLang servers that serve the reference model instead, over the same vocabulary: they are asked by
     the rollout actors once a sample is finished, and the trainer keeps no such model. `["recorded"]` = log-probs as
@@ -263,6 +267,10 @@ class AlgoConfig(Section, frozen=True):
         }
 
     @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.minibatches
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether the trainer holds a reference model."""
         return self.kl_coef > 0 and not self.ref_urls
@@ -322,6 +330,8 @@ class AlgoConfig(Section, frozen=True):
              f'does not go with kind = "{kind}", which makes advantages per token'),
             (self.reward_post_process and is_sft, "reward_post_process kind",
              'does not go with kind = "sft", which has no rewards'),
+            (self.ref_update_every and self.ref_urls, "ref_update_every ref_urls",
+             "is for a reference model that the trainer keeps, not for servers"),
             (self.ref_path and self.ref_urls, "ref_urls ref_path",
              "does not go with ref_path: name a folder or servers, not both"),
             (self.ref_key_env and (not self.ref_urls or self.ref_urls == RECORDED_REFERENCE), "ref_key_env ref_urls",

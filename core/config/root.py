@@ -399,7 +399,7 @@ def channel_conflicts(config: RunConfig, channel: ChannelName) -> Iterator[Confl
 def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Ends of run, schedule and data, and the staleness window."""
     run, optimizer, settings = config.run, config.optimizer, config.asynchrony
-    updates = (run.num_steps - config.critic.warmup_steps) * config.algo.minibatches
+    updates = (run.num_steps - config.critic.warmup_steps) * config.algo.updates_per_step
     ends_here = optimizer.schedule != "constant" and not optimizer.decay_steps
     is_endless = not (run.num_steps or run.max_wall_s or run.stop_reward)
     warmup, wsd = optimizer.warmup_steps, optimizer.wsd_decay_steps
@@ -412,10 +412,10 @@ def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
          "makes a run that never ends: set it, run.max_wall_s, run.stop_reward or data.max_passes"),
         (not run.num_steps and ends_here, "optimizer.decay_steps run.num_steps optimizer.schedule",
          f'must be set: run.num_steps = 0 does not say where schedule = "{optimizer.schedule}" ends'),
-        (run.num_steps and ends_here and warmup >= updates, "optimizer.warmup_steps run.num_steps algo.minibatches",
-         f"is as long as {whole}"),
+        (run.num_steps and ends_here and warmup >= updates,
+         "optimizer.warmup_steps run.num_steps algo.minibatches algo.epochs", f"is as long as {whole}"),
         (run.num_steps and ends_here and warmup < updates < warmup + wsd,
-         "optimizer.wsd_decay_steps optimizer.warmup_steps run.num_steps algo.minibatches",
+         "optimizer.wsd_decay_steps optimizer.warmup_steps run.num_steps algo.minibatches algo.epochs",
          f"and optimizer.warmup_steps are longer than {whole}"),
         (settings.policy == "pace" and settings.window > widest,
          "async.window async.max_staleness algo.batch_size async.policy",

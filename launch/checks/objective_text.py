@@ -91,8 +91,8 @@ def _advantage(algo: AlgoConfig) -> str:
 
 def _ratio(algo: AlgoConfig) -> str:
     at_start = "pi / proximal, the weights at the step's start"
-    at_start += "" if algo.minibatches > 1 else ": 1 with one update a step"
-    text = RATIOS.get(resolve_correction(algo.correction, algo.minibatches, algo.policy_loss), at_start)
+    at_start += "" if algo.updates_per_step > 1 else ": 1 with one update a step"
+    text = RATIOS.get(resolve_correction(algo.correction, algo.updates_per_step, algo.policy_loss), at_start)
     return f"{text}; geometric mean over the sample" if algo.policy_loss == "gspo" else text
 
 
@@ -100,7 +100,7 @@ def _weight(algo: AlgoConfig) -> str:
     if algo.policy_loss == "sft":
         return ""
     numbers = {"mis_low": algo.mis_low, "mis_high": algo.mis_high, "level": algo.mis_level, "mode": algo.mis_mode}
-    text = WEIGHTS.get(resolve_correction(algo.correction, algo.minibatches, algo.policy_loss), "")
+    text = WEIGHTS.get(resolve_correction(algo.correction, algo.updates_per_step, algo.policy_loss), "")
     text = text.format(cap=algo.tis_cap, floor=algo.tis_floor, **numbers)
     if algo.reject_high:
         text += f"; {algo.reject_level}s outside [{algo.reject_low:g}, {algo.reject_high:g}] are rejected"

@@ -2,7 +2,7 @@
 
 samples of a step = algo.batch_size (groups) x rollout.num_samples
 tokens of a step <= samples x (prompt + rollout.max_new_tokens x rollout.max_turns)
-updates = steps x algo.minibatches
+updates = steps x algo.epochs x algo.minibatches
 passes = steps x algo.batch_size / rows           (more when a filter leaves groups out)
 micro-batches of a rank >= tokens / replicas / trainer.max_tokens_per_microbatch
 """
@@ -66,8 +66,8 @@ def batch_plan(run: CheckedRun) -> BatchPlan:
         num_samples=samples,
         samples_per_prompt=rollout.num_samples,
         num_steps=steps,
-        updates_per_step=algo.minibatches,
-        num_updates=max(0, steps - config.critic.warmup_steps) * algo.minibatches,
+        updates_per_step=algo.updates_per_step,
+        num_updates=max(0, steps - config.critic.warmup_steps) * algo.updates_per_step,
         samples_per_update=samples // algo.minibatches,
         tokens_per_step=None if model is None else samples * longest_answer(config, model),
         num_replicas=num_replicas(config, world_size),

@@ -35,7 +35,11 @@ assert SPEC.loader is not None
 steps = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(steps)
 
-GRPO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
+GRPO = {
+    "kind": "grpo", "batch_size": 6, "minibatches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.05,
+    "ref_update_every": 12,
+}  # fmt: skip
+"""The first shard's step makes version 12."""
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 1, "kl_coef": 0.1, "kl_in": "reward"}
 PLAIN = {"kind": "gspo", "batch_size": 6, "minibatches": 1, "reduction": "rollout"}
 MASKED = {
@@ -43,7 +47,7 @@ MASKED = {
     "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
 }  # fmt: skip
 DISTILLED = {**GRPO, "kl_in": "advantage", "kl_kind": "k1"}
-SERVED = {**DISTILLED, "ref_urls": ["http://teacher:30000"]}
+SERVED = {**DISTILLED, "ref_urls": ["http://teacher:30000"], "ref_update_every": 0}
 OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}

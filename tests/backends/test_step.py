@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.backends.gang_rank import Backends, close, make_shards, own_scores, same, weights_of, with_scores
+from tests.backends.gang_rank import Backends, close, make_shards, own_scores, same, save, weights_of, with_scores
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError, TrainError
@@ -336,3 +336,64 @@ def test_several_mini_batches_keep_the_proximal_policy_of_the_start(backends: Ba
     assert metrics["train/weight"] == 1.0
     assert metrics["train/ratio_max"] > 1.0
     assert metrics["train/num_updates"] == 3.0
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_epochs_are_passes_over_the_same_mini_batches(backends: Backends, minibatches: int) -> None:
+    """Two epochs are a step over a batch that holds every mini-batch twice, with what was scored at its start."""
+    (shard,) = make_shards(33, minibatches=minibatches)
+    count = len(shard.samples)
+    again = tuple(tuple(tuple(i + count for i in micro) for micro in micros) for micros in shard.minibatches)
+    twice = msgspec.structs.replace(
+        shard,
+        samples=shard.samples * 2,
+        minibatches=shard.minibatches + again,
+        minibatch_tokens=shard.minibatch_tokens * 2,
+        minibatch_rollouts=shard.minibatch_rollouts * 2,
+    )
+    algo = {"minibatches": minibatches, "batch_size": 6, "correction": "decoupled"}
+    by_hand, by_key, by_knob = backends(algo=algo), backends(algo={**algo, "epochs": 2}), backends(algo=algo)
+    right = by_hand.train(twice, {})
+    for backend, knobs in ((by_key, {}), (by_knob, {"epochs": 2.0})):
+        found = backend.train(shard, knobs)
+        assert same(weights_of(backend), weights_of(by_hand))
+        assert found.metrics["train/num_updates"] == 2 * minibatches
+        for name in ("train/loss", "train/ratio", "train/clip_fraction", "train/grad_norm"):
+            assert found.metrics[name] == pytest.approx(right.metrics[name]), name
+        names = [(score.group_id, score.index) for score in found.scores]
+        assert len(set(names)) == len(names), "people are shown the first pass"
+    assert backends(algo={"batch_size": 6, "epochs": 2}).train(shard, {}).metrics["train/ratio"] != 1.0
+
+
+def test_the_policy_becomes_the_reference_every_so_many_steps_and_checkpoints_keep_it(
+    backends: Backends, tmp_path: Path
+) -> None:
+    algo = {"batch_size": 6, "kl_coef": 0.1, "ref_update_every": 2}
+    shards = [msgspec.structs.replace(make_shards(34)[0], step=step) for step in range(5)]
+
+    def kl(backend: Any, step: int) -> tuple[float, float]:
+        metrics = backend.train(shards[step], {}).metrics
+        return metrics["train/kl"], metrics["train/reference_version"]
+
+    backend, given = backends(algo=algo), backends(algo={**algo, "ref_update_every": 0})
+    told = [kl(backend, step) for step in range(4)]
+    assert [version for _, version in told] == [0, 2, 2, 4]
+    assert [value == 0 for value, _ in told] == [True, False, True, False]
+    assert [kl(given, step)[1] for step in range(4)] == [0] * 4
+    save(backend, str(tmp_path / "renewed"), {})
+    on = kl(backend, 4)
+    assert on == (0.0, 4)
+    backend.train(shards[3], {"ref_update_every": 0.0})
+    resumed = backends(algo=algo)
+    resumed.load(str(tmp_path / "renewed"))
+    assert kl(resumed, 4) == on
+    save(given, str(tmp_path / "given"), {})
+    resumed.load(str(tmp_path / "given"))
+    assert kl(resumed, 4)[1] == 0
+
+    make_tiny_model(tmp_path / "ref", "1m", seed=4, vocab_size=262)
+    other = {**algo, "ref_path": str(tmp_path / "ref")}
+    with pytest.raises(ConfigError, match=r"ref_update_every = 2: the model at algo.ref_path = .* has another shape"):
+        backends(algo=other)
+    judged = backends(algo={**other, "ref_update_every": 0}).judge_knobs({"ref_update_every": 3.0}, saves=False)
+    assert "has another shape" in judged

@@ -25,10 +25,11 @@ from ..step import Stepper
 from ..torch_backend.settings import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
 from ..torch_backend.token_functions import agree_on_source, load_functions
+from ..trained_model import ReferenceModel
 from . import mcore
 from .batch import PackCutting
 from .checkpoint import MegatronTrainingState
-from .hf_weights import iter_hf_tensors, load_hf_folder
+from .hf_weights import iter_hf_tensors, load_hf_folder, numbers_of
 from .layout import check_routing
 from .offload import MegatronOffload, Part
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
@@ -85,7 +86,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                     optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
                 with self._region("moments"):
                     optimizer.make_moments()
-                reference = self._reference(model, precision) if config.algo.keeps_reference else None
+                reference = self._reference(model, precision, optimizer) if config.algo.keeps_reference else None
                 if home is not None:
                     home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written
@@ -100,12 +101,13 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             optimizer.settle()
             return iter_hf_tensors(wrapped, model, to_all=to_all)
 
+        stepper = Stepper(policy, reference, config.step_settings(user), self._clock)
         has_stages = config.layout.pp > 1
         self._parts = RankParts(
             world,
-            Stepper(policy, reference, config.step_settings(user), self._clock),
+            stepper,
             Exporter(world, model, config.export_types(model), config.model_path, whole_tensors, has_stages=has_stages),
-            MegatronTrainingState(world, optimizer, model),
+            MegatronTrainingState(world, optimizer, model, reference),
         )
         return self._facts(model, world, wrapped, has_reference=reference is not None)
 
@@ -147,12 +149,22 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         load_hf_folder(chunks, folder, model, config.layout)
         return chunks
 
-    def _reference(self, model: ModelConfig, precision: Precision) -> Pipeline:
+    def _reference(
+        self, model: ModelConfig, precision: Precision, optimizer: MegatronAdamW
+    ) -> ReferenceModel[Pipeline]:
         with self._region("reference"):
             chunks = self._chunks(model, precision, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
-        return Pipeline(chunks, _config_of(chunks), model.vocab_size)
+        pipeline = Pipeline(chunks, _config_of(chunks), model.vocab_size)
+
+        return ReferenceModel(
+            pipeline,
+            lambda: numbers_of(chunks),
+            lambda: numbers_of(optimizer.chunks),
+            self._reference_written,
+            optimizer.settle,
+        )
 
     def _cutting(self, world: MegatronWorld) -> PackCutting:
         layout = self._config.layout

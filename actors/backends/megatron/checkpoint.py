@@ -36,9 +36,11 @@ from ...models.model_config import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
 from ..export import named_array
+from ..trained_model import ReferenceModel
 from . import mcore
 from .hf_weights import unwrapped
 from .optimizer import MegatronAdamW
+from .schedule import Pipeline
 from .world import MegatronWorld
 
 FILES = "dist_checkpointing.strategies.filesystem_async"
@@ -144,6 +146,8 @@ def _write_here(writer: Any, request: Any, arguments: list[Any]) -> None:
     arguments[2].put(results)
 
 
+REFERENCE = "reference."
+"""Before the names of the reference model's tensors."""
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -159,6 +163,7 @@ class MegatronTrainingState:
     world: MegatronWorld
     optimizer: MegatronAdamW
     model: ModelConfig
+    reference: ReferenceModel[Pipeline] | None = None
 
     def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
         manifest = Manifest(
@@ -170,6 +175,7 @@ class MegatronTrainingState:
             extra=dict(extra),
             backend="megatron",
             layout=asdict(self.world.layout),
+            reference_version=self.reference.version if self.reference else 0,
         )
         return PendingCheckpoint(folder, self.world, manifest, lambda partial: _Copy(self, partial))
 
@@ -181,11 +187,18 @@ class MegatronTrainingState:
         return load_checkpoint(folder, self.world, check, self._restore)
 
     def _restore(self, path: Path, manifest: Manifest) -> None:
+        if self.reference is not None:
+            self.reference.version = manifest.reference_version
         with as_train_error("reading"):
             loaded = mcore.module("dist_checkpointing").load(_sharded(self, is_loading=True), str(path))
         for name, chunk in _named_chunks(self.optimizer.chunks):
             chunk.load_state_dict(loaded[name], strict=True)
         _restore_optimizer(self.optimizer.megatron, loaded["optimizer"])
+        if self.reference is not None and self.reference.version:
+            for name, chunk in _named_chunks(self.reference.model.chunks):
+                found = {key.removeprefix(REFERENCE): value for key, value in loaded[f"{REFERENCE}{name}"].items()}
+                chunk.load_state_dict(found, strict=True)
+            self.reference.written()
         self.optimizer.num_updates = manifest.num_updates
         own_file = path / rank_file(self.world.rank)
         if own_file.exists():  # not in a larger gang than the one that saved
@@ -233,6 +246,9 @@ def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any
     shards: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(state.optimizer.chunks)
     }
+    if state.reference is not None and state.reference.version:
+        for name, chunk in _named_chunks(state.reference.model.chunks):
+            shards[f"{REFERENCE}{name}"] = chunk.sharded_state_dict(prefix=REFERENCE, metadata=metadata)
     shards["optimizer"] = state.optimizer.megatron.sharded_state_dict(shards, is_loading=is_loading, metadata=metadata)
     return shards
 

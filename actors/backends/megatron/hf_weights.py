@@ -89,6 +89,13 @@ def unwrapped(chunk: nn.Module) -> nn.Module:
     return model
 
 
+def numbers_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of this rank's chunks, by number of the chunk and name."""
+    models = [unwrapped(chunk) for chunk in chunks]
+    parts = (((*model.named_parameters(), *model.named_buffers())) for model in models)
+    return {f"{number}.{name}": part.detach() for number, own in enumerate(parts) for name, part in own}
+
+
 def _of_model(family: Family, name: str, parameter: nn.Parameter, config: ModelConfig) -> MappedWeight:
     rule = _find(family.model, name)
     if config.tie_word_embeddings and rule.names == (HEAD,):

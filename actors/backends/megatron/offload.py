@@ -1,6 +1,7 @@
 """Megatron's parameters, gradients and optimizer on memory of the GPU that can leave it and come back.
 
-    frozen      what the model's constructor allocates and nothing trains, the reference model; copied once
+    frozen      what the model's constructor allocates and nothing trains, the reference model; copied once,
+                and when the reference was renewed
     params      the parameters, in Megatron's contiguous buffers: rebuilt from the float32 masters, or copied
     grads       the gradient buffers: dropped, zeros when they come back
     masters     float32 parameters, where they are apart from the parameters: copied, unless no step happened since

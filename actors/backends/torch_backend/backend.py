@@ -21,6 +21,7 @@ from ...models.second_model import check_reference, critic_config
 from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts, RankSettings
 from ..step import Stepper
+from ..trained_model import ReferenceModel
 from .adamw import AdamW
 from .checkpoint import TorchState
 from .critic import Critic, ValueModel, load_value_model
@@ -64,19 +65,21 @@ class TorchBackend(RankBackend[RankSettings]):
         with world.phase("set up"):
             agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
-            keeps = config.algo.keeps_reference
-            reference = self._replica(reference_config, world, is_trained=False) if keeps else None
+            frozen = self._replica(reference_config, world, is_trained=False) if config.algo.keeps_reference else None
             values = self._value_replica(layers, world) if layers is not None else None
             if self._offload is not None:
                 trained = replica.parameters() + (values.parameters() if values else [])
                 self._offload.house("params", [p for _, p in trained])
-                self._offload.house("frozen", [p for _, p in reference.parameters()] if reference else [])
+                self._offload.house("frozen", [p for _, p in frozen.parameters()] if frozen else [])
             cost = linear_cost(model_config, device) if config.trainer.impl == "own" else None
             size = model_config.vocab_size
             policy = TorchModel(replica, self._adamw(replica), size, cost)
             critic = None
             if values and layers:
                 critic = Critic(TorchModel(values, self._adamw(values), size, cost), config.critic, layers)
+            reference = frozen and ReferenceModel(frozen, frozen.parts, replica.parts, self._reference_written)
+            stepper = Stepper(policy, reference, settings, self._clock, critic)
+            stepper.settings_for({})
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
             for name, whole in replica.module.for_folder(whole_tensor):
@@ -85,9 +88,9 @@ class TorchBackend(RankBackend[RankSettings]):
 
         self._parts = RankParts(
             world,
-            Stepper(policy, reference, settings, self._clock, critic),
+            stepper,
             Exporter(world, model_config, config.export_types(model_config), config.model_path, whole_tensors),
-            TorchState(policy, model_config, critic),
+            TorchState(policy, model_config, critic, reference),
         )
         return {
             "backend": "torch",

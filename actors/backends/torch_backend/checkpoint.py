@@ -1,4 +1,5 @@
-"""The torch trainer's state in a checkpoint: weights, AdamW's moments, RNG, number of updates; those of a critic too.
+"""The torch trainer's state in a checkpoint: weights, AdamW's moments, RNG, number of updates; those of a critic too,
+and a reference model that is an earlier policy.
 
 Every rank writes its own shards; a replicated model is written by rank 0 alone. Rows of a tensor are put together
 from all files that hold them, so a checkpoint may be restored on another number of ranks; on the same number the next
@@ -22,13 +23,15 @@ from ...models.model_config import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
 from ..export import named_array
+from ..trained_model import ReferenceModel
 from .critic import Critic
-from .parallel import TorchModel
+from .parallel import Replica, TorchModel
 from .tensors import from_bytes, local_part
 
 KINDS = ("weights", "first_moments", "second_moments")
-CRITIC = "critic."
-"""Before the names of a critic's parameters; no policy's begin with it."""
+CRITIC, REFERENCE = "critic.", "reference."
+"""Before the names of their parameters; no policy's begin with it."""
+Moments = Mapping[str, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,14 @@ class TorchState:
     policy: TorchModel
     model: ModelConfig
     critic: Critic | None = None
+    reference: ReferenceModel[Replica] | None = None
 
-    def trained(self) -> Iterator[tuple[str, TorchModel]]:
-        yield "", self.policy
+    def parts(self) -> Iterator[tuple[str, Replica, Moments]]:
+        yield "", self.policy.replica, self.policy.optimizer.moments
         if self.critic is not None:
-            yield CRITIC, self.critic.model
+            yield CRITIC, self.critic.model.replica, self.critic.model.optimizer.moments
+        if self.reference is not None and self.reference.version:
+            yield REFERENCE, self.reference.model, {}
 
     def critic_identity(self) -> dict[str, Any]:
         """For the manifest; empty without a critic."""
@@ -60,6 +66,7 @@ class TorchState:
             files=(),
             extra=dict(extra),
             critic=self.critic_identity(),
+            reference_version=self.reference.version if self.reference else 0,
         )
         return PendingCheckpoint(folder, world, manifest, lambda _: _Copy(self))
 
@@ -71,11 +78,15 @@ class TorchState:
         return load_checkpoint(folder, self.policy.world, check, self._restore)
 
     def _restore(self, path: Path, manifest: Manifest) -> None:
+        if self.reference is not None:
+            self.reference.version = manifest.reference_version
         with ExitStack() as stack:
             _restore(self, [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files])
         self.policy.optimizer.num_updates = manifest.num_updates
         if self.critic is not None:
             self.critic.model.optimizer.num_updates = manifest.critic["num_updates"]
+        if self.reference is not None:
+            self.reference.written()
 
 
 class _Copy:
@@ -98,12 +109,11 @@ class _Copy:
 
 def _tensors(state: TorchState) -> Iterator[tuple[str, Tensor]]:
     world = state.policy.world
-    for prefix, trained in state.trained():
-        replica, optimizer = trained.replica, trained.optimizer
+    for prefix, replica, moments in state.parts():
         if not (replica.is_sharded or world.rank == 0):
             continue
         for name, parameter in replica.parameters():
-            parts = (local_part(parameter.detach()), *optimizer.moments.get(name, ()))
+            parts = (local_part(parameter.detach()), *moments.get(name, ()))
             for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
                 if part.numel():  # a small tensor leaves the last ranks without rows
                     yield f"{kind}/{prefix}{name}", part
@@ -112,10 +122,9 @@ def _tensors(state: TorchState) -> Iterator[tuple[str, Tensor]]:
 
 def _restore(state: TorchState, files: list[dict[str, NamedArray]]) -> None:
     world = state.policy.world
-    for prefix, trained in state.trained():
-        replica, optimizer = trained.replica, trained.optimizer
+    for prefix, replica, moments in state.parts():
         for name, parameter in replica.parameters():
-            parts = (local_part(parameter.detach()), *optimizer.moments.get(name, ()))
+            parts = (local_part(parameter.detach()), *moments.get(name, ()))
             num_rows, first_row = parameter.shape[0], 0
             if replica.is_sharded:  # `fully_shard` cuts like `torch.chunk`
                 first_row = min(num_rows, -(-num_rows // world.size) * world.rank)

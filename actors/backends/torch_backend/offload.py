@@ -4,7 +4,7 @@ params      the float32 masters themselves, a critic's too: copied out, and in a
 grads       always there between updates, zeroed instead of dropped; not copied, zeros when they come back
 optimizer   in parts; copied, unless no update happened since; comes back while forward and backward run: the
             update waits
-frozen      the reference model: copied out once, because it never changes
+frozen      the reference model: copied out once, and when it was renewed
 """
 
 from __future__ import annotations

@@ -71,19 +71,20 @@ class Replica:
         """Names and parameters (shards of them under fsdp), in a fixed order; tied weights once."""
         return list(self.module.named_parameters())
 
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's numbers of each parameter."""
+        return {name: local_part(parameter.detach()) for name, parameter in self.parameters()}
+
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
     def score(self, layouts: Sequence[Layout]) -> list[Any]:
         """Without gradient: the same operations on the same shapes, hence the same bits."""
         with torch.no_grad():
-            return [self.module(layout) for layout in layouts]
-
-    def reshard(self) -> None:
-        """Drop what a pass without a backward pass left gathered (fsdp): until then the outermost parameters are whole,
-        in the compute type, and no shards that could be saved or exported. Not collective."""
-        if self.is_sharded:
+            found = [self.module(layout) for layout in layouts]
+        if self.is_sharded:  # no backward pass will: the outermost parameters are whole, in the compute type
             cast(Any, self.module).reshard()
+        return found
 
     def share_gradients(self) -> None:
         """Sum gradients over ranks (ddp), after the last backward pass of a mini-batch. Collective."""
@@ -169,9 +170,6 @@ class TorchModel(TrainedModel):
 
     def forget_gradients(self) -> None:
         self.optimizer.forget_gradients()
-
-    def rest(self) -> None:
-        self.replica.reshard()
 
 
 def _check_same_weights(module: PolicyModel, world: World) -> None:
