@@ -14,6 +14,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,12 +44,16 @@ class _Server:
     def __init__(self, *modules: str) -> None:
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._modules = modules
+        self._lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Unless it runs. Requests that came before are read then."""
-        if self.process is not None and self.process.poll() is None:
-            return
+        """Unless it runs. Requests that came before are read then. Any thread."""
+        with self._lock:
+            if self.process is None or self.process.poll() is not None:
+                self._begin()
+
+    def _begin(self) -> None:
         env = {**server_env(os.environ), "OPENBLAS_NUM_THREADS": "1"}  # what is forked has one thread
         room = "." * (ROOM - sum(len(module) + 1 for module in self._modules))
         self.process = subprocess.Popen(
