@@ -1,4 +1,4 @@
-"""How every side of `calls.py` and `fanout.py` is measured: the same commands, clocks and loops for all of them.
+"""How every side of `calls.py` is measured: the same commands, clocks and loops for all of them.
 
 A client process reads one JSON object per line ({"depth": 64, "seconds": 0.3}) and answers with one per line. Knows
 nothing of what is called; imports nothing that is not in Python, for it also runs in the peers' environment.
