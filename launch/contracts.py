@@ -192,7 +192,7 @@ class AgentContract(Actor):
 
     @call(deadline=120, reentrant=True)
     async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s` (0: at once); answered when all have ended, or should have."""
+        """ORDERLY_END, and SIGKILL after `grace_s` (0: at once); answered when all have ended, or should have."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from ..core.errors import ConfigError
 
 DEFAULT_PORT = 29400
+LOOPBACK = "127.0.0.1"
 _PORTS = range(65536)
 
-_NUM_NODES = ("PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-_NODE_RANK = ("PET_NODE_RANK", "SLURM_NODEID")
+_NUM_NODES = ("PET_NNODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+"""Each task of a step of Slurm's is a launcher, whatever machine it is on."""
+_NODE_RANK = ("PET_NODE_RANK", "SLURM_PROCID", "SLURM_NODEID")
 _ENDPOINT = ("PET_RDZV_ENDPOINT",)
 _ADDRESS = ("PET_MASTER_ADDR",)
 _PORT = ("PET_MASTER_PORT",)
@@ -93,7 +95,8 @@ def find_place(
     if endpoint:
         met = parse_endpoint(endpoint, where="--rdzv")
     else:
-        met = None if has_file else _scheduled_endpoint(env, max(nodes, most))
+        at_home = Endpoint(LOOPBACK, 0) if place == 0 and _is_on_one_host(env) else None
+        met = at_home if has_file else _scheduled_endpoint(env, max(nodes, most))
     if met is not None and met.port == 0 and place != 0:
         raise ConfigError("--rdzv has port 0", remedy="only node 0 may choose a free port; give its port to the others")
     return NodePlace(place, nodes, met, most)
@@ -142,10 +145,15 @@ def _scheduled_endpoint(env: Mapping[str, str], num_nodes: int) -> Endpoint:
             return Endpoint(env[name], port)
     for name in _HOST_LIST:
         if env.get(name):
-            return Endpoint(first_host(env[name]), port)
+            return Endpoint(LOOPBACK if _is_on_one_host(env) else first_host(env[name]), port)
     if num_nodes == 1:
-        return Endpoint("127.0.0.1", 0)
+        return Endpoint(LOOPBACK, 0)
     raise ConfigError("--rdzv is not given", remedy="say where node 0 is met, e.g. --rdzv node0:29400")
+
+
+def _is_on_one_host(env: Mapping[str, str]) -> bool:
+    """Whether Slurm put all tasks of the step on one machine, whose name may mean its loopback address."""
+    return env.get("SLURM_STEP_NUM_NODES") == "1" and not any(env.get(name) for name in (*_ENDPOINT, *_ADDRESS))
 
 
 def first_host(host_list: str) -> str:

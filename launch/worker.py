@@ -1,7 +1,8 @@
 """Entry of every actor process: `python -m myxa.launch.worker`, with MYXA_WORKER_SPEC naming its description.
 
-Builds one actor by the composition root, attaches it to the run, serves until SIGTERM. Exit status 0 after an orderly
-end, else that of the error; the last line of the log is the error's message. Only the launcher starts this.
+Builds one actor by the composition root, attaches it to the run, serves until its launcher sends ORDERLY_END. Exit
+status 0 after an orderly end, else that of the error; the last line of the log is the error's message. Only the
+launcher starts this. SIGTERM is the launcher's to act on: Slurm and systemd send it to every process of a job.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ..transport.node import CHOSEN_BY, keep_freed_memory
 from .actor_spec import ActorSpec
 from .contracts import process_name
 from .inspection.process_actor import LoopWatch, ProcessActor
+from .nodes.child import ORDERLY_END
 from .nodes.rendezvous import attach_worker
 from .runtime_dir import ram_folder
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
@@ -48,16 +50,16 @@ _log = logging.getLogger("myxa.worker")
 
 
 async def serve(spec: ProcessSpec) -> None:
-    """Run the actor until SIGTERM. Raises what failed it."""
+    """Run the actor until it is asked to end. Raises what failed it."""
     config = load_config(spec.config_path)
     build = cast("BuildActor", load_callable(spec.program, where="program"))
     place = replace(spec.actor, attempt=spec.attempt, ram_dir=str(ram_folder(Path(spec.socket_dir))))
     actor = build(place, config, Path(spec.run_dir))
-    # Before this line SIGTERM ends the process at once, so that an import of torch delays no end; from here on the end
-    # is orderly.
+    # Before this line the signals end the process at once, so that an import of torch delays no end.
     loop = asyncio.get_running_loop()
     stop_requested: asyncio.Future[None] = loop.create_future()
-    loop.add_signal_handler(signal.SIGTERM, lambda: stop_requested.done() or stop_requested.set_result(None))
+    loop.add_signal_handler(ORDERLY_END, lambda: stop_requested.done() or stop_requested.set_result(None))
+    loop.add_signal_handler(signal.SIGTERM, lambda: _log.info("SIGTERM is the launcher's to act on"))
     node = await attach_worker(spec)
     watch = _watch_for_users_code(spec.actor, config, lambda: node.busy_s)
     try:

@@ -57,6 +57,11 @@ class Adopted:
             return -signal.SIGKILL
 
 
+ORDERLY_END = signal.SIGUSR2
+"""From a launcher to a worker. Not SIGTERM, which schedulers send to every process of a job at once: the launcher ends
+the run in order, and its actors are needed for that."""
+
+
 class Child:
     """A running process. `on_exit(child, status)` is called once, on the loop, after it has ended and was reaped.
     The constructor raises OSError if the process cannot be watched."""
@@ -85,11 +90,11 @@ class Child:
         return self._process.pid
 
     def ask_to_end(self) -> None:
-        """SIGTERM, once: a second one could hit a process that has begun to end and dropped its handler."""
+        """ORDERLY_END, once: a second one could hit a process that has begun to end and dropped its handler."""
         if self.status is None and not self._is_asked:
             self._is_asked = True
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(self._pidfd, ORDERLY_END)
 
     def ask_for_stacks(self) -> None:
         """SIGQUIT: a worker writes the stacks of all its threads into its log, even if its loop hangs (worker.py)."""

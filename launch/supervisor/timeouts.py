@@ -16,7 +16,7 @@ class RunTimeouts:
     finish_s: float = 60.0
     """For the coordinator to end the run in an orderly way after a request."""
     end_s: float = 10.0
-    """For a process to end after SIGTERM."""
+    """For a process to end after ORDERLY_END."""
     lost_s: float = 20.0
     """For a sign of life of another node's launcher."""
     over_s: float = 5.0

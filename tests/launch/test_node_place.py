@@ -111,3 +111,16 @@ def test_what_is_missing_or_impossible_is_named(args: tuple[int | None, int | No
     with pytest.raises(ConfigError) as caught:
         find_place(*args, env)
     assert said in str(caught.value)
+
+
+def test_tasks_of_a_step_of_slurms_are_nodes_also_on_one_host():
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "gpu07",
+    }  # fmt: skip
+    second = step | {"SLURM_PROCID": "1"}
+    assert find_place(None, None, None, step) == NodePlace(0, 2, Endpoint("127.0.0.1", 29400))
+    assert find_place(None, None, None, step, has_file=True) == NodePlace(0, 2, Endpoint("127.0.0.1", 0))
+    assert find_place(None, None, None, second, has_file=True) == NodePlace(1, 2, None)
+    spread = step | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+    assert find_place(None, None, None, spread) == NodePlace(0, 2, Endpoint("gpu07", 29400))

@@ -18,7 +18,7 @@ from tests.harness.waiting import is_running, wait_until
 from myxa.core.errors import LaunchError
 from myxa.core.process import die_with_parent
 from myxa.launch.first_failure import FirstFailure, read_end, read_tail
-from myxa.launch.nodes.child import Child, start_child
+from myxa.launch.nodes.child import ORDERLY_END, Child, start_child
 from myxa.launch.run_dir import RunDir
 from myxa.launch.runtime_dir import RuntimeDir
 
@@ -50,7 +50,10 @@ def test_the_exit_status_is_told_once_and_output_is_in_the_log(tmp_path: Path, m
 
 @pytest.mark.parametrize("make_loop", LOOPS)
 def test_it_is_asked_to_end_once_and_then_killed(tmp_path: Path, make_loop):
-    code = "import signal, time; signal.signal(15, lambda *_: signal.signal(15, signal.SIG_DFL)); print('on', flush=True); time.sleep(60)"
+    code = (
+        f"import signal, time; signal.signal({ORDERLY_END}, lambda *_: signal.signal({ORDERLY_END}, signal.SIG_DFL));"
+        "print('on', flush=True); time.sleep(60)"
+    )
 
     async def ask(child: Child) -> None:
         while "on" not in (tmp_path / "log").read_text():
