@@ -19,12 +19,12 @@ from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, MyxaError
-from .commands import completion, data, knobs, offline, processes, run_life, runs, views
+from .commands import completion, data, knobs, offline, processes, render, run_life, runs, views
 from .commands.parser import Parser, mistaken_command, mistaken_flag
 
 COMMANDS = (
     run_life.UP, run_life.LAUNCH, run_life.DEMO,
-    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT,
+    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, render.RENDER,
     runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD_COMMAND, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS, views.TRACE, views.GRAFANA,
     *data.COMMANDS, views.MEM, views.REPORT, processes.WHERE, completion.COMPLETION,
