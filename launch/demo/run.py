@@ -18,7 +18,7 @@ from pathlib import Path
 
 import orjson
 
-from ...core.config import load_config
+from ...core.config import RunConfig, load_config
 from ..first_failure import RunEnd
 from ..launcher import LaunchOptions, launch
 from ..node_place import find_place
@@ -114,7 +114,7 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> int:
     started = time.monotonic()
     warm = warm_up(options)
-    if warm.exit_code:
+    if warm.exit_code or not (options.folder / "sft").exists():  # it was stopped
         return warm.exit_code
     sft_s = time.monotonic() - started
     next_steps = tuple(step.format(folder=options.folder) for step in _NEXT_STEPS)
@@ -122,15 +122,16 @@ def run_demo(options: DemoOptions) -> int:
     if learnt.exit_code or learnt.run_dir is None:
         return learnt.exit_code
     wall_s = time.monotonic() - started
-    _write_summary(options.folder, learnt.run_dir, sft_s=sft_s, wall_s=wall_s)
+    if learnt.version > 0:
+        _write_summary(options.folder, learnt.run_dir, sft_s=sft_s, wall_s=wall_s)
     return 0
 
 
 def warm_up(options: DemoOptions) -> RunEnd:
-    """Make model and data, run the supervised stage; afterwards `<folder>/sft/export` holds the warm model."""
+    """Make model and data, run the supervised stage; if it was not stopped, `<folder>/sft/export` is the warm model."""
     prepare(options.folder, options.seed)
     result = _launch(options, "sft", [], ())
-    if result.exit_code == 0 and result.run_dir is not None:
+    if result.run_dir is not None and result.version == _config(options, "sft").run.num_steps:
         link = options.folder / "sft"
         link.unlink(missing_ok=True)
         link.symlink_to(result.run_dir.name)
@@ -138,14 +139,18 @@ def warm_up(options: DemoOptions) -> RunEnd:
 
 
 def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> RunEnd:
+    config = _config(options, stage, overrides)
+    place = find_place(1, 0, None, {})
+    return launch(config, LaunchOptions(place=place, is_quiet=options.is_quiet, next_steps=next_steps))
+
+
+def _config(options: DemoOptions, stage: str, overrides: Sequence[str] = ()) -> RunConfig:
     always = [
         f'run.dir="{options.folder.absolute()}"',
         f"run.seed={options.seed}",
         f"roles.trainer.count={options.ranks}",
     ]
-    config = load_config([options.folder / f"{stage}.toml"], [*always, *overrides])
-    place = find_place(1, 0, None, {})
-    return launch(config, LaunchOptions(place=place, is_quiet=options.is_quiet, next_steps=next_steps))
+    return load_config([options.folder / f"{stage}.toml"], [*always, *overrides])
 
 
 def _write_summary(folder: Path, run_dir: Path, *, sft_s: float, wall_s: float) -> None:
