@@ -55,7 +55,7 @@ from ..core.messages import (
     WeightManifest,
 )
 from ..core.protocols import EngineTrace, StepStats
-from ..core.samples import Group, Prompt, ScoredSample, TrainSample, TrainShard
+from ..core.samples import Group, Prompt, Sample, ScoredSample, TrainShard
 from ..core.weight_channel import AnyAnswer, AnyOrder, WeightProgress
 
 
@@ -475,7 +475,7 @@ class TrainerContract(TenantContract, KnobsContract):
         raise NotImplementedError
 
     @call(deadline=600)
-    async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
+    async def score(self, samples: tuple[Sample, ...]) -> Scores:
         """Log-probs of the samples' response tokens under the current weights. Collective, the same on every rank."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ import msgspec
 
 from .device_memory import AssetStore, MovedMemory, Tag, TagReport
 from .messages import EngineUsage, Record, SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, Message, Prompt, ScoredSample, TrainSample, TrainShard
+from .samples import F32, I32, FinishReason, Message, Prompt, Sample, ScoredSample, TrainShard
 from .weight_channel import SenderOrder, WeightProgress
 
 A = TypeVar("A")
@@ -196,7 +196,7 @@ class TrainBackend(Protocol):
         other rank and touches no tensor: may be called from any thread, while a step runs too."""
         ...
 
-    def score(self, samples: Sequence[TrainSample]) -> list[F32]:
+    def score(self, samples: Sequence[Sample]) -> list[F32]:
         """Log-probs of the response tokens under the current weights, float32 [R] each; no gradient."""
         ...
 

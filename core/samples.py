@@ -233,38 +233,27 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return min(versions) if versions else NO_VERSION
 
 
-class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sample as a trainer rank sees it: tokens, mask, behaviour log-probs and the group-level advantage."""
+_TEXTS = ("text", "turns", "replies", "metadata")
 
-    group_id: int
-    index: int
-    token_ids: I32
-    """int32 [P + R]."""
-    prompt_len: int
-    loss_mask: U8
-    """uint8 [R]."""
-    logprobs: F32
-    """float32 [R]: behaviour log-probs."""
-    versions: I32
-    """int32 [R]."""
-    reward: float
-    """Scalar reward that the advantage was made of."""
+
+class TrainSample(Sample, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sample as a trainer rank gets it, without texts. `reward` is what its advantage was made of. `loss_weights`
+    hold its part of the rollout's tokens, with reduction "rollout". `token_rewards`: where the rank discounts what
+    turns earned (ppo, reinforce_pp); `advantage` is the rest then. `reference_logprobs`: where the rank needs those of
+    a model that is served elsewhere."""
+
     advantage: float
     """Sample-level advantage after group normalisation; token-level terms (KL, discounting) are added by the rank."""
     token_advantages: F32 | None = None
     """float32 [R]: per token, if the user's function gave such, or turns have advantages of their own; then `advantage`
     is the mean of those in the loss."""
-    temperature: float = 1.0
-    """Temperature that the tokens were drawn at, above 0: log-probs are those of the distribution at it."""
-    reference_logprobs: F32 | None = None
-    """float32 [R]: log-probs under the reference model, at that temperature, where it is served elsewhere."""
-    branch: int = 0
-    loss: LossPart = "algo"
-    loss_weights: F32 | None = None
-    """float32 [R]: factor of each token's loss; with reduction "rollout" its sample's part of the rollout's tokens is
-    in it."""
-    token_rewards: F32 | None = None
-    """float32 [R]: what turns earned, which the rank discounts (ppo, reinforce_pp); `advantage` is the rest."""
+
+    @classmethod
+    def of(cls, sample: Sample, advantage: float, **fields: Any) -> TrainSample:
+        """The sample with its advantage; `fields` take the place of its own."""
+        own: dict[str, Any] = {name: getattr(sample, name) for name in Sample.__struct_fields__ if name not in _TEXTS}
+        own |= {"advantage": advantage, **fields}
+        return cls(**own)
 
 
 class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

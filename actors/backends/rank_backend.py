@@ -16,7 +16,7 @@ from ...core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerCon
 from ...core.device_memory import AssetStore
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
-from ...core.samples import F32, TrainSample, TrainShard
+from ...core.samples import F32, Sample, TrainShard
 from ..models.hf_folder import export_dtype
 from ..models.model_config import ModelConfig
 from .export import Exporter, ExportTypes
@@ -145,7 +145,7 @@ class RankBackend(Generic[C]):
         """Why no checkpoint can be written; empty if one can."""
         return ""
 
-    def score(self, samples: Sequence[TrainSample]) -> list[F32]:
+    def score(self, samples: Sequence[Sample]) -> list[F32]:
         """Log-probs of the loss tokens under the current weights, float32 [R] each, 0 where the mask is 0; equal on
         all ranks of a replica, which must give the same samples."""
         parts = self._ready()

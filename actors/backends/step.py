@@ -29,7 +29,7 @@ from ...core.clock import Clock
 from ...core.config.learning import AlgoConfig
 from ...core.errors import MyxaError, TrainError
 from ...core.protocols import StepStats
-from ...core.samples import F32, LossPart, TrainSample, TrainShard
+from ...core.samples import F32, LossPart, Sample, TrainShard
 from .torch_backend.accounting import (
     MetricSums,
     TrainingStep,
@@ -88,7 +88,7 @@ class Stepper:
             self.reference.renew(version)
         return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.scores())
 
-    def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
+    def score(self, samples: Sequence[Sample], max_tokens: int) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); replicas may differ in samples,
         ranks of one replica may not."""
         check_samples(samples, self.policy.vocab_size)
@@ -97,7 +97,7 @@ class Stepper:
         micros += [[] for _ in range(longest - len(micros))]
         return self._scores(samples, [self.policy.layouts(samples, micros)])
 
-    def _scores(self, samples: Sequence[TrainSample], parts: Sequence[Sequence[Any]]) -> list[F32]:
+    def _scores(self, samples: Sequence[Sample], parts: Sequence[Sequence[Any]]) -> list[F32]:
         scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in samples]
         for layouts in parts:
             for layout, found in zip(layouts, self.policy.score(layouts), strict=False):  # none where none is scored

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.config import AlgoConfig, OptimizerConfig
 from ...core.errors import ConfigError
-from ...core.samples import TrainSample, TrainShard
+from ...core.samples import Sample, TrainShard
 from .torch_backend.accounting import MetricSums, first_not_finite
 from .torch_backend.microbatch import MicroBatch, batch_of, check_shard, trained_members
 from .torch_backend.world import RankGroup, World
@@ -106,7 +106,7 @@ class TrainedModel(ABC):
         return minibatches
 
     @abstractmethod
-    def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Any]:
+    def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Any]:
         """Of these members, filled up with empty ones to what a pass takes."""
 
     def filled_up(self, micro: MicroBatch[Any]) -> list[MicroBatch[Any]]:

@@ -26,7 +26,7 @@ from ...core.errors import MyxaError, TrainError
 from ...core.messages import CanaryAnswers
 from ...core.refs import ActorGroup
 from ...core.retry import until_answered
-from ...core.samples import F32, Sample, TrainSample
+from ...core.samples import F32, Sample
 from ..contracts import CoordinatorContract, TrainerContract
 
 BOUNDS: Mapping[str, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05, "fp8": 0.15}
@@ -73,25 +73,6 @@ class CanaryVerdict:
     """Tokens compared; 0: nothing can be said."""
     complaint: str = ""
     """Why the run must stop; empty if it may continue."""
-
-
-def as_train_samples(samples: Sequence[Sample]) -> tuple[TrainSample, ...]:
-    """What a trainer rank can score: the engine's tokens, no advantage."""
-    return tuple(
-        TrainSample(
-            group_id=sample.group_id,
-            index=sample.index,
-            token_ids=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int32, copy=False),
-            prompt_len=len(sample.prompt_ids),
-            loss_mask=sample.loss_mask,
-            logprobs=sample.logprobs,
-            versions=sample.versions,
-            reward=0.0,
-            advantage=0.0,
-            temperature=sample.temperature or 1.0,
-        )
-        for sample in samples
-    )
 
 
 def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound: float) -> CanaryVerdict:
@@ -168,6 +149,6 @@ class CanaryGuard:
     async def _compare(self, version: int, answers: CanaryAnswers) -> CanaryVerdict:
         logprobs = np.zeros(0, np.float32)
         if answers.samples:  # ranks have nothing to run for none
-            scores = (await self.ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]
+            scores = (await self.ranks.all(TrainerContract.score, answers.samples))["trainer/0"]
             logprobs = np.asarray(scores.logprobs, dtype=np.float32)
         return judge(version, answers.rollout, answers.samples, logprobs, self.options.bound)

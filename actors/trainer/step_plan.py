@@ -217,7 +217,7 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
         advantages = own_advantages(groups, options)
     samples = [_train_sample(g, i, advantage, options) for (g, i), advantage in zip(flat, advantages, strict=True)]
     plan = plan_shards(
-        [len(s.token_ids) for s in samples],
+        [s.num_tokens for s in samples],
         options.num_ranks,
         options.max_tokens,
         options.minibatches,
@@ -350,22 +350,13 @@ def _train_sample(group: Group, i: int, advantage: float | F32, options: StepPla
     elif isinstance(advantage, np.ndarray):
         tokens, kept = advantage, advantage[sample.loss_mask != 0]
         advantage = float(kept.mean()) if kept.size else 0.0
-    return TrainSample(
-        group_id=group.group_id,
-        index=sample.index,
-        branch=sample.branch,
-        token_ids=np.concatenate([sample.prompt_ids, sample.response_ids]),
-        prompt_len=len(sample.prompt_ids),
-        loss_mask=sample.loss_mask,
-        logprobs=sample.logprobs,
-        versions=sample.versions,
-        reward=float(group.rewards[i]),
-        advantage=cast("float", advantage),
+    return TrainSample.of(
+        sample,
+        cast("float", advantage),
         token_advantages=tokens,
-        temperature=sample.temperature or 1.0,  # engines give log-probs of greedy tokens at temperature 1
+        reward=float(group.rewards[i]),
         reference_logprobs=sample.reference_logprobs if options.takes_reference else None,
         loss=part,
-        loss_weights=sample.loss_weights,
         token_rewards=turn_rewards,
     )
 

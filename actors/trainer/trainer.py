@@ -28,7 +28,7 @@ from ...core.files import naming_disk
 from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
 from ...core.messages import Scores, WeightChannel, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
-from ...core.samples import TrainSample, TrainShard
+from ...core.samples import Sample, TrainShard
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
 from ..contracts import MemoryContract, MonitorContract, TrainerContract
@@ -213,7 +213,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._version = shard.step + 1
         return stats
 
-    async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
+    async def score(self, samples: tuple[Sample, ...]) -> Scores:
         await self._until_turn()
         with self._meter.during("compute", "score"), self._blocking("first scores", when=not self._has_trained):
             parts = await self._in_thread(lambda: self._backend.score(samples))

@@ -71,12 +71,12 @@ def make_shard(answers: list[dict[str, list[Any]]], logprobs: list[np.ndarray] |
         TrainSample(
             group_id=number_ // 8,
             index=number_ % 8,
-            token_ids=np.asarray(one["prompt"] + one["ids"], dtype=np.int32),
-            prompt_len=len(one["prompt"]),
+            prompt_ids=np.asarray(one["prompt"], dtype=np.int32),
+            response_ids=np.asarray(one["ids"], dtype=np.int32),
             loss_mask=np.ones(len(one["ids"]), dtype=np.uint8),
             logprobs=np.asarray(one["logprobs"], dtype=np.float32) if logprobs is None else logprobs[number_],
             versions=np.zeros(len(one["ids"]), dtype=np.int32),
-            reward=float(number_ % 2),
+            finish="stop",
             advantage=1.0 if number_ % 2 else -1.0,
         )
         for number_, one in enumerate(answers)

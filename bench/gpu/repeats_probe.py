@@ -51,12 +51,12 @@ def make_shard(step: int) -> TrainShard:
         TrainSample(
             group_id=index // 8,
             index=index % 8,
-            token_ids=rng.integers(0, 320, 12 + length).astype(np.int32),
-            prompt_len=12,
+            prompt_ids=rng.integers(0, 320, 12).astype(np.int32),
+            response_ids=rng.integers(0, 320, length).astype(np.int32),
             loss_mask=np.ones(length, dtype=np.uint8),
             logprobs=np.full(length, -5.7, dtype=np.float32),
             versions=np.full(length, step, dtype=np.int32),
-            reward=float(index % 2),
+            finish="stop",
             advantage=1.0 if index % 2 else -1.0,
         )
         for index, length in enumerate(lengths)

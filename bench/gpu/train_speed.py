@@ -53,12 +53,12 @@ def make_shard(options: argparse.Namespace, rank: int, vocab_size: int, step: in
         TrainSample(
             group_id=index // 8,
             index=index % 8,
-            token_ids=rng.integers(0, vocab_size, options.length).astype(np.int32),
-            prompt_len=prompt_len,
+            prompt_ids=rng.integers(0, vocab_size, prompt_len).astype(np.int32),
+            response_ids=rng.integers(0, vocab_size, num_new).astype(np.int32),
             loss_mask=np.ones(num_new, dtype=np.uint8),
             logprobs=np.full(num_new, -np.log(vocab_size), dtype=np.float32),
             versions=np.full(num_new, step, dtype=np.int32),
-            reward=float(index % 2),
+            finish="stop",
             advantage=1.0 if index % 2 else -1.0,
         )
         for index in range(options.packs * options.per_pack)

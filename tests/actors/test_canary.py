@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryGuard, CanaryOptions, as_train_samples, judge, precision_of
+from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryGuard, CanaryOptions, judge, precision_of
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.messages import CanaryAnswers
@@ -94,10 +94,3 @@ async def test_an_engine_that_answers_with_nothing_is_told_and_fails_nobody():
     guard = CanaryGuard(ctx, CanaryOptions(every=1, bound=0.1), ranks, ActivityMeter("trainer/0", clock), telemetry)
     await guard.check(4)
     assert [event.kind for event in telemetry.drain().events] == ["guard-skipped"]
-
-
-def test_what_the_trainer_scores_are_the_engines_tokens():
-    (made,) = as_train_samples([sample([-1.0, -2.0], [4, 4])])
-    assert made.token_ids.tolist() == [5, 6, 0, 1]
-    assert made.token_ids.dtype == np.int32
-    assert (made.prompt_len, made.loss_mask.tolist(), made.advantage) == (2, [1, 1], 0.0)

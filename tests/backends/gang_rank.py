@@ -120,6 +120,11 @@ def make_backend(
     return TorchBackend(config)
 
 
+def token_ids(sample: Sample) -> np.ndarray:
+    """int32 [P + R]."""
+    return np.concatenate([sample.prompt_ids, sample.response_ids])
+
+
 def own_scores(backend: Any, shard: TrainShard) -> list[np.ndarray]:
     """Log-probs of the loss tokens by the very passes that `train` makes of the shard, and those of samples that it
     leaves out."""

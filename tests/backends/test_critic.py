@@ -81,10 +81,10 @@ def test_a_value_is_that_of_the_state_that_the_token_is_drawn_from(backends: Bac
     sample = shard.samples[position]
     before = values_of(backend, shard)[position]
     for t in range(len(sample.loss_mask)):
-        tokens = sample.token_ids.copy()
-        tokens[sample.prompt_len + t] = (tokens[sample.prompt_len + t] + 1) % 262
+        tokens = sample.response_ids.copy()
+        tokens[t] = (tokens[t] + 1) % 262
         changed = list(shard.samples)
-        changed[position] = msgspec.structs.replace(sample, token_ids=tokens)
+        changed[position] = msgspec.structs.replace(sample, response_ids=tokens)
         after = values_of(backend, msgspec.structs.replace(shard, samples=tuple(changed)))[position]
         np.testing.assert_allclose(after[: t + 1], before[: t + 1], atol=1e-6)
         if t + 1 < len(before):

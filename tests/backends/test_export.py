@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
-from tests.backends.gang_rank import Backends, make_shards
+from tests.backends.gang_rank import Backends, make_shards, token_ids
 
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.core.errors import ModelError
@@ -54,9 +54,9 @@ def test_transformers_loads_the_folder_and_agrees(tmp_path: Path, backends: Back
     judge: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert judge.dtype == getattr(torch, dtype)
     sample = next(s for s in make_shards(63)[0].samples if s.loss_mask.all())
-    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    ids = torch.from_numpy(token_ids(sample).astype(np.int64))[None]
     table = judge(ids).logits[0].float().log_softmax(-1)
-    places = torch.arange(sample.prompt_len, len(sample.token_ids))
+    places = torch.arange(len(sample.prompt_ids), sample.num_tokens)
     expected = table[places - 1].gather(-1, ids[0, places][:, None]).squeeze(-1)
     tolerance = 1e-5 if dtype == "float32" else 0.1
     np.testing.assert_allclose(backend.score([sample])[0], expected.detach().numpy(), atol=tolerance)

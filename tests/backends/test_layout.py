@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tests.backends.gang_rank import token_ids
 
 from myxa.actors.backends.torch_backend.layout import Layout, plan_layout
 from myxa.core.samples import TrainSample
@@ -15,9 +16,9 @@ from myxa.core.samples import TrainSample
 def sample(prompt: list[int], answer: list[int], mask: list[int] | None = None, index: int = 0) -> TrainSample:
     length = len(answer)
     return TrainSample(
-        group_id=0, index=index, token_ids=np.asarray(prompt + answer, np.int32), prompt_len=len(prompt),
+        group_id=0, index=index, prompt_ids=np.asarray(prompt, np.int32), response_ids=np.asarray(answer, np.int32),
         loss_mask=np.asarray(mask if mask is not None else [1] * length, np.uint8),
-        logprobs=np.zeros(length, np.float32), versions=np.zeros(length, np.int32), reward=0.0, advantage=1.0,
+        logprobs=np.zeros(length, np.float32), versions=np.zeros(length, np.int32), finish="stop", advantage=1.0,
     )  # fmt: skip
 
 
@@ -71,10 +72,10 @@ def test_each_loss_token_sees_exactly_its_own_context(seed: int, linear_cost: fl
     for k, i in enumerate(layout.members):
         part = slice(int(layout.offsets[k]), int(layout.offsets[k + 1]))
         for column, row, target in zip(layout.columns_M[part], rows[part], layout.targets_M[part], strict=True):
-            place = samples[i].prompt_len + int(column)
+            place = len(samples[i].prompt_ids) + int(column)
             context = sorted((positions[t], tokens[t]) for t in seen[row])
-            assert context == list(enumerate(samples[i].token_ids[:place].tolist()))
-            assert int(target) == samples[i].token_ids[place]
+            assert context == list(enumerate(token_ids(samples[i])[:place].tolist()))
+            assert int(target) == token_ids(samples[i])[place]
         done[i] = layout.columns_M[part].tolist()
     assert done == {i: np.flatnonzero(s.loss_mask).tolist() for i, s in enumerate(samples) if s.loss_mask.any()}
 

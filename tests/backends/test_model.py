@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.backends.gang_rank import make_shards
+from tests.backends.gang_rank import make_shards, token_ids
 
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
@@ -81,9 +81,9 @@ def load(folder: Path, **options: Any) -> CausalLM:
 
 def judged(judge: Any, sample: TrainSample, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of a sample's loss tokens by transformers, one sequence, no packing."""
-    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    ids = torch.from_numpy(token_ids(sample).astype(np.int64))[None]
     table = (judge(ids).logits[0].float() / temperature).log_softmax(-1)
-    places = torch.from_numpy(sample.prompt_len + np.flatnonzero(sample.loss_mask))
+    places = torch.from_numpy(len(sample.prompt_ids) + np.flatnonzero(sample.loss_mask))
     rows = table[places - 1]
     return rows.gather(-1, ids[0, places][:, None]).squeeze(-1), -(rows.exp() * rows).sum(-1)
 

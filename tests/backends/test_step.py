@@ -272,15 +272,16 @@ def test_max_grad_norm_bounds_what_is_applied(backends: Backends) -> None:
 def test_a_shard_that_contradicts_itself_or_knobs_that_cannot_be_are_refused(backends: Backends) -> None:
     backend, (shard,) = backends(), make_shards(44)
     sample, inf = shard.samples[0], float("inf")
-    rows = {n: np.ones(len(sample.token_ids), t)
+    whole = np.concatenate([sample.prompt_ids, sample.response_ids])
+    rows = {n: np.ones(sample.num_tokens, t)
             for n, t in (("loss_mask", np.uint8), ("logprobs", np.float32), ("versions", np.int32))}  # fmt: skip
     wrong = [
-        ("outside", change(shard, 0, token_ids=np.full_like(sample.token_ids, 262))),
-        ("prompt_len", change(shard, 0, prompt_len=sample.prompt_len + 1)),
-        ("nothing in front", change(shard, 0, prompt_len=0, **rows)),
+        ("outside", change(shard, 0, response_ids=np.full_like(sample.response_ids, 262))),
+        ("response_ids, but", change(shard, 0, response_ids=sample.response_ids[1:])),
+        ("nothing in front", change(shard, 0, prompt_ids=whole[:0], response_ids=whole, **rows)),
         ("each of the", msgspec.structs.replace(shard, minibatches=shard.minibatches + shard.minibatches)),
         ("minibatch_tokens", msgspec.structs.replace(shard, minibatch_tokens=())),
-        *((f"temperature = {t} gives no", change(shard, 2, temperature=t)) for t in (0.0, -1.0, float("nan"), inf)),
+        *((f"temperature = {t} gives no", change(shard, 2, temperature=t)) for t in (-1.0, float("nan"), inf)),
     ]
     for cause, given in wrong:
         with pytest.raises(TrainError, match=cause):
@@ -305,7 +306,11 @@ def test_every_sample_is_scored_at_its_own_temperature(backends: Backends) -> No
     together = backend.score(mixed.samples)
     for sample, scores in zip(mixed.samples, together, strict=True):
         np.testing.assert_allclose(scores, backend.score([sample])[0], atol=1e-5)
-    others = backend.score([msgspec.structs.replace(s, temperature=1.0) for s in mixed.samples])
+    others, greedy = (
+        backend.score([msgspec.structs.replace(s, temperature=t) for s in mixed.samples]) for t in (1.0, 0.0)
+    )
+    for one, other in zip(others, greedy, strict=True):
+        assert np.array_equal(one, other), "what engines say of greedy tokens"
     for sample, scores, other in zip(mixed.samples, together, others, strict=True):
         if sample.loss_mask.any():
             assert np.allclose(scores, other, atol=1e-3) == (sample.temperature == 1.0)

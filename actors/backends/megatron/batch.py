@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....core.samples import TrainSample
+from ....core.samples import Sample
 from ..torch_backend.layout import I64, temperature_of
 from ..torch_backend.tensors import from_array
 from ..vocab_scores import Temperature
@@ -74,12 +74,12 @@ class Pack:
         return len(self.columns_M)
 
 
-def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting: PackCutting) -> Pack:
+def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: PackCutting) -> Pack:
     """Pack `samples[i] for i in members`. Members without loss tokens are left out; without any loss token the pack
     holds one padding sequence and M = 0, so that this rank can still take part in the others' passes."""
     active = [i for i in members if samples[i].loss_mask.any()]
     columns = [np.flatnonzero(samples[i].loss_mask) for i in active]
-    fed = [samples[i].prompt_len + int(c[-1]) for i, c in zip(active, columns, strict=True)]
+    fed = [len(samples[i].prompt_ids) + int(c[-1]) for i, c in zip(active, columns, strict=True)]
     lengths = [_round_up(max(1, length), cutting.num_chunks) for length in fed or [1]]
     lengths[-1] += _round_up(sum(lengths), cutting.pack_multiple) - sum(lengths)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -88,9 +88,11 @@ def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting
     targets: list[I64] = [np.zeros(0, np.int64)]
     for k, i in enumerate(active):
         sample = samples[i]
-        tokens_T[starts[k] : starts[k] + fed[k]] = sample.token_ids[: fed[k]]
-        rows.append(starts[k] + sample.prompt_len + columns[k] - 1)
-        targets.append(sample.token_ids[sample.prompt_len + columns[k]].astype(np.int64))
+        middle = starts[k] + len(sample.prompt_ids)
+        tokens_T[starts[k] : middle] = sample.prompt_ids
+        tokens_T[middle : starts[k] + fed[k]] = sample.response_ids[: columns[k][-1]]
+        rows.append(middle + columns[k] - 1)
+        targets.append(sample.response_ids[columns[k]].astype(np.int64))
     here_t = zigzag(lengths, cutting.num_chunks, cutting.cp_rank)
     where_T = np.full(starts[-1], -1, dtype=np.int64)
     where_T[here_t] = np.arange(len(here_t))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ....core.errors import TrainError
-from ....core.samples import TrainSample
+from ....core.samples import Sample
 from ..trained_model import LossOf, TrainedModel
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
@@ -239,7 +239,7 @@ class MegatronPolicy(TrainedModel):
     def num_updates(self) -> int:
         return self._optimizer.num_updates
 
-    def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Pack]:
+    def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Pack]:
         missing = -len(micros) % self._cutting.multiple_of_micros
         return [pack_samples(samples, members, self._cutting) for members in (*micros, *[()] * missing)]
 

@@ -293,7 +293,7 @@ class TrainingStep:
 
 def tally_counts(tally: MetricSums, shard: TrainShard, micros: Sequence[MicroBatch[Any]]) -> None:
     values = (
-        sum(len(s.token_ids) for s in shard.samples),
+        sum(s.num_tokens for s in shard.samples),
         len(shard.samples),
         sum(m.segments.num_samples for m in micros),
         sum(m.num_tokens for m in micros),

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....core.samples import TrainSample
+from ....core.samples import Sample
 from ..vocab_scores import Temperature
 from .tensors import from_array
 
@@ -91,7 +91,7 @@ class _Bundle:
 
 
 def plan_layout(
-    samples: Sequence[TrainSample],
+    samples: Sequence[Sample],
     members: Sequence[int],
     *,
     linear_cost: float | None,
@@ -115,28 +115,28 @@ def plan_layout(
     return packer.layout(device)
 
 
-def _answer_inputs(sample: TrainSample) -> int:
+def _answer_inputs(sample: Sample) -> int:
     """Response tokens that must be fed in so that the last loss token is predicted; -1 if there is none."""
     loss_positions = np.flatnonzero(sample.loss_mask)
     return int(loss_positions[-1]) if loss_positions.size else -1
 
 
 def _bundle(
-    samples: Sequence[TrainSample], active: Sequence[int], lengths: dict[int, int], linear_cost: float | None
+    samples: Sequence[Sample], active: Sequence[int], lengths: dict[int, int], linear_cost: float | None
 ) -> list[_Bundle]:
     """Put samples with equal prompts together as long as a joint row is cheaper than separate ones."""
     open_bundles: dict[bytes, _Bundle] = {}
     bundles: list[_Bundle] = []
     for i in active:
         sample = samples[i]
-        prompt = sample.token_ids[: sample.prompt_len].tobytes()
-        total = sample.prompt_len + lengths[i]
+        prompt = sample.prompt_ids.tobytes()
+        total = len(sample.prompt_ids) + lengths[i]
         bundle = open_bundles.get(prompt)
         if bundle is not None and _sharing_pays(bundle.num_tokens, lengths[i], total, linear_cost):
             bundle.members.append(i)
             bundle.num_tokens += lengths[i]
             continue
-        bundle = _Bundle(sample.prompt_len, [i], total)
+        bundle = _Bundle(len(sample.prompt_ids), [i], total)
         open_bundles[prompt] = bundle
         bundles.append(bundle)
     return bundles
@@ -154,7 +154,7 @@ def _sharing_pays(row_len: int, more: int, alone: int, linear_cost: float | None
 class _Packer:
     """Appends bundles and closes with the index tensors."""
 
-    def __init__(self, samples: Sequence[TrainSample], lengths: dict[int, int]) -> None:
+    def __init__(self, samples: Sequence[Sample], lengths: dict[int, int]) -> None:
         self._samples = samples
         self._lengths = lengths
         self._num_tokens = 0
@@ -170,7 +170,7 @@ class _Packer:
     def add(self, bundle: _Bundle) -> None:
         start = self._num_tokens
         prompt_len = bundle.prompt_len
-        self._append(self._samples[bundle.members[0]].token_ids[:prompt_len], 0, 0)
+        self._append(self._samples[bundle.members[0]].prompt_ids, 0, 0)
         for number, i in enumerate(bundle.members):
             sample = self._samples[i]
             columns = np.flatnonzero(sample.loss_mask)
@@ -178,9 +178,9 @@ class _Packer:
             rows[columns == 0] = start + prompt_len - 1
             self._rows.append(rows)
             self._columns.append(columns)
-            self._targets.append(sample.token_ids[prompt_len + columns])
+            self._targets.append(sample.response_ids[columns])
             self._members.append(i)
-            self._append(sample.token_ids[prompt_len : prompt_len + self._lengths[i]], prompt_len, number + 1)
+            self._append(sample.response_ids[: self._lengths[i]], prompt_len, number + 1)
         self._bundles.append((start, self._num_tokens - start, len(bundle.members) > 1))
 
     def _append(self, tokens: npt.NDArray[np.int32], position: int, segment: int) -> None:
@@ -275,9 +275,9 @@ def _empty_layout(device: torch.device | str) -> Layout:
     )
 
 
-def temperature_of(samples: Sequence[TrainSample], counts: Sequence[int], device: torch.device | str) -> Temperature:
+def temperature_of(samples: Sequence[Sample], counts: Sequence[int], device: torch.device | str) -> Temperature:
     """Of each sample's loss tokens (`counts`), one sample after another; one number if they are all alike."""
-    found = [sample.temperature for sample in samples]
+    found = [sample.temperature or 1.0 for sample in samples]  # engines give log-probs of greedy tokens at 1
     if len(set(found)) < 2:
         return float(found[0]) if found else 1.0
     return from_array(np.repeat(np.asarray(found, dtype=np.float32), counts)).to(device)

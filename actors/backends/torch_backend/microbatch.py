@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....algos.segments import Segments
 from ....core.errors import TrainError
-from ....core.samples import F32, LossPart, ScoredSample, TrainSample, TrainShard, sample_name
+from ....core.samples import F32, LossPart, Sample, ScoredSample, TrainSample, TrainShard
 from .layout import I64
 from .tensors import from_array
 
@@ -83,12 +83,12 @@ def _is_neutral(sample: TrainSample) -> bool:
     return sample.loss == "algo" and sample.advantage == 0.0 and not any(row is not None and row.any() for row in rows)
 
 
-def plan_scoring(samples: Sequence[TrainSample], max_tokens: int) -> list[list[int]]:
+def plan_scoring(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
     """Consecutive samples in micro-batches of at most `max_tokens` (P + R); a longer one sits alone."""
     micros: list[list[int]] = []
     load = 0
     for i, sample in enumerate(samples):
-        count = len(sample.token_ids)
+        count = sample.num_tokens
         if not micros or load + count > max_tokens:
             micros.append([])
             load = 0
@@ -123,44 +123,37 @@ def check_shard(shard: TrainShard, vocab_size: int) -> None:
             )
 
 
-def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
+def check_samples(samples: Sequence[Sample], vocab_size: int) -> None:
     """Raise TrainError naming the first sample whose arrays disagree or that holds an impossible token, or that was
     drawn at a temperature that has no log-probs."""
     for sample in samples:
-        length = len(sample.token_ids) - sample.prompt_len
+        length = len(sample.response_ids)
         sizes = {name: len(getattr(sample, name)) for name in ("loss_mask", "logprobs", "versions")}
         for name in ("token_advantages", "reference_logprobs", "loss_weights", "token_rewards"):
-            if (row := getattr(sample, name)) is not None:
+            if (row := getattr(sample, name, None)) is not None:
                 sizes[name] = len(row)
-        if sample.prompt_len < 0 or any(size != length for size in sizes.values()):
+        if any(size != length for size in sizes.values()):
             raise TrainError(
-                f"{_name(sample)}: {len(sample.token_ids)} tokens, prompt_len {sample.prompt_len}, but "
+                f"sample {sample.name}: {length} response_ids, but "
                 + ", ".join(f"{name} [{size}]" for name, size in sizes.items()),
-                remedy="token_ids holds prompt and response, the others one entry per response token",
+                remedy="each holds one entry per response token",
             )
-        if sample.prompt_len == 0 and length and sample.loss_mask[0]:
+        if not len(sample.prompt_ids) and length and sample.loss_mask[0]:
             raise TrainError(
-                f"{_name(sample)}: its first token has nothing in front that could predict it",
+                f"sample {sample.name}: its first token has nothing in front that could predict it",
                 remedy="a prompt needs at least one token",
             )
-        if not (math.isfinite(sample.temperature) and sample.temperature > 0):
+        if not (math.isfinite(sample.temperature) and sample.temperature >= 0):
             raise TrainError(
-                f"{_name(sample)}: temperature = {sample.temperature} gives no log-probs to train on",
-                remedy="tokens must be drawn at a temperature above 0",
+                f"sample {sample.name}: temperature = {sample.temperature} gives no log-probs to train on",
+                remedy="tokens must be drawn at a temperature of 0 (greedy) or above",
             )
-    if not samples:
-        return
-    tokens = np.concatenate([s.token_ids for s in samples])
-    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
-        bad = next(s for s in samples if ((s.token_ids < 0) | (s.token_ids >= vocab_size)).any())
-        raise TrainError(
-            f"{_name(bad)}: a token id lies outside [0, {vocab_size})",
-            remedy="engine and trainer must use the same model folder",
-        )
-
-
-def _name(sample: TrainSample) -> str:
-    return f"sample {sample_name(sample.group_id, sample.index, sample.branch)}"
+        for ids in (sample.prompt_ids, sample.response_ids):
+            if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+                raise TrainError(
+                    f"sample {sample.name}: a token id lies outside [0, {vocab_size})",
+                    remedy="engine and trainer must use the same model folder",
+                )
 
 
 def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:
@@ -198,7 +191,7 @@ def served_reference(layout: ScoredRows, samples: Sequence[TrainSample], device:
     for sample in (samples[i] for i in layout.members):
         if sample.reference_logprobs is None:
             raise TrainError(
-                f"{_name(sample)}: there is a KL term, no reference model, and no reference log-probs with the sample",
+                f"sample {sample.name}: there is a KL term, no reference model, and no reference log-probs with it",
                 remedy="a bug in the planner, which looks for them",
             )
         rows.append(sample.reference_logprobs[sample.loss_mask != 0])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
-from ....core.samples import TrainSample
+from ....core.samples import Sample
 from ...models.model_config import frozen_names
 from ..trained_model import LossOf, TrainedModel
 from .adamw import AdamW
@@ -145,7 +145,7 @@ class TorchModel(TrainedModel):
     def num_updates(self) -> int:
         return self.optimizer.num_updates
 
-    def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Layout]:
+    def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Layout]:
         cost, device = self._linear_cost, self.world.device
         return [plan_layout(samples, members, linear_cost=cost, device=device) for members in micros]
 
