@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
+from tests.harness.commands import left_processes
 from tests.weights.adoption_lab import VICTIM, WITNESS, Answer, FaultLab, LabEngine, PipeEngine, ServerEngine, fault_lab
 from tests.weights.fault_cells import CELLS, Cell, Channel, tables
 from tests.weights.weight_lab import CONTEXT, VOCAB, own_answer
@@ -201,11 +201,11 @@ class Labs:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def labs(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Labs]:
-    others = set(psutil.Process().children(recursive=True))
+    others = left_processes()
     made = Labs(folders, tmp_path_factory.mktemp("published"))
     yield made
     await made.close()
-    assert set(psutil.Process().children(recursive=True)) <= others, "processes are left"
+    assert left_processes() <= others
 
 
 @pytest.mark.asyncio(loop_scope="module")
