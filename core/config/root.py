@@ -417,6 +417,8 @@ def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (run.num_steps and ends_here and warmup < updates < warmup + wsd,
          "optimizer.wsd_decay_steps optimizer.warmup_steps run.num_steps algo.minibatches algo.epochs",
          f"and optimizer.warmup_steps are longer than {whole}"),
+        (config.algo.ref_update_every and not config.algo.kl_coef, "algo.ref_update_every algo.kl_coef",
+         "needs a reference model: begin with kl_coef above 0"),
         (settings.policy == "pace" and settings.window > widest,
          "async.window async.max_staleness algo.batch_size async.policy",
          f"must be at most max_staleness * batch_size + 1 = {widest}: a wider window cannot keep the bound"),

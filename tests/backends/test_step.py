@@ -402,3 +402,4 @@ def test_the_policy_becomes_the_reference_every_so_many_steps_and_checkpoints_ke
         backends(algo=other)
     judged = backends(algo={**other, "ref_update_every": 0}).judge_knobs({"ref_update_every": 3.0}, saves=False)
     assert "has another shape" in judged
+    assert "keeps no reference model" in backends().judge_knobs({"ref_update_every": 3.0}, saves=False)

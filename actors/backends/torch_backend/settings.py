@@ -79,6 +79,10 @@ def with_knobs(settings: StepSettings, knobs: Mapping[str, float], *, has_refere
             f"kl_coef = {changed.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
             remedy="begin with a small kl_coef; it can be changed later",
         )
+    if changed.algo.ref_update_every and not has_reference:
+        raise ConfigError(
+            f"ref_update_every = {changed.algo.ref_update_every}: this trainer keeps no reference model", remedy="use 0"
+        )
     return changed
 
 
