@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Literal, cast
 
 import msgspec
 
 from ...core.errors import DataError, MyxaError
 from .layout import MEDIA_COLUMNS, RowLayout
-from .row_file import Columns, RowError, pyarrow
+from .row_file import Columns, Row, RowError, pyarrow
 
 BATCH_ROWS = 128
 BATCH_BYTES = 8 << 20
 """So many are Python's objects at a time, or one row if it is larger."""
 PAGE_BYTES = 1 << 20
+WRITE_AGAIN = "write the file again, or copy it again if it was whole elsewhere"
 Kind = Literal["parquet", "arrow", "arrow stream"]
 _BAD_VALUE = (ValueError, KeyError, OverflowError, TypeError)
 """What pyarrow raises for values that Python cannot have; its own errors for broken arrays are ValueErrors too, or of
@@ -28,16 +30,14 @@ _BAD_VALUE = (ValueError, KeyError, OverflowError, TypeError)
 
 
 class ColumnarFile:
-    """Rows of a parquet or Arrow file. Reading forward is fast; going back reads the file from the row group or the
-    start on."""
-
-    is_random = False
+    """Rows of a parquet or Arrow file."""
 
     def __init__(self, path: str, layout: RowLayout, kind: Kind) -> None:
         """Look at the columns and count the rows. Raises DataError for a broken file, ConfigError for pyarrow."""
         self._path = path
         self._layout = layout
         self._source = _Parquet(path) if kind == "parquet" else _Arrow(path, is_stream=kind == "arrow stream")
+        self.num_rows = self._source.num_rows
         names = self._source.names
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f'{path}: two columns are named "{twice}"', remedy="rename one of them")
@@ -52,27 +52,27 @@ class ColumnarFile:
         self._is_unified = any(
             "tool_calls" in of or ("struct" in of and layout.is_of_tools(name)) for name, of in traits.items()
         )
-        self._batches: Iterator[tuple[int, Any]] | None = None
-        self._batch: Any = None
-        self._is_valid = False
-        """The whole batch: a part of it takes as long to look at, where columns are nested."""
-        self._first = 0
-        self._rows: list[Columns] = []
-        self._first_of_rows = 0
 
-    @property
-    def num_rows(self) -> int:
-        return self._source.num_rows
+    def rows(self) -> Iterator[Row]:
+        row = 0
+        for batch in self._source.batches(self._wanted) if self._wanted else ():
+            is_valid = self._is_valid(batch)  # the whole: a part of it takes as long to look at, if columns are nested
+            size = min(max(1, BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1)), BATCH_ROWS)
+            for first in range(0, batch.num_rows, size):
+                part = _Part(self._to_python, batch.slice(first, size), is_valid=is_valid)
+                for at in range(part.num_rows):
+                    yield f"{self._path}, row {row}", partial(self._read, part, at)
+                    row += 1
+        if not self._wanted:
+            yield from ((f"{self._path}, row {at}", lambda: dict(self._others)) for at in range(self.num_rows))
+        elif row != self.num_rows:
+            raise DataError(
+                f"{self._path}: ends before row {row}, but says that it has {self.num_rows}", remedy="write it again"
+            )
 
-    def place(self, row: int) -> str:
-        return f"{self._path}, row {row}"
-
-    def close(self) -> None:
-        self._batches, self._batch, self._rows = None, None, []
-        self._source.close()
-
-    def read(self, row: int) -> Columns:
-        found = self._decoded(row) if self._wanted else {}
+    def _read(self, part: _Part, at: int) -> Columns:
+        found = part.row(at)
+        found = self._alone(part.batch.slice(at, 1)) if found is None else found
         if self._is_unified:
             self._layout.check_unified(found)
         for name in self._odd:
@@ -80,23 +80,14 @@ class ColumnarFile:
         # Columns that were not read are shown by name only, for the message about a missing one.
         return {**self._others, **found}
 
-    def _decoded(self, row: int) -> Columns:
-        at = row - self._first_of_rows
-        if not 0 <= at < len(self._rows):
-            self._seek(row)
-            first = row - self._first
-            size = max(1, BATCH_BYTES * self._batch.num_rows // max(self._batch.nbytes, 1))
-            part = self._batch.slice(first, min(size, BATCH_ROWS))
-            try:
-                self._rows, self._first_of_rows = self._to_python(part), row
-            except (*self._source.errors, *_BAD_VALUE):
-                return self._alone(part.slice(0, 1))
-            at = 0
-        return self._rows[at]
+    def _is_valid(self, batch: Any) -> bool:
+        try:
+            batch.validate(full=True)
+        except self._source.errors:
+            return False
+        return True
 
     def _to_python(self, batch: Any) -> list[Columns]:
-        if not self._is_valid:
-            batch.validate(full=True)
         # Which is much slower, where no map is.
         return batch.to_pylist(maps_as_pydicts="strict") if self._has_maps else batch.to_pylist()
 
@@ -104,101 +95,82 @@ class ColumnarFile:
         """A row of a batch that is bad somewhere. Raises RowError if it is this row."""
         found: Columns = {}
         for name in self._wanted:
+            column = row.select([name])
             try:
-                found.update(self._to_python(row.select([name]))[0])
+                column.validate(full=True)
+                found.update(self._to_python(column)[0])
             except (*self._source.errors, *_BAD_VALUE) as error:
                 cause = " ".join(str(error).split())[:300]
                 raise RowError(f'column "{name}" cannot be read: {cause}', "store the value as text") from error
         return found
 
-    def _seek(self, row: int) -> None:
-        """Until the batch that holds the row is there."""
-        if self._batches is None or row < self._first:
-            self._batches = self._source.batches(row, self._wanted)
-            self._batch = None
-        while self._batch is None or row >= self._first + self._batch.num_rows:
-            found = next(self._batches, None)
-            if found is None:
-                raise DataError(f"{self._path}: ends before row {row}, but says that it has {self.num_rows}")
-            self._first, self._batch = found
+
+class _Part:
+    """Rows that become Python's objects together, once the first of them is read."""
+
+    def __init__(self, to_python: Callable[[Any], list[Columns]], batch: Any, *, is_valid: bool) -> None:
+        self.batch = batch
+        self.num_rows: int = batch.num_rows
+        self._to_python = to_python
+        self._rows: list[Columns] | None = None
+        self._is_bad = not is_valid
+
+    def row(self, at: int) -> Columns | None:
+        """None: some row of these cannot be read."""
+        if self._rows is None and not self._is_bad:
             try:
-                self._batch.validate(full=True)
-                self._is_valid = True
-            except self._source.errors:
-                self._is_valid = False
+                self._rows = self._to_python(self.batch)
+            except Exception:  # noqa: BLE001 -- said of the row itself, once it is read alone
+                self._is_bad = True
+        return None if self._rows is None else self._rows[at]
 
 
 class _Parquet:
     def __init__(self, path: str) -> None:
         self._path = path
-        self._arrow = pyarrow(path, "parquet")
         self._parquet = pyarrow(path, "parquet", "pyarrow.parquet")
-        self.errors: tuple[type[Exception], ...] = (self._arrow.ArrowException, OSError)
-        self._file: Any = None
-        with _readable(path, "parquet", self.errors):
-            file = self._open()
+        self.errors: tuple[type[Exception], ...] = (pyarrow(path, "parquet").ArrowException, OSError)
+        with _readable(path, "parquet", self.errors), self._open() as file:
             self.names: list[str] = list(file.schema_arrow.names)
             self.types: list[Any] = list(file.schema_arrow.types)
             self.num_rows: int = file.metadata.num_rows
-            self._group_rows = [file.metadata.row_group(at).num_rows for at in range(file.num_row_groups)]
-        if sum(self._group_rows) != self.num_rows or min(self._group_rows, default=0) < 0:
-            raise DataError(
-                f"{path}: says that it has {self.num_rows} rows, its row groups {sum(self._group_rows)}",
-                remedy="write it again",
-            )
-        self.close()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._num_groups: int = file.num_row_groups
 
     def _open(self) -> Any:
-        if self._file is None:
-            # A page at a time: a column of a row group may be larger than memory.
-            self._file = self._parquet.ParquetFile(self._path, buffer_size=PAGE_BYTES)
-        return self._file
+        # A page at a time: a column of a row group may be larger than memory.
+        return self._parquet.ParquetFile(self._path, buffer_size=PAGE_BYTES)
 
-    def batches(self, row: int, wanted: list[str]) -> Iterator[tuple[int, Any]]:
-        first = 0
-        for group, num_rows in enumerate(self._group_rows):
-            if row < first + num_rows:
-                yield from self._group(group, first, wanted)
-            first += num_rows
+    def batches(self, wanted: list[str]) -> Iterator[Any]:
+        row = 0
+        with self._open() as file:
+            for group in range(self._num_groups):
+                try:
+                    for batch in _read(file, group, wanted):
+                        yield batch
+                        row += batch.num_rows
+                except (*self.errors, ValueError, OverflowError, MemoryError) as error:
+                    raise self._broken(file, group, row, wanted, error) from error
 
-    def _group(self, group: int, first: int, wanted: list[str]) -> Iterator[tuple[int, Any]]:
-        end = first + self._group_rows[group]
-        try:
-            for batch in self._read(group, wanted):
-                yield first, batch
-                first += batch.num_rows
-        except (*self.errors, ValueError, OverflowError, MemoryError) as error:
-            raise self._broken(group, first, wanted, error) from error
-        if first != end:
-            raise DataError(
-                f"{self._path}: row group {group} ends {end - first} rows early", remedy="write the file again"
-            )
-
-    def _read(self, group: int, columns: list[str]) -> Iterator[Any]:
-        return self._open().iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
-
-    def _broken(self, group: int, row: int, wanted: list[str], error: Exception) -> DataError:
+    def _broken(self, file: Any, group: int, row: int, wanted: list[str], error: Exception) -> DataError:
         """Which column it is."""
-        bad = wanted if len(wanted) == 1 else [name for name in wanted if not self._can_be_read(group, name)]
+        bad = wanted if len(wanted) == 1 else [name for name in wanted if not self._can_be_read(file, group, name)]
         column = f', column "{bad[0]}"' if bad else ""
         cause = " ".join(str(error).split())[:300] or type(error).__name__
         return DataError(
-            f"{self._path}: row group {group}{column} cannot be read from row {row} on: {cause}",
-            remedy="write the file again, or copy it again if it was whole elsewhere",
+            f"{self._path}: row group {group}{column} cannot be read from row {row} on: {cause}", remedy=WRITE_AGAIN
         )
 
-    def _can_be_read(self, group: int, column: str) -> bool:
+    def _can_be_read(self, file: Any, group: int, column: str) -> bool:
         try:
-            for _ in self._read(group, [column]):
+            for _ in _read(file, group, [column]):
                 pass
         except (*self.errors, ValueError, OverflowError, MemoryError):
             return False
         return True
+
+
+def _read(file: Any, group: int, columns: list[str]) -> Iterator[Any]:
+    return file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 
 class _Arrow:
@@ -210,16 +182,11 @@ class _Arrow:
         self._arrow = pyarrow(path, "Arrow")
         self._ipc = pyarrow(path, "Arrow", "pyarrow.ipc")
         self.errors: tuple[type[Exception], ...] = (self._arrow.ArrowException, OSError)
-        self._batch_rows: list[int] = []
         with _readable(path, "Arrow", self.errors), self._arrow.memory_map(path) as file:
             schema = self._reader(file, []).schema
             self.names: list[str] = list(schema.names)
             self.types: list[Any] = list(schema.types)
-            self._batch_rows += [batch.num_rows for batch in self._iterate(file, self.names[:1])]
-        self.num_rows = sum(self._batch_rows)
-
-    def close(self) -> None:
-        """It is open only while batches are read."""
+            self.num_rows = sum(batch.num_rows for batch in self._iterate(file, self.names[:1]))
 
     def _reader(self, file: Any, columns: list[str]) -> Any:
         fields = [self.names.index(name) for name in columns]
@@ -235,20 +202,18 @@ class _Arrow:
         else:
             yield from (reader.get_batch(at) for at in range(reader.num_record_batches))
 
-    def batches(self, row: int, wanted: list[str]) -> Iterator[tuple[int, Any]]:
-        del row
-        first, number = 0, 0
+    def batches(self, wanted: list[str]) -> Iterator[Any]:
+        row = number = 0
         try:
             with self._arrow.OSFile(self._path) as file:
                 for batch in self._iterate(file, wanted):
-                    yield first, batch.select(wanted)
-                    first += batch.num_rows
+                    yield batch.select(wanted)
+                    row += batch.num_rows
                     number += 1
         except (*self.errors, ValueError, OverflowError, MemoryError) as error:
             cause = " ".join(str(error).split())[:300]
             raise DataError(
-                f"{self._path}: record batch {number} cannot be read, from row {first} on: {cause}",
-                remedy="write the file again, or copy it again if it was whole elsewhere",
+                f"{self._path}: record batch {number} cannot be read, from row {row} on: {cause}", remedy=WRITE_AGAIN
             ) from error
 
 

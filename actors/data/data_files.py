@@ -6,13 +6,11 @@ name and first bytes.
 
 from __future__ import annotations
 
-import bisect
 import glob
 import itertools
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,13 +22,12 @@ from .columnar import ColumnarFile, Kind
 from .jsonl import BOM, JsonlFile
 from .layout import RowLayout
 from .recorded import RecordedGroups
-from .row_file import GZIP_MAGIC, ZSTD_MAGIC, Columns, FileBytes, RowFile
+from .row_file import GZIP_MAGIC, ZSTD_MAGIC, FileBytes, Row, RowFile
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc")
 PACKED = (".gz", ".zst")
 FORMATS = "JSONL, JSON arrays (both also as .gz or .zst), parquet and Arrow files are read"
 HEAD_BYTES = 256
-MAX_OPEN = 64
 MAX_STATE_BYTES = 16 << 20
 SHOWN_NAMES = 8
 PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -83,53 +80,22 @@ def open_rows(path: str, layout: RowLayout, key: str) -> RowFile:
         return RecordedGroups(path, layout.recorded)
     if layout.is_recorded:
         raise ConfigError(f"{key}: {path} is not one file", remedy="name each dump that `myxa dump` wrote")
-    if files == (path,):
-        rows = _open_file(path, layout, key)
-    else:
-        rows = RowFiles([(file, _open_file(file, layout, key)) for file in files])
-    if not rows.num_rows:
-        raise DataError(f"{path}: the file holds no rows", remedy="name a file with rows")
-    return rows
+    opened = [_open_file(file, layout, key) for file in files]
+    return opened[0] if len(opened) == 1 else RowFiles(opened)
 
 
 class RowFiles:
-    """Rows of several files, one file after another. A few of them are open at a time."""
+    """Rows of several files, one file after another."""
 
-    def __init__(self, files: Sequence[tuple[str, RowFile]]) -> None:
-        self._files = [file for _, file in files]
-        self._ends = list(itertools.accumulate(file.num_rows for file in self._files))
-        self._open: OrderedDict[int, None] = OrderedDict()
-        for file in self._files:
-            file.close()
+    def __init__(self, files: Sequence[RowFile]) -> None:
+        self._files = files
 
     @property
     def num_rows(self) -> int:
-        return self._ends[-1]
+        return sum(file.num_rows for file in self._files)
 
-    @property
-    def is_random(self) -> bool:
-        return all(file.is_random for file in self._files)
-
-    def place(self, row: int) -> str:
-        at, row = self._find(row)
-        return self._files[at].place(row)
-
-    def read(self, row: int) -> Columns:
-        at, row = self._find(row)
-        self._open[at] = None
-        self._open.move_to_end(at)
-        if len(self._open) > MAX_OPEN:
-            self._files[self._open.popitem(last=False)[0]].close()
-        return self._files[at].read(row)
-
-    def close(self) -> None:
-        for at in self._open:
-            self._files[at].close()
-        self._open.clear()
-
-    def _find(self, row: int) -> tuple[int, int]:
-        at = bisect.bisect_right(self._ends, row)
-        return at, row - (self._ends[at - 1] if at else 0)
+    def rows(self) -> Iterator[Row]:
+        return itertools.chain.from_iterable(file.rows() for file in self._files)
 
 
 def files_of(path: str, key: str) -> tuple[str, ...]:

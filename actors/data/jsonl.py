@@ -1,5 +1,4 @@
-"""JSON rows: one object per line (JSONL), or one array of objects. Rows are indexed once and read when they are needed;
-the text stays on the disk, packed or not.
+"""JSON rows: one object per line (JSONL), or one array of objects.
 
 Library: orjson parses; `datasets` was considered and brings a cache, a download layer and fifty megabytes.
 """
@@ -9,13 +8,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from array import array
+from collections.abc import Iterator
+from functools import partial
 from typing import BinaryIO, cast
 
 import orjson
 
 from ...core.errors import DataError
-from .row_file import Columns, FileBytes, RowError, exact_json, why_not_json
+from .row_file import Columns, FileBytes, Row, RowError, exact_json, why_not_json
 
 MAX_LINE_BYTES = 64 << 20
 BOM = b"\xef\xbb\xbf"
@@ -30,81 +30,56 @@ class JsonlFile:
     is mended."""
 
     def __init__(self, path: str) -> None:
-        """Index the file. Raises DataError if it holds no rows or is a broken array, OSError if it cannot be read."""
+        """Look at its beginning. Raises OSError, DataError if it cannot be unpacked."""
         self._path = path
         self._bytes = FileBytes(path)
-        self._offsets = array("q")
-        self._sizes = array("q")
-        self._lines = array("q")
         with self._bytes.naming_damage(), self._bytes.stream() as file:
-            self.is_array = _first_mark(file) == b"["
-        with self._bytes.naming_damage(), self._bytes.stream() as file:
-            if self.is_array:
-                _ArrayIndex(file, path).fill(self._offsets, self._sizes, self._lines)
-            else:
-                self._index_lines(file)
-        if not self._offsets:
-            raise DataError(f"{path}: the file holds no rows", remedy="write one JSON object per line")
-
-    def _index_lines(self, file: BinaryIO) -> None:
-        offset = 0
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            size = len(line)
-            is_blank = not line.strip()
-            while not line.endswith(b"\n"):  # an over-long line, or the last one; the former is refused when read
-                line = file.readline(MAX_LINE_BYTES)
-                if not line:
-                    break
-                size += len(line)
-            if not is_blank or size > MAX_LINE_BYTES:
-                self._offsets.append(offset)
-                self._sizes.append(size)
-                self._lines.append(number)
-            offset += size
+            self._is_array = _first_mark(file) == b"["
 
     @property
     def num_rows(self) -> int:
-        return len(self._offsets)
+        return sum(1 for _ in self._texts())
 
-    @property
-    def is_random(self) -> bool:
-        return not self._bytes.packing
+    def rows(self) -> Iterator[Row]:
+        for line, text, size in self._texts():
+            yield f"{self._path}:{line}", partial(self._read, text, size)
 
-    def place(self, row: int) -> str:
-        return f"{self._path}:{self._lines[row]}"
+    def _texts(self) -> Iterator[tuple[int, bytes, int]]:
+        """Line, text and number of bytes of each row; the text of a line that is too long is cut."""
+        with self._bytes.naming_damage(), self._bytes.stream() as file:
+            yield from _ArrayTexts(file, self._path).texts() if self._is_array else _line_texts(file)
 
-    def close(self) -> None:
-        self._bytes.close()
-
-    def text(self, row: int) -> bytes:
-        """The line without its end. Raises RowError if it is longer than a line may be."""
-        size = self._sizes[row]
-        if size > MAX_LINE_BYTES:
+    def _read(self, text: bytes, size: int) -> Columns:
+        if size > MAX_LINE_BYTES and not self._is_array:
             raise RowError(
                 f"the line has {size} bytes, the limit is {MAX_LINE_BYTES}",
                 "is the file one JSON value without line ends?",
             )
-        return self._bytes.read_at(self._offsets[row], size).rstrip(b"\r\n")
-
-    def read(self, row: int) -> Columns:
-        text = self.text(row)
-        if row == 0:
-            text = text.removeprefix(BOM)
         try:
             value: object = exact_json(text)
         except orjson.JSONDecodeError as error:
             raise why_not_json(text, error) from error
         if isinstance(value, dict):
             return cast("Columns", value)
-        if self.is_array:
+        if self._is_array:
             raise RowError(f"the array holds {_kind(value)}, not a JSON object", "write an array of objects")
         raise RowError(f"the line holds {_kind(value)}, not a JSON object", "write one object per line")
 
 
-class _ArrayIndex:
-    """Finds the elements of one JSON array, a piece of the file at a time."""
+def _line_texts(file: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        text, size = line.rstrip(b"\r\n"), len(line)
+        text = text.removeprefix(BOM) if number == 1 else text
+        while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
+            size += len(line)
+        if text.strip() or size > MAX_LINE_BYTES:
+            yield number, text, size
+
+
+class _ArrayTexts:
+    """The elements of one JSON array, a piece of the file at a time."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
         self._file = file
@@ -113,23 +88,20 @@ class _ArrayIndex:
         self._text = ""
         self._at = 0
         """In `_text`."""
-        self._offset = 0
-        """In the file, of the character at `_at`."""
         self._line = 1
         self._is_all = False
 
-    def fill(self, offsets: array[int], sizes: array[int], lines: array[int]) -> None:
+    def texts(self) -> Iterator[tuple[int, bytes, int]]:
         """Raises DataError for what is not one array of values."""
         self._read_on(CHUNK_BYTES)
         if self._text.startswith("\ufeff"):
             self._advance(1)
         self._expect("[")
-        while self._has_next(is_first=not offsets):
-            line, offset = self._line, self._offset
-            self._value()
-            offsets.append(offset)
-            sizes.append(self._offset - offset)
-            lines.append(line)
+        is_first = True
+        while self._has_next(is_first=is_first):
+            is_first, line = False, self._line
+            text = self._value().encode()
+            yield line, text, len(text)
         self._expect("]")
         if self._peek():
             raise self._wrong("there is text after the end of the JSON array", "write one array, or JSONL")
@@ -162,7 +134,7 @@ class _ArrayIndex:
             raise self._wrong(what, "mend the file" if found else "copy or write it again")
         self._advance(1)
 
-    def _value(self) -> None:
+    def _value(self) -> str:
         size = CHUNK_BYTES
         while True:
             try:
@@ -180,11 +152,11 @@ class _ArrayIndex:
             self._read_on(size)  # it may end in the next piece
             size *= 2
 
-    def _advance(self, num_characters: int) -> None:
+    def _advance(self, num_characters: int) -> str:
         passed = self._text[self._at : self._at + num_characters]
-        self._offset += len(passed) if passed.isascii() else len(passed.encode())
         self._line += passed.count("\n")
         self._at += num_characters
+        return passed
 
     def _read_on(self, size: int) -> None:
         data = self._file.read(size)

@@ -8,8 +8,10 @@ its model's vocabulary and context, its temperature, as many samples as it asks 
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,11 +22,11 @@ from ...core.config import RunConfig
 from ...core.config.learning import RECORDED_REFERENCE
 from ...core.config.run import WORKFLOW_BUILTINS
 from ...core.errors import DataError, ModelError
+from ...core.files import open_regular
 from ...core.samples import Group, Sample, check_sample
 from ..buffer.dumps import DumpedGroup, group_of, read_header
 from ..models.hf_folder import read_config
-from .jsonl import JsonlFile
-from .row_file import Columns, RowError
+from .row_file import Columns, Row, RowError
 
 ANY = 1 << 31
 """In place of a limit that only the model knows."""
@@ -69,31 +71,34 @@ UNCHANGED = "use the file as `myxa dump` wrote it"
 
 
 class RecordedGroups:
-    """The groups of one dump, in its order. A `RowFile`."""
+    """The groups of one dump, in its order. A `RowFile`, whose rows can be read at any time too."""
 
     def __init__(self, path: str, terms: RecordedTerms | None = None) -> None:
         """`terms`: where the recordings answer; None: only the prompts are used. Raises DataError if it is no dump."""
+        self._path = path
         self._terms = terms
         self._run = read_header(Path(path)).run
-        self._lines = JsonlFile(path)
+        self._lines = array("q")  # where each begins
+        at = 0
+        with open_regular(Path(path)) as file:
+            for line in file:
+                self._lines.append(at)
+                at += len(line)
         if not self.num_rows:
             raise DataError(f"{path}: the dump holds no groups", remedy="write one with `myxa dump --next N`")
 
     @property
     def num_rows(self) -> int:
-        return self._lines.num_rows - 1
+        return len(self._lines) - 1
 
-    @property
-    def is_random(self) -> bool:
-        return self._lines.is_random
-
-    def close(self) -> None:
-        self._lines.close()
+    def rows(self) -> Iterator[Row]:
+        return ((self.place(row), partial(self.read, row)) for row in range(self.num_rows))
 
     def place(self, row: int) -> str:
-        return self._lines.place(row + 1)
+        return f"{self._path}:{row + 2}"
 
     def read(self, row: int) -> Columns:
+        """Of its prompt. Raises RowError."""
         dumped, group = self._finished(row)
         columns: Columns = orjson.loads(msgspec.json.encode(group.prompt))
         recording = {
@@ -114,7 +119,9 @@ class RecordedGroups:
 
     def _finished(self, row: int) -> tuple[DumpedGroup, Group]:
         try:
-            dumped = group_of(self._lines.text(row + 1))
+            with open_regular(Path(self._path)) as file:
+                file.seek(self._lines[row + 1])
+                dumped = group_of(file.readline())
         except ValueError as error:
             raise RowError(f"is no dumped group: {error}", f"{UNCHANGED}; was it cut off?") from error
         group = dumped.group

@@ -1,9 +1,9 @@
-"""A data file as numbered rows, in any format; what can be wrong with one row; its bytes; JSON as it was written.
+"""A data file as rows, in any format; what can be wrong with one row; its bytes; JSON as it was written.
 
-`FileBytes` reads a file's bytes, unpacked if they are packed, from the start or from a place. Libraries: gzip is
-Python's, zstd is pyarrow's, which is imported for it only. orjson parses JSON; its value is used when it writes back to
-the same keys and numbers. What does not is parsed once more by Python's decoder, which sees the text of each number and
-every key.
+Files are read forward, from the start. `FileBytes` reads a file's bytes, unpacked if they are packed. Libraries: gzip
+is Python's, zstd is pyarrow's, which is imported for it only. orjson parses JSON; its value is used when it writes back
+to the same keys and numbers. What does not is parsed once more by Python's decoder, which sees the text of each number
+and every key.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import gzip
 import importlib
 import io
 import json
-import os
 import re
-import weakref
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -45,27 +43,20 @@ class RowError(Exception):
         self.remedy = remedy
 
 
+Row = tuple[str, Callable[[], Columns]]
+"""Place of a row, for messages (`file:line`), and what reads its columns. That raises RowError."""
+
+
 class RowFile(Protocol):
     """Rows of one file, or of several that are read as one, in file order."""
 
     @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def is_random(self) -> bool:
-        """Whether any row can be read at any time; else rows are read forward, and going back costs a new start."""
+    def num_rows(self) -> int:
+        """To count those of JSON reads the whole file."""
         ...
 
-    def read(self, row: int) -> Columns:
-        """The columns of a row. Raises RowError, DataError if the file cannot be read on from there."""
-        ...
-
-    def place(self, row: int) -> str:
-        """Place of a row, for messages: `file:line`."""
-        ...
-
-    def close(self) -> None:
-        """Close the file and drop what is cached of it; the next `read` opens it again."""
+    def rows(self) -> Iterator[Row]:
+        """All rows, from the start. Raises OSError, DataError if the file cannot be read on from there."""
         ...
 
 
@@ -160,12 +151,10 @@ _exact = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number)
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-SKIPPED = 1 << 20
-"""Bytes that are passed over at a time."""
 
 
 class FileBytes:
-    """A file that is read at any place; one that is packed only forward, and from its start after going back."""
+    """A file that may be packed."""
 
     def __init__(self, path: str) -> None:
         """Look at its first bytes. Raises OSError."""
@@ -174,9 +163,6 @@ class FileBytes:
             head = file.read(4)
         self.packing = "gzip" if head.startswith(GZIP_MAGIC) else "zstd" if head == ZSTD_MAGIC else ""
         """Empty: not packed."""
-        self._file: BinaryIO | None = None
-        self._closing: weakref.finalize[..., FileBytes] | None = None
-        self._at = 0
 
     def stream(self) -> BinaryIO:
         """A new reader, at the start; read it inside `naming_damage`. Raises OSError, ConfigError for pyarrow."""
@@ -190,23 +176,6 @@ class FileBytes:
         unpacked.myfileobj = file  # it is closed with the reader
         return cast("BinaryIO", unpacked)
 
-    def read_at(self, offset: int, size: int) -> bytes:
-        """Fewer bytes at the end of the file. Raises OSError, DataError if it cannot be unpacked."""
-        if self._file is None or (self.packing and offset < self._at):
-            self.close()
-            self._file, self._at = self.stream(), 0
-            self._closing = weakref.finalize(self, self._file.close)
-        if not self.packing:
-            return os.pread(self._file.fileno(), size, offset)
-        try:
-            while self._at < offset and (passed := self._file.read(min(offset - self._at, SKIPPED))):
-                self._at += len(passed)
-            data = self._file.read(size)
-        except (OSError, EOFError, zlib.error) as error:
-            raise self._damage(error) from error
-        self._at += len(data)
-        return data
-
     @contextlib.contextmanager
     def naming_damage(self) -> Generator[None]:
         """Errors of unpacking become a DataError that names the file."""
@@ -215,21 +184,13 @@ class FileBytes:
         except (OSError, EOFError, zlib.error) as error:
             if not self.packing:
                 raise
-            raise self._damage(error) from error
-
-    def _damage(self, error: Exception) -> DataError:
-        # pyarrow has no class of its own for data that ends too early.
-        is_cut = isinstance(error, EOFError) or "runcated" in str(error)
-        cause = "is cut off: its {} data ends in the middle" if is_cut else "cannot be unpacked: its {} data is damaged"
-        return DataError(
-            f"{self._path}: {cause.format(self.packing)}", remedy=f"copy it again; `{self.packing} -t` checks it"
-        )
-
-    def close(self) -> None:
-        """The next reading opens the file again."""
-        if self._file is not None and self._closing is not None:
-            self._closing()
-            self._file = None
+            # pyarrow has no class of its own for data that ends too early.
+            is_cut = isinstance(error, EOFError) or "runcated" in str(error)
+            what, how = ("is cut off", "ends in the middle") if is_cut else ("cannot be unpacked", "is damaged")
+            raise DataError(
+                f"{self._path}: {what}: its {self.packing} data {how}",
+                remedy=f"copy it again; `{self.packing} -t` checks it",
+            ) from error
 
 
 def pyarrow(path: str, what: str, module: str = "pyarrow") -> Any:

@@ -1,31 +1,31 @@
-"""The chosen rows of one or several files: every row is checked once at the start, and read again when drawn.
+"""The chosen rows of one or several files: every row is read and checked once, at the start.
 
-Rows of files that are read forward only (compressed, parquet, Arrow) are kept in a temporary file without a name.
+What good ones mean is kept in a temporary file without a name: a run does not depend on what becomes of its data.
 `PromptLimit` finds prompts that are too long, by the number of tokens that a row's prompt has in the run's template.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import tempfile
 import weakref
-import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from ...core.config import RunConfig
 from ...core.config.data import Source
-from ...core.errors import DataError, MyxaError, TemplateError
+from ...core.errors import DataError, TemplateError
 from ...core.protocols import Tokenizer
 from ...core.samples import Prompt
 from ..workflows.turn_renderer import TurnRenderer
 from .data_files import open_rows
 from .layout import Item, RowLayout
-from .row_file import RowError, RowFile
+from .row_file import Row, RowError, RowFile
 
 
 class PromptLimit:
@@ -95,13 +95,19 @@ def encode_item(item: Item) -> bytes:
     return encoded
 
 
-def chosen_rows(source: Source, file: RowFile) -> range:
+def chosen_rows(source: Source, file: RowFile) -> Iterator[Row]:
     """Raises DataError if there are none."""
-    rows = source.rows(file.num_rows)
-    if not rows:
-        size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"
+    rows, num_rows = file.rows(), 0
+    if source.start is not None or source.stop is not None:
+        chosen = source.rows(file.num_rows)
+        rows = itertools.islice(rows, chosen.start, chosen.stop)
+    for num_rows, row in enumerate(rows, start=1):  # noqa: B007 -- how many there were
+        yield row
+    if not num_rows and (in_all := file.num_rows):
+        size = f"{in_all} row{'s' if in_all > 1 else ''}"
         raise DataError(f"{source}: the slice is empty; the file has {size}", remedy="mend the slice")
-    return rows
+    if not num_rows:
+        raise DataError(f"{source.path}: the file holds no rows", remedy="name a file with rows")
 
 
 class RowSet:
@@ -122,15 +128,11 @@ class RowSet:
         self._layout = layout
         self._limit = limit
         self._sources = [str(source) for source in sources]
-        self._files: list[RowFile] = []
-        self._file_of = array("l")
-        self._row_of = array("q")  # in the file
+        self._source_of = array("l")
         self._number_of = array("q")  # in the slice
-        self._checksums = array("I")
         self._sizes = array("I")
-        self._spots = array("q")
-        """In the spool; -1: the row is read from its file."""
-        self._spool: _Spool | None = None
+        self._spots = array("q")  # in the spool
+        self._spool = _Spool()
         self._hash = hashlib.blake2b(digest_size=16)
         self.num_bad = 0
         self.bad_rows: list[str] = []
@@ -138,14 +140,14 @@ class RowSet:
         self.num_overlong = 0
         self.overlong_rows: list[str] = []
         """The first few."""
-        for source in sources:
-            self._add(source, open_rows(source.path, layout, key), skips_bad=skips_bad)
-        if not self._row_of and self.num_overlong:
+        for at, source in enumerate(sources):
+            self._add(at, chosen_rows(source, open_rows(source.path, layout, key)), skips_bad=skips_bad)
+        if not self._spots and self.num_overlong:
             raise DataError(
                 f"{key}: no row is left, {self.num_overlong} are over-long; the first: {self.overlong_rows[0]}",
                 remedy="raise data.max_prompt_tokens or engine.context_length, or shorten the rows",
             )
-        if not self._row_of:
+        if not self._spots:
             raise DataError(
                 f"{key}: none of the {self.num_bad} rows is good; the first: {self.bad_rows[0]}",
                 remedy="mend them, or see whether data.preset is right",
@@ -156,36 +158,25 @@ class RowSet:
                 key, self.num_overlong, self.num_overlong + len(self), "; ".join(self.overlong_rows),
             )  # fmt: skip
 
-    def _add(self, source: Source, file: RowFile, *, skips_bad: bool) -> None:
-        rows = chosen_rows(source, file)
-        self._files.append(file)
-        spool = None if file.is_random else self._spooled()
-        for number, row in enumerate(rows):
+    def _add(self, source: int, rows: Iterator[Row], *, skips_bad: bool) -> None:
+        for number, (place, read) in enumerate(rows):
             try:
-                item = self._layout.item(file.read(row))
+                item = self._layout.item(read())
                 encoded = encode_item(item)
                 excess = "" if self._limit is None else self._limit.excess(item)
             except RowError as bad:
                 if not skips_bad:
-                    raise DataError(f"{file.place(row)}: {bad.cause}", remedy=bad.remedy) from bad
-                self._note_bad(f"{file.place(row)}: {bad.cause}")
+                    raise DataError(f"{place}: {bad.cause}", remedy=bad.remedy) from bad
+                self._note_bad(f"{place}: {bad.cause}")
                 continue
             if excess:
-                self._leave_out(f"{file.place(row)}: {excess}")
+                self._leave_out(f"{place}: {excess}")
                 continue
-            self._file_of.append(len(self._files) - 1)
-            self._row_of.append(row)
+            self._source_of.append(source)
             self._number_of.append(number)
-            self._checksums.append(zlib.crc32(encoded))
             self._sizes.append(len(encoded))
-            self._spots.append(-1 if spool is None else spool.add(_encode_as_written(item)))
+            self._spots.append(self._spool.add(_encode_as_written(item)))
             self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
-        file.close()
-
-    def _spooled(self) -> _Spool:
-        if self._spool is None:
-            self._spool = _Spool()
-        return self._spool
 
     def _note_bad(self, text: str) -> None:
         self.num_bad += 1
@@ -201,7 +192,7 @@ class RowSet:
             self.overlong_rows.append(text)
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._spots)
 
     @property
     def digest(self) -> str:
@@ -213,8 +204,8 @@ class RowSet:
         return sum(self._sizes[:num_rows])
 
     def prompt(self, index: int, *, group_id: int, pass_index: int) -> Prompt:
-        """The good row number `index` as a prompt. Raises DataError if it is not what it was at the start."""
-        item = self._read_again(index)
+        """The good row number `index` as a prompt. Raises DataError if it cannot be kept."""
+        item = _decode(self._spool.read(self._spots[index], self._sizes[index]))
         return Prompt(
             group_id=group_id,
             row=self._number_of[index],
@@ -223,24 +214,8 @@ class RowSet:
             tools=item.tools,
             label=item.label,
             metadata=item.metadata,
-            source=self._sources[self._file_of[index]],
+            source=self._sources[self._source_of[index]],
         )
-
-    def _read_again(self, index: int) -> Item:
-        spot = self._spots[index]
-        if self._spool is not None and spot >= 0:
-            return _decode(self._spool.read(spot, self._sizes[index]))
-        file, row = self._files[self._file_of[index]], self._row_of[index]
-        changed: MyxaError = DataError(
-            f"{file.place(row)}: the row has changed since the run started", remedy="leave data alone during a run"
-        )
-        try:
-            item = self._layout.item(file.read(row))
-        except RowError as error:
-            raise changed from error
-        if zlib.crc32(_encode(item)) != self._checksums[index]:
-            raise changed
-        return item
 
 
 class _Spool:
@@ -275,6 +250,6 @@ class _Spool:
 
 def _no_room(error: OSError) -> DataError:
     return DataError(
-        f"rows of compressed, parquet and Arrow files cannot be kept in {tempfile.gettempdir()}: {error.strerror}",
+        f"the rows of the data cannot be kept in {tempfile.gettempdir()}: {error.strerror}",
         remedy="make room there, or name another folder in the environment variable TMPDIR",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from ...actors.checkpoints.folder import check_model, read_manifest
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
 from ...actors.data.layout import Item, RowLayout
 from ...actors.data.prompts import held_out_layout, layout_of, open_data
-from ...actors.data.row_file import RowError, RowFile
+from ...actors.data.row_file import Row, RowError
 from ...actors.data.row_set import chosen_rows, encode_item
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import is_in_use
@@ -273,9 +274,9 @@ def read_rows(
             is_readable = not needs_pyarrow(source.path) or has_module("pyarrow")  # else a finding of the packages
             if is_readable and not is_large(source.path, key, MAX_BYTES):
                 file = open_rows(source.path, layout, key)
-                rows = chosen_rows(source, file)
-                num_rows = len(rows)
-                findings += _first_bad(file, rows, layout, key, skips_bad=skips_bad, write=write)
+                num_rows = len(source.rows(file.num_rows))
+                rows = itertools.islice(chosen_rows(source, file), FIRST_ROWS)
+                findings += _first_bad(rows, layout, key, skips_bad=skips_bad, write=write)
         except MyxaError as error:
             findings.append(Finding(key_of(error.message) or key, error))
         except (OSError, ImportError) as error:
@@ -285,17 +286,17 @@ def read_rows(
 
 
 def _first_bad(
-    file: RowFile, rows: range, layout: RowLayout, key: str, *, skips_bad: bool, write: Write | None
+    rows: Iterator[Row], layout: RowLayout, key: str, *, skips_bad: bool, write: Write | None
 ) -> Iterator[Finding]:
-    for number, row in enumerate(rows[:FIRST_ROWS]):
+    for number, (place, read) in enumerate(rows):
         try:
-            item = layout.item(file.read(row))
+            item = layout.item(read())
             encode_item(item)
             if write is not None and number < RENDERED_ROWS:
-                write(row, item)
+                write(number, item)
         except (RowError, MyxaError) as bad:
             kind, cause = (DataError, bad.cause) if isinstance(bad, RowError) else (type(bad), bad.message)
-            error = kind(f"{file.place(row)}: {cause}", remedy=bad.remedy)
+            error = kind(f"{place}: {cause}", remedy=bad.remedy)
             yield Finding(key, error, "warning" if skips_bad and isinstance(error, DataError) else "error")
             return
 

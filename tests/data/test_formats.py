@@ -150,7 +150,7 @@ def test_f7_elements_of_an_array_have_their_lines(tmp_path: Path) -> None:
         ('[{"prompt": "a", "label": "1"},]', "t.json:1: the array is not JSON"),
         ('[{"prompt": "a",\n "label": nope}]', "t.json:2: the array is not JSON"),
         ("[]", "t.json: the file holds no rows"),
-        ('["a"]\n["b"]', "t.json:2: there is text after the end of the JSON array"),
+        ('[{"prompt": "a", "label": "1"}]\n["b"]', "t.json:2: there is text after the end of the JSON array"),
         ("[3]", "t.json:1: the array holds a number, not a JSON object"),
         ("[" * 100_000, "t.json:1: the JSON is nested too deeply"),
         ('[{"prompt": "a", "label": NaN}]', "t.json:1: the line is not JSON from column 26 on: JSON has no NaN"),
@@ -272,7 +272,7 @@ def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     dataset = opened(tmp_path, shuffle=True)
     assert sorted(int(prompt.label) for draw in range(200) if (prompt := dataset.prompt(draw))) == list(range(1, 201))
-    assert len(os.listdir("/proc/self/fd")) - before < 70
+    assert len(os.listdir("/proc/self/fd")) - before < 5
 
 
 def test_g_large_files_are_parsed_in_batches(tmp_path: Path) -> None:
