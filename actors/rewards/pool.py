@@ -5,7 +5,7 @@ replaced. All calls of an async function share the loop of one worker; a call th
 fails with its place. When that process ends because of a known call, that call fails and the others are
 repeated; otherwise each is repeated alone in a process, so that no call is blamed for another's crash.
 
-The worker's side is `main`; `actors/user_code/subreaper.py` calls it. What the function prints goes to the actor's log
+The worker's side is `main`; `actors/subreaper.py` calls it. What the function prints goes to the actor's log
 (standard error). A plain function runs in the main thread, where math-verify's time limits (signals) work.
 """
 

@@ -1,8 +1,8 @@
 """A process that runs a user's code beside an actor, and the pipes to it: length-prefixed msgpack frames, typed on both
 sides.
 
-    actor ── subreaper ── worker    `python -m myxa.actors.user_code.subreaper <pid> <module> <grace>`;
-                                    `module.main()` is the worker
+    actor ── subreaper ── worker    `python -m myxa.actors.subreaper <pid> <grace> :<module>`; `module.main()` is the
+                                    worker
 
 `WorkerPool` holds the workers of one function, a reward's or a workflow's, and knows which call has which worker. Calls
 that share a worker run in its loop (`loop.py`).
@@ -152,7 +152,7 @@ class UserProcess:
     async def start(cls, module: str, grace_s: float = 0.0) -> Self:
         """A worker that waits for its first frame. In its own session: what is typed at a terminal is not for
         it. `grace_s`: what it has to clean up when this process dies."""
-        command = (sys.executable, "-m", "myxa.actors.user_code.subreaper", str(os.getpid()), module, str(grace_s))
+        command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), f":{module}")
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
 
     async def load(self, spec: object, what: str) -> None:

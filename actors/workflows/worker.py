@@ -1,4 +1,4 @@
-"""A worker process for a user's workflows. `actors/user_code/subreaper.py` starts it, `pool.py` talks to it.
+"""A worker process for a user's workflows. `actors/subreaper.py` starts it, `pool.py` talks to it.
 
 Async phases of all episodes run in its loop (`actors/user_code/loop.py`), each phase that is a plain `def` in its own
 thread. Code that holds the loop longer than `rollout.max_block_s` is interrupted: that episode fails.

@@ -17,8 +17,8 @@ import pytest
 from tests.harness.waiting import until_gone
 
 from myxa.actors.rewards.rewarder import Rewarder
+from myxa.actors.subreaper import descendants
 from myxa.actors.user_code import process
-from myxa.actors.user_code.subreaper import descendants
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, UserCodeError

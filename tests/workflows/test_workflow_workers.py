@@ -385,7 +385,7 @@ async def test_d01_a_workflow_that_exits_costs_its_group_only(flows: Path, model
         assert psutil.pid_exists(pid)
 
 
-SUBREAPER = "myxa.actors.user_code.subreaper"
+SUBREAPER = "myxa.actors.subreaper"
 ACTOR = """
 import asyncio, sys
 sys.path[:0] = [{root!r}]

@@ -5,8 +5,8 @@ listens on loopback, asks for a key that was made for it, and dies with the acto
 `until_lost` raise, after which the actor fails and is restarted with a new server: the server's end at once, a stopped
 process (SIGSTOP) after two seconds, silence of a running one after a minute.
 
-`ServerProcess` is any server with its own process group and log. A guardian between (`server_guardian.py`) ends the
-server when this process is killed. `launch/nodes/child.py` does the same for actors, on the launcher's own loop.
+`ServerProcess` is any server with its own process group and log, below a subreaper (`actors/subreaper.py`), which ends
+the server when this process is killed.
 
 `until_stopped` finds a stopped process in the server's family: such a server answers nothing, and nothing else shows
 why. A debugger's stop does not count, because it resumes the process.
@@ -15,7 +15,6 @@ why. A debugger's stop does not count, because it resumes the process.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -23,7 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -52,10 +51,10 @@ from .weight_routes import Routes, folder_routes
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL: a server has nothing to lose, and its actor has five seconds to end."""
-CLOSE_S = 5.0
-"""For the guardian to end; it is killed after that."""
-START_S = 60.0
-"""For the guardian to start the server's program: an interpreter and a few imports, from a disk that may be slow."""
+CLOSE_S = 8.0
+"""For the subreaper to end all that the server started, and then itself; it is killed after that."""
+LOG_MODE = 0o600
+"""Servers write their arguments into their log, keys included."""
 TAIL_LINES = 12
 TAIL_BYTES = 8192
 
@@ -73,29 +72,20 @@ class ServerCommand:
 class ServerProcess:
     """A running server. Built by `start_server`."""
 
-    def __init__(self, what: ServerCommand, guardian: Process, pid: int) -> None:
-        """`pid`: of the server's first process, also of its group."""
+    def __init__(self, what: ServerCommand, process: Process) -> None:
+        """`process`: the server's subreaper, also the leader of its group."""
         self._what = what
-        self._guardian = guardian
-        self.pid = pid
-        self._how = ""
-        self._reading = asyncio.Lock()
+        self._process = process
+        self.pid = process.pid
 
     async def until_ended(self) -> str:
         """Wait for its end; returns how it ended: "exit status 3", "signal SIGKILL"."""
-        async with self._reading:
-            self._how = self._how or await self._its_end()
-        return self._how
-
-    async def _its_end(self) -> str:
-        report = await _report(self._guardian)
-        await self._guardian.wait()
-        if "ended" not in report:
-            # The server's first process ended with it; as long as its group has processes, the number is not reused.
-            _kill_group(self.pid)
-            return "its guardian, which was killed"
-        status = int(report["ended"])
-        return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        status = await self._process.wait()
+        if status >= 0:
+            return f"exit status {status}"
+        if status == -signal.SIGKILL:  # perhaps the subreaper's own end, which leaves what the server has started
+            self._signal(signal.SIGKILL)
+        return f"signal {signal.Signals(-status).name}"
 
     def last_lines(self) -> str:
         """The end of its log, indented; empty when it wrote nothing."""
@@ -117,79 +107,38 @@ class ServerProcess:
         )
 
     async def close(self) -> None:
-        """SIGTERM, then SIGKILL for the whole group. Never raises; a second call does nothing."""
-        stdin = self._guardian.stdin
-        assert stdin is not None
-        with suppress(ConnectionError, RuntimeError):
-            stdin.write(b"stop\n")
-            await stdin.drain()
-        try:
-            async with asyncio.timeout(GRACE_S + CLOSE_S):
-                await self.until_ended()
-        except TimeoutError:
-            _kill_group(self.pid)
-            _kill_group(self._guardian.pid)
-            await self.until_ended()
-        with suppress(ConnectionError, RuntimeError):
-            stdin.close()
+        """SIGTERM, then SIGKILL for all that it started. Never raises; a second call does nothing."""
+        for number, limit_s in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, CLOSE_S)):
+            if self._process.returncode is None:
+                self._process.send_signal(number)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self.until_ended()
+                    return
+        self._signal(signal.SIGKILL)
+        await self.until_ended()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the whole group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
 
 
 async def start_server(what: ServerCommand) -> ServerProcess:
-    """Start it. Raises LaunchError when the program cannot be started."""
+    """Start it, below a subreaper. Raises LaunchError when there can be no log."""
     try:
         what.log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(what.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
     except OSError as err:
-        raise LaunchError(f"{what.name}: {what.log_path.parent} cannot be made: {err.strerror}") from err
-    command = (sys.executable, "-m", "myxa.actors.engines.sglang.server_guardian", str(os.getpid()))
-    guardian = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, env=dict(what.env), start_new_session=True
-    )
-    assert guardian.stdin is not None
-    task = {"command": list(what.command), "env": dict(what.env), "log_path": str(what.log_path), "grace_s": GRACE_S}
-    guardian.stdin.write(json.dumps(task).encode() + b"\n")
+        raise LaunchError(f"{what.name}: {what.log_path} cannot be made: {err.strerror}") from err
+    command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0", *what.command)
     try:
-        async with asyncio.timeout(START_S):
-            report = await _report(guardian)
-            if "pid" in report:
-                return ServerProcess(what, guardian, int(report["pid"]))
-            await guardian.wait()
-    except BaseException as err:
-        await _end_guardian(guardian)
-        if not isinstance(err, TimeoutError):
-            raise
-        raise LaunchError(
-            f"{what.name}: {what.command[0]} was not started within {START_S:g} s",
-            remedy="does the disk answer that the interpreters are on?",
-        ) from err
-    raise LaunchError(
-        f"{what.name}: its server cannot be started: {report.get('failed', 'its guardian ended')}",
-        remedy="check engine.python, or the role's `python`, in the run file",
-    )
-
-
-async def _end_guardian(guardian: Process) -> None:
-    """End a guardian that has not reported yet; what it has started ends with it."""
-    assert guardian.stdin is not None
-    guardian.stdin.close()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_S):
-            await guardian.wait()
-            return
-    with suppress(ProcessLookupError):
-        guardian.kill()
-    await guardian.wait()
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-async def _report(guardian: Process) -> Mapping[str, Any]:
-    """Its next line; {} when it ended."""
-    assert guardian.stdout is not None
-    line = await guardian.stdout.readline()
-    return json.loads(line) if line.endswith(b"\n") else {}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=DEVNULL, stdout=log, stderr=log, env=dict(what.env), start_new_session=True
+        )
+    finally:
+        os.close(log)
+    return ServerProcess(what, process)
 
 
 @asynccontextmanager
@@ -372,7 +321,7 @@ class LaunchedSglang(SglangEngine):
         return super().memory_tags() if self._server is not None else self._launch.expects or ()
 
     def memory_pids(self) -> tuple[int, ...]:
-        return tuple(one.pid for one in _family(self._server.pid)) if self._server is not None else ()
+        return tuple(one.pid for one in _family(self._server.pid)[1:]) if self._server is not None else ()
 
 
 def server_values(

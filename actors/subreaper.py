@@ -1,15 +1,20 @@
-"""A process between an actor and a worker with user code: all processes that the code started end with the worker.
-`python -m myxa.actors.user_code.subreaper <pid of the actor> <module of the worker> <grace>` starts both.
+"""A process between an actor and a program that it starts: all that the program started ends with it.
 
-    rollout actor ── subreaper ── worker ── tools that the code runs, in whatever session
+    python -m myxa.actors.subreaper <pid of the actor> <grace> <program and its arguments>
 
-Orphans of the worker become the subreaper's children. The subreaper ends on three occasions: the worker ended, SIGTERM
-arrived, or the actor died (then after `grace` seconds, in which the worker can clean up). It kills the worker and every
-descendant, and then ends as the worker did, so that its parent sees the worker's exit code or signal. If the subreaper
-itself is killed with SIGKILL, the kernel ends the worker too, but the tools survive.
+    actor ── subreaper ── worker with user code, or inference server ── what it starts, in whatever session
+
+Orphans of the program become the subreaper's children. The subreaper ends on three occasions: the program ended,
+SIGTERM arrived, or the actor died (then after `grace` seconds, in which the program can clean up). It kills the program
+and every descendant, and then ends as the program did, so that its parent sees the program's exit code or signal. On
+SIGINT the program gets SIGTERM, so that it can end by itself. If the subreaper itself is killed with SIGKILL, the
+kernel ends the program too, but not what that started.
+
+A program that begins with `:` is a module of this package, whose `main` is called: the subreaper stays small, and the
+worker needs no second interpreter.
 
 A process group is not enough: a tool may start its own session, and a group has no owner once its leader is dead.
-Cgroups need rights that a container rarely gives.
+PR_SET_PDEATHSIG reaches one process only. Cgroups need rights that a container rarely gives.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ import sys
 import time
 from pathlib import Path
 
-from ...core.errors import LaunchError
-from ...core.process import die_with_parent
+from ..core.errors import LaunchError
+from ..core.process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.02
@@ -39,7 +44,7 @@ _WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, _ORPHANED})
 
 
 def keep(parent_pid: int, grace_s: float) -> None:
-    """Fork. Returns in the child, the worker; the subreaper itself never returns. Call it while there is one thread.
+    """Fork. Returns in the child, the program; the subreaper itself never returns. Call it while there is one thread.
 
     Raises LaunchError where the kernel refuses.
     """
@@ -52,8 +57,6 @@ def keep(parent_pid: int, grace_s: float) -> None:
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
         die_with_parent(subreaper)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
         return
     status = _until_end(worker, grace_s)
     _end_all(subreaper)
@@ -70,6 +73,9 @@ def _until_end(worker: int, grace_s: float) -> int:
             return int(signal.SIGKILL)
         if info.si_signo == _ORPHANED:
             until_s = min(until_s, time.monotonic() + grace_s)
+            continue
+        if info.si_signo == signal.SIGINT:
+            os.kill(worker, signal.SIGTERM)
             continue
         if info.si_signo != signal.SIGCHLD:
             return int(signal.SIGKILL)
@@ -124,6 +130,19 @@ def _end_like(status: int) -> None:
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
+def run(program: list[str]) -> None:
+    """In the child."""
+    if program[0].startswith(":"):
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
+        importlib.import_module(program[0][1:]).main()
+        return
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        sys.exit(f"{program[0]} cannot be started: {error.strerror}")
+
+
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), float(sys.argv[3]))
-    importlib.import_module(sys.argv[2]).main()  # only now: the subreaper stays small, and libraries may start threads
+    keep(int(sys.argv[1]), float(sys.argv[2]))
+    run(sys.argv[3:])
