@@ -20,7 +20,7 @@ methods block and are called in one thread of the tenant's choosing, never on an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .messages import Record
@@ -110,8 +110,6 @@ class MemoryReply(Record, frozen=True, kw_only=True):
     """Between device and host."""
     dropped_bytes: int = 0
     """Left the device without a copy: discarded, rebuilt later, or clean."""
-    seconds: dict[str, float] = {}
-    """Parts of its time, for people: drain, copy, unmap, map, communicators."""
 
 
 class LeaseRequest(Record, frozen=True, kw_only=True):
@@ -223,9 +221,6 @@ class MovedMemory:
     """Between device and host."""
     dropped_bytes: int = 0
     """Left the device without a copy, or came back without one."""
-    seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the seconds, where it is known: copy (waiting for copies), unmap, map."""
 
 
 class AssetStore(Protocol):

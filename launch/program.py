@@ -213,7 +213,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     elif spec.kind == "recorded":
         engine = recorded_engine(spec.name, config, model, tokenizer)
     else:
-        engine = _engine(spec, config, model, run_dir, senders, clock)
+        engine = _engine(spec, config, model, run_dir, senders)
     rollout = Rollout(
         workflow=workflow,
         scorer=scorer,
@@ -297,9 +297,7 @@ def _engine_seed(spec: ActorSpec, config: RunConfig) -> int:
     return config.run.seed * 1000 + config.engine.seed + spec.index
 
 
-def _engine(
-    spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders, clock: Clock
-) -> Engine:
+def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
     engine = config.engine
     if spec.kind == "sglang":
         return _sglang(spec, config, model, run_dir, senders)
@@ -317,7 +315,7 @@ def _engine(
         is_invariant=config.rollout.deterministic,
         name=spec.name,
     )
-    return EmbeddedEngine(config.model.path, options, reader=ChannelReader(), memory=lent_memory(spec, config, clock))
+    return EmbeddedEngine(config.model.path, options, reader=ChannelReader(), memory=lent_memory(spec, config))
 
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:

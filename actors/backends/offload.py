@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from ...core.clock import Clock
 from ...core.device_memory import OPTIMIZER_PARTS, MovedMemory, Tag, TagReport
 
 if TYPE_CHECKING:
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 class RankOffload:
     """One rank's. All methods block and belong to the backend's thread, `report` to any."""
 
-    def __init__(self, clock: Clock, memory: Arena | CudaMemory | None = None) -> None:
+    def __init__(self, memory: Arena | CudaMemory | None = None) -> None:
         """`memory` None: not there yet."""
-        self._clock = clock
         self._movable = memory
         self._coming: dict[Tag, Restoring] = {}
         """Parts of the optimizer that `restore` did not wait for."""
@@ -54,7 +52,6 @@ class RankOffload:
         return self._memory().release(self._known(tags))
 
     def restore(self, tags: Collection[Tag]) -> MovedMemory:
-        started = self._clock.monotonic()
         self.arrived()
         self._vacate()
         known = self._known(tags)
@@ -70,7 +67,6 @@ class RankOffload:
         return MovedMemory(
             copied_bytes=sum(r.num_bytes for r in away.values() if r.backing == "host"),
             dropped_bytes=sum(r.num_bytes for r in away.values() if r.backing == "discarded"),
-            seconds=self._clock.monotonic() - started,
         )
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ from ..contracts import MemoryContract
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 REOPEN_S = 10.0
+NOTHING_MOVED = MovedMemory()
 
 _log = logging.getLogger(__name__)
 
@@ -225,7 +226,6 @@ class Tenant:
     async def _drain(self, command: MemoryCommand) -> MemoryReply:
         if self._machine.state != "draining":
             return self._reply(command)
-        started = self._clock.monotonic()
         try:
             async with asyncio.timeout(command.deadline_s):
                 await self._gate.quiesce()
@@ -236,7 +236,7 @@ class Tenant:
             await self._reopen()
             raise
         self._machine.rest("quiesced")
-        return self._reply(command, seconds={"drain": self._clock.monotonic() - started})
+        return self._reply(command)
 
     async def _reopen(self) -> None:
         """After a drain that failed: open the gate; if it cannot be, it is closed, and a commit opens it later."""
@@ -265,14 +265,7 @@ class Tenant:
             self._machine.rest("active")
         return self._reply(command)
 
-    def _reply(
-        self,
-        command: MemoryCommand,
-        *,
-        reason: str = "",
-        moved: Carried | None = None,
-        seconds: Mapping[str, float] | None = None,
-    ) -> MemoryReply:
+    def _reply(self, command: MemoryCommand, *, reason: str = "", moved: MovedMemory = NOTHING_MOVED) -> MemoryReply:
         if self._machine.running is command:
             self._machine.done_epoch = max(self._machine.done_epoch, command.epoch if not reason else 0)
             self._assets.refresh()
@@ -281,9 +274,8 @@ class Tenant:
             report=self.report(),
             accepted=not reason,
             reason=reason,
-            copied_bytes=0 if moved is None else moved.copied_bytes,
-            dropped_bytes=0 if moved is None else moved.dropped_bytes,
-            seconds=dict(seconds or {}) if moved is None else moved.seconds,
+            copied_bytes=moved.copied_bytes,
+            dropped_bytes=moved.dropped_bytes,
         )
 
     def _span(self, command: MemoryCommand, wall_s: float, seconds: float) -> None:
@@ -295,29 +287,6 @@ class Tenant:
 
 
 COMMS: Tag = "nccl"
-
-
-@dataclass(slots=True)
-class Carried:
-    """What one command moved; seconds by part."""
-
-    copied_bytes: int = 0
-    dropped_bytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
-
-    def add(self, part: str, moved: object) -> None:
-        """What a store says of one call."""
-        self.copied_bytes += int(getattr(moved, "copied_bytes", 0))
-        self.dropped_bytes += int(getattr(moved, "dropped_bytes", 0))
-        self._spend(part, getattr(moved, "seconds", 0.0))
-        self._spend("", getattr(moved, "parts", None))
-
-    def _spend(self, part: str, spent: Mapping[str, float] | float | None) -> None:
-        if spent is None:
-            return
-        parts = spent if isinstance(spent, Mapping) else {part: spent}
-        for name, seconds in parts.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
 class TenantAssets:
@@ -388,33 +357,27 @@ class TenantAssets:
         backing = "discarded" if self._are_comms_away else "mapped_dirty"
         self._comms_tag = TagReport(COMMS, 0, "rematerialise", backing)
 
-    def release(self, command: MemoryCommand) -> Carried:
+    def release(self, command: MemoryCommand) -> MovedMemory:
         """Communicators first: nothing may be in flight on memory that leaves."""
-        carried = Carried()
         if COMMS in command.tags:
             self._release_comms(command)
-        for store in self.stores:
-            if tags := self._known(store, command.tags):
-                carried.add("release", store.release(tags))
+        moved = [store.release(tags) for store in self.stores if (tags := self._known(store, command.tags))]
         stored = self._stored()
         for tag in command.tags:
             if tag in self.planned and tag in self._granted and tag not in stored:
                 self._granted.discard(tag)
-                carried.dropped_bytes += self.planned[tag][0]
+                moved.append(MovedMemory(dropped_bytes=self.planned[tag][0]))
         self.survey_comms()
-        return carried
+        return _sum(moved)
 
-    def restore(self, command: MemoryCommand) -> Carried:
+    def restore(self, command: MemoryCommand) -> MovedMemory:
         """Communicators last: they find the device as it will be."""
-        carried = Carried()
-        for store in self.stores:
-            if tags := self._known(store, command.tags):
-                carried.add("restore", store.restore(tags))
+        moved = [store.restore(tags) for store in self.stores if (tags := self._known(store, command.tags))]
         self._granted.update(tag for tag in command.tags if tag in self.planned)
         if COMMS in command.tags:
             self._restore_comms(command)
         self.survey_comms()
-        return carried
+        return _sum(moved)
 
     def _known(self, store: AssetStore, tags: Sequence[Tag]) -> list[Tag]:
         have = {tag.tag for tag in store.report()}
@@ -443,6 +406,12 @@ class TenantAssets:
             raise
         self._are_comms_away = False
         self.comm_epoch = command.epoch
+
+
+def _sum(moved: Sequence[MovedMemory]) -> MovedMemory:
+    return MovedMemory(
+        copied_bytes=sum(one.copied_bytes for one in moved), dropped_bytes=sum(one.dropped_bytes for one in moved)
+    )
 
 
 WORKSPACE: Tag = "workspace"

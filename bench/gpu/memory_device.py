@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from memory_figures import MIB
 
-from myxa.core.clock import SystemClock
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.driver import VmmDriver
 from myxa.memory.arenas.host_pool import HostPool
@@ -70,7 +69,7 @@ def open_arena(
     started = time.perf_counter()
     pool = open_pool(device, pool_bytes, ordinal)
     pool_s = time.perf_counter() - started
-    return Opened(device, driver, pool, Arena(driver, pool, SystemClock(), chunk_bytes=chunk_bytes), pool_s)
+    return Opened(device, driver, pool, Arena(driver, pool, chunk_bytes=chunk_bytes), pool_s)
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------

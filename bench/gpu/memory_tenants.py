@@ -63,15 +63,12 @@ class StreamedStore:
         held = sum(r.num_bytes for r in self.arena.report() if r.tag in own and r.backing.startswith("mapped"))
         moved = self.arena.release(own)
         copied = moved.copied_bytes
-        return MovedMemory(copied_bytes=copied, dropped_bytes=held - copied, seconds=moved.seconds)
+        return MovedMemory(copied_bytes=copied, dropped_bytes=held - copied)
 
     def restore(self, tags: Collection[Tag]) -> MovedMemory:
         own = self._own(tags)
         if not self.is_streaming or not own & COPIED:
-            moved = self.arena.restore(own)
-            return MovedMemory(
-                copied_bytes=moved.copied_bytes, dropped_bytes=moved.dropped_bytes, seconds=moved.seconds
-            )
+            return self.arena.restore(own)
         awaited = own - frozenset(OPTIMIZER_PARTS)
         self._coming = self.arena.begin_restore(own, awaited=awaited)
         for tag in awaited:

@@ -179,16 +179,16 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
     return planned(trained, num_reference=reference_parameters(config.algo, model))
 
 
-def torch_offload(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchOffload | None:
+def torch_offload(spec: ActorSpec, config: RunConfig) -> TorchOffload | None:
     """Memory of the torch trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
     from ...actors.backends.torch_backend.offload import TorchOffload
 
-    return TorchOffload(make_arena(spec, config, pool_bytes(config, trainer_plan(spec, config)), clock), clock)
+    return TorchOffload(make_arena(spec, config, pool_bytes(config, trainer_plan(spec, config))))
 
 
-def megatron_offload(spec: ActorSpec, config: RunConfig, clock: Clock) -> MegatronOffload | None:
+def megatron_offload(spec: ActorSpec, config: RunConfig) -> MegatronOffload | None:
     """Memory of the Megatron trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
@@ -196,10 +196,10 @@ def megatron_offload(spec: ActorSpec, config: RunConfig, clock: Clock) -> Megatr
     from ...memory.arenas.cuda_memory import CudaMemory, open_cuda
 
     def open_memory(local_gpu: int) -> CudaMemory:
-        return open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock)
+        return open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)))
 
     rebuilds = rebuilds_params(config.megatron, config.trainer, config.memory.params)
-    return MegatronOffload(open_memory, config.megatron, rebuilds=rebuilds, clock=clock)
+    return MegatronOffload(open_memory, config.megatron, rebuilds=rebuilds)
 
 
 def pool_bytes(config: RunConfig, plan: Planned) -> int:
@@ -209,34 +209,34 @@ def pool_bytes(config: RunConfig, plan: Planned) -> int:
     return int(sum(size for size, policy in plan.values() if policy == "backup") * POOL_SLACK) + 64 * MIB
 
 
-def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int, clock: Clock) -> Arena:
+def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
     """An arena on a trainer rank's device with so much host memory."""
     if spec.devices:
         from ...memory.arenas.cuda_memory import open_cuda
 
-        return open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes, clock).arena
-    return _host_arena(host_devices_of(spec, config)[0], config, num_bytes, clock)
+        return open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes).arena
+    return _host_arena(host_devices_of(spec, config)[0], config, num_bytes)
 
 
-def _host_arena(device: str, config: RunConfig, num_bytes: int, clock: Clock) -> Arena:
+def _host_arena(device: str, config: RunConfig, num_bytes: int) -> Arena:
     from ...memory.arenas.arena import Arena
     from ...memory.arenas.host_pool import HostPool
     from ...memory.arenas.host_vmm import HostVmmDriver
 
     driver = HostVmmDriver(device, config.memory.capacity_mb * MIB)
-    return Arena(driver, HostPool(num_bytes), clock, chunk_bytes=HOST_CHUNK_BYTES)
+    return Arena(driver, HostPool(num_bytes), chunk_bytes=HOST_CHUNK_BYTES)
 
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
 
-def lent_memory(spec: ActorSpec, config: RunConfig, clock: Clock) -> LentMemory | None:
+def lent_memory(spec: ActorSpec, config: RunConfig) -> LentMemory | None:
     """Memory of the embedded engine that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
     from ...actors.engines.embedded.tensors import LentMemory
 
-    return LentMemory(*(_host_arena(device, config, 0, clock) for device in host_devices_of(spec, config)))
+    return LentMemory(*(_host_arena(device, config, 0) for device in host_devices_of(spec, config)))
 
 
 def memory_share(config: RunConfig) -> float:

@@ -80,7 +80,7 @@ def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> Trai
     from ...actors.backends.rank_backend import RankSettings
     from ...actors.backends.torch_backend.backend import TorchBackend
 
-    offload = torch_offload(spec, config, clock)
+    offload = torch_offload(spec, config)
     return TorchBackend(RankSettings(**_rank_settings(spec, config, gang)), clock, offload=offload)
 
 
@@ -94,7 +94,7 @@ def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> T
     if config.rollout.deterministic:  # else its embedding sums gradients in any order
         megatron = megatron.model_copy(update={"model": {"deterministic_mode": True, **megatron.model}})
     settings = MegatronRankSettings(megatron=megatron, **_rank_settings(spec, config, gang))
-    return MegatronBackend(settings, clock, offload=megatron_offload(spec, config, clock))
+    return MegatronBackend(settings, clock, offload=megatron_offload(spec, config))
 
 
 def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from ...core.clock import Clock
 from ...core.device_memory import MovedMemory, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault
 from .driver import VmmDriver
@@ -43,11 +42,11 @@ class Arena:
     """The tags of one device. Driver and pool belong to the arena from here on: `close` closes them too. `chunk_bytes`:
     memory is created, copied and given back in pieces of this size at most (rounded up to the driver's granularity)."""
 
-    def __init__(self, driver: VmmDriver, pool: HostPool, clock: Clock, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, driver: VmmDriver, pool: HostPool, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         if chunk_bytes <= 0:
             raise MemoryFault(f"arena on {driver.device}: chunks of {chunk_bytes} bytes", remedy="use at least 1")
         self._chunk_bytes = _rounded(chunk_bytes, driver.granularity)
-        self._mover = ChunkMover(driver, pool, clock, window_bytes=2 * self._chunk_bytes)
+        self._mover = ChunkMover(driver, pool, window_bytes=2 * self._chunk_bytes)
         self._memories: dict[Tag, TaggedMemory] = {}
         self._lock = RLock()
         self._is_closed = False
@@ -178,7 +177,7 @@ class Arena:
         the host pool has no room. When a copy fails its tag is poisoned; what had left before stays away, what had not
         begun stays."""
         with self._lock:
-            meter = TransferMeter(self._mover.clock)
+            meter = TransferMeter()
             leaving = [m for m in self._chosen(tags) if m.backing not in AWAY]
             for memory in leaving:
                 if memory.policy == "keep":
@@ -200,7 +199,7 @@ class Arena:
         `awaited` are wanted before anybody computes: they may take the device's processors. Raises OutOfDeviceMemory,
         with everything as it was, when not all of it fits."""
         with self._lock:
-            meter = TransferMeter(self._mover.clock)
+            meter = TransferMeter()
             memories = self._chosen(tags)
             for memory in memories:
                 if memory.backing == "poisoned":
@@ -299,7 +298,7 @@ class Restoring:
         if memory is None:
             others = ", ".join(self.memories) or "nothing is"
             raise MemoryFault(f"tag {tag!r} is not on its way here ({others})", remedy="wait for a tag asked for")
-        with self.lock, self.meter.part("copy"):
+        with self.lock:
             self.settle(memory)
 
     def wait_all(self) -> MovedMemory:
@@ -353,5 +352,4 @@ def _sum(moved: Sequence[MovedMemory]) -> MovedMemory:
     return MovedMemory(
         copied_bytes=sum(m.copied_bytes for m in moved),
         dropped_bytes=sum(m.dropped_bytes for m in moved),
-        seconds=sum(m.seconds for m in moved),
     )

@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import torch
 
-from ...core.clock import Clock
 from ...core.device_memory import MovedMemory, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .arena import CHUNK_BYTES, Arena, Restoring
@@ -263,7 +262,6 @@ class CudaMemory:
 def open_cuda(
     ordinal: int,
     pool_bytes: int,
-    clock: Clock,
     *,
     chunk_bytes: int = CHUNK_BYTES,
     num_threads: int = 8,
@@ -281,6 +279,6 @@ def open_cuda(
         table = SegmentTable(library=library, chunk_bytes=min(chunk_bytes, MAX_CHUNK_BYTES), cache_dir=cache_dir)
         allocator = caching or TorchCachingAllocator(ordinal)
         pinning = Pinning(ordinal, library=library, num_threads=num_threads)
-        arena = Arena(driver, HostPool(pool_bytes, pinning), clock, chunk_bytes=chunk_bytes)
+        arena = Arena(driver, HostPool(pool_bytes, pinning), chunk_bytes=chunk_bytes)
         undo.pop_all()
     return CudaMemory(arena, driver, table, allocator)

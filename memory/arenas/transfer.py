@@ -17,7 +17,6 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ...core.clock import Clock
 from ...core.device_memory import MovedMemory, Tag
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .driver import VmmDriver
@@ -25,33 +24,16 @@ from .host_pool import HostPool
 from .tagged_memory import LEAVES_BY, MAPPED, MemoryChunk, TagEvent, TaggedMemory
 
 
+@dataclass(slots=True)
 class TransferMeter:
-    """Adds up what one move does. Parts of its seconds: copy (waiting for copies), unmap, map."""
+    """Adds up what one move does."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._started = clock.monotonic()
-        self._parts: dict[str, float] = {}
-        self.copied_bytes = 0
-        self.dropped_bytes = 0
-
-    @contextmanager
-    def part(self, name: str) -> Generator[None]:
-        """Time spent inside goes to the part."""
-        begun = self._clock.monotonic()
-        try:
-            yield
-        finally:
-            self._parts[name] = self._parts.get(name, 0.0) + self._clock.monotonic() - begun
+    copied_bytes: int = 0
+    dropped_bytes: int = 0
 
     def total(self) -> MovedMemory:
         """Up to now."""
-        return MovedMemory(
-            copied_bytes=self.copied_bytes,
-            dropped_bytes=self.dropped_bytes,
-            seconds=self._clock.monotonic() - self._started,
-            parts=dict(self._parts),
-        )
+        return MovedMemory(copied_bytes=self.copied_bytes, dropped_bytes=self.dropped_bytes)
 
 
 def at_place(place: str, error: MemoryFault) -> MemoryFault:
@@ -65,7 +47,6 @@ class ChunkMover:
 
     driver: VmmDriver
     pool: HostPool
-    clock: Clock
     window_bytes: int
     """Copies out that were begun and not waited for."""
 
@@ -148,7 +129,7 @@ class ChunkMover:
         ordered = sorted(coming, key=lambda memory: (memory.tag not in awaited, memory.backing != "host"))
         for index, memory in enumerate(ordered):
             try:
-                self._map(memory, meter, is_awaited=memory.tag in awaited)
+                self._map(memory, is_awaited=memory.tag in awaited)
             except _UnfilledError as fault:
                 raise self._stranded(ordered[: index + 1], meter, fault) from fault.error
             except MemoryFault as error:
@@ -165,11 +146,10 @@ class ChunkMover:
                 raise self._stranded(ordered[: index + 1], meter, fault) from fault.error
         self._step(ordered, meter)
 
-    def _map(self, memory: TaggedMemory, meter: TransferMeter, *, is_awaited: bool) -> None:
+    def _map(self, memory: TaggedMemory, *, is_awaited: bool) -> None:
         """And begin to fill what is awaited."""
         for chunk in memory.chunks():
-            with meter.part("map"):
-                self.give_memory(chunk)
+            self.give_memory(chunk)
             if is_awaited:
                 self._begin_to_fill(memory, chunk, is_awaited=True)
 
@@ -326,21 +306,16 @@ class Offload:
     def _finish(self, memory: TaggedMemory, chunk: MemoryChunk, ticket: int) -> None:
         self._flying_bytes -= chunk.num_bytes
         with self._poisoning(memory):
-            with self._meter.part("copy"):
-                self._mover.driver.wait(ticket)
-            self._take(chunk)
+            self._mover.driver.wait(ticket)
+            self._mover.take_memory(chunk)
 
     def _drop(self, memory: TaggedMemory) -> None:
         event = LEAVES_BY[memory.policy, memory.backing]
         with self._poisoning(memory):
             for chunk in memory.chunks():
-                self._take(chunk)
+                self._mover.take_memory(chunk)
                 self._meter.dropped_bytes += chunk.num_bytes
         memory.step(event)
-
-    def _take(self, chunk: MemoryChunk) -> None:
-        with self._meter.part("unmap"):
-            self._mover.take_memory(chunk)
 
     def _abandon(self) -> None:
         try:

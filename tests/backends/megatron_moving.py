@@ -111,14 +111,13 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
     steps, gang_rank = sibling("megatron_steps"), sibling("gang_rank")
     from myxa.actors.backends.megatron.backend import MegatronBackend
     from myxa.actors.backends.megatron.offload import MegatronOffload, rebuilds_params
-    from myxa.core.clock import SystemClock
     from myxa.core.device_memory import OPTIMIZER_PARTS
 
     plain = steps.make_backend(spec, case | {"port": case["ports"][moves]}, rank)
     config = plain._config
     shelf: Any = Shelf()
     rebuilds = rebuilds_params(config.megatron, config.trainer, case["policy"])
-    offload = MegatronOffload(lambda _: shelf, config.megatron, rebuilds=rebuilds, clock=SystemClock())
+    offload = MegatronOffload(lambda _: shelf, config.megatron, rebuilds=rebuilds)
     backend: Any = MegatronBackend(config, offload=offload if moves else None)
     shelf.backend = backend
     backend.setup()

@@ -12,7 +12,6 @@ from tests.backends.gang_rank import make_shards, save
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.offload import TorchOffload, planned
-from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, CriticConfig, OptimizerConfig
 from myxa.core.device_memory import OPTIMIZER_PARTS, Tag, whole_of
 from myxa.core.samples import TrainShard
@@ -34,8 +33,8 @@ def settings(model: Path, *, kl_coef: float = 0.0, has_critic: bool = False) -> 
 
 @pytest.fixture
 def offload() -> TorchOffload:
-    arena = Arena(HostVmmDriver("host:0", 64 * MIB), HostPool(64 * MIB), SystemClock(), chunk_bytes=MIB)
-    return TorchOffload(arena, SystemClock())
+    arena = Arena(HostVmmDriver("host:0", 64 * MIB), HostPool(64 * MIB), chunk_bytes=MIB)
+    return TorchOffload(arena)
 
 
 @pytest.fixture

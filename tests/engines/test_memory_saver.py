@@ -25,7 +25,6 @@ from myxa.actors.engines.sglang.server_args import OptionSchema, ServerSchema
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rollout.tenant import EngineTurn
 from myxa.actors.workflows.episode import Episode, ModelAccess
-from myxa.core.clock import SystemClock
 from myxa.core.device_memory import TagReport
 from myxa.core.errors import ConfigError, EngineError, MemoryFault
 from myxa.core.messages import SamplingParams
@@ -292,7 +291,7 @@ async def test_a_release_that_fails_is_a_fault_of_memory():
 
 @asynccontextmanager
 async def embedded(folder: Path, capacity: int = 64 << 20) -> AsyncGenerator[EmbeddedEngine]:
-    arena = Arena(HostVmmDriver("host:0", capacity), HostPool(0), SystemClock(), chunk_bytes=1 << 20)
+    arena = Arena(HostVmmDriver("host:0", capacity), HostPool(0), chunk_bytes=1 << 20)
     options = EmbeddedOptions(max_running=4, context_length=128, seed=5, stream_interval=4)
     engine = EmbeddedEngine(folder, options, memory=LentMemory(arena))
     try:

@@ -143,7 +143,7 @@ class Toy(Mortal, TenantContract):
 
     def _load(self, device: str) -> Arena:
         driver = MortalDriver(device, CAPACITY)
-        arena = Arena(driver, HostPool(64 * MIB), SystemClock(), chunk_bytes=CHUNK)
+        arena = Arena(driver, HostPool(64 * MIB), chunk_bytes=CHUNK)
         for tag, (num_bytes, policy) in TAGS[self._gang].items():
             arena.tag(tag, policy)
             address = arena.empty(tag, num_bytes)

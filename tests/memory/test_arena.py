@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.core.clock import SystemClock
 from myxa.core.device_memory import OPTIMIZER_PARTS, Tag, TagReport
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
@@ -32,7 +31,7 @@ DEVICE = "host:7"
 
 
 def make(capacity: int = 256 * MIB, chunk: int = 8 * MIB, driver: HostVmmDriver | None = None) -> Arena:
-    made = Arena(driver or HostVmmDriver(DEVICE, capacity), HostPool(256 * MIB), SystemClock(), chunk_bytes=chunk)
+    made = Arena(driver or HostVmmDriver(DEVICE, capacity), HostPool(256 * MIB), chunk_bytes=chunk)
     for tag, policy in (
         ("optimizer", "backup"),
         ("grads", "discard"),
@@ -104,12 +103,11 @@ def test_only_what_is_on_its_way_is_waited_for(arena: Arena):
 
 TOUCH = """
 import os
-from myxa.core.clock import SystemClock
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
-arena = Arena(HostVmmDriver("host:0", 1 << 24), HostPool(1 << 24), SystemClock())
+arena = Arena(HostVmmDriver("host:0", 1 << 24), HostPool(1 << 24))
 arena.tag("params", "backup")
 for when, touch, signal in (("released", libc.view, 11), ("freed", libc.zero, 11), ("restored", libc.zero, 0)):
     address = arena.empty("params", 1 << 20)
@@ -365,7 +363,7 @@ def spread() -> Iterator[SpreadArenas]:
     """Weights of 2 MiB on the first device and 3 MiB on the second, an optimizer of 1 MiB on the first alone."""
     made: list[Arena] = []
     for device, num_mib in zip(DEVICES, (2, 3), strict=True):
-        arena = Arena(Crowded(device, 8 * MIB), HostPool(4 * MIB), SystemClock(), chunk_bytes=MIB)
+        arena = Arena(Crowded(device, 8 * MIB), HostPool(4 * MIB), chunk_bytes=MIB)
         arena.tag("weights", "discard")
         arena.tag("optimizer", "backup")
         arena.empty("weights", num_mib * MIB)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from myxa.core.clock import SystemClock
 from myxa.core.device_memory import Tag
 from myxa.core.errors import MemoryFault
 from myxa.memory.arenas import libc
@@ -72,7 +71,7 @@ class Case:
     def __init__(self) -> None:
         self.driver = Failing()
         self.pool = HostPool(1 << 24)
-        self.arena = Arena(self.driver, self.pool, SystemClock(), chunk_bytes=PAGE)
+        self.arena = Arena(self.driver, self.pool, chunk_bytes=PAGE)
         self.addresses: dict[Tag, int] = {}
         for number, tag in enumerate(("optimizer", "frozen", "grads"), 1):
             self.arena.tag(tag, "discard" if tag == "grads" else "backup")

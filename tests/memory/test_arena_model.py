@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from myxa.core.clock import ManualClock
 from myxa.core.device_memory import Tag, TagPolicy
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
@@ -78,7 +77,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         self.dice = random.Random(seed)
         self.driver = Littered(DEVICE, CAPACITY_PAGES * PAGE)
         self.pool = HostPool(POOL_PAGES * PAGE)
-        self.arena = Arena(self.driver, self.pool, ManualClock(), chunk_bytes=1)
+        self.arena = Arena(self.driver, self.pool, chunk_bytes=1)
         self.model: dict[Tag, Expected] = {}
         self.streams: list[tuple[Restoring, list[Tag]]] = []
         for tag, policy in TAGS.items():

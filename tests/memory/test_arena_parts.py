@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
@@ -30,7 +29,7 @@ def driver() -> Iterator[HostVmmDriver]:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena(HostVmmDriver("host:2", 64 * MIB), HostPool(64 * MIB), SystemClock())
+    made = Arena(HostVmmDriver("host:2", 64 * MIB), HostPool(64 * MIB))
     made.tag("params", "backup")
     yield made
     made.close()

@@ -8,7 +8,6 @@ import threading
 import pytest
 from tests.memory.standin_gpu import GRANULE, MIB, StandinGpu
 
-from myxa.core.clock import SystemClock
 from myxa.core.device_memory import Tag
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas.arena import Arena
@@ -277,7 +276,7 @@ def host_pool(gpu: StandinGpu):
 
 @pytest.fixture
 def arena(gpu: StandinGpu, host_pool: HostPool):
-    arena = Arena(CudaDriver(0, gpu.path), host_pool, SystemClock(), chunk_bytes=4 * MIB)
+    arena = Arena(CudaDriver(0, gpu.path), host_pool, chunk_bytes=4 * MIB)
     yield arena
     gpu.fail_nothing()
     arena.close()

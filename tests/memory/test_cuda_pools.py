@@ -16,7 +16,6 @@ import torch
 from tests.memory.standin_caching import NoMemory, StandinCaching
 from tests.memory.standin_gpu import MIB, StandinGpu
 
-from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas.cuda_memory import open_cuda
 
@@ -28,7 +27,7 @@ class Bench:
         self.gpu = gpu
         self.caching = StandinCaching()
         self.memory = open_cuda(
-            0, 64 * MIB, SystemClock(), chunk_bytes=4 * MIB, num_threads=2, library=gpu.path, cache_dir=cache_dir,
+            0, 64 * MIB, chunk_bytes=4 * MIB, num_threads=2, library=gpu.path, cache_dir=cache_dir,
             caching=self.caching,
         )  # fmt: skip
 
@@ -159,13 +158,13 @@ def test_closing_ends_what_lives(bench: Bench):
 def test_what_cannot_be_put_together_leaves_nothing(gpu: StandinGpu, cache_dir: Path, name: str):
     gpu.fail(name, 2)
     with pytest.raises(MemoryFault, match=name):
-        open_cuda(0, MIB, SystemClock(), library=gpu.path, cache_dir=cache_dir, caching=StandinCaching())
+        open_cuda(0, MIB, library=gpu.path, cache_dir=cache_dir, caching=StandinCaching())
     assert gpu.live() == {}
 
 
 def test_torch_without_a_gpu_is_refused_before_anything_is_pinned(gpu: StandinGpu, cache_dir: Path):
     assert not torch.cuda.is_available()
     with pytest.raises(MemoryFault, match="torch sees no GPU"):
-        open_cuda(0, MIB, SystemClock(), library=gpu.path, cache_dir=cache_dir)
+        open_cuda(0, MIB, library=gpu.path, cache_dir=cache_dir)
     assert gpu.live() == {}
     assert "cuMemHostRegister_v2" not in [name for name, _, _ in gpu.calls()]

@@ -59,7 +59,7 @@ class Store:
         if self.error is not None:
             raise self.error
         self.is_mapped = is_mapped
-        return MovedMemory(copied_bytes=100, seconds=0.5)
+        return MovedMemory(copied_bytes=100)
 
 
 class Comms:
@@ -111,7 +111,7 @@ async def test_a_whole_turn_away_and_back() -> None:
     assert bench.turn.is_open
     assert (await bench.tell("drain")).report.state == "quiesced"
     gone = await bench.tell("release")
-    assert (gone.report.state, gone.copied_bytes, gone.seconds) == ("released", 100, {"release": 0.5})
+    assert (gone.report.state, gone.copied_bytes) == ("released", 100)
     assert not bench.turn.is_open
     back = await bench.tell("restore", epoch=2)
     assert back.report.state == "quiesced"

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
-from ....core.clock import Clock
 from ....core.config import TrainerConfig
 from ....core.config.learning import MegatronSettings
 from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
@@ -38,12 +37,10 @@ Part = Literal["chunks", "buffers", "masters", "moments", "reference"]
 class MegatronOffload(RankOffload):
     """Over memory that is opened in set-up, once the device is chosen."""
 
-    def __init__(
-        self, open_memory: Callable[[int], CudaMemory], settings: MegatronSettings, *, rebuilds: bool, clock: Clock
-    ) -> None:
+    def __init__(self, open_memory: Callable[[int], CudaMemory], settings: MegatronSettings, *, rebuilds: bool) -> None:
         """`open_memory(local GPU)`: called in set-up, once the device is chosen. `rebuilds`: parameters are rebuilt
         from masters instead of copied."""
-        super().__init__(clock)
+        super().__init__()
         self._open = open_memory
         self._in_buffers = settings.distributed_optimizer
         self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"

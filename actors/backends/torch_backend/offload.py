@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ....core.clock import Clock
 from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from ....memory.arenas.arena import Arena
 from ....memory.arenas.cuda_memory import vacate
@@ -27,9 +26,9 @@ POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optim
 class TorchOffload(RankOffload):
     """On arenas."""
 
-    def __init__(self, arena: Arena, clock: Clock) -> None:
+    def __init__(self, arena: Arena) -> None:
         """The arena is closed by `close`."""
-        super().__init__(clock, arena)
+        super().__init__(arena)
         self._arena = arena
         for tag, policy in POLICIES.items():
             for part in OPTIMIZER_PARTS if tag == "optimizer" else (tag,):
