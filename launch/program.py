@@ -414,7 +414,7 @@ _BUILDERS: dict[RoleName, Builder] = {
     "coordinator": _coordinator,
     "buffer": _buffer,
     "monitor": _monitor,
-    "memory": memory_manager,
+    "memory": lambda spec, config, _, clock: memory_manager(spec, config, clock),
     "rollout": _rollout,
     "trainer": _trainer,
 }

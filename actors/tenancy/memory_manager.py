@@ -1,8 +1,8 @@
 """The memory manager: one actor that decides who has the memory of all shared devices, and measures before it gives.
 
-Decisions are `memory/leases`'s, which does no IO; here they are carried out: commands go to tenants by reference, each
-written to the journal before; devices are measured and processes watched by `NodeWatch`, through an agent on each
-node. The manager holds no device memory and no context, and moves no bytes.
+Decisions are `memory/leases`'s, which does no IO; here they are carried out: commands go to tenants by reference,
+devices are measured and processes watched by `NodeWatch`, through an agent on each node. The manager holds no device
+memory and no context, moves no bytes, and writes nothing down: the tenants of one that is restarted register again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...core.device_memory import (
 )
 from ...core.errors import CallError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
-from ...memory.leases.arbiter import WATCH, Arbiter, Journal
+from ...memory.leases.arbiter import WATCH, Arbiter
 from ...memory.leases.lease_ledger import check_report
 from ...memory.leases.switch import (
     ArbiterOptions,
@@ -66,12 +66,10 @@ class MemoryManager(MemoryContract):
 
     mailbox = MailboxPolicy(size=4096)
 
-    def __init__(self, *, meter: DeviceMeter, journal: Journal, options: ManagerOptions, clock: Clock) -> None:
+    def __init__(self, *, meter: DeviceMeter, options: ManagerOptions, clock: Clock) -> None:
         self._meter_of_devices = meter
-        self._journal = journal
         self._options = options
         self._clock = clock
-        self._arbiter = Arbiter(options.arbiter, last_epoch=journal.last_epoch, known=journal.known)
         self._timeline: deque[tuple[float, str, str, str]] = deque(maxlen=TIMELINE_SIZE)
         """See `MemoryView`."""
         self._waiting: dict[str, list[asyncio.Future[LeaseReply]]] = {}
@@ -84,6 +82,7 @@ class MemoryManager(MemoryContract):
         """Tenants whose silence was said."""
 
     async def on_start(self) -> None:
+        self._arbiter = Arbiter(self._options.arbiter, incarnation=self.ctx.epoch)
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._meter.switch("wait-data", "orders")
@@ -96,17 +95,9 @@ class MemoryManager(MemoryContract):
         )
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send), name="memory-telemetry")
-        if self._arbiter.epoch:
-            self._journal.epoch(self._arbiter.epoch)
-        for report in self._journal.known:
-            self._watch_processes(report)
-        for tenant, command in self._journal.commands.items():
-            text = f"last order of the manager before this one: {command.kind} of epoch {command.epoch}"
-            self._timeline.append((self._clock.wall(), "", tenant, text))
         self.ctx.spawn(self._tick_forever(), name="memory-ticks")
 
     async def on_stop(self, why: str) -> None:
-        self._journal.close()
         for futures in self._waiting.values():
             for future in futures:
                 future.cancel()
@@ -116,7 +107,7 @@ class MemoryManager(MemoryContract):
         if event.kind not in ("down", "restarted") or event.name not in self._watched:
             return
         known = self._arbiter.ledger.tenants.get(event.name)
-        if known is None or known.is_dead:
+        if known is None:
             return
         epoch = known.report.epoch
         if event.kind == "restarted" and epoch >= event.epoch:
@@ -177,7 +168,6 @@ class MemoryManager(MemoryContract):
 
     def _do_one(self, instruction: Instruction) -> None:
         if isinstance(instruction, Send):
-            self._journal.command(instruction.tenant, instruction.command)
             self.ctx.spawn(self._send(instruction), name=instruction.command.command_id)
         elif isinstance(instruction, Measure):
             for part in self._by_node(instruction) if instruction.key == WATCH else (instruction,):
@@ -278,8 +268,6 @@ class MemoryManager(MemoryContract):
 
     def _note(self, note: TimelineNote) -> None:
         self._timeline.append((self._clock.wall(), note.device, note.tenant, f"{note.kind}: {note.text}"[:400]))
-        if note.kind == "proven free" and note.tenant not in self._arbiter.ledger.tenants:
-            self._journal.gone(note.tenant)
         if note.kind in ("fenced", "died"):
             self.ctx.log.warning("%s %s: %s", note.tenant, note.kind, note.text)
         if note.kind not in _QUIET_KINDS:
@@ -293,12 +281,11 @@ class MemoryManager(MemoryContract):
             self._telemetry.span(phase.phase, "other", started_s, spent_s, track=f"memory {device}", lease=phase.switch)
 
     def _heard(self, report: TenantReport) -> None:
-        """A report is in the books: note it, watch the tenant's name and processes. One that came after the end of its
+        """A report is in the books: watch the tenant's name and processes. One that came after the end of its
         processes has brought a dead tenant into the books: it is declared dead right away."""
         if report.tenant not in self._watched:
             self._watched.add(report.tenant)
             self.ctx.watch(report.tenant)
-        self._journal.report(report)
         self._watch_processes(report)
 
     def _watch_processes(self, report: TenantReport) -> None:
@@ -317,9 +304,7 @@ class MemoryManager(MemoryContract):
         for key, living in list(self._processes.items()):
             if process in living:
                 living.discard(process)
-                if living:
-                    self._arbiter.ledger.lost_a_process(*key)
-                else:
+                if not living:
                     self._ended(key)
 
     def _ended(self, key: tuple[str, int]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from memory_figures import GIB, MIB
 from memory_process import run
 
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
-from myxa.memory.leases.arbiter import Journal
 from myxa.memory.leases.switch import ArbiterOptions
 from myxa.memory.meters import DeviceMeters
 
@@ -23,7 +21,6 @@ def build(options: argparse.Namespace) -> MemoryManager:
     chosen = ArbiterOptions(reserve_bytes=GIB if is_cuda else 0, margin_bytes=64 * MIB if is_cuda else MIB)
     return MemoryManager(
         meter=DeviceMeters({} if is_cuda else capacities),
-        journal=Journal(Path(options.rdzv).with_name("memory.jsonl")),
         options=ManagerOptions(arbiter=chosen),
         clock=SystemClock(),
     )

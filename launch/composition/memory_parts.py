@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...actors.models.model_config import ModelConfig
@@ -104,14 +103,12 @@ def start_timeout_s(config: RunConfig) -> float:
     return waited + config.engine.start_s + 3 * config.memory.switch_s if takes_turns(config) else waited
 
 
-def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
+def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     """The manager on the first node with shared devices, its agent on the others. Neither imports torch."""
     from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
     from ...actors.tenancy.node_agent import NodeAgent
-    from ...memory.leases.arbiter import Journal
     from ...memory.leases.switch import ArbiterOptions
     from ...memory.meters import DeviceMeters
-    from ..run_lineage.origin import RunOrigin
 
     on_gpus = bool(config.roles.trainer.device_ids)
     num_hosts = 0 if on_gpus else config.memory.host_devices
@@ -125,7 +122,6 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
     )
     return MemoryManager(
         meter=meter,
-        journal=Journal(run_dir / f"{spec.name.replace('/', '.')}.jsonl", life=len(RunOrigin.load(run_dir).lives)),
         options=ManagerOptions(
             arbiter=limits,
             node=spec.node,

@@ -1,31 +1,22 @@
 """All decisions of a run's memory manager, without IO: events in, instructions out, time as an argument.
 
 Leases are carried out one at a time, in order of arrival: trainer and engines share all devices. The epoch grows by one
-with every plan that is carried out, and with every fenced tenant that is taken back. A restarted manager reads its
-tenants from the journal, treats them as fenced, and begins with an epoch that no predecessor can have used.
+with every plan that is carried out, and with every fenced tenant that is taken back. A restarted manager knows nothing:
+its tenants are the truth, and register with it again. Its epochs are above all that its predecessors can have used, and
+each tenant is fenced at first, since a command of a predecessor may be under way to it.
 
 A live fenced tenant is asked for a report until its state is stable. Then it gets one command of a new epoch that
 changes nothing (an active one commits, another one drains). Once it has answered, no older command can have an effect
 on it, its report is the truth, and it may get commands again.
 
-Devices are watched without a switch, too: the memory of dead tenants is proven free by two readings, 20 ms apart, and
-memory of unknown processes is reported.
-
-The journal is written before the manager acts: one line of JSON an entry, appended and written to the kernel at once.
-It survives the process; it need not survive the machine, whose devices are empty after a restart. Opening rewrites the
-file to the entries that still matter. SQLite was considered: there are no queries, and the worst that a dying writer
-leaves is a torn last line.
+Devices are watched without a switch, too: memory of unknown processes is reported.
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from ...core.device_memory import (
     DeviceReading,
@@ -36,8 +27,7 @@ from ...core.device_memory import (
     TenantReport,
     wholes,
 )
-from ...core.errors import MemoryFault
-from .lease_ledger import PROOF_GAP_S, STABLE, LeaseLedger, in_words, is_mapped, place_of
+from .lease_ledger import STABLE, LeaseLedger, in_words, is_mapped, place_of
 from .switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send, Switch, TimelineNote
 
 ASK_S = 0.5
@@ -46,14 +36,11 @@ COMMAND_S = 5.0
 """For the command that takes it back."""
 WATCH_S = 5.0
 """A quiet device is measured so often."""
-UNPROVEN_S = 0.05
-"""One whose dead are not proven gone, so often."""
 WATCH = "watch"
 """Key of these measurements."""
 TOLERANCE = 0.02
 """By so much a tag may grow without a word."""
-EPOCHS_PER_MANAGER = 1000
-"""A restarted manager begins so far above the last epoch that its journal has."""
+EPOCHS_PER_MANAGER = 1 << 32
 MAX_ANSWERS = 256
 _FOR_EVER = float("inf")
 
@@ -75,11 +62,11 @@ class _Queued:
 class Arbiter:
     """All decisions of one run. Every event method returns the instructions to carry out now."""
 
-    def __init__(self, options: ArbiterOptions, *, last_epoch: int = 0, known: Iterable[TenantReport] = ()) -> None:
-        """`last_epoch`, `known`: from the journal of the manager before this one."""
+    def __init__(self, options: ArbiterOptions, *, incarnation: int = 1) -> None:
+        """`incarnation`: number of this manager, above that of all before it."""
         self._options = options
         self.ledger = LeaseLedger(reserve_bytes=options.reserve_bytes, margin_bytes=options.margin_bytes)
-        self.epoch = last_epoch + EPOCHS_PER_MANAGER if last_epoch else 0
+        self._first_epoch = self.epoch = max(incarnation - 1, 0) * EPOCHS_PER_MANAGER
         self.switch: Switch | None = None
         self._queue: deque[_Queued] = deque()
         self._answers: OrderedDict[str, LeaseReply] = OrderedDict()
@@ -87,15 +74,11 @@ class Arbiter:
         self._fenced: dict[str, _Fenced] = {}
         """Being taken back."""
         self._measured_at: dict[str, float] = {}
-        self._gone_since: dict[str, float] = {}
-        """Devices whose dead have been seen to be gone, since."""
         self._alarmed: set[str] = set()
         self._look_at = _FOR_EVER
         """When a waiting lease is looked at again."""
-        for report in known:
-            self.ledger.accept(report)
-            self.ledger.fence(report.tenant, "the manager was restarted and has not heard of it since")
-            self._fenced[report.tenant] = _Fenced(0.0)
+        self._opens_at = _FOR_EVER if self._first_epoch else 0.0
+        """When the first lease may begin: tenants of a predecessor register before."""
 
     @property
     def switching(self) -> str:
@@ -113,6 +96,8 @@ class Arbiter:
         self._accept(report, now)
         after = self.ledger.tenants.get(report.tenant)
         if after is not None and after is not before:
+            if self._first_epoch and before is None:
+                self._fence(report.tenant, "a command of the manager before this one may be under way to it", now)
             self._note(report, "registered", f"gang {report.gang}, {report.state}, pids {report.pids}")
             if before is not None:
                 self._lost(report.tenant, now)
@@ -154,7 +139,8 @@ class Arbiter:
         for device, reading in readings.items():
             if device in self.ledger.devices:
                 self.ledger.devices[device].reading = reading
-                self._watch(device, now)
+                if self.switch is None and not self.ledger.died_since([device], now - self._options.death_s):
+                    self._alarm(device, self.ledger.unattributed(device))
         if self.switch is not None and key == self.switch.request.request_id:
             self.switch.measured(now)
         elif self.switch is not None:
@@ -169,26 +155,25 @@ class Arbiter:
 
     def died(self, tenant: str, epoch: int, reason: str, now: float) -> list[Instruction]:
         """All processes of an incarnation ended."""
-        gone = self.ledger.died(tenant, epoch)
+        gone = self.ledger.died(tenant, epoch, now)
         if gone is not None:
-            self._note(gone.report, "died", f"{reason}; {in_words(gone.held_bytes)} to be proven free")
+            self._note(gone.report, "died", f"{reason}; it held {in_words(gone.held_bytes)}")
             self._fenced.pop(tenant, None)
-            if self.ledger.tenants.get(tenant) is gone:
-                self._lost(tenant, now)
+            self._lost(tenant, now)
         return self._go(now)
 
     def unreachable(self, tenant: str, epoch: int, reason: str, now: float) -> list[Instruction]:
         """It left the registry without a seen end of its processes: its memory counts, and it gets no commands."""
         known = self.ledger.tenants.get(tenant)
         if known is not None and known.report.epoch == epoch and known.is_usable:
-            self.ledger.fence(tenant, reason)
+            self._fence(tenant, reason, now)
             self._note(known.report, "fenced", reason)
-            self._fenced.setdefault(tenant, _Fenced(now))
             self._lost(tenant, now)
         return self._go(now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Time passed."""
+        self._opens_at = min(self._opens_at, now + self._options.settle_s)
         if now >= self._look_at:
             self._look_at = _FOR_EVER
         if self.switch is not None:
@@ -216,7 +201,7 @@ class Arbiter:
             if is_over:
                 self.switch = None
                 for tenant in self.ledger.tenants.values():
-                    if tenant.fenced and not tenant.is_dead:
+                    if tenant.fenced:
                         self._fenced.setdefault(tenant.name, _Fenced(now))
         out, self._out = self._out, []
         return out
@@ -234,8 +219,8 @@ class Arbiter:
             return False
         queued = self._queue[0]
         request = queued.request
-        is_known = any(t.report.gang == request.gang and not t.is_dead for t in self.ledger.tenants.values())
-        if now < queued.since + self._patience_s(queued, is_known=is_known):
+        is_known = bool(self.ledger.gang(request.gang))
+        if now < max(self._opens_at, queued.since + self._patience_s(queued, is_known=is_known)):
             self._look_at = min(self._look_at, now + 0.1)
             return False
         self._queue.popleft()
@@ -255,8 +240,8 @@ class Arbiter:
         half = 0.5 * (queued.until - queued.since)
         if not is_known:
             return min(half, self._options.settle_s)
-        is_deaf = any(tenant.fenced and not tenant.is_dead for tenant in self.ledger.tenants.values())
-        return min(half, self._options.unproven_s) if is_deaf else 0.0
+        is_deaf = any(tenant.fenced for tenant in self.ledger.tenants.values())
+        return min(half, self._options.death_s) if is_deaf else 0.0
 
     def _refuse(self, request: LeaseRequest, reason: str) -> None:
         reply = LeaseReply(granted=False, epoch=self.epoch, reason=f"refused: {reason}")
@@ -277,6 +262,10 @@ class Arbiter:
 
     def _note(self, report: TenantReport, kind: str, text: str) -> None:
         self._emit(TimelineNote(place_of(report), report.tenant, kind, text))
+
+    def _fence(self, tenant: str, reason: str, now: float) -> None:
+        self.ledger.fence(tenant, reason)
+        self._fenced.setdefault(tenant, _Fenced(now))
 
     def _lost(self, tenant: str, now: float) -> None:
         if self.switch is not None:
@@ -337,7 +326,7 @@ class Arbiter:
     def _ask_fenced(self, now: float) -> None:
         for name, fenced in list(self._fenced.items()):
             known = self.ledger.tenants.get(name)
-            if known is None or known.is_dead or not known.fenced:
+            if known is None or not known.fenced:
                 del self._fenced[name]
             elif now >= fenced.due:
                 fenced.command, fenced.due = None, now + ASK_S
@@ -345,34 +334,15 @@ class Arbiter:
 
     # -- devices
 
-    def _has_dead(self, device: str) -> bool:
-        """That are not proven gone."""
-        return any(gone.is_dead for gone in self.ledger.unproven_on([device]))
-
     def _due_of(self, device: str) -> float:
-        last = self._measured_at.get(device)
-        return -_FOR_EVER if last is None else last + (UNPROVEN_S if self._has_dead(device) else WATCH_S)
+        return self._measured_at.get(device, -_FOR_EVER) + WATCH_S
 
     def _measure_due(self, now: float) -> None:
-        """A device in a switch is measured by it, but its dead are proven all the same."""
+        """A device in a switch is measured by it."""
         due = [device for device in self.ledger.devices if now >= self._due_of(device)]
         self._measured_at.update(dict.fromkeys(due, now))
-        if wanted := sorted(device for device in due if self.switch is None or self._has_dead(device)):
-            self._emit(Measure(WATCH, tuple(wanted)))
-
-    def _watch(self, device: str, now: float) -> None:
-        """A reading is in the books. While tenants come or go, books and reading are of different moments, and prove
-        nothing."""
-        if self._has_dead(device):
-            if (self.switch is not None and self.switch.is_moving) or not self.ledger.dead_are_gone(device):
-                self._gone_since.pop(device, None)
-            elif now - self._gone_since.setdefault(device, now) >= PROOF_GAP_S:
-                del self._gone_since[device]
-                for dead in self.ledger.proven(device):
-                    self._emit(TimelineNote(device, dead.name, "proven free", in_words(dead.held_bytes)))
-        elif self.switch is None:
-            self.ledger.settle_baseline(device)
-            self._alarm(device, self.ledger.unattributed(device))
+        if due and self.switch is None:
+            self._emit(Measure(WATCH, tuple(sorted(due))))
 
     def _alarm(self, device: str, num_bytes: int) -> None:
         if num_bytes <= self._options.alarm_bytes:
@@ -381,107 +351,3 @@ class Arbiter:
             self._alarmed.add(device)
             text = f"{in_words(num_bytes)} are held by unregistered processes"
             self._emit(TimelineNote(device, "", "unattributed", text))
-
-
-# -- the journal
-
-REWRITE_BYTES = 4 << 20
-"""Beyond this size the file is rewritten."""
-
-
-class _Line(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    life: int = 0
-    epoch: int = 0
-    report: TenantReport | None = None
-    gone: str = ""
-    command: MemoryCommand | None = None
-    to: str = ""
-
-
-_ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(_Line)
-
-
-class Journal:
-    """One file, one writer. `last_epoch`, `known` and `commands` are those of the manager before this one."""
-
-    def __init__(self, path: Path, *, life: int = 1) -> None:
-        """`life`: number of the run's life. Each counts the epochs of its tenants from 1, so tenants of an earlier one
-        are known with epoch 0, older than all of this. MemoryFault if the file cannot be written."""
-        self.path = path
-        self._life = life
-        self.last_epoch = 0
-        self._reports: dict[str, TenantReport] = {}
-        self._last_command: dict[str, MemoryCommand] = {}
-        try:
-            self._read()
-            self._rewrite()
-        except OSError as error:
-            raise MemoryFault(f"{path}: {error.strerror}", remedy="use a run directory that can be written") from error
-        self.known = tuple(self._reports.values())
-        self.commands = dict(self._last_command)
-        """Tenant -> the last command that was sent, or was about to be."""
-
-    def _read(self) -> None:
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return
-        life = 0
-        for text in lines:
-            try:
-                line = _DECODER.decode(text)
-            except (msgspec.DecodeError, msgspec.ValidationError):
-                continue  # torn by the end of its writer, or by another version: the tenant is asked again
-            life = line.life or life
-            self.last_epoch = max(self.last_epoch, line.epoch)
-            if line.report is not None:
-                self._reports[line.report.tenant] = line.report
-            if line.gone:
-                self._reports.pop(line.gone, None)
-            if line.command is not None:
-                self.last_epoch = max(self.last_epoch, line.command.epoch)
-                self._last_command[line.to] = line.command
-        if life != self._life:
-            self._reports = {name: msgspec.structs.replace(report, epoch=0) for name, report in self._reports.items()}
-
-    def _rewrite(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_name(self.path.name + ".new")
-        lines = [_Line(life=self._life, epoch=self.last_epoch), *(_Line(report=r) for r in self._reports.values())]
-        fresh.write_bytes(b"".join(_ENCODER.encode(line) + b"\n" for line in lines))
-        fresh.replace(self.path)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-
-    def _append(self, line: _Line) -> None:
-        os.write(self._file, _ENCODER.encode(line) + b"\n")
-        if os.fstat(self._file).st_size > REWRITE_BYTES:
-            os.close(self._file)
-            self._rewrite()
-
-    def epoch(self, epoch: int) -> None:
-        """This one is used from now on."""
-        self.last_epoch = max(self.last_epoch, epoch)
-        self._append(_Line(epoch=epoch))
-
-    def report(self, report: TenantReport) -> None:
-        """A tenant reported its state."""
-        if self._reports.get(report.tenant) != report:
-            self._reports[report.tenant] = report
-            self._append(_Line(report=report))
-
-    def gone(self, tenant: str) -> None:
-        """Its memory is proven free."""
-        if self._reports.pop(tenant, None) is not None:
-            self._append(_Line(gone=tenant))
-
-    def command(self, tenant: str, command: MemoryCommand) -> None:
-        """About to be sent."""
-        self.last_epoch = max(self.last_epoch, command.epoch)
-        self._append(_Line(command=command, to=tenant))
-
-    def close(self) -> None:
-        """No more lines."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1

@@ -115,8 +115,8 @@ class ArbiterOptions:
     """A restore that met a full device is measured and tried again so often."""
     settle_s: float = 2.0
     """A shortage that may pass is looked at again for so long before anybody is disturbed or refused."""
-    unproven_s: float = 15.0
-    """The same, where the memory of a dead process is about to become free."""
+    death_s: float = 15.0
+    """The same after a death, or while a fenced tenant is being taken back: memory is about to become free."""
     max_plans: int = 4
     """Plans of one lease: the first, and further ones when the measurement shows that more has to leave."""
 
@@ -167,7 +167,7 @@ class Switch:
         self._ledger = ledger
         self.request = request
         self._options = options
-        self.devices = tuple(sorted({d for t in ledger.tenants.values() if not t.is_dead for d in t.report.devices}))
+        self.devices = tuple(sorted({d for t in ledger.tenants.values() for d in t.report.devices}))
         self._started = now
         self._until_s = until_s
         self._forward_until = now + FORWARD_SHARE * (until_s - now)
@@ -301,7 +301,8 @@ class Switch:
             self._carry_out(plan, now)
             return
         options = self._options
-        patience = options.unproven_s if self._ledger.unproven_on(self.devices) else options.settle_s
+        is_dying = self._ledger.died_since(self.devices, now - options.death_s)
+        patience = options.death_s if is_dying else options.settle_s
         if plan.may_pass and now < min(self._started + patience, self._forward_until):
             self._survey_again(now, _SURVEY_POLL_S)
             return

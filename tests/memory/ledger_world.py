@@ -30,7 +30,7 @@ CAPACITY = 1000 * MIB
 RESERVE = 10 * MIB
 MARGIN = 5 * MIB
 RESIDUE = 5 * MIB
-OPTIONS = ArbiterOptions(reserve_bytes=RESERVE, margin_bytes=MARGIN, phase_s=20, resend_s=2, unproven_s=8)
+OPTIONS = ArbiterOptions(reserve_bytes=RESERVE, margin_bytes=MARGIN, phase_s=20, resend_s=2, death_s=8)
 TAGS: dict[str, dict[Tag, tuple[int, TagPolicy]]] = {
     "trainer": {
         "params": (120 * MIB, "rematerialise"),
@@ -144,7 +144,6 @@ class World:
         self.epochs = itertools.count(1)
         self.arbiter = Arbiter(OPTIONS)
         self.generation = 0
-        self.heard: dict[str, TenantReport] = {}
         self.processes: list[Process] = []
         self.live: dict[str, Process] = {}
         self.strangers: dict[str, int] = dict.fromkeys(DEVICES, 0)
@@ -255,9 +254,6 @@ class World:
         self.later(self.lag(), lambda: self.hear(report, self.arbiter.reported))
 
     def hear(self, report: TenantReport, event: Callable[[TenantReport, float], list[Instruction]]) -> None:
-        known = self.heard.get(report.tenant)
-        if known is None or (known.epoch, known.sequence) < (report.epoch, report.sequence):
-            self.heard[report.tenant] = report
         self.do(event(report, self.now))
         process = next(p for p in self.processes if p.epoch == report.epoch)
         if not process.is_alive:  # it has ended meanwhile
@@ -275,12 +271,10 @@ class World:
 
     def restart_manager(self) -> None:
         self.generation += 1
-        self.arbiter = Arbiter(OPTIONS, last_epoch=max(self.arbiter.epoch, 1), known=list(self.heard.values()))
+        self.arbiter = Arbiter(OPTIONS, incarnation=self.generation + 1)
         for process in self.processes:
             if process.is_alive:
                 self.register(process, self.random.random())
-            elif len(process.freed) < len(process.devices) or process.name in self.heard:
-                self.tell_gone(process)
         for request, _ in list(self.leases.values()):
             self.later(0.2, lambda r=request: self.do(self.arbiter.leased(r, self.now)))
             self.leases[request.request_id] = (request, self.now + 0.2 + request.deadline_s)
@@ -484,7 +478,7 @@ class World:
                 assert self.used(device) <= CAPACITY, f"I1: {device} is overfull"
         for process in self.live.values():
             known = self.arbiter.ledger.tenants.get(process.name)
-            if known is not None and known.report.epoch == process.epoch and not known.is_dead:
+            if known is not None and known.report.epoch == process.epoch:
                 assert known.held_bytes >= max(map(process.used, process.devices)), (
                     f"the ledger has less of {process.name} than it holds"
                 )

@@ -36,7 +36,6 @@ from myxa.core.handlers import call
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.leases.arbiter import Journal
 from myxa.memory.leases.switch import ArbiterOptions, LeaseAnswer, Measure, Send
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node, Rendezvous
@@ -229,7 +228,7 @@ class MortalManager(Mortal, MemoryManager):
     def _do(self, instructions: list[Any]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Send):
-                point(f"before_journal_{instruction.command.kind}")
+                point(f"decides_{instruction.command.kind}")
             elif isinstance(instruction, Measure) and instruction.key != "watch":
                 point("before_measure")
             elif isinstance(instruction, LeaseAnswer):
@@ -237,7 +236,7 @@ class MortalManager(Mortal, MemoryManager):
         super()._do(instructions)
 
     async def _send(self, send: Send) -> None:
-        point(f"after_journal_{send.command.kind}")
+        point(f"sends_{send.command.kind}")
         await super()._send(send)
 
 
@@ -257,14 +256,14 @@ def agent_of(devices: list[str], node: int) -> MortalAgent:
     return MortalAgent(meter=meter)
 
 
-def manager_of(run_dir: Path, devices: list[str]) -> MortalManager:
+def manager_of(devices: list[str]) -> MortalManager:
     options = ManagerOptions(
         agents={node: f"memory/{node}" for node in map(node_of, devices) if node},
         measure_s=3.0,
-        arbiter=ArbiterOptions(reserve_bytes=0, margin_bytes=MARGIN, resend_s=1.0, verify_s=3.0, unproven_s=5.0),
+        arbiter=ArbiterOptions(reserve_bytes=0, margin_bytes=MARGIN, resend_s=1.0, verify_s=3.0, death_s=5.0),
     )
     meter = DeviceMeters({device: CAPACITY for device in devices if not node_of(device)})
-    return MortalManager(meter=meter, journal=Journal(run_dir / "memory.jsonl"), options=options, clock=SystemClock())
+    return MortalManager(meter=meter, options=options, clock=SystemClock())
 
 
 def wait_for_orders() -> list[str]:
@@ -276,7 +275,7 @@ async def main(rdzv: str, run_dir: str, name: str, gang: str, device: str) -> in
     node = await Node.attach(name=f"node-{name}", rdzv=Rendezvous.load(Path(rdzv)))
     if gang == "memory":
         number, devices = int(name.rpartition("/")[2]), device.split(",")
-        await node.start(agent_of(devices, number) if number else manager_of(Path(run_dir), devices), name)
+        await node.start(agent_of(devices, number) if number else manager_of(devices), name)
     else:
         await node.start(Toy(gang, device.split(","), "memory/0"), name)
     error = await node.failed

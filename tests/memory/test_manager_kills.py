@@ -34,8 +34,8 @@ POINTS = [
     (FAR_VICTIM, "after_release"),
     (ASKER, "in_restore"),
     (ASKER, "before_commit"),
-    (MANAGER, "before_journal_drain"),
-    (MANAGER, "after_journal_release"),
+    (MANAGER, "decides_drain"),
+    (MANAGER, "sends_release"),
     (MANAGER, "before_answer"),
     (AGENT, "before_measure"),
 ]
@@ -99,7 +99,7 @@ async def test_a_process_that_is_killed_there(site: Site, who: str, label: str) 
 async def test_a_tenant_that_dies_while_the_manager_is_away_is_known_once_it_is_back(site: Site) -> None:
     await both_have_loaded(site)
     await site.keep_spare()
-    await site.manager.arm("after_journal_release")
+    await site.manager.arm("sends_release")
     asked = asyncio.ensure_future(site.lease("rollout", "trainer", deadline_s=10.0))
     assert await site.until_gone(MANAGER) == -9
     site.children[FAR_VICTIM].kill()  # the agent has nobody to tell
