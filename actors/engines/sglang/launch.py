@@ -1,15 +1,11 @@
 """A stock SGLang server as a child of the rollout actor: `<python> -m sglang.launch_server`, from start to end.
 
 `LaunchedSglang` is a client (`engine.py`) that chooses port, key and environment of its own server. The server
-listens on loopback, asks for a key that was made for it, and dies with the actor, however that ends. Three faults make
-`until_lost` raise, after which the actor fails and is restarted with a new server: the server's end at once, a stopped
-process (SIGSTOP) after two seconds, silence of a running one after a minute.
+listens on loopback, asks for a key that was made for it, and dies with the actor, however that ends. When it has ended,
+or was silent for a minute, `until_lost` raises, and the actor is restarted with a new server.
 
 `ServerProcess` is any server with its own process group and log, below a subreaper (`actors/subreaper.py`), which ends
 the server when this process is killed.
-
-`until_stopped` finds a stopped process in the server's family: such a server answers nothing, and nothing else shows
-why. A debugger's stop does not count, because it resumes the process.
 """
 
 from __future__ import annotations
@@ -151,42 +147,6 @@ async def unwrapped_group() -> AsyncGenerator[asyncio.TaskGroup]:
         raise errors.exceptions[0] from None
 
 
-LOOK_EVERY_S = 0.5
-NUM_STOPPED = 4
-"""Looks in a row that must find it stopped: a process that runs again sooner has lost nothing. They are counted
-because an actor that was stopped together with its server may be the first to run again."""
-NUM_LOOKS = 20
-"""After so many looks the processes are listed again, which scans the whole host."""
-
-
-async def until_stopped(pid: int) -> int:
-    """Wait until it, or one that it has started, has been stopped for a while; returns which."""
-    family: list[psutil.Process] = []
-    num_seen = num_looks = 0
-    while True:
-        if num_looks % NUM_LOOKS == 0 or num_seen == NUM_STOPPED:  # the number may have been reused
-            family = await asyncio.to_thread(_family, pid)
-        stopped = next((one.pid for one in family if _is_stopped(one)), 0)
-        if stopped and num_seen == NUM_STOPPED:
-            return stopped
-        num_seen = num_seen + 1 if stopped else 0
-        num_looks += 1
-        await asyncio.sleep(LOOK_EVERY_S)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.Error):
-        first = psutil.Process(pid)
-        return [first, *first.children(recursive=True)]
-    return []
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.status() == psutil.STATUS_STOPPED
-    return False
-
-
 LOOPBACK = "127.0.0.1"
 CAUSE_S = 0.5
 """How long a server that does not answer has for being seen to have ended."""
@@ -286,13 +246,6 @@ class LaunchedSglang(SglangEngine):
     async def _fail_when_ended(self, server: ServerProcess, doing: str) -> None:
         raise server.death(await server.until_ended(), doing)
 
-    async def _fail_when_stopped(self, server: ServerProcess) -> None:
-        pid = await until_stopped(server.pid)
-        raise EngineError(
-            f"{self._options.name}: process {pid} of its server was stopped (SIGSTOP) and does nothing",
-            remedy="its work continues elsewhere; to inspect a hanging server, attach a debugger",
-        )
-
     async def _death_or(self, error: EngineError) -> EngineError:
         """Why the server does not answer: when it has ended, with the last lines of its log."""
         server = self._server
@@ -303,12 +256,11 @@ class LaunchedSglang(SglangEngine):
         return error
 
     async def until_lost(self) -> None:
-        """Waits; raises EngineError as soon as the server ended, when it is stopped, or was silent for too long."""
+        """Waits; raises EngineError as soon as the server ended, or was silent for too long."""
         server = self._server
         assert server is not None
         async with unwrapped_group() as group:
             group.create_task(self._fail_when_ended(server, "while it served"))
-            group.create_task(self._fail_when_stopped(server))
             group.create_task(super().until_lost())
 
     async def close(self) -> None:
@@ -321,7 +273,10 @@ class LaunchedSglang(SglangEngine):
         return super().memory_tags() if self._server is not None else self._launch.expects or ()
 
     def memory_pids(self) -> tuple[int, ...]:
-        return tuple(one.pid for one in _family(self._server.pid)[1:]) if self._server is not None else ()
+        if self._server is not None:
+            with suppress(psutil.Error):
+                return tuple(one.pid for one in psutil.Process(self._server.pid).children(recursive=True))
+        return ()
 
 
 def server_values(
