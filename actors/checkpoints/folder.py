@@ -11,10 +11,9 @@ A manifest that is missing or does not fit its files marks a torn checkpoint. Ea
 process of an earlier life may outlive its launcher for a while and still write. It never touches what a later one
 writes; the later one deletes its files, for what it writes is obsolete.
 
-A complete folder replaces an older one such that a whole one exists at every instant. Linux exchanges two names in one
-step (renameat2). A file system that cannot (NFS) leaves an instant between two renames: the older folder then has the
-name `old_of(place)`, by which readers find it. Readers share a lock on the manifest. A writer that deletes older
-checkpoints skips those that are locked, or whose lock it cannot read.
+A complete folder replaces an older one by two renames. Between them the older folder has the name `old_of(place)`, by
+which readers find it: a whole one exists at every instant. Readers share a lock on the manifest. A writer that deletes
+older checkpoints skips those that are locked, or whose lock it cannot read.
 
 No torch here, so launcher and coordinator may import it. torch.distributed.checkpoint was considered: its metadata file
 is a pickle, which runs code of its writer, and has no digests.
@@ -22,8 +21,6 @@ is a pickle, which runs code of its writer, and has no digests.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import os
 import shutil
@@ -31,7 +28,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,9 +298,6 @@ def _torn(folder: Path, why: str) -> TornCheckpoint:
     return TornCheckpoint(f"checkpoint {folder} is torn: {why}", remedy="use an older one")
 
 
-_AT_FDCWD = -100
-_EXCHANGE = 2
-_CANNOT = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV})
 OLD = ".old-"
 GONE = ".gone-"
 
@@ -324,13 +318,8 @@ def put_in_place(fresh: Path, place: Path) -> None:
     old = old_of(place)
     if place.exists():
         shutil.rmtree(old, ignore_errors=True)
-        if exchange(fresh, place):
-            fresh.replace(old)
-        else:
-            place.replace(old)
-            fresh.replace(place)
-    else:
-        fresh.replace(place)
+        place.replace(old)
+    fresh.replace(place)
     sync_folder(place.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -344,30 +333,6 @@ def take_away(place: Path) -> None:
     except OSError:
         return
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step. False if system or file system cannot; raises OSError for other failures."""
-    call = _renameat2()
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _CANNOT:
-        return False
-    raise OSError(number, os.strerror(number), str(other))
-
-
-@cache
-def _renameat2() -> ctypes._NamedFuncPointer | None:  # pyright: ignore[reportPrivateUsage] - ctypes has no public name
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    call.restype = ctypes.c_int
-    return call
 
 
 GROWING = ".partial-"
