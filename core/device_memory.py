@@ -74,8 +74,6 @@ class TenantReport(Record, frozen=True):
     """Start time of each, in clock ticks since boot: a number that is used again is another process."""
     state: TenantState
     tags: tuple[TagReport, ...]
-    switch_epoch: int = 0
-    """The newest command it has carried out."""
     residue_bytes: int = 0
     """What stays on the device when every tag has left."""
     reserved_bytes: int = 0
@@ -221,6 +219,11 @@ class MovedMemory:
     """Between device and host."""
     dropped_bytes: int = 0
     """Left the device without a copy, or came back without one."""
+
+    def __add__(self, other: MovedMemory) -> MovedMemory:
+        return MovedMemory(
+            copied_bytes=self.copied_bytes + other.copied_bytes, dropped_bytes=self.dropped_bytes + other.dropped_bytes
+        )
 
 
 class AssetStore(Protocol):

@@ -108,10 +108,6 @@ class Tenant:
     def state(self) -> str:
         return self._machine.state
 
-    @property
-    def is_planned(self) -> bool:
-        return bool(self._assets.planned)
-
     def add_store(self, store: AssetStore) -> None:
         """More memory, found after the tenant was made."""
         self._assets.stores.append(store)
@@ -134,7 +130,6 @@ class Tenant:
             started_at=tuple(start_time(pid) for pid in pids),
             state=self._machine.state,
             tags=tags,
-            switch_epoch=self._machine.done_epoch,
             residue_bytes=self._residue(),
             reserved_bytes=self._assets.reserved_bytes,
             comm_epoch=self._assets.comm_epoch,
@@ -156,7 +151,6 @@ class Tenant:
 
     async def loaded(self) -> None:
         """Everything planned is there: from now on the stores' own numbers count."""
-        await self._in_thread(self._assets.survey_comms)
         self._assets.planned.clear()
         if self._machine.state == "granted" and self._machine.running is None:
             self._machine.rest("quiesced")
@@ -267,7 +261,6 @@ class Tenant:
 
     def _reply(self, command: MemoryCommand, *, reason: str = "", moved: MovedMemory = NOTHING_MOVED) -> MemoryReply:
         if self._machine.running is command:
-            self._machine.done_epoch = max(self._machine.done_epoch, command.epoch if not reason else 0)
             self._assets.refresh()
         return MemoryReply(
             command_id=command.command_id,
@@ -301,7 +294,6 @@ class TenantAssets:
         self.stores = list(stores)
         self.comms = comms
         self._granted: set[Tag] = set()
-        self._comms_tag: TagReport | None = None
         self._are_comms_away = False
         self.comm_epoch = 0
         """Under which communicators were restored last."""
@@ -344,18 +336,11 @@ class TenantAssets:
             backing = "mapped_dirty" if tag in self._granted else "discarded"
             if known is None or (known.num_bytes < num_bytes and tag in self._granted):
                 found[tag] = TagReport(tag, num_bytes, policy, backing)
-        if self._comms_tag is not None:
-            found[COMMS] = self._comms_tag
+        if self.comms is not None and not self.planned:  # their size is not known: the measurement sees it
+            found[COMMS] = TagReport(COMMS, 0, "rematerialise", "discarded" if self._are_comms_away else "mapped_dirty")
         return tuple(found.values())
 
     # -- done in the tenant's thread
-
-    def survey_comms(self) -> None:
-        """Whether communicators are on the device. Their size is not known: the measurement sees it."""
-        if self.comms is None:
-            return
-        backing = "discarded" if self._are_comms_away else "mapped_dirty"
-        self._comms_tag = TagReport(COMMS, 0, "rematerialise", backing)
 
     def release(self, command: MemoryCommand) -> MovedMemory:
         """Communicators first: nothing may be in flight on memory that leaves."""
@@ -367,8 +352,7 @@ class TenantAssets:
             if tag in self.planned and tag in self._granted and tag not in stored:
                 self._granted.discard(tag)
                 moved.append(MovedMemory(dropped_bytes=self.planned[tag][0]))
-        self.survey_comms()
-        return _sum(moved)
+        return sum(moved, NOTHING_MOVED)
 
     def restore(self, command: MemoryCommand) -> MovedMemory:
         """Communicators last: they find the device as it will be."""
@@ -376,8 +360,7 @@ class TenantAssets:
         self._granted.update(tag for tag in command.tags if tag in self.planned)
         if COMMS in command.tags:
             self._restore_comms(command)
-        self.survey_comms()
-        return _sum(moved)
+        return sum(moved, NOTHING_MOVED)
 
     def _known(self, store: AssetStore, tags: Sequence[Tag]) -> list[Tag]:
         have = {tag.tag for tag in store.report()}
@@ -406,12 +389,6 @@ class TenantAssets:
             raise
         self._are_comms_away = False
         self.comm_epoch = command.epoch
-
-
-def _sum(moved: Sequence[MovedMemory]) -> MovedMemory:
-    return MovedMemory(
-        copied_bytes=sum(one.copied_bytes for one in moved), dropped_bytes=sum(one.dropped_bytes for one in moved)
-    )
 
 
 WORKSPACE: Tag = "workspace"

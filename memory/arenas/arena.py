@@ -33,7 +33,7 @@ from .tagged_memory import (
     TaggedMemory,
     shares,
 )
-from .transfer import ChunkMover, Offload, TransferMeter, at_place
+from .transfer import ChunkMover, Offload, at_place
 
 CHUNK_BYTES = 256 << 20
 
@@ -177,7 +177,6 @@ class Arena:
         the host pool has no room. When a copy fails its tag is poisoned; what had left before stays away, what had not
         begun stays."""
         with self._lock:
-            meter = TransferMeter()
             leaving = [m for m in self._chosen(tags) if m.backing not in AWAY]
             for memory in leaving:
                 if memory.policy == "keep":
@@ -191,21 +190,19 @@ class Arena:
             self._mover.reserve_host_copies(dirty, [m for m in self._memories.values() if m not in leaving])
             if leaving:
                 self.driver.synchronise()
-            Offload(self._mover, meter).run(leaving)
-            return meter.total()
+            return Offload(self._mover).run(leaving)
 
     def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag] = ()) -> Restoring:
         """Map tags that are away and let their contents stream in; a tag may be touched after its `wait`. Those
         `awaited` are wanted before anybody computes: they may take the device's processors. Raises OutOfDeviceMemory,
         with everything as it was, when not all of it fits."""
         with self._lock:
-            meter = TransferMeter()
             memories = self._chosen(tags)
             for memory in memories:
                 if memory.backing == "poisoned":
                     self._mover.settle(memory)
-            self._mover.begin_restore([m for m in memories if m.backing in AWAY], awaited, meter)
-            return Restoring(self._mover.settle, self._lock, {m.tag: m for m in memories}, meter)
+            moved = self._mover.begin_restore([m for m in memories if m.backing in AWAY], awaited)
+            return Restoring(self._mover.settle, self._lock, {m.tag: m for m in memories}, moved)
 
     def restore(self, tags: Collection[Tag]) -> MovedMemory:
         """Bring tags back and wait for their contents. A tag under policy rematerialise comes back undefined and is
@@ -290,7 +287,7 @@ class Restoring:
     settle: Callable[[TaggedMemory], None]
     lock: RLock
     memories: dict[Tag, TaggedMemory]
-    meter: TransferMeter
+    moved: MovedMemory
 
     def wait(self, tag: Tag) -> None:
         """Until this tag is there. Raises MemoryFault when a copy failed; the tag is poisoned then."""
@@ -304,7 +301,7 @@ class Restoring:
     def wait_all(self) -> MovedMemory:
         for tag in self.memories:
             self.wait(tag)
-        return self.meter.total()
+        return self.moved
 
 
 class SpreadArenas:
@@ -322,20 +319,20 @@ class SpreadArenas:
 
     def release(self, tags: Collection[Tag]) -> MovedMemory:
         """See the protocol. A tag that fails on one device stays on the others."""
-        return _sum([arena.release(tags) for arena in self.arenas])
+        return sum((arena.release(tags) for arena in self.arenas), MovedMemory())
 
     def restore(self, tags: Collection[Tag]) -> MovedMemory:
         """See the protocol. With MemoryFault the tags that were away are away again."""
-        moved: list[MovedMemory] = []
+        moved = MovedMemory()
         away = {report.tag for report in self.report() if report.backing in AWAY}
         for number, arena in enumerate(self.arenas):
             try:
-                moved.append(arena.restore(tags))
+                moved += arena.restore(tags)
             except MemoryFault:
                 for done in self.arenas[:number]:
                     done.release([tag for tag in tags if tag in away])
                 raise
-        return _sum(moved)
+        return moved
 
     def close(self) -> None:
         """Give everything back on all devices; the first error met is raised at the end."""
@@ -346,10 +343,3 @@ def _fullest(parts: Sequence[TagReport]) -> TagReport:
     worst = max(parts, key=lambda part: (part.backing == "poisoned", part.backing not in AWAY))
     num_bytes, host_bytes = max(p.num_bytes for p in parts), max(p.host_bytes for p in parts)
     return replace(worst, num_bytes=num_bytes, host_bytes=host_bytes)
-
-
-def _sum(moved: Sequence[MovedMemory]) -> MovedMemory:
-    return MovedMemory(
-        copied_bytes=sum(m.copied_bytes for m in moved),
-        dropped_bytes=sum(m.dropped_bytes for m in moved),
-    )

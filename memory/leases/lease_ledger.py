@@ -136,8 +136,6 @@ class TenantMachine:
         self.state: TenantState = "cold"
         self.epoch = 0
         """The newest seen."""
-        self.done_epoch = 0
-        """The newest carried out."""
         self.running: MemoryCommand | None = None
         self._replies: OrderedDict[str, MemoryReply] = OrderedDict()
 
@@ -169,13 +167,9 @@ class TenantMachine:
 
     def finished(self, reply: MemoryReply) -> None:
         """Remember what was answered. A command that failed is remembered too: the manager chooses a new id."""
-        command = self.running
-        self.running = None
-        if command is None:
-            return
-        if reply.accepted:
-            self.done_epoch = max(self.done_epoch, command.epoch)
-        self.remember(reply)
+        if self.running is not None:
+            self.running = None
+            self.remember(reply)
 
     def remember(self, reply: MemoryReply) -> None:
         """A refusal is a reply like any other: what was refused once stays refused."""

@@ -111,8 +111,6 @@ class ArbiterOptions:
     tenants; another plan costs one copy."""
     resend_s: float = 5.0
     """A command that was not answered is repeated, under the same id."""
-    restore_attempts: int = 2
-    """A restore that met a full device is measured and tried again so often."""
     settle_s: float = 2.0
     """A shortage that may pass is looked at again for so long before anybody is disturbed or refused."""
     death_s: float = 15.0
@@ -191,7 +189,6 @@ class Switch:
         self._phase_started = self._phase_until = 0.0
         self._epochs: dict[str, int] = {}
         self._pending: dict[str, _Pending] = {}
-        self._attempt = 0
         self._unwilling: set[str] = set()
         self._silent: set[str] = set()
         """On the way back."""
@@ -334,7 +331,6 @@ class Switch:
         self._epoch = self._next_epoch()
         self._epochs = {name: t.report.epoch for name, t in self._ledger.tenants.items()}
         self._pending.clear()
-        self._attempt = 0
         self._enter("drain", now)
 
     def _go_back(self, reason: str, now: float) -> None:
@@ -405,9 +401,8 @@ class Switch:
         tenant = self._ledger.tenants[name]
         if phase == "restore":
             tenant.promised.update({t.tag: t.num_bytes for t in tenant.report.tags if t.tag in tags})
-        suffix = f".{self._attempt}" if self._attempt else ""
         command = MemoryCommand(
-            command_id=f"{self.request.request_id}.{self._epoch}.{phase}.{name}{suffix}",
+            command_id=f"{self.request.request_id}.{self._epoch}.{phase}.{name}",
             epoch=self._epoch,
             kind=phase,
             tags=tags,
@@ -486,13 +481,6 @@ class Switch:
         if self.stage == "back":
             self._unwilling.add(name)
             self._leave_if_ready(now)
-        elif self._phase == "restore" and self._attempt + 1 < self._options.restore_attempts:
-            # A third party took what was measured free: measure, and try once more. What is promised to members that
-            # did not answer yet stays promised.
-            self._attempt += 1
-            self._pending.clear()
-            self._close_phase(now)
-            self._enter("verify", now)
         else:
             self._stop(f"{name} refused to {self._phase}: {reason}", now)
 

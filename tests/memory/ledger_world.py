@@ -126,7 +126,7 @@ class Process:
         return TenantReport(
             tenant=self.name, epoch=self.epoch, gang=self.gang, devices=self.devices, pids=(self.epoch,),
             started_at=(1,), state=self.machine.state, tags=tuple(a.report(tag) for tag, a in self.assets.items()),
-            switch_epoch=self.machine.done_epoch, residue_bytes=RESIDUE, comm_epoch=self.comm_epoch,
+            residue_bytes=RESIDUE, comm_epoch=self.comm_epoch,
             sequence=self.sequence,
         )  # fmt: skip
 

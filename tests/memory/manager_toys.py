@@ -117,6 +117,7 @@ class Toy(Mortal, TenantContract):
         """On the first device; what is on the others is never written to."""
         self._arenas: list[Arena] = []
         self._step = 0
+        self._is_loaded = False
 
     async def on_start(self) -> None:
         planned = TAGS[self._gang]
@@ -139,6 +140,7 @@ class Toy(Mortal, TenantContract):
         self._arenas = [self._load(device) for device in self._devices]
         self._tenant.add_store(Points(self._arenas, self._refill))
         await self._tenant.loaded()
+        self._is_loaded = True
 
     def _load(self, device: str) -> Arena:
         driver = MortalDriver(device, CAPACITY)
@@ -188,7 +190,7 @@ class Toy(Mortal, TenantContract):
     async def work(self, count: int) -> list[float]:
         """Losses of `count` steps, or sums of a cache's pages."""
         async with asyncio.timeout(20):
-            while not (self._turn.is_set() and self._arrays and not self._tenant.is_planned):
+            while not (self._turn.is_set() and self._is_loaded):
                 await asyncio.sleep(0.01)
         self._idle.clear()
         try:

@@ -128,25 +128,6 @@ def test_where_nothing_else_can_leave_a_shortage_is_waited_for_a_second(
     assert world.answers[asked].granted is is_granted, world.answers[asked].reason
 
 
-def test_a_restore_that_finds_the_device_full_is_measured_and_tried_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stranger takes the memory between the proof and the restore, and leaves again."""
-    world.has_cheated = True
-    engine = world.live["rollout/0"]
-    come, calls = world.come, [0]
-
-    def full_at_first(process: Process, command: MemoryCommand) -> str:
-        calls[0] += process is engine
-        if process is engine and calls[0] == 1:
-            return "out of device memory"
-        return come(process, command)
-
-    monkeypatch.setattr(world, "come", full_at_first)
-    assert granted(world, "rollout", "trainer")
-    assert calls[0] == 2
-
-
 def test_a_restore_that_stays_impossible_gives_the_device_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.has_cheated = True
     engine = world.live["rollout/1"]

@@ -118,7 +118,7 @@ async def test_a_whole_turn_away_and_back() -> None:
     assert back.report.comm_epoch == 2
     assert bench.store.log == ["comms release", "release", "restore", "comms restore 2"]
     done = await bench.tell("commit", epoch=2)
-    assert (done.report.state, done.report.switch_epoch, bench.turn.is_open) == ("active", 2, True)
+    assert (done.report.state, bench.turn.is_open) == ("active", True)
     assert done.report.pids == (os.getpid(),)
     assert done.report.started_at == (start_time(os.getpid()),)
     assert done.report.sequence > back.report.sequence
