@@ -40,7 +40,7 @@ def built(
     `cache_dir` None: `.cache/myxa/native` in the user's home, or where that cannot be written a folder of this user
     alone among the temporary files. Raises MemoryFault with what the compiler said, or when another process keeps the
     lock for twice `timeout_s`."""
-    parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts)))
+    parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts) if word != str(source)))
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     name = f"{source.stem}-{key}"
     target, lock = _open_cache(_folders() if cache_dir is None else [cache_dir], name)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from typing import get_args
 
 from msgspec.structs import replace
 
@@ -43,8 +42,6 @@ class Arena:
     memory is created, copied and given back in pieces of this size at most (rounded up to the driver's granularity)."""
 
     def __init__(self, driver: VmmDriver, pool: HostPool, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        if chunk_bytes <= 0:
-            raise MemoryFault(f"arena on {driver.device}: chunks of {chunk_bytes} bytes", remedy="use at least 1")
         self._chunk_bytes = _rounded(chunk_bytes, driver.granularity)
         self._mover = ChunkMover(driver, pool, window_bytes=2 * self._chunk_bytes)
         self._memories: dict[Tag, TaggedMemory] = {}
@@ -65,11 +62,6 @@ class Arena:
     def tag(self, tag: Tag, policy: TagPolicy) -> None:
         """Declare a tag. The same again does nothing; MemoryFault when the policy of a tag that holds memory would
         change."""
-        if tag not in get_args(Tag) or policy not in get_args(TagPolicy):
-            raise self._fault(
-                f"tag {tag!r} with policy {policy!r}",
-                f"tags are {', '.join(get_args(Tag))}; policies are {', '.join(get_args(TagPolicy))}",
-            )
         with self._lock:
             known = self._memories.get(tag)
             if known is not None and known.policy != policy and known.regions:
@@ -84,7 +76,7 @@ class Arena:
         """Address of fresh memory of a tag that is on the device; contents undefined, size rounded up to the driver's
         granularity. Raises OutOfDeviceMemory with nothing changed."""
         with self._lock:
-            memory = self._growing(tag, num_bytes)
+            memory = self._growing(tag)
             total = _rounded(num_bytes, self.driver.granularity)
             address = self.driver.reserve(total)
             starts = range(0, total, self._chunk_bytes)
@@ -101,21 +93,12 @@ class Arena:
         """Take over memory that another allocator made by calls to the same driver: one reservation at `address`,
         filled from its start with chunks (handle, bytes)."""
         with self._lock:
-            memory = self._growing(tag, num_bytes)
+            memory = self._growing(tag)
             chunks: list[MemoryChunk] = []
             end = address
             for handle, size in handles:
                 chunks.append(MemoryChunk(end, size, handle))
                 end += size
-            if any(size <= 0 for _, size in handles) or end - address < num_bytes:
-                raise self._fault(
-                    f"{num_bytes:,} bytes at {address:#x} in chunks of {[size for _, size in handles]}",
-                    "name every chunk of the region, in the order of addresses",
-                )
-            if any(r.address < end and address < r.address + r.mapped_bytes for r in self._regions()):
-                raise self._fault(
-                    f"{num_bytes:,} bytes at {address:#x} overlap a region it has", "adopt a region once, free it once"
-                )
             self._add(memory, Region(address, num_bytes, chunks))
 
     def free(self, address: int) -> None:
@@ -139,17 +122,14 @@ class Arena:
     def divide(self, parts: Sequence[Tag]) -> None:
         """Deal what the first tag holds out to all of these, which leave and come back each on its own from now on:
         regions go over whole, so that the parts are as equal as these allow; small ones stay together. MemoryFault when
-        a part is not on the device, holds memory already, or has another policy."""
+        a part is not on the device or has another policy; the others must hold nothing."""
         with self._lock:
             whole, *others = memories = self._chosen(parts)
             for memory in memories:
                 self._mover.settle(memory)
                 if memory.backing not in MAPPED or memory.policy != whole.policy:
                     raise self._unfit(memory, f"a part of {whole.tag!r} ({whole.policy})")
-            if any(memory.regions for memory in others):
-                raise self._fault(
-                    f"parts of tag {whole.tag!r} hold their own memory", "divide a tag once, after it was filled"
-                )
+            assert not any(memory.regions for memory in others), "a tag is divided once"
             regions = list(whole.regions.values())
             sizes = [region.mapped_bytes for region in regions]
             for memory, indices in zip(
@@ -187,7 +167,7 @@ class Arena:
             for memory in leaving:
                 self._mover.settle(memory)
             dirty = [m for m in leaving if LEAVES_BY[m.policy, m.backing] is TagEvent.COPY_BEGUN]
-            self._mover.reserve_host_copies(dirty, [m for m in self._memories.values() if m not in leaving])
+            self._mover.reserve_host_copies(dirty)
             if leaving:
                 self.driver.synchronise()
             return Offload(self._mover).run(leaving)
@@ -233,17 +213,13 @@ class Arena:
         return memory
 
     def _chosen(self, tags: Collection[Tag]) -> list[TaggedMemory]:
-        if isinstance(tags, str):
-            raise self._fault(f"tags {tags!r}", "pass a collection of tags")
         return [self._memory(tag) for tag in dict.fromkeys(tags)]
 
     def _regions(self) -> list[Region]:
         return [region for memory in self._memories.values() for region in memory.regions.values()]
 
-    def _growing(self, tag: Tag, num_bytes: int) -> TaggedMemory:
+    def _growing(self, tag: Tag) -> TaggedMemory:
         memory = self._memory(tag)
-        if num_bytes <= 0:
-            raise self._fault(f"{num_bytes} bytes for tag {tag!r}", "ask for at least one")
         self._mover.settle(memory)
         if memory.backing not in MAPPED and memory.backing != "copy_in":
             raise self._unfit(memory, "given more memory")
@@ -290,13 +266,10 @@ class Restoring:
     moved: MovedMemory
 
     def wait(self, tag: Tag) -> None:
-        """Until this tag is there. Raises MemoryFault when a copy failed; the tag is poisoned then."""
-        memory = self.memories.get(tag)
-        if memory is None:
-            others = ", ".join(self.memories) or "nothing is"
-            raise MemoryFault(f"tag {tag!r} is not on its way here ({others})", remedy="wait for a tag asked for")
+        """Until this tag, one of those asked for, is there. Raises MemoryFault when a copy failed; the tag is poisoned
+        then."""
         with self.lock:
-            self.settle(memory)
+            self.settle(self.memories[tag])
 
     def wait_all(self) -> MovedMemory:
         for tag in self.memories:
@@ -308,9 +281,6 @@ class SpreadArenas:
     """An `AssetStore` of at least one arena, all of which have the same tags. Methods block; one caller at a time."""
 
     def __init__(self, arenas: Sequence[Arena]) -> None:
-        """Raises MemoryFault without any."""
-        if not arenas:
-            raise MemoryFault("a store over no device", remedy="name at least one arena")
         self.arenas = tuple(arenas)
 
     def report(self) -> tuple[TagReport, ...]:

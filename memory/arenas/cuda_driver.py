@@ -548,8 +548,6 @@ class Pinning:
     for, not demanded. Pages are made by madvise(MADV_POPULATE_WRITE), which keeps what is in them."""
 
     def __init__(self, ordinal: int, *, library: str = LIBRARY, num_threads: int = 8) -> None:
-        if num_threads < 1:
-            raise MemoryFault(f"pinning by {num_threads} threads", remedy="use at least one")
         self._ordinal = ordinal
         self._library = library
         self._num_threads = num_threads

@@ -22,8 +22,6 @@ class HostPool:
     """Best fit over one range; neighbours that are free grow together. Not thread-safe: its arena's lock guards it."""
 
     def __init__(self, limit_bytes: int, pin: Pin | None = None) -> None:
-        if limit_bytes < 0:
-            raise MemoryFault(f"host pool: a limit of {limit_bytes} bytes", remedy="use 0 for no backup at all")
         self.limit_bytes = _rounded(limit_bytes)
         self.used_bytes = 0
         self._base = libc.map_anonymous(self.limit_bytes) if self.limit_bytes else 0
@@ -41,8 +39,6 @@ class HostPool:
 
     def take(self, num_bytes: int) -> int:
         """Address of a new piece. Raises MemoryFault with the numbers when there is no room."""
-        if num_bytes <= 0:
-            raise MemoryFault(f"host pool: a piece of {num_bytes} bytes was asked for", remedy="ask for at least one")
         wanted = _rounded(num_bytes)
         fitting = [(size, address) for address, size in self._free if size >= wanted]
         if not fitting:
@@ -61,10 +57,8 @@ class HostPool:
         return address
 
     def give(self, address: int) -> None:
-        """Take a piece back. Raises MemoryFault for an address that `take` did not return, or a second time."""
-        num_bytes = self._taken.pop(address, None)
-        if num_bytes is None:
-            raise MemoryFault(f"host pool: {address:#x} is no piece of it", remedy="give a piece back once")
+        """Take a piece back, once."""
+        num_bytes = self._taken.pop(address)
         self.used_bytes -= num_bytes
         if not self._is_pinned:
             libc.advise(address, num_bytes, mmap.MADV_DONTNEED)

@@ -30,7 +30,6 @@ class TagEvent(Enum):
 
     WRITTEN = "written"
     """Its owner changed it, or filled it after it came back empty."""
-    COPY_LOST = "robbed of its host copy"
     COPY_BEGUN = "copied out"
     COPY_STOPPED = "left where it was"
     LEFT = "taken off the device"
@@ -47,7 +46,6 @@ def _any_of(*backings: Backing) -> frozenset[Backing]:
 TRANSITIONS: MappingProxyType[TagEvent, tuple[frozenset[Backing], Backing]] = MappingProxyType(
     {
         TagEvent.WRITTEN: (_any_of("mapped_dirty", "mapped_clean", "copy_in"), "mapped_dirty"),
-        TagEvent.COPY_LOST: (MAPPED, "mapped_dirty"),
         TagEvent.COPY_BEGUN: (_any_of("mapped_dirty"), "copy_out"),
         TagEvent.COPY_STOPPED: (_any_of("copy_out"), "mapped_dirty"),
         TagEvent.LEFT: (_any_of("copy_out", "mapped_clean"), "host"),
@@ -90,7 +88,7 @@ class MemoryChunk:
     handle: int | None = None
     """None: not on the device."""
     slab: int | None = None
-    """Host address of its copy; None: none was ever made, or it was given up."""
+    """Host address of its copy; None: none was ever made."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ...core.device_memory import Tag
-from ...core.errors import MemoryFault
 from .arena import Arena
 
 ALIGNMENT_BYTES = 512
@@ -67,11 +66,6 @@ def tensor_at(
     second may be anybody's memory."""
     where = torch.device(device)
     num_bytes = prod(shape) * dtype.itemsize
-    if any(size < 0 for size in shape) or address <= 0 or address % dtype.itemsize or where.type not in ("cpu", "cuda"):
-        raise MemoryFault(
-            f"tensor of shape {tuple(shape)}, {dtype}, at {address:#x} on {where}",
-            remedy="use sizes of at least 0, an aligned address, and a cpu or cuda device",
-        )
     if not num_bytes:
         return torch.empty(tuple(shape), dtype=dtype, device=where)
     return _bytes_at(address, num_bytes, where).view(dtype).view(tuple(shape))

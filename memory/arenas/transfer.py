@@ -5,9 +5,9 @@ copies. A chunk loses its memory only after its own copy is done. Copies are str
 at most one tag between device and host. That tag is poisoned: it is neither moved nor touched again. The tags behind it
 are still whole on the device.
 
-Restore: all memory is mapped before any content is lost. When a chunk gets no memory, the copies already begun are
-waited for and discarded, and the host keeps its copies. What comes back empty (discarded, or rebuilt by its owner)
-needs no copy.
+Restore: all or nothing is mapped. When a chunk gets no memory, or no copy into it can begin, the copies already begun
+are waited for and discarded, and the host keeps its copies. A copy that was begun and fails poisons its tag. What comes
+back empty (discarded, or rebuilt by its owner) needs no copy.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ...core.device_memory import MovedMemory, Tag
-from ...core.errors import MemoryFault, OutOfDeviceMemory
+from ...core.errors import MemoryFault
 from .driver import VmmDriver
 from .host_pool import HostPool
-from .tagged_memory import LEAVES_BY, MAPPED, MemoryChunk, TagEvent, TaggedMemory
+from .tagged_memory import LEAVES_BY, MemoryChunk, TagEvent, TaggedMemory
 
 
 def at_place(place: str, error: MemoryFault) -> MemoryFault:
@@ -96,15 +96,12 @@ class ChunkMover:
             while memory.pending:
                 self.driver.wait(memory.pending.pop(0))
         except MemoryFault as error:
-            raise self._poisoned(memory, error) from error
+            self.wait_out(memory.pending)
+            memory.pending.clear()
+            memory.step(TagEvent.FAULT)
+            raise at_place(f"{self.place}: tag {memory.tag!r}", error) from error
         if memory.backing == "copy_in" and not (memory.policy == "rematerialise" and memory.regions):
             memory.step(TagEvent.ARRIVED if memory.policy == "backup" else TagEvent.WRITTEN)
-
-    def _poisoned(self, memory: TaggedMemory, error: MemoryFault) -> MemoryFault:
-        self.wait_out(memory.pending)
-        memory.pending.clear()
-        memory.step(TagEvent.FAULT)
-        return at_place(f"{self.place}: tag {memory.tag!r}", error)
 
     # -- coming
 
@@ -115,55 +112,36 @@ class ChunkMover:
         everything is mapped: its copies take turns with the driver's clearing of freed memory, and mapping may wait for
         both (0.46 s until an 8B-shaped trainer had what it begins with, on two H200s; 0.20 this way)."""
         ordered = sorted(coming, key=lambda memory: (memory.tag not in awaited, memory.backing != "host"))
-        for index, memory in enumerate(ordered):
-            try:
-                self._map(memory, is_awaited=memory.tag in awaited)
-            except _UnfilledError as fault:
-                raise self._stranded(ordered[: index + 1], fault) from fault.error
-            except MemoryFault as error:
-                for back in ordered[: index + 1]:
-                    self._go_back(back)
-                raise self._restore_refusal(ordered, error) from error
-        for index, memory in enumerate(ordered):
-            try:
+        try:
+            for memory in ordered:
+                for chunk in memory.chunks():
+                    self.give_memory(chunk)
+                    if memory.tag in awaited:
+                        self._begin_to_fill(memory, chunk, is_awaited=True)
+            for memory in ordered:
                 for chunk in memory.chunks() if memory.tag not in awaited else ():
                     self._begin_to_fill(memory, chunk, is_awaited=False)
-            except _UnfilledError as fault:
-                for back in ordered[index + 1 :]:  # nothing of them was begun
-                    self._go_back(back)
-                raise self._stranded(ordered[: index + 1], fault) from fault.error
-        return self._step(ordered)
-
-    def _map(self, memory: TaggedMemory, *, is_awaited: bool) -> None:
-        """And begin to fill what is awaited."""
-        for chunk in memory.chunks():
-            self.give_memory(chunk)
-            if is_awaited:
-                self._begin_to_fill(memory, chunk, is_awaited=True)
+        except MemoryFault as error:
+            for memory in ordered:
+                self._go_back(memory)
+            names = ", ".join(memory.tag for memory in ordered)
+            wanted = sum(memory.num_bytes for memory in ordered)
+            what = f"{self.place}: {names} cannot come back ({wanted:,} bytes in all), all is as it was"
+            raise at_place(what, error) from error
+        copied_bytes = sum(memory.num_bytes for memory in ordered if memory.backing == "host")
+        for memory in ordered:
+            memory.step(TagEvent.MAPPED)
+        return MovedMemory(copied_bytes=copied_bytes)
 
     def _begin_to_fill(self, memory: TaggedMemory, chunk: MemoryChunk, *, is_awaited: bool) -> None:
         if memory.policy == "rematerialise":
             return
-        try:
-            if memory.backing == "discarded":
-                ticket = self.driver.zero(chunk.address, chunk.num_bytes)
-            else:
-                assert chunk.slab is not None, "it left with a copy"
-                ticket = self.driver.copy_in(chunk.address, chunk.slab, chunk.num_bytes, is_awaited=is_awaited)
-        except MemoryFault as error:
-            raise _UnfilledError(error) from error
+        if memory.backing == "discarded":
+            ticket = self.driver.zero(chunk.address, chunk.num_bytes)
+        else:
+            assert chunk.slab is not None, "it left with a copy"
+            ticket = self.driver.copy_in(chunk.address, chunk.slab, chunk.num_bytes, is_awaited=is_awaited)
         memory.pending.append(ticket)
-
-    def _stranded(self, come: Sequence[TaggedMemory], fault: _UnfilledError) -> MemoryFault:
-        """There was memory for all of `come`, and no copy into the last one: that is poisoned. What to raise."""
-        self._step(come)
-        return self._poisoned(come[-1], fault.error)
-
-    def _step(self, come: Sequence[TaggedMemory]) -> MovedMemory:
-        copied_bytes = sum(memory.num_bytes for memory in come if memory.backing == "host")
-        for memory in come:
-            memory.step(TagEvent.MAPPED)
-        return MovedMemory(copied_bytes=copied_bytes)
 
     def _go_back(self, memory: TaggedMemory) -> None:
         self.wait_out(memory.pending)
@@ -171,65 +149,22 @@ class ChunkMover:
         for chunk in memory.chunks():
             self.take_memory(chunk)
 
-    def _restore_refusal(self, ordered: Sequence[TaggedMemory], error: MemoryFault) -> MemoryFault:
-        names = ", ".join(memory.tag for memory in ordered)
-        wanted = sum(memory.num_bytes for memory in ordered)
-        kind = OutOfDeviceMemory if isinstance(error, OutOfDeviceMemory) else MemoryFault
-        return kind(
-            f"{self.place}: {names} cannot come back ({wanted:,} bytes in all), all is as it was: {error.message}",
-            remedy=error.remedy,
-        )
-
     # -- leaving
 
-    def reserve_host_copies(self, leaving: Sequence[TaggedMemory], staying: Iterable[TaggedMemory]) -> None:
-        """Room on the host for all that will be copied, or MemoryFault with nothing changed. Copies kept of `staying`
-        tags that are on the device are given up for it, out-of-date ones first: those tags lose no byte, they will have
-        to be copied again when they leave."""
-        chunks = [chunk for memory in leaving for chunk in memory.chunks() if chunk.slab is None]
-        wanted = sum(chunk.num_bytes for chunk in chunks)
-        spare = [m for m in staying if m.backing in MAPPED and m.host_bytes]
-        spare.sort(key=lambda memory: memory.backing == "mapped_clean")
-        room = self.pool.limit_bytes - self.pool.used_bytes
-        if wanted > room + sum(memory.host_bytes for memory in spare):
-            why = f"{wanted:,} bytes are wanted, {room:,} of {self.pool.limit_bytes:,} are free"
-            raise self._release_refusal(leaving, why)
+    def reserve_host_copies(self, leaving: Sequence[TaggedMemory]) -> None:
+        """Room on the host for all that will be copied, or MemoryFault with nothing changed. A copy keeps its room
+        while its region lives."""
         taken: list[MemoryChunk] = []
         try:
-            for chunk in chunks:
-                chunk.slab = self._take_slab(chunk.num_bytes, spare)
+            for chunk in (chunk for memory in leaving for chunk in memory.chunks() if chunk.slab is None):
+                chunk.slab = self.pool.take(chunk.num_bytes)
                 taken.append(chunk)
         except MemoryFault as error:
             for chunk in taken:
                 self.give_up_copy(chunk)
-            raise self._release_refusal(leaving, error.message) from error
-
-    def _take_slab(self, num_bytes: int, spare: list[TaggedMemory]) -> int:
-        while True:
-            try:
-                return self.pool.take(num_bytes)
-            except MemoryFault:
-                if not spare:
-                    raise
-            memory = spare.pop(0)
-            for chunk in memory.chunks():
-                self.give_up_copy(chunk)
-            memory.step(TagEvent.COPY_LOST)
-
-    def _release_refusal(self, leaving: Sequence[TaggedMemory], why: str) -> MemoryFault:
-        names = ", ".join(memory.tag for memory in leaving)
-        return MemoryFault(
-            f"{self.place}: no room on the host for the contents of {names}; nothing was moved: {why}",
-            remedy="raise the limit of the host pool to the sum of all tags with policy backup",
-        )
-
-
-class _UnfilledError(Exception):
-    """The chunk has memory, but the copy into it failed."""
-
-    def __init__(self, error: MemoryFault) -> None:
-        super().__init__(str(error))
-        self.error = error
+            names = ", ".join(memory.tag for memory in leaving)
+            what = f"{self.place}: no room on the host for the contents of {names}; nothing was moved"
+            raise at_place(what, error) from error
 
 
 class Offload:
@@ -257,7 +192,12 @@ class Offload:
             for memory in dirty:
                 self._complete(memory)
         except BaseException:
-            self._abandon()
+            self._mover.wait_out([ticket for _, _, ticket in self._flying])
+            for memory in self._copying:
+                self._complete(memory)
+                if memory.backing == "copy_out":
+                    is_whole = all(chunk.handle is not None for chunk in memory.chunks())
+                    memory.step(TagEvent.COPY_STOPPED if is_whole else TagEvent.FAULT)
             raise
         copied, whole = (sum(memory.num_bytes for memory in some) for some in (dirty, leaving))
         return MovedMemory(copied_bytes=copied, dropped_bytes=whole - copied)
@@ -303,13 +243,3 @@ class Offload:
             for chunk in memory.chunks():
                 self._mover.take_memory(chunk)
         memory.step(event)
-
-    def _abandon(self) -> None:
-        try:
-            self._mover.wait_out([ticket for _, _, ticket in self._flying])
-        finally:
-            for memory in self._copying:
-                self._complete(memory)
-                if memory.backing == "copy_out":
-                    is_whole = all(chunk.handle is not None for chunk in memory.chunks())
-                    memory.step(TagEvent.COPY_STOPPED if is_whole else TagEvent.FAULT)

@@ -10,19 +10,20 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.memory.strict_driver import StrictDriver
 
 from myxa.core.device_memory import Tag
 from myxa.core.errors import MemoryFault
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
+from myxa.memory.arenas.host_vmm import device_bytes
 
 PAGE = libc.PAGE_BYTES
 CHUNKS = 4
 
 
-class Failing(HostVmmDriver):
+class Failing(StrictDriver):
     """Fails at the n-th call of one kind (counted from the moment it is told)."""
 
     def __init__(self) -> None:
@@ -149,14 +150,13 @@ def test_a_release_that_is_interrupted_knows_what_is_whole(cases: Callable[..., 
     case.check_the_rest_works()
 
 
-@pytest.mark.parametrize("call", ["copy_in", "wait"])
 @pytest.mark.parametrize("nth", range(CHUNKS))
-def test_a_restore_that_fails_keeps_the_host_copy(cases: Callable[..., Case], call: str, nth: int):
+def test_a_copy_in_that_fails_on_its_way_poisons_its_tag_and_keeps_the_host_copy(cases: Callable[..., Case], nth: int):
     case = cases()
     case.arena.release(["optimizer", "frozen", "grads"])
     case.arena.restore(["frozen", "grads"])
-    case.driver.fail(call, nth)
-    with pytest.raises(MemoryFault, match=f"tag 'optimizer': host:5: {call} broke"):
+    case.driver.fail("wait", nth)
+    with pytest.raises(MemoryFault, match="tag 'optimizer': host:5: wait broke"):
         case.arena.restore(["optimizer"])
     assert case.backing()["optimizer"] == "poisoned"
     assert {r.tag: r.host_bytes for r in case.arena.report()}["optimizer"] == CHUNKS * PAGE
@@ -167,29 +167,16 @@ def test_a_restore_that_fails_keeps_the_host_copy(cases: Callable[..., Case], ca
     case.check_it_can_end()
 
 
-def test_a_restore_that_fails_leaves_those_behind_it_away(cases: Callable[..., Case]):
-    case = cases()
-    case.arena.release(["optimizer", "frozen"])
-    case.driver.fail("copy_in", 1)
-    with pytest.raises(MemoryFault, match="tag 'frozen': host:5: copy_in broke"):
-        case.arena.restore(["frozen", "optimizer"])
-    assert case.backing() == {"optimizer": "host", "frozen": "poisoned", "grads": "mapped_dirty"}
-    case.driver.plan = {}
-    case.arena.restore(["optimizer"])
-    assert case.first_byte("optimizer") == 1
-    case.arena.mark_dirty("optimizer")
-    case.check_it_can_end()
-
-
-@pytest.mark.parametrize("nth", range(2 * CHUNKS))
-def test_mapping_is_all_or_nothing(cases: Callable[..., Case], nth: int):
+@pytest.mark.parametrize(("call", "nth"), [*(("map", n) for n in range(2 * CHUNKS)), ("copy_in", 0), ("copy_in", 3)])
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_restore_is_all_or_nothing(cases: Callable[..., Case], call: str, nth: int, is_awaited: bool):
     case = cases()
     case.arena.release(["optimizer", "frozen", "grads"])
-    case.driver.fail("map", nth)
+    case.driver.fail(call, nth)
     with pytest.raises(
-        MemoryFault, match=r"arena on host:5: .* cannot come back .*all is as it was: host:5: map broke"
+        MemoryFault, match=f"arena on host:5: .* cannot come back .*all is as it was: host:5: {call} broke"
     ):
-        case.arena.restore(["optimizer", "grads"])
+        case.arena.begin_restore(["optimizer", "grads"], awaited=["optimizer", "grads"] if is_awaited else [])
     assert case.backing() == {"optimizer": "host", "frozen": "host", "grads": "discarded"}
     assert case.driver.free_bytes() == case.driver.capacity_bytes()
     case.driver.plan = {}

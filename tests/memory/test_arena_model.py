@@ -15,13 +15,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.memory.strict_driver import StrictDriver
 
 from myxa.core.device_memory import Tag, TagPolicy
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena, Restoring
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
+from myxa.memory.arenas.host_vmm import device_bytes
 
 PAGE = libc.PAGE_BYTES
 CAPACITY_PAGES = 17
@@ -36,7 +37,7 @@ MOSTLY.append("context")
 some_tags: st.SearchStrategy[list[Tag]] = st.lists(st.sampled_from(MOSTLY), min_size=1, max_size=4)
 
 
-class Littered(HostVmmDriver):
+class Littered(StrictDriver):
     """Fresh memory is full of somebody's bytes, as a GPU's is."""
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
@@ -103,28 +104,13 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         if expected.backing == "copy_in" and not (TAGS[tag] == "rematerialise" and expected.regions):
             expected.backing = "mapped_clean" if TAGS[tag] == "backup" else "mapped_dirty"
 
-    def admit(self, tags: list[Tag], chosen: list[Tag]) -> bool:
-        """Pool pages for copies of `tags`, robbing those of tags that are not chosen and stay; False: refused."""
-        wanted = sum(p.pages - p.copied_pages for tag in tags for p in self.model[tag].regions.values())
-        spare: list[tuple[bool, int, Tag]] = [
-            (m.backing == "mapped_clean", list(TAGS).index(tag), tag)
-            for tag, m in self.model.items()
-            if tag not in chosen and m.backing.startswith("mapped") and m.copied_pages
-        ]
-        room = POOL_PAGES - self.pool_pages()
-        if wanted > room + sum(self.model[robbed[2]].copied_pages for robbed in spare):
+    def admit(self, tags: list[Tag]) -> bool:
+        """Pool pages for copies of `tags`; False: refused."""
+        places = [place for tag in tags for place in self.model[tag].regions.values() if not place.copied_pages]
+        if sum(place.pages for place in places) > POOL_PAGES - self.pool_pages():
             return False
-        for candidate in sorted(spare):
-            if wanted <= room:
-                break
-            robbed = self.model[candidate[2]]
-            room += robbed.copied_pages
-            for place in robbed.regions.values():
-                place.copied_pages = 0
-            robbed.backing = "mapped_dirty"
-        for tag in tags:
-            for place in self.model[tag].regions.values():
-                place.copied_pages = place.pages
+        for place in places:
+            place.copied_pages = place.pages
         return True
 
     def write(self, tag: Tag) -> None:
@@ -191,7 +177,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         for tag in leaving:
             self.settle(tag)
         dirty: list[Tag] = [t for t in leaving if TAGS[t] == "backup" and self.model[t].backing == "mapped_dirty"]
-        if not self.admit(dirty, tags):
+        if not self.admit(dirty):
             return self.refused(self.arena.release, tags, says="nothing was moved")
         copied = sum(self.model[tag].pages for tag in dirty)
         dropped = sum(self.model[tag].pages for tag in leaving if tag not in dirty)

@@ -21,13 +21,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def driver() -> Iterator[HostVmmDriver]:
-    made = HostVmmDriver("host:2", 16 * PAGE)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena(HostVmmDriver("host:2", 64 * MIB), HostPool(64 * MIB))
     made.tag("params", "backup")
@@ -35,36 +28,16 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda d, a, h: d.reserve(100), r"host:2: reserve of 100 bytes -- use a positive multiple of 4096"),
-        (lambda d, a, h: d.create(0), "create of 0 bytes"),
-        (lambda d, a, h: d.release(h, PAGE), "there is no memory 1 of 4,096 bytes"),
-        (lambda d, a, h: d.release(h, 2 * PAGE), "memory 1 is still mapped -- unmap it first"),
-        (lambda d, a, h: d.map(a + PAGE, 2 * PAGE, h), "something is mapped"),
-        (lambda d, a, h: d.map(a + 3 * PAGE, 2 * PAGE, h), "are not within one reservation"),
-        (lambda d, a, h: d.map(a + 2 * PAGE, PAGE, h), "there is no memory 1 of 4,096 bytes"),
-        (lambda d, a, h: d.unmap(a, PAGE), "are not what is mapped there"),
-        (lambda d, a, h: d.free_reservation(a, 4 * PAGE), "has memory mapped in it -- unmap it first"),
-        (lambda d, a, h: d.free_reservation(a, PAGE), "are no reservation"),
-        (lambda d, a, h: d.copy_out(1, a + PAGE, 2 * PAGE), "are not mapped -- map them first"),
-        (lambda d, a, h: d.copy_in(a + 2 * PAGE, 1, 1), "are not mapped"),
-        (lambda d, a, h: d.zero(0, 1), "are not mapped"),
-        (lambda d, a, h: d.wait(1), "no copy has the ticket 1"),
-        (lambda d, a, h: d.create(15 * PAGE), "61,440 bytes were asked for, 57,344 of 65,536 are free"),
-        (lambda d, a, h: d.reserve((1 << 63) - PAGE), "mmap of 9,223,372,036,854,771,712 bytes at 0x0: Cannot alloc"),
-        (lambda d, a, h: HostVmmDriver("host:2", 0), "use a positive capacity"),
-    ],
-)
-def test_the_driver_refuses_what_would_corrupt_or_does_not_fit(driver: HostVmmDriver, call, says: str):
-    address, handle = driver.reserve(4 * PAGE), driver.create(2 * PAGE)
-    driver.map(address, 2 * PAGE, handle)
-    with pytest.raises(MemoryFault, match=says):
-        call(driver, address, handle)
+def test_the_driver_says_what_does_not_fit():
+    driver = HostVmmDriver("host:2", 16 * PAGE)
+    handle = driver.create(2 * PAGE)
+    with pytest.raises(OutOfDeviceMemory, match="61,440 bytes were asked for, 57,344 of 65,536 are free"):
+        driver.create(15 * PAGE)
+    with pytest.raises(MemoryFault, match="mmap of 9,223,372,036,854,771,712 bytes at 0x0: Cannot alloc"):
+        driver.reserve((1 << 63) - PAGE)
+    driver.release(handle, 2 * PAGE)
+    assert driver.free_bytes() == 16 * PAGE
     driver.close()
-    with pytest.raises(MemoryFault, match="the driver is closed"):
-        driver.create(PAGE)
 
 
 def test_a_file_limit_is_a_clear_error_and_not_the_end():
@@ -90,14 +63,8 @@ def test_the_limit_is_hard_and_told():
     with pytest.raises(MemoryFault, match="host pool: 8,192 bytes do not fit: 8,192 of 16,384 are taken, the largest free "
                        "piece has 4,096 -- raise the limit"):  # fmt: skip
         pool.take(2 * PAGE)
-    for address in (first, second + PAGE, 0):
-        with pytest.raises(MemoryFault, match="is no piece of it -- give a piece back once"):
-            pool.give(address)
-    for size, says in ((0, "a piece of 0 bytes"), (5 * PAGE, "do not fit")):
-        with pytest.raises(MemoryFault, match=says):
-            pool.take(size)
-    with pytest.raises(MemoryFault, match="a limit of -1 bytes"):
-        HostPool(-1)
+    pool.give(second)
+    assert pool.take(4 * PAGE) == first, "neighbours that are free are one piece again"
     pool.close()
     pool.close()
     with pytest.raises(MemoryFault, match="4,096 bytes do not fit: 0 of 0 are taken"):
@@ -158,9 +125,6 @@ def test_a_tensor_is_the_memory_itself(arena: Arena, dtype: torch.dtype):
     same = tensor_at(address, (600,), dtype)
     tensor.zero_()
     assert not same.view(torch.uint8).any()
-    for shape, at in (((-1,), address), ((1,), 0)):
-        with pytest.raises(MemoryFault, match="use sizes of at least 0, an aligned address"):
-            tensor_at(at, shape, dtype)
 
 
 def test_tensors_side_by_side_share_a_region(arena: Arena):
