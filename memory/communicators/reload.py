@@ -30,9 +30,9 @@ import importlib.util
 import json
 import sys
 import sysconfig
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ...core.clock import Clock, SystemClock
+from ...core.daemon_thread import begin_in_daemon_thread
 from ...core.errors import MemoryFault
 from .. import native
 from .residency import Absent, MembershipCheck, first_line
@@ -137,23 +138,10 @@ class Overrun(MemoryFault):
 def within(seconds: float, what: Callable[[], str], work: Callable[[], T]) -> T:
     """The result, or error, of `work`; Overrun with `what()` after `seconds`. In a daemon thread: one of
     `concurrent.futures` would be joined at exit, so that one hung call would keep the process from ending."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001  # raised again by the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="communicators", daemon=True)
-    thread.start()
-    thread.join(max(seconds, 0.0))
-    if thread.is_alive():
+    done = begin_in_daemon_thread(work, "communicators")
+    if not wait([done], max(seconds, 0.0)).done:
         raise Overrun(f"{what()} did not end within {seconds:.1f} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return done.result()
 
 
 def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int) -> None:
@@ -172,13 +160,7 @@ def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int)
             except BaseException as error:  # noqa: BLE001  # raised below
                 errors.append(error)
 
-    threads = [
-        threading.Thread(target=run, name="communicators", daemon=True) for _ in range(min(num_at_once, len(left)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    wait([begin_in_daemon_thread(run, "communicators") for _ in range(min(num_at_once, len(left)))])
     if errors:
         raise errors[0]
 
