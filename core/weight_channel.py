@@ -50,7 +50,6 @@ class SenderOrder(Record, Generic[A], frozen=True):
 class PlanReply(Record, frozen=True, tag="plan"):
     """How one sender's part of a version is cut."""
 
-    fingerprint: str
     digest: str
     """Of this version's bytes, see `actors/weights/channels/staging.py`; empty: not computed."""
     buckets: tuple[Bucket, ...] = ()
@@ -62,8 +61,6 @@ class PlanRequest(SenderOrder[PlanReply], frozen=True, tag="plan"):
     """How is a version cut into buckets? Refused when it is not staged."""
 
     version: int
-    known: str = ""
-    """Fingerprint of the plan that the asker has already; the buckets are then left out of the answer."""
     channel: str = ""
     """Channel the asker means to use; empty: none yet."""
 

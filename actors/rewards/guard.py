@@ -21,7 +21,7 @@ import enum
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from ...algos.rewards.outcome import RewardOutcome
@@ -54,16 +54,6 @@ class BreakerState(enum.StrEnum):
     GIVEN_UP = "given up"
 
 
-_S = BreakerState
-
-TRANSITIONS: Mapping[BreakerState, frozenset[BreakerState]] = {
-    _S.CLOSED: frozenset({_S.OPEN}),
-    _S.OPEN: frozenset({_S.PROBING}),
-    _S.PROBING: frozenset({_S.CLOSED, _S.OPEN, _S.GIVEN_UP}),
-    _S.GIVEN_UP: frozenset(),
-}
-
-
 class Breaker:
     """One per reward function and actor. All times are seconds of one monotonic clock."""
 
@@ -77,31 +67,31 @@ class Breaker:
         self._failed: set[int] = set()
         """Groups whose calls failed since the last one that worked."""
         self.opened_s = self._probe_at_s = 0.0
-        self.state = _S.CLOSED
+        self.state = BreakerState.CLOSED
         self.num_opened = 0
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether a failure now may turn out to be the beginning of an outage."""
-        return bool(self._after) and self._has_worked and self.state is _S.CLOSED
+        return bool(self._after) and self._has_worked and self.state is BreakerState.CLOSED
 
     def may_call(self, now_s: float) -> bool:
         """Whether the caller may call now. If the state is PROBING afterwards, the call is the probe, and its caller
         must report its end by `worked`, `failed` or `abandoned`."""
-        if self.state is _S.OPEN and now_s >= self._probe_at_s:
-            self._go(_S.PROBING)
+        if self.state is BreakerState.OPEN and now_s >= self._probe_at_s:
+            self.state = BreakerState.PROBING
             return True
-        return self.state is _S.CLOSED
+        return self.state is BreakerState.CLOSED
 
     def wait_s(self, now_s: float) -> float | None:
         """Until asking again makes sense; None: until a call's end is reported."""
-        return max(self._probe_at_s - now_s, 0.0) if self.state is _S.OPEN else None
+        return max(self._probe_at_s - now_s, 0.0) if self.state is BreakerState.OPEN else None
 
     def worked(self, *, is_probe: bool) -> None:
         """A call worked. One that was begun before the opening says nothing of the time after it."""
         if is_probe:
-            self._go(_S.CLOSED)
-        if self.state is _S.CLOSED:
+            self.state = BreakerState.CLOSED
+        if self.state is BreakerState.CLOSED:
             self._has_worked = True
             self._failed.clear()
             self._cool_down_s = self._first_cool_down_s
@@ -117,24 +107,20 @@ class Breaker:
                 self.opened_s = now_s
                 self.num_opened += 1
                 self._rest(now_s)
-        return self.state in (_S.OPEN, _S.PROBING)
+        return self.state in (BreakerState.OPEN, BreakerState.PROBING)
 
     def abandoned(self, now_s: float) -> None:
         """The probe was cancelled; the next caller is one."""
         self._probe_at_s = now_s
-        self._go(_S.OPEN)
+        self.state = BreakerState.OPEN
 
     def _rest(self, now_s: float) -> None:
         last_s = self.opened_s + self._max_wait_s
-        if self.state is _S.PROBING and now_s >= last_s:
-            self._go(_S.GIVEN_UP)
+        if self.state is BreakerState.PROBING and now_s >= last_s:
+            self.state = BreakerState.GIVEN_UP
             return
         self._probe_at_s = min(now_s + self._cool_down_s, last_s)
-        self._go(_S.OPEN)
-
-    def _go(self, to: BreakerState) -> None:
-        assert to in TRANSITIONS[self.state], (self.state, to)
-        self.state = to
+        self.state = BreakerState.OPEN
 
 
 Tell = Callable[[str, str], None]

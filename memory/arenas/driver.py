@@ -41,7 +41,7 @@ class VmmDriver(Protocol):
         """The whole chunk, readable and writable."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """The addresses stay reserved; touching them is an error from now on."""
+        """The addresses stay reserved; touching them is an error from now on. Copies of it were waited for."""
 
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> int:
         """Begin a copy to the host; returns a ticket for `wait`."""

@@ -89,8 +89,6 @@ class SegmentTable:
         self, *, library: str = LIBRARY, chunk_bytes: int = MAX_CHUNK_BYTES, cache_dir: Path | None = None
     ) -> None:
         """`chunk_bytes` must be a multiple of the device's granularity, 256 MiB at most."""
-        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
-            raise MemoryFault(f"segments in chunks of {chunk_bytes:,} bytes", remedy="use up to 256 MiB")
         self.path = built(cache_dir)
         self._functions = ctypes.CDLL(str(self.path))
         self._functions.myxa_segments_take.argtypes = (

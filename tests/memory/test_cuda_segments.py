@@ -220,8 +220,6 @@ def test_a_library_that_is_no_driver_is_told(cache_dir: Path):
         SegmentTable(library="/nowhere/libcuda.so.1", cache_dir=cache_dir)
     with pytest.raises(MemoryFault, match="libc.so.6 has no cuInit"):
         SegmentTable(library="libc.so.6", cache_dir=cache_dir)
-    with pytest.raises(MemoryFault, match="up to 256 MiB"):
-        SegmentTable(chunk_bytes=1 << 30, cache_dir=cache_dir)
 
 
 def test_slots_run_out_and_come_back(table: SegmentTable):

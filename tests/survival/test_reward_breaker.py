@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.rewards.world import call_here
 
-from myxa.actors.rewards.guard import TRANSITIONS, Breaker, BreakerState
+from myxa.actors.rewards.guard import Breaker, BreakerState
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
@@ -23,6 +23,7 @@ from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError
 
 S = BreakerState
+TRANSITIONS = {S.CLOSED: {S.OPEN}, S.OPEN: {S.PROBING}, S.PROBING: {S.CLOSED, S.OPEN, S.GIVEN_UP}, S.GIVEN_UP: set()}
 
 
 def test_the_whole_way_through_the_table() -> None:

@@ -27,7 +27,7 @@ class Senders:
             self.left.append(order.channel)
         elif isinstance(order, JoinRequest):
             return JoinOffer(address="127.0.0.1", port=1, backend="gloo")
-        return PlanReply(fingerprint=sender, digest="", buckets=(), has_channel=False)
+        return PlanReply(digest="", buckets=(), has_channel=False)
 
 
 class Server:

@@ -22,9 +22,8 @@ stages send in parallel without a lock. The version is announced when the last b
 server and sender. A channel that failed is closed on both sides, and its name is not used again; the version is then
 sent once more, whole, through a new channel, because a server that is alive can always be made whole again.
 
-Plans are named in every version and transferred once. The bodies of the calls are made once per plan, and only the
-version is filled in per update. They always ask not to flush the cache: SGLang asserts that it could, which it cannot
-while requests are paused in place; `wire.request_body` keeps versions apart.
+The calls always ask not to flush the cache: SGLang asserts that it could, which it cannot while requests are paused in
+place; `wire.request_body` keeps versions apart.
 """
 
 from __future__ import annotations
@@ -156,16 +155,6 @@ def bucket_bodies(buckets: Sequence[Bucket]) -> tuple[dict[str, Any], ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPlan:
-    """How a sender cuts the version that it was asked about last."""
-
-    fingerprint: str
-    digests: tuple[str, ...]
-    """Of the buckets."""
-    bodies: tuple[dict[str, Any], ...]
-
-
 T = TypeVar("T")
 
 
@@ -246,8 +235,8 @@ class GroupRoute(_DeviceRoute):
         self._channels: dict[str, str] = {}
         """Sender -> open channel."""
         self._leavings: set[asyncio.Future[bool]] = set()
-        self._known: dict[str, KnownPlan] = {}
-        """By sender."""
+        self._plans: dict[str, tuple[tuple[dict[str, Any], ...], list[str]]] = {}
+        """Sender -> bodies and digests of the prepared version's buckets."""
         self._loaded = -1
         """The version that was loaded last, by us and whole."""
 
@@ -267,12 +256,10 @@ class GroupRoute(_DeviceRoute):
 
     async def _ask(self, sender: str, version: int) -> None:
         """The sender's plan, and whether it still has its end of the channel."""
-        channel, known = self._channels.get(sender, ""), self._known.get(sender)
-        request = PlanRequest(version=version, known=known.fingerprint if known else "", channel=channel)
+        channel = self._channels.get(sender, "")
+        request = PlanRequest(version=version, channel=channel)
         reply = await self._named("plan", sender, self._senders.ask(sender, request))
-        is_same = known is not None and known.fingerprint == reply.fingerprint
-        bodies = known.bodies if known is not None and is_same else bucket_bodies(reply.buckets)
-        self._known[sender] = KnownPlan(reply.fingerprint, tuple(reply.digest.split(".")), bodies)
+        self._plans[sender] = bucket_bodies(reply.buckets), reply.digest.split(".")
         if channel and not reply.has_channel:
             await self._leave([sender], "the sender has given it up")
 
@@ -352,11 +339,11 @@ class GroupRoute(_DeviceRoute):
         return (await _together(both))[1] is True
 
     async def _receive(self, sender: str, order: SendOrder, *, is_alone: bool) -> bool:
-        known = self._known[sender]
-        bodies = [body | {"group_name": order.channel} for body in known.bodies]
+        plan, digests = self._plans[sender]
+        bodies = [body | {"group_name": order.channel} for body in plan]
         if is_alone:  # a version only with the last one, when all is there
             bodies[-1]["weight_version"] = str(order.version)
-        answer = await self._update("/update_weights_from_distributed", bodies, sender, known.digests)
+        answer = await self._update("/update_weights_from_distributed", bodies, sender, digests)
         return announces(answer, order.version)
 
     async def _leave(self, senders: Iterable[str], reason: str, *, tells_server: bool = True) -> bool:

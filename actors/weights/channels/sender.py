@@ -153,11 +153,9 @@ class DeviceWeightSender:
     def _plan(self, request: PlanRequest) -> PlanReply:
         staged = self._staging.read(request.version)
         self._staging.done(staged)
-        plan = staged.buffers.plan
         return PlanReply(
-            fingerprint=plan.fingerprint,
             digest=staged.digest,
-            buckets=() if request.known == plan.fingerprint else plan.buckets,
+            buckets=staged.buffers.plan.buckets,
             has_channel=request.channel in self._channels,
         )
 
