@@ -16,9 +16,8 @@ import msgspec
 from ...algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
 from ...algos.rewards.outcome import SCALAR_KEY, RewardOutcome, outcome_of, outcomes_of
 from ...core.completions import Completion
-from ..user_code.calls import is_the_callers
 from ..user_code.functions import load_function, place_of, reward_expected, what_was_raised, words_of
-from ..user_code.loop import Blocked
+from ..user_code.loop import Blocked, is_the_callers
 from ..user_code.process import Cancel, Ended, Stuck
 
 Answers = tuple[Completion, ...]

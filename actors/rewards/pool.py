@@ -19,8 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...algos.rewards.builtin import BUILTINS
-from ..user_code.calls import GRACE_S, TookTooLong, UserRaised
-from ..user_code.loop import Blocked, SharedLoop, UserCall
+from ..user_code.loop import GRACE_S, Blocked, SharedLoop, TookTooLong, UserCall, UserRaised
 from ..user_code.process import Lost, WorkerGone, WorkerPool, begin, read_frame, write_frame
 from .call import (
     Answers,

@@ -29,9 +29,8 @@ from ...core.samples import FinishReason, Message, Sample
 from ..daemon_thread import in_daemon_thread
 from ..models.chat_template import template_of
 from ..models.tokenizer import load_tokenizer
-from ..user_code.calls import TookTooLong, UserRaised
 from ..user_code.functions import is_async, what_was_raised
-from ..user_code.loop import Blocked, SharedLoop, UserCall, awaited, frames_above, user_place
+from ..user_code.loop import Blocked, SharedLoop, TookTooLong, UserCall, UserRaised, awaited, frames_above, user_place
 from ..user_code.process import MAX_FRAME_BYTES, begin, encoder
 from .episode import Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
 from .failures import kind_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.user_code import calls
-from myxa.actors.user_code.calls import TookTooLong, UserRaised, within
+from myxa.actors.user_code import loop
+from myxa.actors.user_code.loop import TookTooLong, UserRaised, within
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError
@@ -106,7 +106,7 @@ async def _stubborn(until: asyncio.Event) -> float:
 
 
 async def test_a_coroutine_that_will_not_be_cancelled_does_not_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRACE_S", 0.1)
+    monkeypatch.setattr(loop, "GRACE_S", 0.1)
     end = asyncio.Event()
     with pytest.raises(TookTooLong) as caught:
         await within(_stubborn(end), 0.1)
