@@ -241,7 +241,8 @@ def _check_bits(num: int) -> None:
         raise OverBudget(f"it makes a number of more than {MAX_BITS} bits")
 
 
-def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_method(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Of a text; a filter's value is what it would be the method of."""
     given = (*args, *kwargs.values())
     if name in PADDING:
         _check_widths(given)
@@ -251,16 +252,13 @@ def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[
         if re.search(r"\{[^{}]*\{", owner):  # a width that is an argument
             _check_widths(given)
     elif name == "replace" and len(args) >= 2:
-        _check_replace(owner, args[0], args[1])
+        old, new = args[:2]
+        if isinstance(owner, str) and isinstance(old, str) and isinstance(new, str):
+            check_length(len(owner) + owner.count(old) * len(new))
     elif name == "join" and args and isinstance(args[0], (list, tuple)):
-        check_length(sum(len(owner) + _length(one) for one in cast("list[object]", args[0])))
+        check_length(sum(_length(owner) + _length(one) for one in cast("list[object]", args[0])))
     elif name == "translate":
         raise OverBudget("it translates characters, which has no bound")
-
-
-def _check_replace(text: Any, old: Any, new: Any) -> None:
-    if isinstance(text, str) and isinstance(old, str) and isinstance(new, str):
-        check_length(len(text) + text.count(old) * len(new))
 
 
 def _check_widths(given: Iterable[Any]) -> None:
@@ -272,16 +270,13 @@ def _guarded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(made)
     def checked(*args: Any, **kwargs: Any) -> Any:
         _budget().count()
-        values = list(args[1:] if hasattr(made, "jinja_pass_arg") else args)
-        if name in PADDING:
-            _check_widths((*values[1:], *kwargs.values()))
-        elif name == "format" and values:
-            _check_operation("%", values[0], ())
-        elif name == "replace" and len(values) >= 3:
-            _check_replace(values[0], values[1], values[2])
-        elif name == "join" and values and isinstance(values[0], (list, tuple)):
-            between = _length(values[1]) if len(values) > 1 else 0
-            check_length(sum(between + _length(one) for one in cast("list[object]", values[0])))
+        value, *more = args[1:] if hasattr(made, "jinja_pass_arg") else args
+        if name == "format":
+            _check_operation("%", value, ())
+        elif name == "join":
+            _check_method(more[0] if more else kwargs.get("d", ""), name, (value,), {})
+        else:
+            _check_method(value, name, tuple(more), kwargs)
         return made(*args, **kwargs)
 
     return checked
