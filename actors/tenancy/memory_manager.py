@@ -27,7 +27,6 @@ from ...core.device_memory import (
 from ...core.errors import CallError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
 from ...memory.leases.arbiter import WATCH, Arbiter
-from ...memory.leases.lease_ledger import check_report
 from ...memory.leases.switch import (
     ArbiterOptions,
     AskReport,
@@ -121,7 +120,6 @@ class MemoryManager(MemoryContract):
             self._do(self._arbiter.unreachable(event.name, epoch, reason, now))
 
     async def register(self, report: TenantReport) -> int:
-        check_report(report)
         if not self._node_watch.knows(report.node):
             raise MemoryFault(
                 f"{report.tenant} is on node {report.node}, where {self.ctx.name} sees no devices",
@@ -132,7 +130,6 @@ class MemoryManager(MemoryContract):
         return self._arbiter.epoch
 
     async def changed(self, report: TenantReport) -> None:
-        check_report(report)
         self._do(self._arbiter.reported(report, self._clock.monotonic()))
         self._heard(report)
 

@@ -272,10 +272,8 @@ class LeaseLedger:
     # -- reports
 
     def accept(self, report: TenantReport) -> Incarnation | None:
-        """Enter a report; None if a newer one is known already. MemoryFault for one that makes no sense."""
-        check_report(report)
+        """Enter a report; None if a newer one is known already."""
         known = self.tenants.get(report.tenant)
-        self._check_place(report, known)
         for device in report.devices:
             self.devices.setdefault(device, DeviceAccount(report.node))
         if known is None or report.epoch > known.report.epoch:
@@ -288,22 +286,6 @@ class LeaseLedger:
             if is_mapped(tag):
                 known.promised.pop(tag.tag, None)
         return known
-
-    def _check_place(self, report: TenantReport, known: Incarnation | None) -> None:
-        """A living process cannot have its memory elsewhere: what it held would no longer be counted."""
-        before = known.report.devices if known is not None and known.report.epoch == report.epoch else report.devices
-        if before != report.devices:
-            raise MemoryFault(
-                f"report of {report.tenant}: was on {', '.join(before)}, says {place_of(report)} now",
-                remedy="mend the tenant",
-            )
-        for device in report.devices:
-            account = self.devices.get(device)
-            if account is not None and account.node != report.node:
-                raise MemoryFault(
-                    f"report of {report.tenant}: {device} is on node {account.node}, it says node {report.node}",
-                    remedy="name each device of a run differently",
-                )
 
     def fence(self, name: str, reason: str) -> Incarnation | None:
         """It gets no commands from now on; its bytes still count."""
@@ -407,24 +389,6 @@ class LeaseLedger:
     def is_settled(self, device: str) -> bool:
         """No usable tenant there is in a change that this ledger did not start."""
         return all(t.report.state in STABLE for t in self.on(device) if t.is_usable)
-
-
-def check_report(report: TenantReport) -> None:
-    """MemoryFault for numbers that cannot be."""
-    names = [tag.tag for tag in report.tags]
-    wrong = ""
-    if not (report.tenant and report.gang and report.devices and all(report.devices)):
-        wrong = "tenant, gang and devices need names"
-    elif len(set(report.devices)) != len(report.devices):
-        wrong = "a device is listed twice"
-    elif len(set(names)) != len(names):
-        wrong = "a tag is listed twice"
-    elif any(tag.num_bytes < 0 or tag.host_bytes < 0 for tag in report.tags) or report.residue_bytes < 0:
-        wrong = "bytes below zero"
-    elif len(report.pids) != len(report.started_at):
-        wrong = f"{len(report.pids)} processes with {len(report.started_at)} start times"
-    if wrong:
-        raise MemoryFault(f"report of {report.tenant or 'a tenant'}: {wrong}", remedy="mend the tenant")
 
 
 # -- plans

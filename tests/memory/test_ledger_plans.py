@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,6 @@ from myxa.core.device_memory import (
     TenantReport,
     TenantState,
 )
-from myxa.core.errors import MemoryFault
 from myxa.memory.leases.lease_ledger import (
     Candidate,
     LeaseLedger,
@@ -30,7 +28,6 @@ from myxa.memory.leases.lease_ledger import (
     SwitchPlan,
     TenantMachine,
     build,
-    check_report,
     choose,
     rank_of,
 )
@@ -224,30 +221,6 @@ def test_lost_contents_are_not_leased() -> None:
     refused = build(ledger, ask("t", "optimizer"))
     assert isinstance(refused, Shortage)
     assert "t/0 lost the contents of optimizer" in refused.reason
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"tags": (tag("params", 1), tag("params", 1))}, "a tag is listed twice"),
-        ({"tags": (TagReport("params", -1, "keep", "host"),)}, "bytes below zero"),
-        ({"pids": (1, 2)}, "2 processes with 1 start times"),
-        ({"gang": ""}, "need names"),
-        ({"devices": ()}, "need names"),
-        ({"devices": ("gpu", "")}, "need names"),
-        ({"devices": ("gpu", "gpu")}, "a device is listed twice"),
-    ],
-)
-def test_reports_that_make_no_sense(change: dict[str, object], words: str) -> None:
-    with pytest.raises(MemoryFault, match=words):
-        check_report(msgspec.structs.replace(tenant("t/0", "t"), **change))
-
-
-def test_a_living_tenant_cannot_move() -> None:
-    ledger = ledger_of(tenant("t/0", "t", tag("grads", 10), device="gpu0 gpu1"))
-    with pytest.raises(MemoryFault, match="t/0: was on gpu0, gpu1, says gpu1 now"):
-        ledger.accept(tenant("t/0", "t", tag("grads", 10), device="gpu1", sequence=2))
-    assert ledger.held("gpu0") == ledger.held("gpu1") == 10 * GIB
 
 
 def command(number: int, kind: str, epoch: int) -> MemoryCommand:
