@@ -143,8 +143,6 @@ class Arbiter:
                     self._alarm(device, self.ledger.unattributed(device))
         if self.switch is not None and key == self.switch.request.request_id:
             self.switch.measured(now)
-        elif self.switch is not None:
-            self.switch.noticed()
         return self._go(now)
 
     def unmeasured(self, key: str, reason: str, now: float) -> list[Instruction]:

@@ -202,10 +202,6 @@ def unmeasured_words(devices: Iterable[str], trouble: str) -> str:
     return f"refused: {', '.join(sorted(devices))} could not be measured in time" + (f": {trouble}" if trouble else "")
 
 
-PROOF_GAP_S = 0.02
-"""Between the two measurements that prove memory free."""
-
-
 @dataclass(slots=True)
 class Incarnation:
     """One process incarnation of a tenant."""

@@ -7,20 +7,19 @@
 Forward work ends early enough to leave time for the way back before the lease's deadline.
 
 A plan has the steps drain, release, verify, restore, commit. A step ends when all its tenants answered: none releases
-before all are quiet, and none restores before all have released and two measurements, 20 ms apart, show the memory
-free. Going forward, one refusal or one missed deadline ends the plan. Falling back, a tenant that does not answer is
-skipped and named, and the others continue.
+before all are quiet, and none restores before all have released and a measurement shows the memory free. Going forward,
+one refusal or one missed deadline ends the plan. Falling back, a tenant that does not answer is skipped and named, and
+the others continue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...core.device_memory import CommandKind, Holder, LeaseReply, LeaseRequest, MemoryCommand, MemoryReply, Tag, wholes
 from .lease_ledger import (
-    PROOF_GAP_S,
     LeaseLedger,
     Shortage,
     SwitchPlan,
@@ -106,9 +105,6 @@ class ArbiterOptions:
     """Released memory may show late in the measurement."""
     still_s: float = 1.0
     """A shortage that did not shrink for so long is none that passes."""
-    still_with_more_s: float = 0.1
-    """The same where something else could leave: released memory usually shows at once. Waiting delays all
-    tenants; another plan costs one copy."""
     resend_s: float = 5.0
     """A command that was not answered is repeated, under the same id."""
     settle_s: float = 2.0
@@ -123,6 +119,8 @@ Phase = Literal["drain", "release", "verify", "restore", "commit", "done"]
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _SURVEY_POLL_S = 0.05
 _FIRST_POLL_S = 0.05
+_AGAIN_S = 0.2
+"""Before a command whose call ended without an answer is repeated."""
 _LONGEST_POLL_S = 0.4
 FORWARD_SHARE = 0.7
 """Of a lease's time; the rest is kept for the way back."""
@@ -135,12 +133,9 @@ class _Pending:
 
 
 @dataclass(slots=True)
-class _Proof:
-    """Whether measurements show room for a restore."""
+class _Wait:
+    """For room for a restore, in the measurements."""
 
-    since: float | None = None
-    """The first reading of those that all show it."""
-    asked: Mapping[str, int] = field(default_factory=dict[str, int])
     least_short: int = 0
     shrank_at: float | None = None
     poll_s: float = _FIRST_POLL_S
@@ -192,7 +187,7 @@ class Switch:
         self._unwilling: set[str] = set()
         self._silent: set[str] = set()
         """On the way back."""
-        self._proof = _Proof()
+        self._wait = _Wait()
         self._measure_due = 0.0
         self._survey_again(now, 0.0)
 
@@ -213,11 +208,6 @@ class Switch:
     def unmeasured(self, reason: str) -> None:
         """No readings came; what a refusal for want of them will say."""
         self._trouble = reason
-
-    def noticed(self) -> None:
-        """Readings for another request are in the books: a short one breaks a proof."""
-        if self._phase == "verify" and self._short(self._asked()):
-            self._proof.since = None
 
     def replied(self, reply: MemoryReply, now: float) -> None:
         """A tenant answered; its report is in the books already."""
@@ -240,7 +230,7 @@ class Switch:
         """A call ended without an answer: once more, unless its tenant is gone."""
         for pending in self._pending.values():
             if pending.command.command_id == command_id:
-                pending.resend_at = min(pending.resend_at, now + PROOF_GAP_S * 10)
+                pending.resend_at = min(pending.resend_at, now + _AGAIN_S)
 
     def lost(self, name: str, now: float) -> None:
         """A tenant died, was fenced or restarted."""
@@ -373,7 +363,7 @@ class Switch:
         limit = self._options.verify_s if phase == "verify" else self._options.phase_s
         self._phase_until = now + min(limit, left / 2 if is_back and phase != "commit" else left)
         if phase == "verify":
-            self._proof = _Proof()
+            self._wait = _Wait()
             if asked := self._asked():
                 self._measure(sorted(asked), now, 0.0)
             else:
@@ -428,7 +418,7 @@ class Switch:
         devices = sorted({device for tenant in touched for device in tenant.report.devices})
         self._emit(PhaseEnded(self.request.request_id, name, self._phase_started, now, tuple(devices)))
 
-    # -- proof that memory is free
+    # -- until memory is free
 
     def _asked(self) -> dict[str, int]:
         return asked_bytes(self._ledger, self._plan.restore)
@@ -438,40 +428,24 @@ class Switch:
         return {device: n - room[device] for device, n in asked.items() if room[device] < n}
 
     def _verify(self, now: float) -> None:
-        asked, proof = self._asked(), self._proof
+        asked, wait = self._asked(), self._wait
         short = self._short(asked)
         if not short:
-            if proof.since is None or asked != proof.asked:
-                proof.since, proof.asked = now, asked
-            elif now - proof.since >= PROOF_GAP_S:
-                self._leave(now)
-                return
-            self._measure(sorted(asked), now, PROOF_GAP_S)
+            self._leave(now)
             return
-        proof.since = None
         if now >= self._phase_until or not self._is_shrinking(sum(short.values()), now):
             device = max(short, key=lambda d: short[d])
             self._stop(self._ledger.short_words(device, short[device]), now, is_short=True)
             return
-        self._measure(sorted(asked), now, proof.poll_s)
-        proof.poll_s = min(2 * proof.poll_s, _LONGEST_POLL_S)
+        self._measure(sorted(asked), now, wait.poll_s)
+        wait.poll_s = min(2 * wait.poll_s, _LONGEST_POLL_S)
 
     def _is_shrinking(self, num_bytes: int, now: float) -> bool:
         """Whether the shortage became smaller lately. Falling back there is nothing else to do but wait."""
-        proof = self._proof
-        if proof.shrank_at is None or num_bytes < proof.least_short:
-            proof.least_short, proof.shrank_at = num_bytes, now
-        still_s = now - proof.shrank_at
-        if self.stage == "back" or still_s < self._options.still_with_more_s:
-            return True
-        return still_s < self._options.still_s and not self._has_more()
-
-    def _has_more(self) -> bool:
-        """Whether another plan, built on what was measured last, would make something of others leave."""
-        plan = build(self._ledger, self.request) if self._num_plans < self._options.max_plans else None
-        if plan is None or isinstance(plan, Shortage):
-            return False
-        return any(self._ledger.tenants[name].report.gang != self.request.gang for name in plan.release)
+        wait = self._wait
+        if wait.shrank_at is None or num_bytes < wait.least_short:
+            wait.least_short, wait.shrank_at = num_bytes, now
+        return self.stage == "back" or now - wait.shrank_at < self._options.still_s
 
     # -- what goes wrong
 
