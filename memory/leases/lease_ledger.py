@@ -15,10 +15,9 @@ what the device reports. A grant needs room in both: the books include memory th
 measurement includes processes that never registered, and those that died and whose memory is not free yet.
 
 A plan says who is drained, which tags leave, which come back, who resumes; without one there is a `Shortage` with the
-reason. Tags leave whole, the cheapest that suffice, and no byte more than needed. Cost per byte freed, lowest first:
+reason. Tags leave whole, the cheapest first, and none that is not needed. Cost per byte freed, lowest first:
 contents without further use (discard), with a valid host copy (clean), that their owner can compute again
 (rematerialise), that must be copied (dirty backup): first those that come back while their owner already computes.
-Choosing the cheapest set is a knapsack of few classes: the last class needed is solved exactly where it is small.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from types import MappingProxyType
 from typing import Literal
 
@@ -389,9 +387,6 @@ class LeaseLedger:
 
 # -- plans
 
-EXACT_UP_TO = 12
-"""Tags of one class: 4096 subsets at most."""
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -417,40 +412,16 @@ def rank_of(tag: TagReport) -> int:
 
 
 def choose(candidates: Iterable[Candidate], short_bytes: int) -> tuple[Candidate, ...] | None:
-    """The cheapest classes, and of the last one the least, that free `short_bytes` of one device; None if all of them
+    """The cheapest classes, of each the largest first, until they free `short_bytes` of one device; None if all of them
     together do not."""
-    if short_bytes <= 0:
-        return ()
-    classes: dict[int, list[Candidate]] = {}
-    for each in sorted((c for c in candidates if c.num_bytes), key=lambda c: (-c.num_bytes, c.tenant, c.tag)):
-        classes.setdefault(each.rank, []).append(each)
     chosen: list[Candidate] = []
-    missing = short_bytes
-    for key in sorted(classes):
-        members = classes[key]
-        if sum(c.num_bytes for c in members) < missing:
-            chosen += members
-            missing -= sum(c.num_bytes for c in members)
-            continue
-        return (*chosen, *_smallest_cover(members, missing))
-    return None
-
-
-def _smallest_cover(members: Sequence[Candidate], need: int) -> tuple[Candidate, ...]:
-    """Of one class, which together suffices: fewest bytes, then fewest tags."""
-    if len(members) <= EXACT_UP_TO:
-        covers = (
-            subset
-            for size in range(1, len(members) + 1)
-            for subset in combinations(members, size)
-            if sum(c.num_bytes for c in subset) >= need
-        )
-        return min(covers, key=lambda subset: (sum(c.num_bytes for c in subset), len(subset)))
-    taken: list[Candidate] = []
-    for each in members:  # largest first
-        if sum(c.num_bytes for c in taken) < need:
-            taken.append(each)
-    return tuple(taken)
+    for each in sorted(candidates, key=lambda c: (c.rank, -c.num_bytes, c.tenant, c.tag)):
+        if short_bytes <= 0:
+            break
+        if each.num_bytes:
+            chosen.append(each)
+            short_bytes -= each.num_bytes
+    return tuple(chosen) if short_bytes <= 0 else None
 
 
 COLLECTIVE: tuple[Tag, ...] = ("nccl",)
