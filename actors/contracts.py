@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ..core.actor import Actor
 from ..core.device_memory import (
+    DeviceReading,
     DeviceUse,
     LeaseReply,
     LeaseRequest,
-    MeasuredDevice,
     MemoryCommand,
     MemoryReply,
     MemoryView,
@@ -169,7 +169,7 @@ class NodeAgentContract(Actor):
     """What the memory manager has on a node that is not its own."""
 
     @call(deadline=30, reentrant=True)
-    async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
+    async def measure(self, uses: tuple[DeviceUse, ...]) -> dict[str, DeviceReading]:
         """Each device once, now. Raises MemoryFault for one that is not there."""
         raise NotImplementedError
 

@@ -167,16 +167,6 @@ class DeviceUse(Record, frozen=True):
     """Processes that are known to use it; a device that is made of the host's memory is measured by them."""
 
 
-class MeasuredDevice(Record, frozen=True):
-    """One measurement of one device."""
-
-    device: str
-    capacity_bytes: int
-    free_bytes: int
-    driver_bytes: int = 0
-    """See `DeviceReading`."""
-
-
 class WatchedProcess(Record, frozen=True):
     """A process whose end has to be known."""
 
@@ -244,8 +234,7 @@ class AssetStore(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceReading:
+class DeviceReading(Record, frozen=True):
     """One measurement of one device."""
 
     capacity_bytes: int

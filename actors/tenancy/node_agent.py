@@ -12,7 +12,7 @@ import select
 from collections.abc import Callable, Collection, Mapping
 
 from ...core.actor import ActorContext, MailboxPolicy
-from ...core.device_memory import DeviceMeter, DeviceReading, DeviceUse, MeasuredDevice, WatchedProcess
+from ...core.device_memory import DeviceMeter, DeviceReading, DeviceUse, WatchedProcess
 from ...core.errors import MemoryFault, MyxaError
 from ...core.process import start_time
 from ..contracts import NodeAgentContract
@@ -27,12 +27,11 @@ class NodeAgent(NodeAgentContract):
     def __init__(self, *, meter: DeviceMeter) -> None:
         self._meter = meter
 
-    async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
-        def read(use: DeviceUse) -> MeasuredDevice:
-            reading = self._meter.measure(use.device, use.pids)
-            return MeasuredDevice(use.device, reading.capacity_bytes, reading.free_bytes, reading.driver_bytes)
+    async def measure(self, uses: tuple[DeviceUse, ...]) -> dict[str, DeviceReading]:
+        def read() -> dict[str, DeviceReading]:
+            return {use.device: self._meter.measure(use.device, use.pids) for use in uses}
 
-        return await in_daemon_thread(lambda: tuple(map(read, uses)), "measure devices")
+        return await in_daemon_thread(read, "measure devices")
 
     async def gone(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
         return tuple(process for process in processes if has_ended(process.pid, process.started_at))
@@ -87,10 +86,9 @@ class NodeWatch:
         """`uses`: by node. Raises MemoryFault for a device that cannot be read in time, CallError naming the agent that
         does not answer."""
         parts = [self._measure_at(node, tuple(of_node), within_s) for node, of_node in uses.items()]
-        return {m.device: DeviceReading(m.capacity_bytes, m.free_bytes, m.driver_bytes)
-                for part in await asyncio.gather(*parts) for m in part}  # fmt: skip
+        return {device: reading for part in await asyncio.gather(*parts) for device, reading in part.items()}
 
-    async def _measure_at(self, node: int, uses: tuple[DeviceUse, ...], within_s: float) -> tuple[MeasuredDevice, ...]:
+    async def _measure_at(self, node: int, uses: tuple[DeviceUse, ...], within_s: float) -> dict[str, DeviceReading]:
         if (agent := self._agents.get(node)) is None:
             raise MemoryFault(f"node {node} has no agent of {self._ctx.name}", remedy="add it to roles.memory.nodes")
         try:
@@ -100,7 +98,7 @@ class NodeWatch:
             names = ", ".join(use.device for use in uses)
             why = f"{self._names[node]}: {names} gave no reading within {within_s:g} s"
             raise MemoryFault(why, remedy="see `nvidia-smi`") from error
-        if missing := {use.device for use in uses} - {one.device for one in measured}:
+        if missing := {use.device for use in uses} - measured.keys():
             names = ", ".join(sorted(missing))
             raise MemoryFault(f"{self._names[node]} does not say how full {names} is", remedy="a bug")
         return measured

@@ -23,8 +23,8 @@ from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import (
+    DeviceReading,
     DeviceUse,
-    MeasuredDevice,
     MemoryCommand,
     MemoryReply,
     Tag,
@@ -243,7 +243,7 @@ class MortalManager(Mortal, MemoryManager):
 
 
 class MortalAgent(Mortal, NodeAgent):
-    async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
+    async def measure(self, uses: tuple[DeviceUse, ...]) -> dict[str, DeviceReading]:
         point("before_measure")
         return await super().measure(uses)
 
