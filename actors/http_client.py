@@ -7,7 +7,18 @@ continues, and its waiters wait for ever. `asyncio.timeout` distinguishes the tw
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+
 import aiohttp
+
+
+class NoAnswer(Exception):
+    """None came in time; the text says of whom, and why."""
+
+
+class AnswerTooLong(Exception):
+    """It is longer than was allowed; the text says whose."""
 
 
 def client_session(*, keepalive_s: float, max_connections: int = 0) -> aiohttp.ClientSession:
@@ -20,3 +31,31 @@ def stream_timeout(connect_s: float | None = None, silence_s: float | None = Non
     """For a call that may last: bounds only how long connecting takes, and how long nothing comes. None: unbounded
     (aiohttp's default would be 30 s, and 300 s for the whole call)."""
     return aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=silence_s)  # noqa: TID251 -- no timer
+
+
+async def post_bounded(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    *,
+    within_s: float,
+    max_bytes: int,
+    name: str,
+) -> tuple[int, bytes]:
+    """Status and body of the answer. `name`: of the server, for messages. Raises NoAnswer and AnswerTooLong."""
+    try:
+        async with (
+            asyncio.timeout(within_s),
+            session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
+        ):
+            raw = bytearray()
+            async for chunk in answer.content.iter_chunked(1 << 16):
+                raw += chunk
+                if len(raw) > max_bytes:
+                    raise AnswerTooLong(f"{name} answered with more than {max_bytes} bytes")
+            return answer.status, bytes(raw)
+    except TimeoutError as late:
+        raise NoAnswer(f"{name} did not answer within {within_s:g} s") from late
+    except aiohttp.ClientError as error:
+        raise NoAnswer(f"{name} cannot be asked: {type(error).__name__}: {error}") from error

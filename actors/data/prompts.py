@@ -185,7 +185,7 @@ class PromptDataset(Dataset):
             )
 
     def prompt(self, draw: int) -> Prompt | None:
-        """The prompt of a draw (from 0), or None when all passes are over. Raises DataError if the row has changed."""
+        """The prompt of a draw (from 0), or None when all passes are over."""
         row = self.row_of(draw)
         if row is None:
             return None

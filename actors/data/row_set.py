@@ -225,7 +225,6 @@ class _Spool:
         self._file = tempfile.TemporaryFile(prefix="myxa-rows-", buffering=SPOOL_BUFFER_BYTES)  # noqa: SIM115 -- closed with the rows
         weakref.finalize(self, self._file.close)
         self._end = 0
-        self._is_flushed = True
 
     def add(self, data: bytes) -> int:
         """Returns its place. Raises DataError if there is no room."""
@@ -235,16 +234,13 @@ class _Spool:
         except OSError as error:
             raise _no_room(error) from error
         self._end += len(data)
-        self._is_flushed = False
         return spot
 
     def read(self, spot: int, size: int) -> bytes:
-        if not self._is_flushed:
-            try:
-                self._file.flush()
-            except OSError as error:
-                raise _no_room(error) from error
-            self._is_flushed = True
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise _no_room(error) from error
         return os.pread(self._file.fileno(), size, spot)
 
 

@@ -24,7 +24,7 @@ from ...core.config import RewardSettings
 from ...core.errors import ConfigError, MyxaError, ReferenceFailed, UserCodeError
 from ...core.protocols import Tokenizer
 from ...core.samples import F32, Prompt, Sample
-from ..http_client import client_session
+from ..http_client import AnswerTooLong, NoAnswer, client_session, post_bounded
 from ..rewards.call import CallFailed
 from ..rewards.guard import CallGuard, Reference
 from .wire import BadAnswer, Probes, WantedScores, in_response, question, scores_in, wanted_of
@@ -122,27 +122,16 @@ class ReferenceServer:
             raise NoScore(f"{self.url} {bad}") from bad
 
     async def _post(self, access: Access, body: bytes, num_tokens: int) -> bytes:
-        limit = num_tokens * BYTES_PER_TOKEN + SPARE_BYTES
         try:
-            async with (
-                asyncio.timeout(access.timeout_s),
-                access.session.post(
-                    f"{self.url}/generate", data=body, headers=access.headers, allow_redirects=False
-                ) as answer,
-            ):
-                raw = bytearray()
-                async for chunk in answer.content.iter_chunked(1 << 16):
-                    raw += chunk
-                    if len(raw) > limit:
-                        raise NoScore(f"{self.url} answered with more than {limit} bytes")
-                status = answer.status
-        except TimeoutError as late:
-            raise NoScore(f"{self.url} did not answer within {access.timeout_s:g} s") from late
-        except aiohttp.ClientError as error:
-            raise NoScore(f"{self.url} cannot be asked: {type(error).__name__}: {error}") from error
+            status, raw = await post_bounded(
+                access.session, f"{self.url}/generate", body, access.headers,
+                within_s=access.timeout_s, max_bytes=num_tokens * BYTES_PER_TOKEN + SPARE_BYTES, name=self.url,
+            )  # fmt: skip
+        except (NoAnswer, AnswerTooLong) as no:
+            raise NoScore(str(no)) from no
         if status == 200:
-            return bytes(raw)
-        text = f"{self.url} answered {status}: {bytes(raw[:SHOWN_BYTES]).decode(errors='replace')}"
+            return raw
+        text = f"{self.url} answered {status}: {raw[:SHOWN_BYTES].decode(errors='replace')}"
         if status in NO_KEY:
             raise ConfigError(f"{WHERE}: {text}", remedy="algo.ref_key_env: name the variable that holds its key")
         raise (Refused if status in REFUSALS else NoScore)(text)

@@ -22,7 +22,7 @@ from ...core.completions import Completion
 from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
-from ..http_client import client_session
+from ..http_client import AnswerTooLong, NoAnswer, client_session, post_bounded
 from .call import Answers, CallFailed, Outcomes, judged
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -45,10 +45,6 @@ class RemoteOptions:
     """Pause before the second try, doubled for each further one, and up to half as long or longer by chance."""
     max_calls: int = 64
     """Calls of one rollout actor at a time; the others wait, and their time limit with them."""
-
-
-class _Try(Exception):
-    """A try failed in a way that may be over at the next one."""
 
 
 def remote_options(args: Mapping[str, Any], key: str = "reward.args") -> RemoteOptions:
@@ -108,7 +104,7 @@ class RemoteReward:
         for number in range(1, tries + 1):
             try:
                 return await self._try(body)
-            except _Try as failed:
+            except NoAnswer as failed:
                 if number == tries:
                     more = f", the last of {tries} tries" if tries > 1 else ""
                     raise CallFailed(f"{failed}{more}") from failed
@@ -119,28 +115,20 @@ class RemoteReward:
     async def _try(self, body: bytes) -> Any:
         url = self._options.url
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._connected().post(url, data=body, headers=JSON_HEADERS, allow_redirects=False) as answer,
-            ):
-                found = bytearray()
-                async for chunk in answer.content.iter_chunked(1 << 16):
-                    found += chunk
-                    if len(found) > MAX_ANSWER_BYTES:
-                        raise CallFailed(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
-                raw = bytes(found)
-                status = answer.status
-        except TimeoutError as late:
-            raise _Try(f"{url} did not answer within {self._timeout_s:g} s") from late
-        except aiohttp.ClientError as error:
-            raise _Try(f"{url} cannot be asked: {type(error).__name__}: {error}") from error
+            status, raw = await post_bounded(
+                self._connected(), url, body, JSON_HEADERS,
+                within_s=self._timeout_s, max_bytes=MAX_ANSWER_BYTES, name=url,
+            )  # fmt: skip
+        except AnswerTooLong as long:
+            raise CallFailed(str(long)) from long
+        shown = raw[:SHOWN_BYTES].decode(errors="replace")
+        if status in WORTH_REPEATING or status >= 500:
+            raise NoAnswer(f"{url} answered {status}: {shown}")
         if status != 200:
-            text = f"{url} answered {status}: {raw[:SHOWN_BYTES].decode(errors='replace')}"
-            raise (_Try if status in WORTH_REPEATING or status >= 500 else CallFailed)(text)
+            raise CallFailed(f"{url} answered {status}: {shown}")
         try:
             return msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            shown = raw[:SHOWN_BYTES].decode(errors="replace")
             raise CallFailed(f"{url} answered with what is no JSON: {shown!r}") from error
 
     def _connected(self) -> aiohttp.ClientSession:
