@@ -9,7 +9,7 @@ A live fenced tenant is asked for a report until its state is stable. Then it ge
 changes nothing (an active one commits, another one drains). Once it has answered, no older command can have an effect
 on it, its report is the truth, and it may get commands again.
 
-Devices are watched without a switch, too: memory of unknown processes is reported.
+Devices are measured without a switch, too, for those who look at them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...core.device_memory import (
     TenantReport,
     wholes,
 )
-from .lease_ledger import STABLE, LeaseLedger, in_words, is_mapped, place_of
+from .lease_ledger import STABLE, LeaseLedger, in_words, place_of
 from .switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send, Switch, TimelineNote
 
 ASK_S = 0.5
@@ -38,8 +38,6 @@ WATCH_S = 5.0
 """A quiet device is measured so often."""
 WATCH = "watch"
 """Key of these measurements."""
-TOLERANCE = 0.02
-"""By so much a tag may grow without a word."""
 EPOCHS_PER_MANAGER = 1 << 32
 MAX_ANSWERS = 256
 _FOR_EVER = float("inf")
@@ -74,7 +72,6 @@ class Arbiter:
         self._fenced: dict[str, _Fenced] = {}
         """Being taken back."""
         self._measured_at: dict[str, float] = {}
-        self._alarmed: set[str] = set()
         self._look_at = _FOR_EVER
         """When a waiting lease is looked at again."""
         self._opens_at = _FOR_EVER if self._first_epoch else 0.0
@@ -139,8 +136,6 @@ class Arbiter:
         for device, reading in readings.items():
             if device in self.ledger.devices:
                 self.ledger.devices[device].reading = reading
-                if self.switch is None and not self.ledger.died_since([device], now - self._options.death_s):
-                    self._alarm(device, self.ledger.unattributed(device))
         if self.switch is not None and key == self.switch.request.request_id:
             self.switch.measured(now)
         return self._go(now)
@@ -275,24 +270,12 @@ class Arbiter:
         after = self.ledger.accept(report)
         if after is None:
             return
-        if old is not None and after is before:
-            self._note_changes(old, report)
+        if old is not None and after is before and old.state != report.state:
+            self._note(report, "state", f"{old.state} -> {report.state}")
         if after.fenced:
             fenced = self._fenced.setdefault(report.tenant, _Fenced(now))
             if fenced.command is None and report.state in STABLE:
                 self._take_back(report, fenced, now)
-
-    def _note_changes(self, old: TenantReport, report: TenantReport) -> None:
-        """Its state, and tags that grew; what was planned before anything was loaded is an estimate, no promise."""
-        sizes = {tag.tag: tag.num_bytes for tag in old.tags}
-        if old.state in ("cold", "granted") or old.reserved_bytes:
-            sizes.clear()
-        for tag in report.tags:
-            was = sizes.get(tag.tag, 0)
-            if was and is_mapped(tag) and tag.num_bytes > was * (1 + TOLERANCE):
-                self._note(report, "overrun", f"{tag.tag} grew from {in_words(was)} to {in_words(tag.num_bytes)}")
-        if old.state != report.state:
-            self._note(report, "state", f"{old.state} -> {report.state}")
 
     def _take_back(self, report: TenantReport, fenced: _Fenced, now: float) -> None:
         epoch = self._next_epoch()
@@ -341,11 +324,3 @@ class Arbiter:
         self._measured_at.update(dict.fromkeys(due, now))
         if due and self.switch is None:
             self._emit(Measure(WATCH, tuple(sorted(due))))
-
-    def _alarm(self, device: str, num_bytes: int) -> None:
-        if num_bytes <= self._options.alarm_bytes:
-            self._alarmed.discard(device)
-        elif device not in self._alarmed:
-            self._alarmed.add(device)
-            text = f"{in_words(num_bytes)} are held by unregistered processes"
-            self._emit(TimelineNote(device, "", "unattributed", text))

@@ -182,12 +182,8 @@ MAX_HOLDERS = 12
 
 
 def in_words(num_bytes: int) -> str:
-    """Bytes for people: "24.6 GiB", "512 MiB", "7 bytes"."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            value = num_bytes / size
-            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
-    return f"{num_bytes} bytes"
+    """Bytes for people: "24.6 GiB", "512 MiB"."""
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
 
 
 def place_of(report: TenantReport) -> str:

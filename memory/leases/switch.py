@@ -97,8 +97,6 @@ class ArbiterOptions:
     """Of each device, never promised."""
     margin_bytes: int = 64 << 20
     """Free on a device beyond what is asked."""
-    alarm_bytes: int = 256 << 20
-    """Unregistered memory beyond which an alarm is raised."""
     phase_s: float = 120.0
     """One step at most; the lease's own deadline cuts it."""
     verify_s: float = 5.0
