@@ -124,17 +124,6 @@ class LeaseRequest(Record, frozen=True, kw_only=True):
     """The same id asked again gets the same lease."""
 
 
-class Holder(Record, frozen=True):
-    """Who holds how much of a device: what a refusal lists."""
-
-    device: str
-    tenant: str
-    """Empty: no registered tenant."""
-    tag: str
-    num_bytes: int
-    state: str
-
-
 class LeaseReply(Record, frozen=True, kw_only=True):
     """Whether all of it is mapped now."""
 
@@ -142,7 +131,6 @@ class LeaseReply(Record, frozen=True, kw_only=True):
     epoch: int
     reason: str = ""
     """Of a refusal: what is short, on which device, who holds it."""
-    holders: tuple[Holder, ...] = ()
     seconds: dict[str, float] = {}
     """Phases of the switch as the manager saw them: drain, release, verify, restore."""
     copied_bytes: int = 0

@@ -157,10 +157,9 @@ class TimeShare:
         self._switch_s += self._clock.monotonic() - started
         self._copied_bytes += reply.copied_bytes
         if not reply.granted:
-            held = "; ".join(f"{h.tenant or 'unknown'} {h.tag} {h.num_bytes:,} ({h.state})" for h in reply.holders)
             self._telemetry.event("lease-refused", f"{gang}: {reply.reason}")
             raise LeaseRefused(
-                f"{gang} cannot have {wholes(tags)}: {reply.reason}" + (f" [{held}]" if held else ""),
+                f"{gang} cannot have {wholes(tags)}: {reply.reason}",
                 remedy="see `myxa mem`; lower what the engine or the trainer takes, or free the device",
             )
 

@@ -196,15 +196,14 @@ class Lab:
         quiet: Sequence[str] = (),
         limit_s: float = 60.0,
     ) -> LeaseReply:
-        """Granted, or LabError with the holders."""
+        """Granted, or LabError with the reason."""
         request = LeaseRequest(
             gang=gang, tags=tuple(tags), is_active=is_active, quiet=tuple(quiet), deadline_s=limit_s,
             request_id=f"lab-{next(self._numbers)}",
         )  # fmt: skip
         reply = await with_deadline(self.node.ref(MemoryContract, MANAGER), limit_s + 10).lease(request)
         if not reply.granted:
-            holders = "\n".join(f"  {h.device} {h.tenant} {h.tag} {h.num_bytes:,} {h.state}" for h in reply.holders)
-            raise LabError(f"lease of {tags} for {gang} refused: {reply.reason}\n{holders}")
+            raise LabError(f"lease of {tags} for {gang} refused: {reply.reason}")
         return reply
 
     async def view(self) -> MemoryView:

@@ -34,7 +34,6 @@ from ...core.device_memory import (
     CommandKind,
     DeviceReading,
     DeviceView,
-    Holder,
     LeaseRequest,
     MemoryCommand,
     MemoryReply,
@@ -343,30 +342,21 @@ class LeaseLedger:
 
     # -- for people
 
-    def holders(self, device: str) -> tuple[Holder, ...]:
-        """Largest first, unregistered memory last."""
-        found: list[Holder] = []
+    def short_words(self, device: str, short_bytes: int) -> str:
+        """Of a device that cannot be made to hold what is asked: who holds it, largest first, strangers last."""
+        held: list[tuple[int, str]] = []
         for tenant in self.on(device):
             state = "fenced" if tenant.fenced else tenant.report.state
-            rows = [(tag.tag, tag.num_bytes) for tag in tenant.report.tags if is_mapped(tag) or state == "fenced"]
-            rows += [(tag, n) for tag, n in tenant.promised.items() if tag not in {row[0] for row in rows}]
-            wholes: dict[str, int] = {"residue": tenant.report.residue_bytes}
-            for tag, num_bytes in rows:
-                wholes[whole_of(tag)] = wholes.get(whole_of(tag), 0) + num_bytes
-            found += [Holder(device, tenant.name, tag, n, state) for tag, n in wholes.items() if n]
-        found.sort(key=lambda holder: (-holder.num_bytes, holder.tenant, holder.tag))
+            mapped = {tag.tag: tag.num_bytes for tag in tenant.report.tags if is_mapped(tag) or tenant.fenced}
+            sizes: dict[str, int] = {"residue": tenant.report.residue_bytes}
+            for tag, num_bytes in {**tenant.promised, **mapped}.items():
+                sizes[whole_of(tag)] = sizes.get(whole_of(tag), 0) + num_bytes
+            held += [(n, f"{tenant.name} {tag} {in_words(n)} ({state})") for tag, n in sizes.items() if n]
+        held.sort(key=lambda one: (-one[0], one[1]))
+        parts = [words for _, words in held[:MAX_HOLDERS]]
+        if rest := held[MAX_HOLDERS:]:
+            parts.append(f"{len(rest)} more {in_words(sum(n for n, _ in rest))}")
         if unregistered := self.unattributed(device):
-            found.append(Holder(device, "", "", unregistered, ""))
-        return tuple(found)
-
-    def short_words(self, device: str, short_bytes: int) -> str:
-        """Of a device that cannot be made to hold what is asked: who holds it."""
-        holders = self.holders(device)
-        named = [h for h in holders if h.tenant]
-        parts = [f"{h.tenant} {h.tag} {in_words(h.num_bytes)} ({h.state})" for h in named[:MAX_HOLDERS]]
-        if rest := named[MAX_HOLDERS:]:
-            parts.append(f"{len(rest)} more {in_words(sum(h.num_bytes for h in rest))}")
-        if unregistered := sum(h.num_bytes for h in holders if not h.tenant):
             parts.append(f"{in_words(unregistered)} by unregistered processes")
         return f"refused: {in_words(short_bytes)} short on {device}, held by {', '.join(parts) or 'no process'}"
 
@@ -449,7 +439,6 @@ class Shortage:
     """Why a lease cannot be had now."""
 
     reason: str
-    holders: tuple[Holder, ...] = ()
     may_pass: bool = False
     """Memory that is about to become free, or a measurement that lags, would cure it."""
 
@@ -546,7 +535,7 @@ def _pick(
     is_full = asked > books  # whatever will be measured
     if any(c.num_bytes == 0 for c in left) and not is_full:
         return tuple(left)  # some do not report their size: all of them leave, and the measurement decides
-    return Shortage(ledger.short_words(device, short - _num_bytes(left)), ledger.holders(device), may_pass=not is_full)
+    return Shortage(ledger.short_words(device, short - _num_bytes(left)), may_pass=not is_full)
 
 
 def _spared(ledger: LeaseLedger, chosen: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:

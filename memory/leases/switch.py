@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ...core.device_memory import CommandKind, Holder, LeaseReply, LeaseRequest, MemoryCommand, MemoryReply, Tag, wholes
+from ...core.device_memory import CommandKind, LeaseReply, LeaseRequest, MemoryCommand, MemoryReply, Tag, wholes
 from .lease_ledger import (
     LeaseLedger,
     Shortage,
@@ -171,7 +171,6 @@ class Switch:
         self._failure = ""
         self._trouble = ""
         """Why the last measurement brought no readings."""
-        self._holders: tuple[Holder, ...] = ()
         self._was_active = {t.name for t in ledger.tenants.values() if t.report.state == "active"}
         self._was_mapped = {t.name: {g.tag for g in t.report.tags if is_mapped(g)} for t in ledger.tenants.values()}
         self._sent: dict[CommandKind, dict[str, set[Tag]]] = {"drain": {}, "release": {}, "restore": {}, "commit": {}}
@@ -291,7 +290,6 @@ class Switch:
         if plan.may_pass and now < min(self._started + patience, self._forward_until):
             self._survey_again(now, _SURVEY_POLL_S)
             return
-        self._holders = plan.holders
         self._refuse(plan.reason, now)
 
     def _plan_again(self, reason: str, now: float) -> None:
@@ -299,7 +297,6 @@ class Switch:
         measurement may show memory that the books do not have, so that more has to leave."""
         plan = build(self._ledger, self.request)
         if isinstance(plan, Shortage):
-            self._holders = plan.holders
             self._go_back(reason or plan.reason, now)
         elif plan.is_empty or self._num_plans < self._options.max_plans:
             self._carry_out(plan, now)
@@ -324,8 +321,6 @@ class Switch:
     def _go_back(self, reason: str, now: float) -> None:
         self._failure = reason
         self._emit(TimelineNote(min(self.devices, default=""), "", "fallback", f"{self.request.gang}: {reason}"))
-        if not self._holders:
-            self._holders = tuple(h for device in self.devices for h in self._ledger.holders(device))
         self._begin("back", self._way_back(), now)
 
     def _way_back(self) -> SwitchPlan:
@@ -502,7 +497,6 @@ class Switch:
             granted=granted,
             epoch=self._epoch,
             reason=reason,
-            holders=() if granted else self._holders,
             seconds=self._seconds,
             copied_bytes=self._copied_bytes,
             dropped_bytes=self._dropped_bytes,

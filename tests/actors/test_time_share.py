@@ -16,7 +16,7 @@ from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import Holder, LeaseReply, LeaseRequest, TenantReport, TenantState
+from myxa.core.device_memory import LeaseReply, LeaseRequest, TenantReport, TenantState
 from myxa.core.errors import LeaseRefused
 from myxa.transport.node import Node
 
@@ -151,9 +151,8 @@ async def test_the_trainer_takes_its_turn_while_an_engine_is_away(tmp_path: Path
 
 async def test_a_refusal_names_who_holds_what(tmp_path: Path) -> None:
     async with stage(tmp_path) as (share, manager, _):
-        holders = (Holder("host:0", "rollout/0", "kv_cache", 7_000_000, "active"), Holder("host:0", "", "", 5, ""))
-        manager.reply = LeaseReply(granted=False, epoch=2, reason="3.1 GiB short", holders=holders)
-        with pytest.raises(LeaseRefused, match=r"3\.1 GiB short \[rollout/0 kv_cache 7,000,000 .*unknown.*myxa mem"):
+        manager.reply = LeaseReply(granted=False, epoch=2, reason="3.1 GiB short, held by rollout/0 kv_cache 7.0 GiB")
+        with pytest.raises(LeaseRefused, match=r"trainer cannot have .*: 3\.1 GiB short, held by rollout/0 .*myxa mem"):
             await share.take()
 
 
