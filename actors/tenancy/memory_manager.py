@@ -26,7 +26,7 @@ from ...core.device_memory import (
 )
 from ...core.errors import CallError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
-from ...memory.leases.arbiter import WATCH, Arbiter
+from ...memory.leases.arbiter import Arbiter
 from ...memory.leases.switch import (
     ArbiterOptions,
     AskReport,
@@ -44,6 +44,8 @@ from .node_agent import NodeWatch
 _QUIET_KINDS = frozenset({"state"})
 """For the timeline only; an event for each would drown the others."""
 _ANSWER_SLACK_S = 5.0
+VIEW_S = 0.5
+"""For the measurement of a view."""
 TIMELINE_SIZE = 256
 
 
@@ -77,6 +79,8 @@ class MemoryManager(MemoryContract):
         self._watched: set[str] = set()
         self._poked = asyncio.Event()
         self._measuring: set[tuple[str, tuple[str, ...]]] = set()
+        self._look: asyncio.Task[None] | None = None
+        """The measurement for a view."""
         self._silent: set[str] = set()
         """Tenants whose silence was said."""
 
@@ -147,7 +151,12 @@ class MemoryManager(MemoryContract):
             ) from error
 
     async def view(self) -> MemoryView:
+        """Of devices measured now, or, where that takes too long, as they were measured last."""
         ledger = self._arbiter.ledger
+        if self._look is None or self._look.done():
+            look = self._measure(Measure("view", tuple(sorted(ledger.devices))))
+            self._look = self.ctx.spawn(look, name="measure for a view")
+        await asyncio.wait([self._look], timeout=VIEW_S)
         return MemoryView(
             manager=self.ctx.name,
             epoch=self._arbiter.epoch,
@@ -167,11 +176,10 @@ class MemoryManager(MemoryContract):
         if isinstance(instruction, Send):
             self.ctx.spawn(self._send(instruction), name=instruction.command.command_id)
         elif isinstance(instruction, Measure):
-            for part in self._by_node(instruction) if instruction.key == WATCH else (instruction,):
-                key = (part.key, part.devices)
-                if key not in self._measuring:  # a device that hangs is not asked again until it has answered
-                    self._measuring.add(key)
-                    self.ctx.spawn(self._measure(part), name=f"measure for {part.key}")
+            key = (instruction.key, instruction.devices)
+            if key not in self._measuring:  # a device that hangs is not asked again until it has answered
+                self._measuring.add(key)
+                self.ctx.spawn(self._measure(instruction), name=f"measure for {instruction.key}")
         elif isinstance(instruction, AskReport):
             self.ctx.spawn(self._ask(instruction.tenant), name=f"ask {instruction.tenant}")
         elif isinstance(instruction, LeaseAnswer):
@@ -219,16 +227,6 @@ class MemoryManager(MemoryContract):
         if report is not None:
             self._do(self._arbiter.reported(report, self._clock.monotonic()))
             self._heard(report)
-
-    def _by_node(self, measure: Measure) -> list[Measure]:
-        """Quiet devices of the other nodes are still watched when one node does not answer."""
-        node_of = {device: self._arbiter.ledger.devices[device].node for device in measure.devices}
-        return [
-            Measure(
-                measure.key, tuple(device for device in measure.devices if node_of[device] == node), measure.after_s
-            )
-            for node in sorted(set(node_of.values()))
-        ]
 
     async def _measure(self, measure: Measure) -> None:
         ledger = self._arbiter.ledger

@@ -8,8 +8,6 @@ each tenant is fenced at first, since a command of a predecessor may be under wa
 A live fenced tenant is asked for a report until its state is stable. Then it gets one command of a new epoch that
 changes nothing (an active one commits, another one drains). Once it has answered, no older command can have an effect
 on it, its report is the truth, and it may get commands again.
-
-Devices are measured without a switch, too, for those who look at them.
 """
 
 from __future__ import annotations
@@ -28,16 +26,12 @@ from ...core.device_memory import (
     wholes,
 )
 from .lease_ledger import STABLE, LeaseLedger, in_words, place_of
-from .switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send, Switch, TimelineNote
+from .switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Send, Switch, TimelineNote
 
 ASK_S = 0.5
 """Between two questions to a fenced tenant."""
 COMMAND_S = 5.0
 """For the command that takes it back."""
-WATCH_S = 5.0
-"""A quiet device is measured so often."""
-WATCH = "watch"
-"""Key of these measurements."""
 EPOCHS_PER_MANAGER = 1 << 32
 MAX_ANSWERS = 256
 _FOR_EVER = float("inf")
@@ -71,7 +65,6 @@ class Arbiter:
         self._out: list[Instruction] = []
         self._fenced: dict[str, _Fenced] = {}
         """Being taken back."""
-        self._measured_at: dict[str, float] = {}
         self._look_at = _FOR_EVER
         """When a waiting lease is looked at again."""
         self._opens_at = _FOR_EVER if self._first_epoch else 0.0
@@ -172,13 +165,11 @@ class Arbiter:
         if self.switch is not None:
             self.switch.tick(now)
         self._ask_fenced(now)
-        self._measure_due(now)
         return self._go(now)
 
     def wakes_at(self) -> float:
         """When `tick` is due at the latest."""
         due = [self._look_at, *(fenced.due for fenced in self._fenced.values())]
-        due += [self._due_of(device) for device in self.ledger.devices]
         due += [queued.until for queued in self._queue]
         if self.switch is not None:
             due.append(self.switch.wakes_at())
@@ -312,15 +303,3 @@ class Arbiter:
             elif now >= fenced.due:
                 fenced.command, fenced.due = None, now + ASK_S
                 self._emit(AskReport(name))
-
-    # -- devices
-
-    def _due_of(self, device: str) -> float:
-        return self._measured_at.get(device, -_FOR_EVER) + WATCH_S
-
-    def _measure_due(self, now: float) -> None:
-        """A device in a switch is measured by it."""
-        due = [device for device in self.ledger.devices if now >= self._due_of(device)]
-        self._measured_at.update(dict.fromkeys(due, now))
-        if due and self.switch is None:
-            self._emit(Measure(WATCH, tuple(sorted(due))))

@@ -188,11 +188,6 @@ class Switch:
         self._measure_due = 0.0
         self._survey_again(now, 0.0)
 
-    @property
-    def is_moving(self) -> bool:
-        """Bytes come or go at this moment."""
-        return self.stage in ("forward", "back") and self._phase != "verify"
-
     # -- events
 
     def measured(self, now: float) -> None:

@@ -231,7 +231,7 @@ class MortalManager(Mortal, MemoryManager):
         for instruction in instructions:
             if isinstance(instruction, Send):
                 point(f"decides_{instruction.command.kind}")
-            elif isinstance(instruction, Measure) and instruction.key != "watch":
+            elif isinstance(instruction, Measure) and instruction.key != "view":
                 point("before_measure")
             elif isinstance(instruction, LeaseAnswer):
                 point("before_answer")

@@ -115,9 +115,13 @@ async def test_a_tenant_that_dies_while_the_manager_is_away_is_known_once_it_is_
 
 async def test_an_agent_that_stands_still_is_named_in_the_refusal(site: Site) -> None:
     await both_have_loaded(site)
+    before = await site.view()
+    assert all(0 < device.free_bytes < device.capacity_bytes for device in before.devices), "measured for the view"
     os.kill(site.children[AGENT].pid, signal.SIGSTOP)
     started = time.monotonic()
     try:
+        looked = await site.view()
+        assert time.monotonic() - started < 2.0 and looked.devices == before.devices, "as it was measured last"
         refused = await site.lease("rollout", "trainer", deadline_s=8.0)
     finally:
         os.kill(site.children[AGENT].pid, signal.SIGCONT)
