@@ -74,8 +74,6 @@ class TenantReport(Record, frozen=True):
     """Start time of each, in clock ticks since boot: a number that is used again is another process."""
     state: TenantState
     tags: tuple[TagReport, ...]
-    residue_bytes: int = 0
-    """What stays on the device when every tag has left."""
     reserved_bytes: int = 0
     """Of the mapped tags' bytes: leased before anything was loaded, and not taken from the device yet."""
     comm_epoch: int = 0

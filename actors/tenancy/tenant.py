@@ -85,17 +85,15 @@ class Tenant:
         clock: Clock,
         comms: CommResidency | None = None,
         pids: Callable[[], tuple[int, ...]] | None = None,
-        residue: Callable[[], int] | None = None,
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
         """`in_thread`: runs blocking work off the loop, one piece at a time. `pids`: whose memory this is, default this
-        process. `residue`: bytes that stay on each device when every tag has left, default 0."""
+        process."""
         self._options = options
         self._gate = gate
         self._in_thread = in_thread
         self._clock = clock
         self._pids = pids or (lambda: (os.getpid(),))
-        self._residue = residue or (lambda: 0)
         self._telemetry = telemetry
         self._machine = TenantMachine(options.name)
         self._assets = TenantAssets(options.planned, stores, comms)
@@ -130,7 +128,6 @@ class Tenant:
             started_at=tuple(start_time(pid) for pid in pids),
             state=self._machine.state,
             tags=tags,
-            residue_bytes=self._residue(),
             reserved_bytes=self._assets.reserved_bytes,
             comm_epoch=self._assets.comm_epoch,
             sequence=self._sequence,

@@ -225,11 +225,12 @@ class Lab:
         if device.device.startswith("host:"):  # only its manager knows which processes make it up
             return device.unattributed_bytes
         reading = self._meter.measure(device.device, ())
+        stays = {"trainer": self.residues.get("trainer", 0.0), "rollout": self.residues.get("engine", 0.0)}
         held = sum(
-            tenant.residue_bytes + sum(tag.num_bytes for tag in tenant.tags if is_mapped(tag)) - tenant.reserved_bytes
+            sum(tag.num_bytes for tag in tenant.tags if is_mapped(tag)) - tenant.reserved_bytes + stays[tenant.gang]
             for tenant in device.tenants
         )
-        return max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - held)
+        return max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - int(held))
 
     # -- one round
 

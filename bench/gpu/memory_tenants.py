@@ -156,7 +156,7 @@ class StandIn(StandInContract):
                 devices=(device_name(self._device, self._index),),
                 planned={tag: (num, POLICIES[tag]) for tag, num in self.planned().items()},
             ),
-            stores=(), gate=self, in_thread=self._in_thread, clock=self.ctx.clock, residue=lambda: self._residue,
+            stores=(), gate=self, in_thread=self._in_thread, clock=self.ctx.clock,
         )  # fmt: skip
         self.ctx.watch("memory/")
         self.ctx.spawn(self._tenant.join(self.ctx.ref(MemoryContract, MANAGER)), name="join")

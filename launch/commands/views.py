@@ -289,8 +289,7 @@ def _device(device: DeviceView) -> Iterator[str]:
     yield line
     for tenant in device.tenants:
         held = sum(tag.num_bytes for tag in tenant.tags if tag.backing in ON_DEVICE)
-        rest = f" + {size(tenant.residue_bytes)} that stay" if tenant.residue_bytes else ""
-        yield f"  {tenant.tenant} ({tenant.gang}): {tenant.state}, {size(held)}{rest}"
+        yield f"  {tenant.tenant} ({tenant.gang}): {tenant.state}, {size(held)}"
         for parts in _alike(tenant.tags):
             yield f"    {_tag(parts)}"
 

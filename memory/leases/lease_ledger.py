@@ -102,8 +102,8 @@ def copies_when_leaving(tag: TagReport) -> bool:
 
 
 def held_bytes(report: TenantReport) -> int:
-    """Of the device: mapped tags and what stays after them."""
-    return report.residue_bytes + sum(tag.num_bytes for tag in report.tags if is_mapped(tag))
+    """Of the device."""
+    return sum(tag.num_bytes for tag in report.tags if is_mapped(tag))
 
 
 def resting_state(report_tags: tuple[TagReport, ...]) -> TenantState:
@@ -214,7 +214,7 @@ class Incarnation:
         """Of each of its devices, at worst. Fenced: everything it ever registered."""
         report = self.report
         if self.fenced:
-            return report.residue_bytes + sum(tag.num_bytes for tag in report.tags)
+            return sum(tag.num_bytes for tag in report.tags)
         mapped = {tag.tag for tag in report.tags if is_mapped(tag)}
         return held_bytes(report) + sum(n for tag, n in self.promised.items() if tag not in mapped)
 
@@ -348,7 +348,7 @@ class LeaseLedger:
         for tenant in self.on(device):
             state = "fenced" if tenant.fenced else tenant.report.state
             mapped = {tag.tag: tag.num_bytes for tag in tenant.report.tags if is_mapped(tag) or tenant.fenced}
-            sizes: dict[str, int] = {"residue": tenant.report.residue_bytes}
+            sizes: dict[str, int] = {}
             for tag, num_bytes in {**tenant.promised, **mapped}.items():
                 sizes[whole_of(tag)] = sizes.get(whole_of(tag), 0) + num_bytes
             held += [(n, f"{tenant.name} {tag} {in_words(n)} ({state})") for tag, n in sizes.items() if n]

@@ -11,7 +11,6 @@ GIB = 1 << 30
 def tenant(name: str, gang: str, state: TenantState, *tags: TagReport) -> TenantReport:
     return TenantReport(
         tenant=name, epoch=1, gang=gang, devices=("GPU-1",), pids=(7,), started_at=(3,), state=state, tags=tags,
-        residue_bytes=GIB // 2,
     )  # fmt: skip
 
 
@@ -37,11 +36,11 @@ def test_every_tag_is_said_with_where_it_is() -> None:
     lines = memory_text(view()).splitlines()
     assert lines[0] == "memory/0, epoch 12: nothing is being switched"
     assert "GPU-1: 140.0 GiB, free 30.0 GiB, unattributed 256.0 MiB" in lines
-    assert "  trainer/0 (trainer): released, 2.0 GiB + 512.0 MiB that stay" in lines
+    assert "  trainer/0 (trainer): released, 2.0 GiB" in lines
     assert "    optimizer     24.0 GiB  on the host [backup]" in lines
     assert "    params         2.0 GiB  on the device, copy kept, 2.0 GiB on the host [backup]" in lines
     assert "    grads          8.0 GiB  dropped [discard]" in lines
-    assert "  rollout/0 (rollout): active, 100.0 GiB + 512.0 MiB that stay" in lines
+    assert "  rollout/0 (rollout): active, 100.0 GiB" in lines
     assert lines[-1].endswith("GPU-1 trainer/0  drain: 3 ms")
 
 
