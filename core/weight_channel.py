@@ -89,16 +89,7 @@ class JoinRequest(SenderOrder[JoinOffer], frozen=True, tag="join"):
     timeout_s: float
 
 
-class SendReport(Record, frozen=True, tag="send"):
-    """What the sender saw."""
-
-    num_bytes: int
-    join_s: float
-    """Time to build the group; about 0 after the first time."""
-    send_s: float
-
-
-class SendOrder(SenderOrder[SendReport], frozen=True, tag="send"):
+class SendOrder(SenderOrder[None], frozen=True, tag="send"):
     """Broadcast a version's buckets into a channel, in order."""
 
     channel: str
@@ -134,7 +125,7 @@ class LeaveOrder(SenderOrder[None], frozen=True, tag="leave"):
 
 
 AnyOrder = PlanRequest | JoinRequest | SendOrder | LeaveOrder | ShareRequest
-AnyAnswer = PlanReply | JoinOffer | SendReport | ShareReply | None
+AnyAnswer = PlanReply | JoinOffer | ShareReply | None
 
 
 class WeightProgress(Record, frozen=True):

@@ -35,7 +35,6 @@ from ....core.weight_channel import (
     PlanRequest,
     SenderOrder,
     SendOrder,
-    SendReport,
     ShareReply,
     ShareRequest,
 )
@@ -223,7 +222,7 @@ class DeviceWeightSender:
         backend: CollectiveBackend = "nccl" if device.type == "cuda" else "gloo"
         return JoinOffer(address=address, port=store.port, backend=backend)
 
-    def _send(self, order: SendOrder) -> SendReport:
+    def _send(self, order: SendOrder) -> None:
         """Broadcast all buckets, in order; the channel is given up on any error. The buckets are read until the thread
         that sends has ended, which after a missed deadline may be later than the return. A broadcast of NCCL's that
         missed it may then still be queued on the device, until the group's abort has ended it; what it sends counts for
@@ -235,13 +234,13 @@ class DeviceWeightSender:
             self._staging.done(staged)
             raise TrainError(f"{self._name} has no channel {order.channel}", remedy="join again under another name")
         channel.num_idle = 0
-        started = time.monotonic()
-        outcome: list[SendReport | BaseException] = []
+        outcome: list[BaseException | None] = []
         is_over = channel.over = threading.Event()
 
         def work() -> None:
             try:
-                outcome.append(self._broadcast(channel, staged, started, order.timeout_s))
+                self._broadcast(channel, staged, order.timeout_s)
+                outcome.append(None)
             except (RuntimeError, TimeoutError, TrainError) as err:
                 outcome.append(err)
             finally:
@@ -250,10 +249,9 @@ class DeviceWeightSender:
 
         _start(work, f"send {order.version} to {channel.request.engine}")
         is_over.wait(order.timeout_s)
-        late = TimeoutError(f"no end within {order.timeout_s:g} s")
-        result = outcome[0] if outcome else late
-        if isinstance(result, SendReport):
-            return result
+        result = outcome[0] if outcome else TimeoutError(f"no end within {order.timeout_s:g} s")
+        if result is None:
+            return
         why = channel.why_gone or f"{type(result).__name__}: {result}"
         at = channel.at
         self._leave(order.channel, f"sending version {order.version} failed at {at}: {why}")
@@ -262,21 +260,18 @@ class DeviceWeightSender:
             remedy="the engine gets it again through a new channel, or is restarted",
         ) from result
 
-    def _broadcast(self, channel: Channel, staged: Staged, started: float, timeout_s: float) -> SendReport:
+    def _broadcast(self, channel: Channel, staged: Staged, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         channel.is_built.wait(timeout_s)
         group = channel.group
         if group is None or channel.gone.is_set():
             raise TrainError(channel.why_gone or "the group was not built in time", remedy="is the engine alive?")
-        joined = time.monotonic()
         num_buckets = len(staged.buffers.plan.buckets)
         with channel.sending, beside_training(staged.buffers.device):
             for number in range(num_buckets):
                 channel.at = f"bucket {number + 1} of {num_buckets}"
-                left_s = started + timeout_s - time.monotonic()
-                group.broadcast(staged.buffers.bucket(number), channel.gone, left_s)
+                group.broadcast(staged.buffers.bucket(number), channel.gone, deadline - time.monotonic())
             channel.at = "between versions"
-        ended = time.monotonic()
-        return SendReport(num_bytes=staged.buffers.plan.num_bytes, join_s=joined - started, send_s=ended - joined)
 
     def _leave(self, name: str, reason: str) -> None:
         """Give a channel up; never waits."""
