@@ -94,7 +94,3 @@ def copy(target: int, source: int, num_bytes: int) -> None:
 def zero(address: int, num_bytes: int) -> None:
     """The range must be mapped."""
     _memset(address, 0, num_bytes)
-
-
-def view(address: int, num_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 from myxa.core.errors import MemoryFault
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.host_vmm import HostVmmDriver
+
+
+def view(address: int, num_bytes: int) -> memoryview:
+    """What lies there."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 class StrictDriver(HostVmmDriver):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.memory.strict_driver import StrictDriver
+from tests.memory.strict_driver import StrictDriver, view
 
 from myxa.core.device_memory import Tag
 from myxa.core.errors import MemoryFault
@@ -83,14 +83,14 @@ class Case:
         return {report.tag: report.backing for report in self.arena.report()}
 
     def first_byte(self, tag: Tag) -> int:
-        return libc.view(self.addresses[tag], 1)[0]
+        return view(self.addresses[tag], 1)[0]
 
     def check_the_rest_works(self) -> None:
         self.driver.plan = {}
         for _ in range(2):
             self.arena.release(["frozen", "grads"])
             self.arena.restore(["frozen", "grads"])
-            assert bytes(libc.view(self.addresses["frozen"], CHUNKS * PAGE)) == bytes([2]) * (CHUNKS * PAGE)
+            assert bytes(view(self.addresses["frozen"], CHUNKS * PAGE)) == bytes([2]) * (CHUNKS * PAGE)
 
     def check_it_can_end(self) -> None:
         self.driver.plan = {}
@@ -126,7 +126,7 @@ def test_a_release_that_fails_poisons_its_tag_and_no_other(cases: Callable[..., 
     start = case.addresses["optimizer"]
     for index in range(CHUNKS if call == "wait" else 0):  # what was not copied is not given back
         where = case.driver.slabs[start + index * PAGE] if index < nth else start + index * PAGE
-        assert bytes(libc.view(where, PAGE)) == bytes([1]) * PAGE, "in one place at least"
+        assert bytes(view(where, PAGE)) == bytes([1]) * PAGE, "in one place at least"
     case.driver.plan = {}
     for act in (case.arena.release, case.arena.restore):
         with pytest.raises(MemoryFault, match="'optimizer' is poisoned: a copy of it failed before -- restart this"):
@@ -162,7 +162,7 @@ def test_a_copy_in_that_fails_on_its_way_poisons_its_tag_and_keeps_the_host_copy
     assert {r.tag: r.host_bytes for r in case.arena.report()}["optimizer"] == CHUNKS * PAGE
     for index in range(CHUNKS):
         slab = case.driver.slabs[case.addresses["optimizer"] + index * PAGE]
-        assert bytes(libc.view(slab, PAGE)) == bytes([1]) * PAGE
+        assert bytes(view(slab, PAGE)) == bytes([1]) * PAGE
     case.check_the_rest_works()
     case.check_it_can_end()
 

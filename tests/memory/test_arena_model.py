@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.memory.strict_driver import StrictDriver
+from tests.memory.strict_driver import StrictDriver, view
 
 from myxa.core.device_memory import Tag, TagPolicy
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
@@ -42,7 +42,7 @@ class Littered(StrictDriver):
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
         super().map(address, num_bytes, handle)
-        libc.view(address, num_bytes)[:] = b"\xaa" * num_bytes
+        view(address, num_bytes)[:] = b"\xaa" * num_bytes
 
 
 @dataclass
@@ -117,12 +117,12 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         """As the owner does: new bytes, then the word."""
         for address, place in self.model[tag].regions.items():
             place.contents = self.dice.randbytes(place.num_bytes)
-            libc.view(address, place.num_bytes)[:] = place.contents
+            view(address, place.num_bytes)[:] = place.contents
 
     def allocate(self, tag: Tag, num_bytes: int) -> None:
         address, expected = self.arena.empty(tag, num_bytes), self.model[tag]
         contents = self.dice.randbytes(num_bytes)
-        libc.view(address, num_bytes)[:] = contents
+        view(address, num_bytes)[:] = contents
         expected.regions[address] = Place(num_bytes, contents, -(-num_bytes // PAGE))
         if expected.backing != "copy_in":
             expected.backing = "mapped_dirty"
@@ -240,7 +240,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         for tag, expected in self.model.items():
             if expected.backing in ("mapped_dirty", "mapped_clean"):
                 for address, place in expected.regions.items():
-                    assert bytes(libc.view(address, place.num_bytes)) == place.contents, (tag, address)
+                    assert bytes(view(address, place.num_bytes)) == place.contents, (tag, address)
 
 
 TestArenaAgainstModel = ArenaAgainstModel.TestCase

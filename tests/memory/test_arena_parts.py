@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.memory.strict_driver import view
 
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
@@ -93,9 +94,9 @@ def test_given_pages_go_back_to_the_system_unless_they_are_pinned():
 
     pool = HostPool(8 * PAGE, pin)
     address = pool.take(PAGE)
-    libc.view(address, 3)[:] = b"abc"
+    view(address, 3)[:] = b"abc"
     pool.give(address)
-    assert bytes(libc.view(pool.take(PAGE), 3)) == b"abc", "a pinned page stays where it is"
+    assert bytes(view(pool.take(PAGE), 3)) == b"abc", "a pinned page stays where it is"
     pool.close()
     pool.close()
     assert calls == [("pin", 8 * PAGE), ("unpin", 8 * PAGE)]
@@ -120,7 +121,7 @@ def test_a_tensor_is_the_memory_itself(arena: Arena, dtype: torch.dtype):
     assert (tensor.shape, tensor.dtype, tensor.data_ptr()) == ((2, 3, 100), dtype, address)
     assert tensor.is_contiguous()
     assert not tensor.requires_grad
-    libc.view(address, 600 * 16)[:] = bytes([1]) * (600 * 16)
+    view(address, 600 * 16)[:] = bytes([1]) * (600 * 16)
     assert bytes(tensor.flatten().view(torch.uint8)[:4].tolist()) == b"\x01\x01\x01\x01"[: 4 * dtype.itemsize]
     same = tensor_at(address, (600,), dtype)
     tensor.zero_()
