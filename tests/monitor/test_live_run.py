@@ -189,7 +189,8 @@ def test_the_timeline_is_whole_while_the_run_lasts_and_after_it(live: Live) -> N
             group = int(arrow.name.removeprefix("group "))
             assert group in arrow.source["args"]["flows"] and group in arrow.target["args"]["flows"]
         else:
-            assert arrow.source["args"]["makes_version"] == arrow.target["args"]["adopts_version"]
+            facts = arrow.source["args"]
+            assert facts.get("makes_version", facts.get("adopts_version")) == arrow.target["args"]["adopts_version"]
     changes = {(event["s"], event["args"]["name"]) for event in whole if event["ph"] == "i" and event["name"] == "knob"}
     assert ("g", "lr") in changes
     assert json.loads(live.done("trace", "--json")) == {"file": str(trace), "num_bytes": trace.stat().st_size}

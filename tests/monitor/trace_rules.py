@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 Event = dict[str, Any]
-PHASES = {"M", "X", "C", "i", "s", "f"}
+FLOWS = "stf"
+PHASES = {"M", "X", "i", *FLOWS}
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,6 @@ def check_events(events: list[Event]) -> None:
             assert event["dur"] >= 1, event
         if event["ph"] == "i":
             assert event["s"] in {"g", "p", "t"}, event
-        if event["ph"] == "C":
-            assert all(isinstance(value, int | float) for value in event["args"].values()), event
     named = {event["pid"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
     assert {event["pid"] for event in events} <= named
     for row in rows(events).values():
@@ -54,21 +53,21 @@ def rows(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
 
 
 def follow(events: list[Event]) -> list[Followed]:
-    """Every arrow, bound as a viewer binds it: to the slice of that row that encloses its time. Asserts that each start
-    has exactly one end, that both are bound, and that no arrow runs backwards."""
-    starts = [event for event in events if event["ph"] == "s"]
-    ends = [event for event in events if event["ph"] == "f"]
-    keys = [(event["cat"], event["name"], event["id"]) for event in starts]
-    assert len(set(keys)) == len(keys)
-    assert sorted(keys) == sorted((event["cat"], event["name"], event["id"]) for event in ends)
-    by_key = {(event["cat"], event["name"], event["id"]): event for event in ends}
+    """Every arrow as a viewer draws it: the flow events of one name in the order of time, from the one before to the
+    next, each bound to the slice of its row that encloses its time. A flow begins again with each start."""
     slices = rows(events)
+    newest: dict[tuple[str, str, int], Event] = {}
     followed: list[Followed] = []
-    for start, key in zip(starts, keys, strict=True):
-        end = by_key[key]
-        assert end["bp"] == "e"
-        assert start["ts"] <= end["ts"]
-        followed.append(Followed(start["name"], start["cat"], _enclosing(slices, start), _enclosing(slices, end)))
+    for flow in sorted((e for e in events if e["ph"] in FLOWS), key=lambda e: (e["ts"], FLOWS.index(e["ph"]))):
+        assert flow["bp"] == "e"
+        key, place = (flow["cat"], flow["name"], flow["id"]), _enclosing(slices, flow)
+        if flow["ph"] != "s" and key in newest:
+            followed.append(Followed(flow["name"], flow["cat"], newest[key], place))
+        newest[key] = place
+        if flow["ph"] == "f":
+            del newest[key]
+    ids = {(flow["cat"], flow["name"]): flow["id"] for flow in events if flow["ph"] in FLOWS}
+    assert len(set(ids.values())) == len(ids), "some viewers look at the number alone"
     return followed
 
 
