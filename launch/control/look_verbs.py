@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import psutil
@@ -17,23 +17,18 @@ import psutil
 from ...actors.contracts import CoordinatorContract, MonitorContract
 from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...actors.sinks.chrome_trace import TRACE_FILE
-from ...core.config import RoleName, RunConfig
 from ...core.errors import ConfigError, LaunchError
 from ...core.knobs import KnobState, KnobTable, Operator
 from ...core.refs import with_deadline
-from ..host import look_at_gpus
 from ..run_watch import RunWatch
-from ..supervisor.placement import Present, staff
 from ..views.numbers import doing, name_order
 from ..views.run_view import ActorFacts, RunView
-from ..views.why import Facts, Reason, Shares, actors_of, explain, explain_actors, most_on_cores, num_cores
+from ..views.why import Facts, Reason, actors_of, explain, explain_actors
 from . import verbs
 from .server import Handler, VerbContext, answer_or_none
 
 ASK_S = 2.0
 SHOWN_RECORDS = 50
-_LOOK_UP_TO = 4
-"""No move makes a number more than so many times what it was."""
 
 
 async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: Operator) -> RunView:
@@ -44,7 +39,7 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: O
         return view
     table = await _knob_table(context)
     shares = view.shares()
-    reason = explain(shares, facts_of(context, shares, view, table))
+    reason = explain(shares, facts_of(context, view, table))
     told = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
     return msgspec.structs.replace(
         view,
@@ -103,64 +98,25 @@ async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operato
     )
     if shares is None:
         raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
-    facts = facts_of(context, shares, view, table)
+    facts = facts_of(context, view, table)
     if not arguments.target:
         return explain(shares, facts, window_s=arguments.window_s)
     return explain_actors(actors_of(arguments.target, shares), shares, facts, window_s=arguments.window_s)
 
 
-def facts_of(context: VerbContext, shares: Shares, view: RunView, table: KnobTable | None) -> Facts:
+def facts_of(context: VerbContext, view: RunView, table: KnobTable | None) -> Facts:
     """Numbers of the run as they are now; where an answer is missing, as the run file has them."""
-    config, cores, stats = context.config, num_cores(), view.buffer
     knobs: dict[str, KnobState] = {}
     for state in (state for sheet in (table.sheets if table is not None else ()) for state in sheet.knobs):
         knobs.setdefault(state.tunable.name, state)
     samples = knobs.get("num_samples")
-    num_rollouts = max(sum(name.startswith("rollout/") for name in shares), 1)
-    most, devices = room_for_rollouts(config, context.supervisor.present(), num_rollouts, cores)
     return Facts(
         gauges=view.snapshot,
-        disk=stats.disk if stats is not None else "",
-        cores=cores,
-        most_rollouts=most,
-        more_devices=devices,
+        disk=view.buffer.disk if view.buffer is not None else "",
         knobs=knobs,
-        num_rollouts=num_rollouts,
-        num_samples=int(samples.value) if samples is not None else config.rollout.num_samples,
-        max_running=config.engine.max_running,
-        slots_total=stats.slots_total if stats is not None else 0,
-        reward_workers=config.reward.workers,
-        is_data_endless=not any(part.max_passes for part in config.data.parts().values()),
+        num_samples=int(samples.value) if samples is not None else context.config.rollout.num_samples,
+        max_running=context.config.engine.max_running,
     )
-
-
-def room_for_rollouts(config: RunConfig, present: Present, num_there: int, cores: int) -> tuple[int, str]:
-    """How many rollout actors there may be, and the GPUs that more of them would need beside the role's own. 0: not
-    known, since other machines take part."""
-    role = config.roles.rollout
-    if not role.device_ids:
-        is_alone = len(present.nodes) <= 1 and not config.engine.attach
-        return (max(num_there, most_on_cores(cores, role.threads)) if is_alone else 0), ""
-    for devices in ("", _idle_gpus(config) if len(present.nodes) <= 1 else ""):
-        most = num_there
-        while most < _LOOK_UP_TO * num_there and _is_possible(config, present, most + 1, devices):
-            most += 1
-        if most > num_there:
-            return most, devices
-    return num_there, ""
-
-
-def _is_possible(config: RunConfig, present: Present, count: int, devices: str) -> bool:
-    try:
-        staff(config, "rollout", count, present, devices)
-    except ConfigError:
-        return False
-    return True
-
-
-def _idle_gpus(config: RunConfig) -> str:
-    named = {device for role in get_args(RoleName) for device in config.roles[role].device_ids}
-    return ",".join(str(number) for number in range(len(look_at_gpus().found)) if number not in named)
 
 
 async def _trace(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> dict[str, Any]:

@@ -3,15 +3,14 @@ move. Pure, except `explain_files`.
 
 Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). A run is as fast as its trainer is busy. If the
 trainer computes nearly all the time, training is the bottleneck. If it waits, the bottleneck is what its rollout actors
-do meanwhile. Start-up is left out. A rule makes one careful move, a live knob with a value or a line of the run file;
-the next verdict shows whether it helped. Where no rule has a move, the text of `REMEDIES` is shown.
+do meanwhile. Start-up is left out. `_MOVES` makes one careful move of a live knob; the next verdict shows whether it
+helped. Where there is none, the text of `REMEDIES` is shown.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,7 +20,7 @@ import msgspec
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.files import WAITS
-from ...core.knobs import KnobState, KnobValue
+from ...core.knobs import KnobState
 from ...core.messages import Record
 from ...core.suggestion import suggest
 from .knob_table import declared
@@ -45,10 +44,6 @@ FOR_DISK = "/".join(WAITS)
 NEARLY_ALL = 0.8
 """From this share of the finished groups on, what the filter leaves out is the cause of the trainer's waiting."""
 _LEAST_GROUPS = 16
-_LARGEST_FACTOR = 4
-"""No move makes a number larger than so many times what it was: shares say the direction well, the distance badly."""
-_WORKERS_BY_ITSELF = 4
-"""Reward workers that a rollout actor starts at most when the run file names no number."""
 
 REMEDIES: Mapping[Bound, str] = {
     "disk": "make that file system writable again (`RUN/events.jsonl` names file, cause and remedy): the run then "
@@ -71,31 +66,20 @@ REMEDIES: Mapping[Bound, str] = {
     "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
     "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
 }
-"""What may be changed when only the bottleneck is known; the rules give values."""
+"""What may be changed; `_MOVES` has values for knobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a verdict and a rule need to know of the run beside its shares. 0: not known."""
+    """What a verdict and a move need to know of the run beside its shares. 0: not known."""
 
     gauges: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, dict[str, float]])
     """Actor -> metric -> value."""
     disk: str = ""
     """Why the ledger cannot be written just now, and what to do."""
     knobs: Mapping[str, KnobState] = field(default_factory=dict[str, KnobState])
-    num_rollouts: int = 1
     num_samples: int = 1
     max_running: int = 0
-    slots_total: int = 0
-    reward_workers: int = 0
-    """As the run file says; 0: up to four, if the function needs any."""
-    is_data_endless: bool = False
-    cores: int = 0
-    """Of the machine that asks."""
-    most_rollouts: int = 0
-    """Rollout actors that the cores or GPUs of the run have room for."""
-    more_devices: str = ""
-    """Unused GPUs that more rollout actors would need."""
     is_over: bool = False
     """No knob can be turned any more: the next run can."""
 
@@ -127,21 +111,13 @@ class Reason(Record, frozen=True):
     bound: Bound
     sentence: str
     remedy: str = ""
-    """Of a move: why it may help."""
+    """What may be changed."""
     share: float = 0.0
     """Of the waiting actor's time that is lost by it (0..1)."""
     target: str = ""
     """Actor that was asked about; empty: the run."""
     to_try: str = ""
     """The move, or the remedy, on one line, as all views show it."""
-    knob: str = ""
-    """Live knob to turn; empty: there is none."""
-    old: KnobValue = ""
-    new: KnobValue = ""
-    key: str = ""
-    """Key of the run file that says the same."""
-    command: str = ""
-    """What to type; empty: change the run file."""
     window_s: float = 0.0
     shares: dict[str, dict[str, float]] = {}
     """Actor -> kind -> share of its time in the window, start-up left out."""
@@ -150,13 +126,8 @@ class Reason(Record, frozen=True):
 def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
     """Over whatever window the shares are of."""
     verdict = judge(shares, facts)
-    advised = advise(verdict, facts)
-    return msgspec.structs.replace(
-        advised or verdict,
-        to_try=_move_text(advised, facts) if advised else _no_move_text(verdict, facts),
-        window_s=window_s,
-        shares=_kinds(shares),
-    )
+    to_try = advise(verdict.bound, facts) or verdict.remedy
+    return msgspec.structs.replace(verdict, to_try=to_try, window_s=window_s, shares=_kinds(shares))
 
 
 def explain_actors(names: list[str], shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
@@ -184,7 +155,7 @@ def explain_files(run_dir: Path, target: str = "") -> Reason:
 
 def explain_run(run: RunFiles, target: str = "") -> Reason:
     shares = run.shares()
-    facts = facts_of_file(run.config, shares, run.gauges(), num_cores())
+    facts = facts_of_file(run.config, run.gauges())
     window_s = run.wall_range_s[1] - run.wall_range_s[0] if run.wall_range_s else 0.0
     if not target:
         return explain(shares, facts, window_s=window_s)
@@ -211,40 +182,20 @@ def _kinds(shares: Shares) -> dict[str, dict[str, float]]:
 # -- facts of a run that is over ---------------------------------------------------------------------------------------
 
 
-def facts_of_file(
-    config: Mapping[str, Any], shares: Shares, gauges: Mapping[str, Mapping[str, float]], cores: int
-) -> Facts:
+def facts_of_file(config: Mapping[str, Any], gauges: Mapping[str, Mapping[str, float]]) -> Facts:
     """The knobs as the run's resolved file has them."""
     knobs: dict[str, KnobState] = {}
     for tunable in declared():
         value = _value(config, tunable.key)
         if value is not None:
             knobs[tunable.name] = KnobState(tunable=tunable, value=value, first=value)
-    samples, workers, running = (
-        _value(config, key) for key in ("rollout.num_samples", "reward.workers", "engine.max_running")
-    )
-    is_on_gpus = _value(config, "roles.rollout.devices") not in (None, "cpu")
     return Facts(
         gauges=gauges,
         knobs=knobs,
-        num_rollouts=max(sum(_role(name) == "rollout" for name in shares), 1),
-        num_samples=int(samples or 1),
-        max_running=int(running or 0),
-        reward_workers=int(workers or 0),
-        is_data_endless=not _value(config, "data.max_passes"),
-        cores=cores,
-        most_rollouts=0 if is_on_gpus else most_on_cores(cores, int(_value(config, "roles.rollout.threads") or 1)),
+        num_samples=int(_value(config, "rollout.num_samples") or 1),
+        max_running=int(_value(config, "engine.max_running") or 0),
         is_over=True,
     )
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def most_on_cores(cores: int, threads: int) -> int:
-    """Engines of so many threads that compute at the same time."""
-    return max(1, cores // max(threads, 1)) if cores else 0
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
@@ -428,130 +379,30 @@ def _verb(who: str, verb: str) -> str:
 
 # -- one move ----------------------------------------------------------------------------------------------------------
 
-
-def advise(verdict: Reason, facts: Facts) -> Reason | None:
-    """The verdict with the first move that a rule has."""
-    found = (rule(verdict, facts) for rule in _RULES.get(verdict.bound, ()))
-    return next((move for move in found if move is not None), None)
-
-
-def _move_text(move: Reason, facts: Facts) -> str:
-    in_file = f"in the run file: {move.key} = {move.new}" if move.key else ""
-    live = f"`{move.command}`" if move.command else ""
-    return f"{(in_file or move.command) if facts.is_over else (live or in_file)}: {move.remedy}"
-
-
-def _no_move_text(verdict: Reason, facts: Facts) -> str:
-    if verdict.bound == "generation" and facts.most_rollouts:
-        cores = f" ({facts.cores} cores)" if facts.cores else ""
-        return (
-            f"this machine has no room for more than {facts.most_rollouts} rollout actors{cores}: shorter answers "
-            "(`myxa set max_new_tokens=N`), a faster engine, or one more machine (`myxa launch --join HOST:PORT`)"
-        )
-    return verdict.remedy
-
-
-def _move(verdict: Reason, why: str, **fields: Any) -> Reason:
-    return msgspec.structs.replace(verdict, remedy=why, **fields)
-
-
-def _turn(verdict: Reason, facts: Facts, knob: str, new: int, why: str) -> Reason | None:
-    """To `new`, or as far as the knob goes; None when it has that value, or there is no such knob."""
-    old = facts.number(knob)
-    if old is None:
-        return None
-    tunable = facts.knobs[knob].tunable
-    new = min(new, math.floor(tunable.high)) if tunable.high is not None else new
-    new = max(new, math.ceil(tunable.low)) if tunable.low is not None else new
-    if new == old:
-        return None
-    return _move(verdict, why, knob=knob, old=old, new=new, key=tunable.key, command=f"myxa set {knob}={new}")
-
-
-def _more_concurrency(verdict: Reason, facts: Facts) -> Reason | None:
-    """As much more as the trainer misses, within what engines and slots have room for."""
-    old = facts.number("concurrency") or 0
-    rooms = [math.ceil(old / max(0.05, 1.0 - verdict.share)), _LARGEST_FACTOR * max(old, 1)]
-    if facts.max_running:
-        rooms.append(math.ceil(facts.max_running / max(facts.num_samples, 1)))
-    if facts.slots_total:
-        rooms.append(math.ceil(facts.slots_total / max(facts.num_rollouts, 1)))
-    new = max(min(rooms), 1)
-    why = f"the trainer waits {percent(verdict.share)} for data and the engines have room for more groups at once"
-    return _turn(verdict, facts, "concurrency", new, why) if new > old else None
-
-
-def _more_staleness(verdict: Reason, facts: Facts) -> Reason | None:
-    reasons: dict[Bound, str] = {
-        "weights": "engines may keep generating with their version while the next one travels",
-        "capacity": "the rollout actors may run one version further ahead of the trainer",
-        "concurrency": "more groups may be under way at once",
-    }
-    new = (facts.number("max_staleness") or 0) + 1
-    return _turn(verdict, facts, "max_staleness", new, reasons.get(verdict.bound, "generation may run further ahead"))
-
-
-def _more_reward_workers(verdict: Reason, facts: Facts) -> Reason | None:
-    old = facts.reward_workers or _WORKERS_BY_ITSELF
-    new = min(2 * old, facts.cores // facts.num_rollouts) if facts.cores else 2 * old
-    if new <= facts.reward_workers:
-        return None
-    why = "answers wait for their rewards; worker processes compute them side by side"
-    return _move(verdict, why, old=facts.reward_workers, new=new, key="reward.workers")
-
-
-def _more_rollouts(verdict: Reason, facts: Facts) -> Reason | None:
-    old = facts.num_rollouts
-    new = max(min(math.ceil(old / max(0.05, 1.0 - verdict.share)), _LARGEST_FACTOR * old), old + 1)
-    new = min(new, facts.most_rollouts) if facts.most_rollouts else new
-    if new <= old:
-        return None
-    why = f"the trainer waits {percent(verdict.share)} for data, and no knob makes the engines compute faster"
-    devices = f" --devices {facts.more_devices}" if facts.more_devices else ""
-    command = f"myxa scale rollout={new}{devices}"
-    return _move(verdict, why, old=old, new=new, key="roles.rollout.count", command=command)
-
-
-def _more_data(verdict: Reason, facts: Facts) -> Reason | None:
-    if facts.is_data_endless:
-        return None
-    return _move(verdict, "the rollout actors get no prompts; 0 goes through the data without end", new=0,
-                 key="data.max_passes")  # fmt: skip
-
-
-def _larger_microbatches(verdict: Reason, facts: Facts) -> Reason | None:
-    why = "the trainer computes all the time; larger micro-batches use the device better, where memory allows"
-    knob = "max_tokens_per_microbatch"
-    return _turn(verdict, facts, knob, 2 * (facts.number(knob) or 0), why)
-
-
-def _rarer_weights(verdict: Reason, facts: Facts) -> Reason | None:
-    """Only as far as the staleness bound has room for: samples grow older by it."""
-    every, bound = facts.number("weights_every"), facts.number("max_staleness")
-    if every is None or bound is None or 2 * every > bound:
-        return None
-    why = "fewer versions travel; max_staleness has room for older samples"
-    return _turn(verdict, facts, "weights_every", 2 * every, why)
-
-
-def _rarer_checks(verdict: Reason, facts: Facts) -> Reason | None:
-    every = facts.number("guard_every")
-    why = f"comparing trainer and engines takes {percent(verdict.share)} of the trainer's time"
-    return _turn(verdict, facts, "guard_every", _LARGEST_FACTOR * every, why) if every else None
-
-
-def _resume(verdict: Reason, facts: Facts) -> Reason | None:
-    return _move(verdict, "an operator or the guard paused the run", command="myxa resume")
-
-
-_RULES: Mapping[Bound, tuple[Callable[[Reason, Facts], Reason | None], ...]] = {
-    "concurrency": (_more_concurrency, _more_staleness),
-    "capacity": (_more_staleness,),
-    "weights": (_rarer_weights, _more_staleness),
-    "guard": (_rarer_checks,),
-    "reward": (_more_reward_workers,),
-    "generation": (_more_rollouts,),
-    "data": (_more_data,),
-    "training": (_larger_microbatches,),
-    "paused": (_resume,),
+_MOVES: Mapping[Bound, tuple[tuple[str, int, int, str], ...]] = {
+    "concurrency": (
+        ("concurrency", 2, 0, "the trainer waits for data and the engines have room for more groups at once"),
+        ("max_staleness", 1, 1, "more groups may be under way at once"),
+    ),
+    "capacity": (("max_staleness", 1, 1, "the rollout actors may run one version further ahead of the trainer"),),
+    "weights": (("max_staleness", 1, 1, "engines may keep generating with theirs while the next version travels"),),
+    "guard": (("guard_every", 4, 0, "the comparison of trainer and engines comes less often"),),
+    "training": (
+        ("max_tokens_per_microbatch", 2, 0, "larger micro-batches use the device better, where memory allows"),
+    ),
 }
+"""Knob, what its value is multiplied by, what is added, why it may help. The first that can move is the move."""
+
+
+def advise(bound: Bound, facts: Facts) -> str:
+    """The first move that is possible, with its value; empty where the bottleneck has none."""
+    for name, factor, more, why in _MOVES.get(bound, ()):
+        old = facts.number(name)
+        if old is None:
+            continue
+        tunable, new = facts.knobs[name].tunable, old * factor + more
+        new = min(new, math.floor(tunable.high)) if tunable.high is not None else new
+        if new > old:
+            in_file = f"in the run file: {tunable.key} = {new}"
+            return f"{in_file if facts.is_over else f'`myxa set {name}={new}`'}: {why}"
+    return ""

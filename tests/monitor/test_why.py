@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.core.config import RunConfig
 from myxa.core.knobs import KnobState, KnobValue, Tunable
-from myxa.launch.control.look_verbs import room_for_rollouts
-from myxa.launch.supervisor.placement import Present, place
 from myxa.launch.views.why import (
     Bound,
     Facts,
-    Reason,
     advise,
     explain,
     explain_actors,
@@ -150,64 +146,29 @@ def facts(**values: KnobValue) -> Facts:
     return Facts(knobs={name: knob(name, value) for name, value in values.items()}, num_samples=4)
 
 
-def verdict(bound: Bound, share: float = 0.6) -> Reason:
-    return Reason(bound=bound, sentence="sentence", remedy="remedy", share=share)
-
-
-def advice(bound: Bound, known: Facts, share: float = 0.6) -> Reason:
-    found = advise(verdict(bound, share), known)
-    assert found is not None and found.remedy
-    return found
-
-
 @pytest.mark.parametrize(
-    ("bound", "share", "known", "command"),
+    ("bound", "known", "move"),
     [
-        ("concurrency", 0.5, facts(concurrency=48), "myxa set concurrency=96"),
-        ("concurrency", 0.95, facts(concurrency=2), "myxa set concurrency=8"),  # never more than four times as much
-        ("capacity", 0.6, facts(max_staleness=1), "myxa set max_staleness=2"),
-        ("weights", 0.6, facts(max_staleness=1, weights_every=1), "myxa set max_staleness=2"),
-        ("weights", 0.6, facts(max_staleness=2, weights_every=1), "myxa set weights_every=2"),
-        ("guard", 0.6, facts(guard_every=2), "myxa set guard_every=8"),
-        ("training", 0.6, facts(max_tokens_per_microbatch=500), "myxa set max_tokens_per_microbatch=1000"),
-        ("generation", 0.5, Facts(num_rollouts=2), "myxa scale rollout=4"),
-        ("paused", 1.0, Facts(), "myxa resume"),
+        ("concurrency", facts(concurrency=48), "`myxa set concurrency=96`: "),
+        ("concurrency", facts(max_staleness=1), "`myxa set max_staleness=2`: "),
+        ("capacity", facts(max_staleness=1), "`myxa set max_staleness=2`: "),
+        ("weights", facts(max_staleness=1, weights_every=1), "`myxa set max_staleness=2`: "),
+        ("guard", facts(guard_every=2), "`myxa set guard_every=8`: "),
+        ("training", facts(max_tokens_per_microbatch=500), "`myxa set max_tokens_per_microbatch=1000`: "),
+        ("training", facts(max_tokens_per_microbatch=900), "`myxa set max_tokens_per_microbatch=1000`: "),
+        ("reward", facts(concurrency=4), ""),
+        ("none", facts(concurrency=4), ""),
     ],
 )
-def test_one_knob_with_a_value(bound: Bound, share: float, known: Facts, command: str) -> None:
-    assert advice(bound, known, share).command == command
-
-
-@pytest.mark.parametrize(
-    ("bound", "known", "key", "new"),
-    [
-        ("reward", Facts(), "reward.workers", 8),
-        ("reward", Facts(reward_workers=3), "reward.workers", 6),
-        ("data", Facts(), "data.max_passes", 0),
-    ],
-)
-def test_what_no_knob_does_is_a_line_of_the_run_file(bound: Bound, known: Facts, key: str, new: int) -> None:
-    found = advice(bound, known)
-    assert (found.knob, found.key, found.new, found.command) == ("", key, new, "")
-    assert advise(verdict("data"), Facts(is_data_endless=True)) is None, "it is so already"
-
-
-def test_concurrency_goes_as_far_as_engines_and_slots_have_room() -> None:
-    known = facts(concurrency=4)
-    roomy = Facts(knobs=known.knobs, num_samples=4, max_running=40, slots_total=100)
-    assert advice("concurrency", roomy, 0.9).new == 10
-    few_slots = Facts(knobs=known.knobs, num_samples=4, max_running=400, slots_total=12, num_rollouts=2)
-    assert advice("concurrency", few_slots, 0.9).new == 6
-    none_left = Facts(knobs={**known.knobs, "max_staleness": knob("max_staleness", 1)}, slots_total=4)
-    assert advice("concurrency", none_left, 0.9).knob == "max_staleness"
+def test_one_knob_with_a_value(bound: Bound, known: Facts, move: str) -> None:
+    assert advise(bound, known).startswith(move) and bool(advise(bound, known)) == bool(move)
 
 
 def test_a_knob_at_its_end_or_not_there_is_not_proposed() -> None:
-    assert advise(verdict("capacity"), Facts(knobs={"max_staleness": knob("max_staleness", 5, high=5)})) is None
-    assert advise(verdict("capacity"), Facts()) is None
-    assert advise(verdict("none"), facts(concurrency=4)) is None
+    assert not advise("capacity", Facts(knobs={"max_staleness": knob("max_staleness", 5, high=5)}))
+    assert not advise("capacity", Facts())
     pending = Facts(knobs={"max_staleness": knob("max_staleness", 1, pending=2)})
-    assert advice("capacity", pending).new == 3
+    assert advise("capacity", pending).startswith("`myxa set max_staleness=3`")
 
 
 STARVED: Shares = {
@@ -222,14 +183,13 @@ def test_why_is_one_record_for_people_and_programs() -> None:
     reason = explain(STARVED, facts(concurrency=48), window_s=60)
     assert reason.bound == judge(STARVED, Facts()).bound == "concurrency"
     assert "trainer/0 waits for data 71 % of the time" in reason.sentence
-    assert (reason.knob, reason.old, reason.new) == ("concurrency", 48, 168)
-    assert reason.to_try.startswith("`myxa set concurrency=168`: ")
+    assert reason.to_try.startswith("`myxa set concurrency=96`: ")
     assert reason.shares["trainer/0"]["compute"] == pytest.approx(0.2857)
     assert reason.shares["trainer/0"]["other"] == 0.0
     other = explain(
         {**STARVED, **{f"rollout/{i}": {"wait-data": 1, "wait-data/reward": 1} for i in range(2)}}, Facts(), window_s=60
     )
-    assert other.to_try.startswith("in the run file: reward.workers = 8: ")
+    assert other.to_try.startswith("reward.workers spreads the function over processes")
 
 
 def test_why_of_one_actor_says_what_it_does() -> None:
@@ -252,38 +212,7 @@ def test_start_up_is_left_out_of_an_actors_time() -> None:
     assert explain_actors(["rollout/2"], starting, Facts()).sentence == "rollout/2 is starting"
 
 
-def test_f2_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
-    """F2."""
-    roomy = Facts(num_rollouts=2, cores=3, most_rollouts=3)
-    assert advice("generation", roomy, 0.9).command == "myxa scale rollout=3"
-    full = Facts(num_rollouts=2, cores=2, most_rollouts=2)
-    assert advise(verdict("generation", 0.9), full) is None
-    starved = {"trainer/0": {"wait-data": 0.9, "compute": 0.1}, "rollout/0": {"compute": 1.0}}
-    told = explain(starved, full).to_try
-    assert "no room for more than 2 rollout actors (2 cores)" in told
-    assert "scale" not in told
-    spare = Facts(num_rollouts=1, most_rollouts=3, more_devices="4,5")
-    assert advice("generation", spare).command == "myxa scale rollout=3 --devices 4,5"
-    assert advice("reward", Facts(cores=2, num_rollouts=2)).new == 1
-    assert advise(verdict("reward"), Facts(cores=2, num_rollouts=1, reward_workers=2)) is None
-
-
-def test_f2_gpus_are_counted_as_scale_counts_them() -> None:
-    one = {"rollout": {"kind": "sglang", "devices": "0-3", "count": 2}, "trainer": {"devices": "4-5"}}
-    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "roles": one})
-    specs = place(config, 1)
-    assert room_for_rollouts(config, Present(specs, (0,)), 2, 64) == (2, ""), "both have their GPUs, none is left"
-    fewer = tuple(spec for spec in specs if spec.name != "rollout/1")
-    assert room_for_rollouts(config, Present(fewer, (0,)), 1, 64) == (2, "")
-    on_cores = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
-    assert room_for_rollouts(on_cores, Present(place(on_cores, 1), (0,)), 1, 6) == (6, "")
-    assert room_for_rollouts(on_cores, Present(place(on_cores, 2), (0, 1)), 2, 6) == (0, ""), "others have cores too"
-
-
 def test_f2_a_run_that_is_over_is_told_of_its_file() -> None:
-    known = facts(concurrency=48)
-    reason = explain(STARVED, known, window_s=60)
-    assert reason.to_try == f"`myxa set concurrency=168`: {reason.remedy}"
     config = {"rollout": {"max_groups": 48, "num_samples": 4}, "engine": {"max_running": 0}}
-    over = explain(STARVED, facts_of_file(config, STARVED, {}, 2)).to_try
-    assert over.startswith("in the run file: rollout.max_groups = 168: ")
+    over = explain(STARVED, facts_of_file(config, {})).to_try
+    assert over.startswith("in the run file: rollout.max_groups = 96: ")
