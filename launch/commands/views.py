@@ -316,7 +316,7 @@ def _tag(parts: Sequence[TagReport]) -> str:
 PS = verb_command(verbs.PS, _ps_page, from_files=_ps_from_files)
 TOP = Command(
     "top", "the run in a terminal: look at it and turn its knobs", _top, _add_top,
-    "Nodes, actors, queues, staleness, engines, knobs, history, logs and stacks of a live run.",
+    "Queues, staleness, engines, actors, knobs and history of a live run.",
 )  # fmt: skip
 DASHBOARD_COMMAND = Command(
     "dashboard", "the run in a browser of this machine", _dashboard, _add_dashboard,

@@ -1,32 +1,83 @@
 """`myxa top`: the run in a terminal, to look at and to set knobs.
 
-Everything that may block runs in threads, which send messages to the application.
+Whatever may block runs in threads, which send messages to the application.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from rich.text import Text
 from textual import on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import DataTable, Static, TabbedContent, TabPane, Tree
+from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 
-from ...core.errors import MyxaError
+from ...core.knobs import AuditRecord
+from ..views.changes import changes_of, clock_text
 from ..views.knob_table import KNOB_COLUMNS, KnobRow, knob_rows
-from ..views.numbers import clean
-from ..views.run_page import run_page
+from ..views.numbers import clean, duration, short, time_parts
+from ..views.run_page import add_fact, run_page
 from ..views.run_view import RunView, notice_text, title_text
-from . import pages
+from ..views.textplot import bar
 from .feed import Feed
 from .knob_screen import KnobScreen
+
+ACTOR_COLUMNS = ("actor", "state", "node", "its last minute")
+HISTORY_COLUMNS = ("no.", "time", "step", "what", "who", "result", "reason")
+
+
+def actor_rows(view: RunView) -> list[tuple[str, ...]]:
+    shares = view.shares()
+    return [
+        (
+            clean(actor.name),
+            actor.state or "?",
+            f"{actor.node} {clean(actor.host)}",
+            "  ".join(["".join(letters for letters, _ in bar(kinds, 8)), *time_parts(kinds, 0)[:1]]),
+        )
+        for actor in view.actors
+        for kinds in [shares.get(actor.name, {})]
+    ]
+
+
+def actor_page(view: RunView, name: str) -> Text:
+    """One actor: its process, where its time went, its metrics."""
+    page, actor = Text(), next((actor for actor in view.actors if actor.name == name), None)
+    if actor is None:
+        add_fact(page, "actor", f"{name} is not in the run any more")
+        return page
+    place = f"pid {actor.pid or '?'}, node {actor.node} {actor.host}, attempt {actor.attempt}"
+    add_fact(page, "process", clean(f"{actor.state or 'state unknown'}, {place}"))
+    age_s, values = view.snapshot.get("age_s", {}).get(name), sorted(view.snapshot.get(name, {}).items())
+    heard = [f"{duration(age_s)} ago"] if age_s is not None else []
+    metrics = [f"{short(value):>9}  {clean(key)}" for key, value in values[:60]]
+    for label, lines in (("heard", heard), ("time", time_parts(view.shares().get(name, {}))), ("metrics", metrics)):
+        for index, line in enumerate(lines):
+            add_fact(page, "" if index else label, clean(line))
+    return page
+
+
+def history_rows(records: Sequence[AuditRecord]) -> list[tuple[str, ...]]:
+    rows = [
+        (
+            str(change.number),
+            clock_text(change.wall_s),
+            str(change.step) if change.step >= 0 else "",
+            clean(change.what),
+            clean(change.who),
+            clean(change.result + (f": {change.detail}" if change.detail and not change.is_done else "")),
+            clean(change.reason),
+        )
+        for change in changes_of(records)
+    ]
+    return rows[::-1] or [("", "", "", "nothing was changed", "", "", "")]
 
 
 class Seen(Message):
@@ -35,26 +86,6 @@ class Seen(Message):
     def __init__(self, view: RunView) -> None:
         super().__init__()
         self.view = view
-
-
-class Read(Message):
-    """A thread read a text for one of the pages."""
-
-    def __init__(self, page: str, actor: str, text: str) -> None:
-        super().__init__()
-        self.page = page
-        self.actor = actor
-        self.text = text
-
-
-def page_body(name: str) -> ComposeResult:
-    if name in ("knobs", "history"):
-        table: DataTable[str] = DataTable(id={"knobs": "knob-table", "history": "history-table"}[name])
-        table.cursor_type = "row"
-        yield table
-        return
-    with VerticalScroll(id=f"{name}-scroll", can_focus=False):
-        yield Static(id=f"{name}-text")
 
 
 def fill(table: DataTable[str], lines: list[tuple[str, ...]]) -> None:
@@ -74,51 +105,28 @@ def fill(table: DataTable[str], lines: list[tuple[str, ...]]) -> None:
 
 
 LOOK_EVERY_S = 1.0
-LOG_LINES = 300
-_TABS = (
-    ("run", "Run"),
-    ("actor", "Actor"),
-    ("knobs", "Knobs"),
-    ("history", "History"),
-    ("log", "Log"),
-    ("stack", "Stack"),
-)
-_ROOMY = 110
-"""Columns from which on tree and tables fit beside each other."""
-_OWN_FOCUS = {"knobs": "#knob-table", "history": "#history-table"}
-"""Tabs in which the arrow keys move in the page; in the others they choose an actor."""
+_TABS = ("run", "actors", "knobs", "history")
+_TABLES = {"actors": ACTOR_COLUMNS, "knobs": (*KNOB_COLUMNS, "what it does"), "history": HISTORY_COLUMNS}
 
 
 class TopApp(App[None]):
-    """The application: title and verdict, the tree of actors, six pages."""
+    """The application: title and verdict, four pages."""
 
     TITLE = "myxa top"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(n), f"page('{name}')", title, show=False) for n, (name, title) in enumerate(_TABS, 1)),
-        Binding("q", "quit", "quit"),
-        Binding("question_mark", "help", "help"),
+        *(Binding(str(number), f"page('{name}')", name) for number, name in enumerate(_TABS, 1)),
         Binding("r", "refresh", "refresh"),
-        Binding("f", "follow", "follow log"),
-        Binding("t", "tree", "tree"),
-        Binding("p", "pause", "pause or resume"),
-        Binding("pagedown,space", "turn_page(1)", "down", priority=True),
-        Binding("pageup", "turn_page(-1)", "up", priority=True),
+        Binding("q", "quit", "quit"),
     ]
     CSS = """
-    Screen { layout: vertical; }
-    #title { height: 1; padding: 0 1; }
+    #title { height: 1; padding: 0 1; text-style: bold; }
     #why { height: auto; max-height: 3; padding: 0 1; text-style: italic; }
     #notice { height: auto; max-height: 2; padding: 0 1; color: $warning; text-style: bold; }
-    #body { height: 1fr; }
-    #keys { height: 1; padding: 0 1; text-style: reverse; }
-    #tree { width: 30; min-width: 26; border-right: solid $surface-lighten-2; background: transparent; }
-    #tree > .tree--cursor { text-style: reverse; }
-    #tabs { width: 1fr; }
+    #tabs { height: 1fr; }
     TabPane { padding: 0 1; }
     DataTable { height: 1fr; background: transparent; }
     DataTable > .datatable--cursor { text-style: reverse; }
-    #body.-roomy #tree { width: 48; }
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -126,34 +134,27 @@ class TopApp(App[None]):
         self._feed = feed
         self._run_view: RunView | None = None
         self._actor = ""
-        self._tree_key: tuple[tuple[int, str], ...] = ()
         self._knob_rows: dict[str, KnobRow] = {}
-        self._follows = True
-        self._log_of = ""
-        self._shows_tree: bool | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(id="title")
+        yield Static("myxa top: asking the run ...", id="title")
         yield Static(id="why")
         yield Static(id="notice")
-        with Horizontal(id="body"):
-            tree: Tree[str] = Tree("run", id="tree")
-            tree.show_root = False
-            tree.guide_depth = 2
-            yield tree
-            with TabbedContent(id="tabs"):
-                for name, title in _TABS:
-                    with TabPane(title, id=name):
-                        yield from page_body(name)
-        yield Static(id="keys")
+        with TabbedContent(id="tabs"):
+            for name in _TABS:
+                with TabPane(name.title(), id=name):
+                    if name in _TABLES:
+                        yield DataTable(id=f"{name}-table", cursor_type="row")
+                    if name in ("run", "actors"):
+                        with VerticalScroll(id=f"{name}-scroll"):
+                            yield Static(id=f"{name}-text")
+        yield Footer()
 
     def on_mount(self) -> None:
-        self._page.query_one("#title", Static).update("myxa top: asking the run ...")
-        self._table("knob-table").add_columns(*KNOB_COLUMNS, "what it does")
-        self._table("history-table").add_columns(*pages.HISTORY_COLUMNS)
-        self._page.query_one("#tree").focus()
-        _start(self._look_forever)
-        _start(self._read_logs_forever)
+        for name, columns in _TABLES.items():
+            self._table(name).add_columns(*columns)
+        # Not textual's thread workers: those are waited for at the end, also when the run that they ask hangs.
+        threading.Thread(target=self._look_forever, daemon=True, name="myxa-top").start()
 
     def on_unmount(self) -> None:
         self._feed.close()
@@ -167,22 +168,18 @@ class TopApp(App[None]):
 
     @on(Seen)
     def seen(self, event: Seen) -> None:
-        if self.is_running:  # not while the widgets are being taken away: this may have waited in the queue
-            self.show(event.view)
-
-    def show(self, view: RunView) -> None:
-        self._run_view = view
-        self._page.query_one("#title", Static).update(Text(title_text(view), style="bold"))
-        self._page.query_one("#why", Static).update(Text(clean(view.why)))
+        if not self.is_running:  # the widgets are being taken away: this may have waited in the queue
+            return
+        self._run_view = view = event.view
+        self._say("title", Text(title_text(view)))
+        self._say("why", Text(clean(view.why)))
         notice = notice_text(view)
-        line = self._page.query_one("#notice", Static)
-        line.update(Text(notice))
-        line.display = bool(notice)
-        self._show_tree(view)
-        self._show_page()
-        fill(self._table("history-table"), pages.history_rows(view.history))
+        self._say("notice", Text(notice)).display = bool(notice)
         self._knob_rows = {row.name: row for row in knob_rows(view.knobs)}
-        fill(self._table("knob-table"), [(*row.cells(), clean(row.tunable.help)) for row in self._knob_rows.values()])
+        fill(self._table("knobs"), [(*row.cells(), clean(row.tunable.help)) for row in self._knob_rows.values()])
+        fill(self._table("history"), history_rows(view.history))
+        fill(self._table("actors"), actor_rows(view))
+        self._show_texts()
 
     @property
     def _page(self) -> Screen[object]:
@@ -190,132 +187,43 @@ class TopApp(App[None]):
         return self.screen_stack[0]
 
     def _table(self, name: str) -> DataTable[str]:
-        return cast("DataTable[str]", self._page.query_one(f"#{name}"))
+        return cast("DataTable[str]", self._page.query_one(f"#{name}-table"))
 
-    def _show_page(self) -> None:
-        if self._run_view is None or not self.is_running:
-            return
-        width = max(40, self._page.query_one("#tabs").size.width - 5)
-        page = run_page(self._run_view, width)
-        self._page.query_one("#run-text", Static).update(page)
-        self._page.query_one("#actor-text", Static).update(pages.actor_page(self._run_view, self._actor, width))
+    def _say(self, name: str, text: Text) -> Static:
+        line = self._page.query_one(f"#{name}", Static)
+        line.update(text)
+        return line
 
-    def _show_tree(self, view: RunView) -> None:
-        tree = cast("Tree[str]", self._page.query_one("#tree"))
-        key = tuple((actor.node, actor.name) for actor in view.actors)
-        if key != self._tree_key:
-            self._tree_key = key
-            self._build_tree(tree, view)
-        facts = {actor.name: actor for actor in view.actors}
-        width = tree.size.width - 5
-        for node in tree.root.children:
-            for leaf in node.children:
-                if leaf.data in facts:
-                    leaf.set_label(pages.actor_label(facts[leaf.data], view, width))
+    def _show_texts(self) -> None:
+        if self._run_view is not None and self.is_running:
+            self._say("run-text", run_page(self._run_view, max(40, self.size.width - 5)))
+            self._say("actors-text", actor_page(self._run_view, self._actor))
 
-    def _build_tree(self, tree: Tree[str], view: RunView) -> None:
-        tree.clear()
-        chosen = None
-        for number in sorted({actor.node for actor in view.actors}):
-            mine = [actor for actor in view.actors if actor.node == number]
-            node = tree.root.add(Text(pages.node_label(number, mine), style="bold"), expand=True)
-            for actor in mine:
-                leaf = node.add_leaf(actor.name, data=actor.name)
-                if chosen is None or actor.name == self._actor:
-                    chosen = leaf
-        if chosen is not None:
-            self._actor = chosen.data or ""
-            self.call_after_refresh(tree.move_cursor, chosen)
-
-    @on(Tree.NodeHighlighted)
-    def choose(self, event: Tree.NodeHighlighted[str]) -> None:
-        if self.is_running and event.node.data and event.node.data != self._actor:
-            self._actor = event.node.data
-            self._show_page()
-            self._say("log", f"asking for the log of {self._actor} ...")
-            self._say("stack", f"r asks {self._actor} for its stack")
-            self._look_for_log()
+    @on(DataTable.RowHighlighted, "#actors-table")
+    def choose(self, event: DataTable.RowHighlighted) -> None:
+        if self.is_running:
+            self._actor = str(event.row_key.value)
+            self._show_texts()
 
     def action_page(self, name: str) -> None:
-        self._tabs().active = name
-        self._give_focus()
-
-    def _give_focus(self) -> None:
-        """After the refresh: a widget that is not displayed takes no focus."""
-        target = self._page.query_one(_OWN_FOCUS.get(self._tabs().active, "#tree"))
-        self.call_after_refresh(target.focus)
-
-    def _tabs(self) -> TabbedContent:
-        return self._page.query_one("#tabs", TabbedContent)
+        self._page.query_one("#tabs", TabbedContent).active = name
 
     @on(TabbedContent.TabActivated)
-    def activated(self, event: TabbedContent.TabActivated) -> None:
-        if not self.is_running:
-            return
-        if event.pane.id == "stack":
-            self._read_stack(self._actor)
-        self._look_for_log()
-        self._fit()
-        self._give_focus()
+    def activated(self) -> None:
+        """The arrow keys move in the page; after the refresh: a widget that is not displayed takes no focus."""
+        self.call_after_refresh(self._give_focus)
+
+    def _give_focus(self) -> None:
+        if self.is_running and (pane := self._page.query_one("#tabs", TabbedContent).active_pane) is not None:
+            pane.query("DataTable, VerticalScroll").first().focus()
 
     def on_resize(self) -> None:
-        self._fit()
-
-    def _fit(self) -> None:
-        if not self.is_running:
-            return
-        page = self._tabs().active
-        self._page.query_one("#body").set_class(self.size.width >= _ROOMY, "-roomy")
-        has_room = self.size.width >= _ROOMY or page not in _OWN_FOCUS
-        self._page.query_one("#tree").display = has_room if self._shows_tree is None else self._shows_tree
-        self._page.query_one("#keys", Static).update(Text(pages.help_text(page)))
-        self.call_after_refresh(self._show_page)
-
-    def action_help(self) -> None:
-        self.notify(pages.HELP, title="myxa top", timeout=20)
-
-    def action_turn_page(self, direction: int) -> None:
-        page = self._tabs().active
-        if page in _OWN_FOCUS:
-            table = self._table(f"{'knob' if page == 'knobs' else page}-table")
-            table.move_cursor(row=table.cursor_row + direction * max(1, table.size.height - 2))
-            return
-        scroll = self._page.query_one(f"#{page}-scroll", VerticalScroll)
-        scroll.scroll_relative(y=direction * max(1, scroll.size.height - 1), animate=False)
-
-    @on(Tree.NodeSelected)
-    def look_at(self, event: Tree.NodeSelected[str]) -> None:
-        if event.node.data and self._tabs().active == "run":
-            self.action_page("actor")
+        self.call_after_refresh(self._show_texts)
 
     def action_refresh(self) -> None:
-        if self._tabs().active == "stack":
-            self._read_stack(self._actor)
         self._feed.wake()
 
-    def action_follow(self) -> None:
-        self._follows = not self._follows
-        self._look_for_log()
-        self.notify("the log is followed" if self._follows else "the log is held; f follows it again")
-
-    def action_tree(self) -> None:
-        self._shows_tree = not self._page.query_one("#tree").display
-        self._fit()
-
-    def action_pause(self) -> None:
-        status = self._run_view.status if self._run_view is not None else None
-        if status is None or self._feed.reader_only:
-            self.notify("no socket within reach can pause the run", severity="warning")
-            return
-        verb = "resume" if status.paused else "pause"
-        _start(lambda: self._ask_verb(verb))
-
-    def _ask_verb(self, verb: str) -> None:
-        said = _answer(lambda: pages.done_words(verb, self._feed.ask(verb, reason="myxa top")))
-        self.post_message(Read("", "", said))
-        self._feed.wake()
-
-    @on(DataTable.RowSelected, "#knob-table")
+    @on(DataTable.RowSelected, "#knobs-table")
     def turn(self, event: DataTable.RowSelected) -> None:
         row = self._knob_rows.get(str(event.row_key.value))
         if row is None or self._run_view is None:
@@ -333,56 +241,3 @@ class TopApp(App[None]):
         if said:
             self.notify(said, timeout=8)
         self._feed.wake()
-
-    def _read_logs_forever(self) -> None:
-        while not self._feed.is_closed:
-            name = self._log_of
-            if name:
-                text = _answer(
-                    lambda name=name: pages.log_text(self._feed.ask("logs", target=name, num_lines=LOG_LINES))
-                )
-                self.post_message(Read("log", name, text))
-            self._feed.wait(LOOK_EVERY_S)
-
-    def _read_stack(self, name: str) -> None:
-        if name:
-            self._say("stack", f"asking {name} for its stack ...")
-            _start(lambda: self._ask_stack(name))
-
-    def _ask_stack(self, name: str) -> None:
-        text = _answer(lambda: pages.stack_text(self._feed.ask("stack", timeout_s=30.0, target=name)))
-        self.post_message(Read("stack", name, text))
-
-    @on(Read)
-    def read(self, event: Read) -> None:
-        if not self.is_running:
-            return
-        if not event.page:
-            self.notify(event.text)
-            return
-        if event.actor != self._actor:
-            return
-        self._say(event.page, event.text)
-        if event.page == "log" and self._follows:
-            self._page.query_one("#log-scroll", VerticalScroll).scroll_end(animate=False)
-
-    def _say(self, page: str, text: str) -> None:
-        self._page.query_one(f"#{page}-text", Static).update(Text(text))
-
-    def _look_for_log(self) -> None:
-        """Logs are read only while their page is shown."""
-        is_seen = self._tabs().active == "log" and self._follows
-        self._log_of = self._actor if is_seen else ""
-        self._feed.wake()
-
-
-def _answer(ask: Callable[[], str]) -> str:
-    try:
-        return ask()
-    except (MyxaError, OSError, ValueError) as error:
-        return str(error)
-
-
-def _start(work: Callable[[], None]) -> None:
-    """Not textual's thread workers: those are waited for at the end, also when the run that they ask hangs."""
-    threading.Thread(target=work, daemon=True, name="myxa-top").start()

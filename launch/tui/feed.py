@@ -36,7 +36,7 @@ class Asks(Protocol):
 
 
 class Feed:
-    """One run as it looks from outside. Not thread-safe, but `set` and `ask` may be called beside `look`."""
+    """One run as it looks from outside. Not thread-safe, but `set` may be called beside `look`."""
 
     def __init__(
         self,
@@ -76,10 +76,6 @@ class Feed:
     @classmethod
     def of_files(cls, run_dir: Path) -> Feed:
         return cls(None, lambda: False, run_dir.resolve(), reader_only=True)
-
-    @property
-    def is_over(self) -> bool:
-        return self._client is None
 
     def close(self) -> None:
         self.is_closed = True
@@ -127,11 +123,7 @@ class Feed:
 
     def set(self, request: ChangeRequest) -> ChangeReply:
         """Set knobs. Raises the run's refusal."""
-        arguments = {name: value for name, value in msgspec.to_builtins(request).items() if name != WHO}
-        return msgspec.convert(self.ask("set", timeout_s=90.0, **arguments), ChangeReply)
-
-    def ask(self, verb: str, timeout_s: float = 15.0, **arguments: Any) -> Any:
-        """Ask any other verb. Raises the run's refusal."""
         if self._client is None:
             raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
-        return self._client.ask(verb, timeout_s=timeout_s, **arguments)
+        arguments = {name: value for name, value in msgspec.to_builtins(request).items() if name != WHO}
+        return msgspec.convert(self._client.ask("set", timeout_s=90.0, **arguments), ChangeReply)

@@ -15,8 +15,7 @@ from myxa.core.activity import ACTIVITY_KINDS
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
 from myxa.launch.control.verbs import StatusArguments
-from myxa.launch.tui import pages
-from myxa.launch.tui.pages import log_text, stack_text
+from myxa.launch.tui.app import actor_page, actor_rows
 from myxa.launch.views import knob_table
 from myxa.launch.views.run_page import legend, run_page
 from myxa.launch.views.run_view import RunView, carried_over, lag_rows, notice_text, title_text
@@ -112,25 +111,12 @@ def test_every_page_fits_its_width(view: RunView) -> None:
         assert [line for line in page.plain.splitlines() if len(line) > width and line.strip() != letters] == []
 
 
-def test_terminal_orders_in_names_and_logs_are_not_obeyed(view: RunView) -> None:
+def test_terminal_orders_in_names_are_not_obeyed(view: RunView) -> None:
     evil = msgspec.structs.replace(view.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
     told = RunView(now_wall_s=1.0, started_wall_s=0.0, status=evil, why="a\x1b]0;b\x07")
     console = Console(width=80, file=None, record=True, quiet=True)
     console.print(run_page(told, 80))
     assert "\x1b" not in title_text(told) + notice_text(told)
-    assert "\x1b" not in log_text({"lines": ["a\x1b[31mb", "c\rd"]})
-    assert log_text({"lines": ["a\x1b[31mb"]}) == "a [31mb"
-
-
-def test_logs_and_stacks_of_one_actor_or_several_are_shown() -> None:
-    for answer, text in (
-        ({"lines": ["one", "two"]}, "one\ntwo"),
-        ([{"actor": "a", "lines": ["x"]}, {"name": "b", "text": "y\nz"}], "-- a\nx\n-- b\ny\nz"),
-        (None, "the log is empty"),
-        (7, "the log is empty"),
-    ):
-        assert log_text(answer) == text
-    assert stack_text({}) == "the stack is empty"
 
 
 def test_nothing_answered_is_a_picture_too() -> None:
@@ -138,7 +124,7 @@ def test_nothing_answered_is_a_picture_too() -> None:
     assert "gone" in notice_text(empty)
     assert "starting" in title_text(empty)
     assert run_page(empty, 80).plain
-    assert pages.actor_page(empty, "trainer/0").plain
+    assert actor_page(empty, "trainer/0").plain and not actor_rows(empty)
 
 
 def test_what_is_not_told_any_more_stays_as_it_was(view: RunView) -> None:

@@ -18,7 +18,7 @@ from textual.widgets import Input, Static
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
-from myxa.launch.tui.app import Read, Seen, TopApp
+from myxa.launch.tui.app import Seen, TopApp
 from myxa.launch.tui.feed import Feed
 
 PATIENCE_S = 20.0
@@ -74,24 +74,23 @@ class Leaving(Static):
         app = cast("TopApp", self.app)
         assert app._run_view is not None
         app.post_message(Seen(app._run_view))
-        app.post_message(Read("log", app._actor, "the last line"))
 
 
 async def test_the_run_at_a_glance_in_a_terminal_of_any_size(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
-        text = await sees(
-            pilot, "running step 120 of 400", "generation is the bottleneck", "node 1 worker-b", "85 of 96"
-        )
+        text = await sees(pilot, "running step 120 of 400", "generation is the bottleneck", "85 of 96")
         lines = text.splitlines()
         assert len(lines) == 24
         assert max(map(len, lines)) <= 80
         assert lines[0].startswith(" sort  running")
-        assert re.search(r"\+ trainer/0 +[█▓]{7,8}", text)
         assert "q quit" in lines[-1]
+        await pilot.press("2")
+        text = await sees(pilot, "1 worker-b", "pid 4002")
+        assert re.search(r"trainer/0 +up +0 worker-a +[█▓]{7,8}", text)
         for size in ((20, 6), (240, 70)):
             await pilot.resize_terminal(*size)
             await until(pilot, lambda text: "running" in text, "the run")
-            for page in "123456":
+            for page in "1234":
                 await pilot.press(page)
                 await pilot.pause()
         await pilot.resize_terminal(80, 24)
@@ -172,32 +171,14 @@ async def test_a_run_that_falls_silent_keeps_its_last_picture_comes_back_and_fin
         await sees(pilot, "finished", "the run has ended")
 
 
-async def test_logs_and_stacks_that_do_not_come_are_named(planting, seat) -> None:
-    seat.silent = {"logs", "stack"}
-    async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
-        await sees(pilot, "running step 120")
-        for page in "23456":
-            await pilot.press(page)
-            await pilot.pause()
-        await sees(pilot, "stack was not answered in time")
-        seat.silent = set()
-        await pilot.press("1")
-        await sees(pilot, "running step 120", "85 of 96")
-
-
 async def test_a_wide_terminal_shows_all_of_an_actor_and_keeps_it_when_the_run_ends(planting, seat) -> None:
     async with driven(planting, seat, size=(130, 50)) as (pilot, _, stack):
-        text = await sees(pilot, "node 0 worker-a", "<- bound", "v120", "v119", "compute 9", "drains")
+        text = await sees(pilot, "<- bound", "v120", "v119", "compute 9", "drains")
         assert re.search(r"lag 0 +█+ +14", text)
-        await pilot.press("5")
-        await sees(pilot, "trainer/0: line 299")
-        await pilot.press("down", "down")
-        text = await sees(pilot, "rollout/0: line 299")
-        assert "\x1b" not in text
-        await pilot.press("6")
-        await sees(pilot, "-- rollout/0", "in step", "loss.backward()")
         await pilot.press("2")
-        await sees(pilot, "pid 4004", "rollout/tokens_per_s")
+        await sees(pilot, "trainer/0", "pid 4002")
+        await pilot.press("down", "down")
+        await sees(pilot, "rollout/0", "pid 4004", "rollout/tokens_per_s")
         await pilot.press("1")
         await stack.aclose()
         await sees(pilot, "the run has ended", "step 120", "85 of 96")
@@ -205,7 +186,7 @@ async def test_a_wide_terminal_shows_all_of_an_actor_and_keeps_it_when_the_run_e
         await sees(pilot, "max_staleness")
         await pilot.press("enter")
         await told(pilot, "nothing can be set any more")
-        await pilot.press("5", "6", "r")
+        await pilot.press("4", "2", "r")
         await sees(pilot, "the run has ended")
 
 
