@@ -20,7 +20,7 @@ from ..actors.rewards.guard import kind_of_cause
 from ..actors.sinks.jsonl import EVENTS_FILE
 from ..core.errors import MyxaError
 from .first_failure import FirstFailure, RunEnd
-from .views.live import Curves, LiveView, final_summary
+from .views.live import LiveView, final_summary
 from .views.numbers import clean, training_reward
 from .views.report import REPORT_FILE, write_page
 from .views.run_files import JsonTail, RunFiles, load_run
@@ -135,10 +135,12 @@ class Screen:
             return None
 
 
-def _curves(run: RunFiles | None) -> Curves:
+def _curves(run: RunFiles | None) -> dict[str, dict[int, float]]:
+    """The loss where there is no reward: of demonstrations."""
     if run is None:
-        return Curves()
-    return Curves(run.steps(training_reward(run.series)), run.steps("eval/reward"), run.steps("train/loss"))
+        return {}
+    rewards = {"reward": run.steps(training_reward(run.series)), "held-out reward": run.steps("eval/reward")}
+    return rewards if any(rewards.values()) else {"loss": run.steps("train/loss")}
 
 
 class _News:

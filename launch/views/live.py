@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -25,18 +24,9 @@ from ...core.messages import RunStatus
 from .numbers import clean, duration, short
 from .run_page import run_page
 from .run_view import RunView, dropped_text, notice_text, plain_line
-from .textplot import plot
+from .textplot import sparkline
 
 _MAX_WIDTH = 72
-
-
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """What is drawn: step -> value. The loss is drawn when there is no reward (demonstrations alone)."""
-
-    reward: Mapping[int, float] = field(default_factory=dict[int, float])
-    eval_reward: Mapping[int, float] = field(default_factory=dict[int, float])
-    loss: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
 def final_summary(
@@ -46,11 +36,12 @@ def final_summary(
     elapsed_s: float,
     run_dir: Path,
     report: Path | None,
-    curves: Curves,
+    curves: Mapping[str, Mapping[int, float]],
     next_steps: Sequence[str] = (),
     dropped: Mapping[str, int] | None = None,
 ) -> None:
-    """Print the end of a run. `next_steps`: sentences or commands to try; `dropped`: reason -> groups left out."""
+    """Print the end of a run. `curves`: values over steps, by name; `next_steps`: sentences or commands to try;
+    `dropped`: reason -> groups left out."""
     colour = {"finished": "green", "failed": "red"}.get(status.phase, "yellow")
     goal = f" of {status.num_steps}" if status.num_steps > 0 else ""
     headline = f"{clean(status.name)}: {status.phase} after {status.version}{goal} steps, {duration(elapsed_s)}"
@@ -60,10 +51,11 @@ def final_summary(
             console.print(Text(clean(reason)), soft_wrap=True)
     if dropped and any(dropped.values()):
         console.print(Text(f"groups left out: {dropped_text(dropped)}"), soft_wrap=True)
-    if curves.reward or curves.eval_reward or not curves.loss:
-        _print_curve(console, "reward", curves.reward, curves.eval_reward)
-    else:
-        _print_curve(console, "loss", curves.loss, {})
+    for name, curve in curves.items():
+        if curve:
+            values = [curve[step] for step in sorted(curve)]
+            line = sparkline(values, min(_MAX_WIDTH, console.width - 12))
+            console.print(Text(f"{name}: {_change(values)}\n  {line}", no_wrap=True), crop=False)
     console.print()
     _print_place(console, "report", report)
     _print_place(console, "run directory", run_dir)
@@ -73,22 +65,8 @@ def final_summary(
             console.print(Text(f"  - {clean(step)}"), soft_wrap=True)
 
 
-def _print_curve(console: Console, name: str, curve: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
-    width = min(_MAX_WIDTH, console.width - 12)
-    lines = plot(curve, evaluations, width=width, height=10)
-    if not lines:
-        return
-    label = f"{name}: {_change(curve)}" if curve else name
-    label += f"   o held-out: {_change(evaluations)}" if evaluations else ""
-    console.print()
-    console.print(Text(label))
-    for line in lines:
-        console.print(Text(line, no_wrap=True), crop=False)
-
-
-def _change(curve: Mapping[int, float]) -> str:
+def _change(values: Sequence[float]) -> str:
     """First and last value; of a noisy curve the means of its first and last tenth."""
-    values = [curve[step] for step in sorted(curve)]
     num = max(1, len(values) // 10)
     first, last = sum(values[:num]) / num, sum(values[-num:]) / num
     return f"{short(first)} -> {short(last)}"

@@ -109,7 +109,7 @@ def test_a_run_ends_with_every_prompt_accounted_for(whole: Finished) -> None:
     sums = [v["reward/part/exact/mean"] + 0.5 * v["reward/part/format/mean"] for v in parts]
     assert [v["reward/mean"] for v in parts] == pytest.approx(sums)
     rewards = [values["reward/raw_mean"] for values in points if "reward/raw_mean" in values]
-    assert f"reward: {short(rewards[0])} -> {short(rewards[-1])}   o held-out: " in whole.said, "of all steps"
+    assert f"reward: {short(rewards[0])} -> {short(rewards[-1])}\n" in whole.said, "of all steps"
     found = {key: value for values in points for key, value in values.items() if "eval/" in key}
     assert (found["eval/cut/response_length"], found["eval/cut/truncated_ratio"]) == (1.0, 1.0)
     assert (found["eval/own/reward"], found["eval/own/pass_at_1"], found["eval/own/pass_at_2"]) == (0.25, 1.0, 1.0)

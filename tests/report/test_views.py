@@ -1,4 +1,4 @@
-"""Numbers, text plots, names and findings: the pure parts of what people see."""
+"""Numbers, names and findings: the pure parts of what people see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from myxa.launch.views.findings import findings
 from myxa.launch.views.numbers import duration, short
 from myxa.launch.views.run_files import RunFiles
-from myxa.launch.views.textplot import PLAIN, plot, sparkline
+from myxa.launch.views.textplot import PLAIN, sparkline
 
 FLOATS = st.floats(min_value=-1e12, max_value=1e12, allow_nan=False)
 
@@ -47,28 +47,6 @@ def test_a_sparkline_rises_with_its_values() -> None:
     assert sparkline([3, 3, 3]) == "▅▅▅"
     assert sparkline([]) == sparkline([math.nan]) == ""
     assert len(sparkline(list(range(1000)), 30)) == 30
-
-
-@given(st.dictionaries(st.integers(0, 10_000), FLOATS, max_size=60), st.integers(1, 90), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
-def test_a_plot_fits_its_frame_whatever_the_curve(curve: dict[int, float], width: int, height: int) -> None:
-    lines = plot(curve, width=width, height=height)
-    assert bool(lines) == bool(curve)
-    if lines:
-        assert len(lines) == max(height, 3) + 2
-        assert max(len(line) for line in lines) <= max(width, 16) + 12
-        plain = "\n".join(lines).encode("ascii", PLAIN).decode().splitlines()
-        assert list(map(len, plain)) == list(map(len, lines)), "a terminal without these letters gets as many others"
-
-
-def test_a_plot_shows_the_shape_and_the_marks() -> None:
-    lines = plot({0: 0.0, 50: 0.0, 100: 1.0}, {0: 0.5}, width=20, height=5)
-    lines = [line.encode("ascii", PLAIN).decode() for line in lines]
-    assert lines[0].rstrip().endswith("*")
-    assert lines[0].startswith("  1 |")
-    assert lines[2].startswith("0.5 |o")
-    assert lines[4].startswith("  0 |****")
-    assert lines[-1].split() == ["0", "step", "100"]
 
 
 def run_with(*events: tuple[str, str], **series: list[float]) -> RunFiles:
