@@ -1,9 +1,8 @@
 """What this machine has and lets its user do, and the checks of it, for `myxa doctor`. Knows no run file.
 
 `gather` asks everything; a failure becomes a fact, and a fact that could not be had is None or empty. The checks are
-pure: they judge `MachineFacts`. Nothing is changed: ports are listened on for an instant, and a few child processes
-start (one loads a preloaded library). Earlier runs are found by what they left: runtime folders, workers'
-descriptions, command lines. Versions that belong together follow the exact pins in the packages' own metadata.
+pure: they judge `MachineFacts`. Nothing is changed: ports are listened on for an instant. Versions that belong together
+follow the exact pins in the packages' own metadata.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,16 +22,13 @@ from typing import Any
 
 import psutil
 
-from ... import __file__ as package_file
 from ...core.errors import LaunchError, MyxaError
 from ...core.host_memory import CGROUP_ROOT, available_bytes
 from ...memory.native import CPP_COMPILERS, find_compiler
-from ..control.client import ControlNote
 from ..host import Gpus, free_at, listen_trouble, look_at_gpus, nearest_folder
 from ..memory_part import GIB, size_text
 from ..node_place import DEFAULT_PORT
-from ..runtime_dir import PREFIX, short_base
-from ..worker_spec import SPEC_VARIABLE, WORKER_MODULE, ProcessSpec, read_spec
+from ..runtime_dir import short_base
 from .check import Finding, Severity
 from .node import has_module, module_folder
 
@@ -42,7 +36,6 @@ SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers
 DISTRIBUTIONS = (*SHOWN, "nvidia-nccl-cu13", "nvidia-nccl-cu12", "pyzmq", "pydantic", "numpy")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *ALLOCATORS, "LD_PRELOAD", "CUDA_VISIBLE_DEVICES")
-CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
 NO_LIMIT = 1 << 60
 """What version 1 of control groups says for "none"."""
@@ -121,171 +114,10 @@ def _addresses() -> tuple[str, ...]:
 
 def _trouble(ask: Callable[[], object]) -> str:
     try:
-        found = ask()
-    except (OSError, AttributeError, LaunchError) as error:
+        ask()
+    except (OSError, LaunchError) as error:
         return str(getattr(error, "message", "") or getattr(error, "strerror", "") or error)
-    if isinstance(found, int):
-        os.close(found)
     return ""
-
-
-def _newest_file_s() -> float:
-    files = (Path(package_file).parent / "launch").glob("*.py")
-    return max((path.stat().st_mtime for path in files), default=0.0)
-
-
-# -- torch-memory-saver ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Preload:
-    """torch-memory-saver's library in front of a process."""
-
-    library: str = ""
-    """As its own resolver says; empty: it is not installed, or does not know."""
-    trouble: str = ""
-    """Why the resolver does not know."""
-    status: int | None = None
-    """Exit status of /bin/true with it; None: not tried."""
-    said: str = ""
-    """What the loader said."""
-
-
-RESOLVE_S = 120.0
-"""torch-memory-saver's resolver imports torch."""
-TRY_S = 20.0
-RESOLVER = (
-    "from torch_memory_saver.utils import get_binary_path_from_package as find;"
-    "print(); print(find('torch_memory_saver_hook_mode_preload'))"
-)
-"""Its own: by file name one takes the library of another CUDA."""
-
-
-def preload_facts() -> Preload:
-    """What torch-memory-saver would preload, and whether a process starts with it."""
-    from ...actors.engines.sglang.launch import saver_env
-
-    if not has_module("torch_memory_saver"):
-        return Preload()
-    try:
-        done = _run([sys.executable, "-c", RESOLVER], dict(os.environ), RESOLVE_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        return Preload(trouble=f"its resolver could not be asked: {error}")
-    if done.returncode != 0:
-        return Preload(trouble=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-    return try_preload(done.stdout.strip().splitlines()[-1], saver_env(os.environ))
-
-
-def try_preload(library: str, env: dict[str, str]) -> Preload:
-    """Start /bin/true with the library in front of it, in the environment that a server would get."""
-    try:
-        done = _run(["/bin/true"], {**env, "LD_PRELOAD": library}, TRY_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        return Preload(library, status=-1, said=str(error))
-    return Preload(library, status=done.returncode, said=" ".join(done.stderr.split()))
-
-
-def _run(command: list[str], env: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-
-# -- earlier runs and servers ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FoundRun:
-    """A run of this user that has left something."""
-
-    run_dir: str
-    folder: str
-    """Its runtime folder."""
-    launcher: int
-    """Process id; 0: not known."""
-    is_alive: bool
-    """Whether its launcher is."""
-    pids: tuple[int, ...] = ()
-    """Of its actors that are there."""
-
-
-def find_runs() -> tuple[FoundRun, ...]:
-    """Every run of this user that has a folder or a process here."""
-    lines = _command_lines()
-    workers = list(_workers(lines))
-    # A shell waits for the launcher's end, to remove its folder then.
-    guarded = {words[-1] for words in lines.values() if words[:2] == ["/bin/sh", "-c"]}
-    found: list[FoundRun] = []
-    for folder in sorted({*_folders(), *(folder for _, folder, _ in workers)}, key=str):
-        note = ControlNote.load(folder)
-        mine = [(pid, spec) for pid, folder_of, spec in workers if folder_of == folder]
-        launcher = note.pid if note is not None else mine[0][1].launcher_pid if mine else 0
-        run_dir = note.run_dir if note is not None else mine[0][1].run_dir if mine else ""
-        is_alive = str(folder) in guarded or (launcher > 0 and psutil.pid_exists(launcher))
-        found.append(FoundRun(run_dir, str(folder), launcher, is_alive, tuple(pid for pid, _ in mine)))
-    return tuple(found)
-
-
-def _command_lines() -> dict[int, list[str]]:
-    """Of every process of this user."""
-    found: dict[int, list[str]] = {}
-    for process in psutil.process_iter():
-        try:
-            if process.uids().real == os.getuid():
-                found[process.pid] = process.cmdline()
-        except psutil.Error:
-            continue
-    return found
-
-
-def _folders() -> Iterator[Path]:
-    try:
-        entries = sorted(Path(short_base()).glob(f"{PREFIX}*"))
-    except (LaunchError, OSError):
-        return
-    for entry in entries:
-        try:
-            is_ours = entry.lstat().st_uid == os.getuid() and entry.is_dir()
-        except OSError:
-            continue
-        if is_ours and ((entry / "rdzv.json").exists() or ControlNote.load(entry) is not None):
-            yield entry
-
-
-def _workers(lines: Mapping[int, list[str]]) -> Iterator[tuple[int, Path, ProcessSpec]]:
-    """Process id, runtime folder and description of every actor of this user."""
-    for pid, words in lines.items():
-        if WORKER_MODULE not in words:
-            continue
-        try:
-            path = psutil.Process(pid).environ().get(SPEC_VARIABLE, "")
-            yield pid, Path(path).parent, read_spec(path)
-        except (psutil.Error, LaunchError):
-            continue
-
-
-SERVER_MODULE = "sglang.launch_server"
-HOST_FLAG, KEY_FLAGS = "--host", ("--api-key", "--admin-api-key", "--config")
-"""myxa's own servers get their keys by a file, `--config`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """An SGLang server of this user."""
-
-    pid: int
-    host: str
-    has_key: bool
-
-
-def find_servers() -> tuple[Server, ...]:
-    """SGLang servers of this user: what they listen on, and whether they ask for a key."""
-    return tuple(server_of(pid, words) for pid, words in _command_lines().items() if SERVER_MODULE in words)
-
-
-def server_of(pid: int, words: Sequence[str]) -> Server:
-    """From a command line with `--flag value` or `--flag=value`."""
-    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    host = next((flat[at + 1] for at, word in enumerate(flat[:-1]) if word == HOST_FLAG), "127.0.0.1")
-    return Server(pid, host, any(flag in flat for flag in KEY_FLAGS))
 
 
 # -- the facts ---------------------------------------------------------------------------------------------------------
@@ -318,7 +150,6 @@ class MachineFacts:
     """CUDA that torch was built for; "" = none; None: no torch."""
     compiler: str = _ask(lambda: find_compiler(CPP_COMPILERS))
     gpus: Gpus = field(default_factory=look_at_gpus)
-    preload: Preload = field(default_factory=preload_facts)
     total_bytes: int = _ask(lambda: int(psutil.virtual_memory().total))
     available_bytes: int = _ask(available_bytes)
     """What may still be taken, control group included."""
@@ -326,7 +157,6 @@ class MachineFacts:
     shm_bytes: int | None = _ask(_shm_bytes)
     """Size of /dev/shm; None: there is none."""
     num_files: tuple[int, int] = _ask(lambda: resource.getrlimit(resource.RLIMIT_NOFILE))
-    overcommit: int | None = _ask(lambda: _number("/proc/sys/vm/overcommit_memory"))
     hostname: str = _ask(socket.gethostname)
     addresses: tuple[str, ...] = _ask(lambda: () if _trouble(_addresses) else _addresses())
     """That the hostname resolves to."""
@@ -335,18 +165,8 @@ class MachineFacts:
     address_trouble: str = _ask(lambda: listen_trouble("0.0.0.0", 0))  # for an instant, any port
     port_trouble: str = _ask(lambda: listen_trouble("0.0.0.0", DEFAULT_PORT))
     """Of `myxa launch`'s default port."""
-    ptrace_scope: int | None = _ask(lambda: _number("/proc/sys/kernel/yama/ptrace_scope"))
-    """None: no Yama."""
-    memfd_trouble: str = _ask(lambda: _trouble(lambda: os.memfd_create("myxa-doctor")))
-    pidfd_trouble: str = _ask(lambda: _trouble(lambda: os.pidfd_open(os.getpid())))
     socket_trouble: str = _ask(lambda: _trouble(short_base))
     """Of making runtime folders."""
-    wall_s: float = _ask(time.time)
-    newest_file_s: float = _ask(_newest_file_s)
-    """When the newest file of this installation was written."""
-    clock_source: str = _ask(lambda: _text_of(CLOCK_SOURCE).strip())
-    runs: tuple[FoundRun, ...] = _ask(find_runs)
-    servers: tuple[Server, ...] = _ask(find_servers)
     env: Mapping[str, str] = _ask(lambda: {name: os.environ[name] for name in VARIABLES if name in os.environ})
 
 
@@ -390,8 +210,6 @@ FEW_FILES, ENOUGH_FILES = 1024, 4096
 SMALL_SHM, LITTLE_MEMORY, LITTLE_DISK = 1 * GIB, 2 * GIB, 5 * GIB
 """The first for NCCL and torch; myxa's own shared memory is anonymous and counts as memory."""
 NETWORK_DISKS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "gpfs", "beegfs", "ceph"})
-SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "refined-jiffies", "jiffies"})
-CLOCK_SLACK_S = 86400.0
 
 
 def system(facts: MachineFacts) -> Iterator[Finding]:
@@ -413,8 +231,6 @@ def system(facts: MachineFacts) -> Iterator[Finding]:
         text += f", but the control group allows {size_text(facts.cgroup_bytes)}: that counts, not MemTotal"
     remedy = "close other programs, or raise the container's memory limit"
     yield from first("memory", text, (facts.available_bytes < LITTLE_MEMORY, "warning", "", remedy))
-    meaning = "vm.overcommit_memory = 2: reserving addresses counts as memory, and arenas reserve many"
-    yield from if_so("overcommit", (facts.overcommit == 2, "warning", meaning, "sysctl vm.overcommit_memory=0"))
     size, (soft, hard) = facts.shm_bytes, facts.num_files
     yield from first(
         "/dev/shm",
@@ -433,7 +249,6 @@ def system(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def disk_and_rights(facts: MachineFacts) -> Iterator[Finding]:
-    """Waits go by the monotonic clock; names of run directories, logs and TLS by the wall clock."""
     free = size_text(facts.free_bytes) if facts.free_bytes is not None else "an unknown number of bytes"
     kind = f" ({facts.file_system})" if facts.file_system else ""
     yield from first(
@@ -446,25 +261,9 @@ def disk_and_rights(facts: MachineFacts) -> Iterator[Finding]:
          ": SQLite's ledger is slow there, and locks of some network file systems do not hold",
          "set run.dir to a local disk of node 0"),
     )  # fmt: skip
-    scope = facts.ptrace_scope or 0
-    meaning = f"yama ptrace_scope = {scope}: stacks of an actor cannot be taken from outside"
-    yield from if_so("ptrace", (scope > 1, "warning", meaning, "sysctl kernel.yama.ptrace_scope=1"))
-    wider, path = "use a newer kernel, or a wider seccomp profile", "set TMPDIR to a short path that is writable"
-    for name, trouble, what, remedy in (
-        ("memfd_create", facts.memfd_trouble, "shared memory and stand-in devices need it", wider),
-        ("pidfd_open", facts.pidfd_trouble, "actors are watched by it", wider),
-        ("sockets", facts.socket_trouble, "launchers keep sockets there", path),
-    ):
-        yield from first(name, trouble or "works", (trouble, "error", f": {what}", remedy))
-    is_behind, is_slow = facts.wall_s + CLOCK_SLACK_S < facts.newest_file_s, facts.clock_source in SLOW_CLOCKS
-    text = f"the kernel's clock source is {facts.clock_source}: asking the time is slow" if is_slow else ""
-    text = "the wall clock is behind the files of this installation" if is_behind else text
-    yield from first(
-        "clock",
-        text or facts.clock_source or "set",
-        (is_behind, "warning", "", "set the clock (timedatectl set-ntp true): run directories are named by it"),
-        (is_slow, "warning", "", "use tsc or kvm-clock (/sys/devices/system/clocksource)"),
-    )
+    trouble = facts.socket_trouble
+    case = (trouble, "error", ": launchers keep sockets there", "set TMPDIR to a short path that is writable")
+    yield from first("sockets", trouble or "works", case)
 
 
 TORCH_OF_SGLANG = (((0, 5, 22), "2.14.1"), ((0, 5, 18), "2.13.0"), ((0, 5, 11), "2.11.0"))
@@ -549,31 +348,6 @@ def gpu(facts: MachineFacts) -> Iterator[Finding]:
         yield from first("communicators", text, (not facts.compiler, "warning", "", remedy))
 
 
-def preload(facts: MachineFacts) -> Iterator[Finding]:
-    """A preload whose own libraries are missing ends the process before Python starts; where the loader only warns,
-    nothing could be paused."""
-    found, version = facts.preload, facts.versions.get("torch-memory-saver")
-    if version is None:
-        return
-    remedy = "put the folder of libcudart (<site-packages>/nvidia/cu13/lib) first in LD_LIBRARY_PATH of the role's env"
-    lacks_driver = "libcuda.so" in found.said and not facts.gpus.source
-    if not found.library:
-        text = f"{version}: {found.trouble}"
-    elif lacks_driver:
-        text = f"{version}, its library needs the driver (libcuda.so.1), and there is none here"
-    elif found.status:
-        text = f"/bin/true with LD_PRELOAD={found.library} ended with status {found.status}: {found.said}"
-    else:
-        text = f"{found.library} is not loaded: {found.said}" if found.said else f"{version}, {found.library} loads"
-    yield from first(
-        "torch-memory-saver",
-        text,
-        (not found.library, "warning", "", "install a torch for CUDA there, or leave it out"),
-        (lacks_driver, "warning", "", "fine on a machine without GPUs; else install the driver"),
-        (found.status or found.said, "error", "", remedy),
-    )
-
-
 def environment(facts: MachineFacts) -> Iterator[Finding]:
     """Variables that every actor inherits."""
     env = facts.env
@@ -619,37 +393,4 @@ def network(facts: MachineFacts) -> Iterator[Finding]:
     yield from if_so("port 29400", (facts.port_trouble, "warning", meaning, remedy))
 
 
-LOCAL_HOSTS = frozenset({"", "127.0.0.1", "localhost", "::1"})
-
-
-def runs_and_servers(facts: MachineFacts) -> Iterator[Finding]:
-    """Live runs of this user on this host, what ended runs left, and SGLang servers: one without a key takes weights
-    from every client that reaches it."""
-    if alive := [run.run_dir for run in facts.runs if run.is_alive]:
-        yield from first("runs", f"{len(alive)} live: {', '.join(alive)}")
-    for run in facts.runs:
-        pids = " ".join(map(str, run.pids))
-        orphans = f"actors of {run.run_dir or run.folder} are there without their launcher: {pids}"
-        kill = f"they end by themselves within seconds; else: kill {pids}"
-        folder = f"{run.folder} was left by the run {run.run_dir or 'of a launcher that was killed'}"
-        yield from if_so(
-            "leftovers",
-            (not run.is_alive and pids, "warning", orphans, kill),
-            (not run.is_alive, "warning", folder, f"rm -r {run.folder}"),
-        )
-    yield from () if facts.runs else first("leftovers", "none of earlier runs")
-    for server in facts.servers:
-        is_far = server.host not in LOCAL_HOSTS
-        yield from if_so(
-            f"sglang {server.pid}",
-            (is_far and not server.has_key, "error",
-             f"listens on {server.host} without a key: every client that reaches it can load weights and stop it",
-             "start it with --admin-api-key and --host 127.0.0.1, and name the key in engine.key_env"),
-            (not server.has_key, "warning", "has no key: every user of this host can load weights",
-             "start it with --admin-api-key, and name the key in engine.key_env"),
-            (is_far, "warning", f"listens on {server.host}: its key travels in the clear",
-             "start it with --host 127.0.0.1, or keep it in a private network"),
-        )  # fmt: skip
-
-
-MACHINE_CHECKS = (system, disk_and_rights, packages, gpu, preload, environment, network, runs_and_servers)
+MACHINE_CHECKS = (system, disk_and_rights, packages, gpu, environment, network)

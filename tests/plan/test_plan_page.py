@@ -18,7 +18,6 @@ from tests.doctor.test_doctor import GOOD
 from tests.plan.memory_cases import CASES, NOT_BY_TORCH, SHAPES, measured, run
 
 from myxa.launch.checks.all_checks import findings_text, judge
-from myxa.launch.checks.machine import Preload
 from myxa.launch.checks.memory_estimate import trainer_memory
 from myxa.launch.cli import main
 from myxa.launch.memory_part import GIB, total
@@ -30,11 +29,6 @@ TRAPPED = replace(
     GOOD,
     executable="/opt/myxa/bin/python3",
     gpus=replace(GOOD.gpus, driver="570.86.15"),
-    preload=Preload(
-        "/opt/myxa/lib/torch_memory_saver_hook_mode_preload_cu13.abi3.so",
-        status=127,
-        said="/bin/true: error while loading shared libraries: libcudart.so.13: cannot open shared object file",
-    ),
     shm_bytes=64 << 20,
     addresses=("127.0.1.1",),
     folder="/shared/runs",
