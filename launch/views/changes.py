@@ -3,12 +3,11 @@ Pure."""
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from ...core.knobs import AuditRecord, KnobMove, KnobValue
 
@@ -32,8 +31,6 @@ class RunChange:
     result: str
     detail: str
     values: dict[str, KnobValue]
-    actors: tuple[str, ...] = ()
-    """Actors that it made join or leave."""
 
     @property
     def is_done(self) -> bool:
@@ -46,8 +43,6 @@ def changes_of(records: Sequence[AuditRecord]) -> list[RunChange]:
 
 
 def _of_record(record: AuditRecord) -> RunChange:
-    actors = _actors(record)
-    is_idle = record.verb == "scale" and record.result == "done" and actors == ()
     # The launcher starts processes and knows no version: `placed` finds the step by the clock.
     step = max(record.at, record.version) if record.moves else record.version or -1
     return RunChange(
@@ -57,22 +52,10 @@ def _of_record(record: AuditRecord) -> RunChange:
         what=moves_text(record.moves) or f"{record.verb} {asked_text(record.arguments)}".strip(),
         who=record.who.user or record.who.via,
         reason=_cut(record.reason),
-        result="nothing to do" if is_idle else record.result,
-        detail="" if is_idle else _cut(record.detail),
+        result=record.result,
+        detail=_cut(record.detail),
         values={move.name: move.new for move in record.moves},
-        actors=actors or (),
     )
-
-
-def _actors(record: AuditRecord) -> tuple[str, ...] | None:
-    """Names that a `scale` made join or leave; None where it does not say."""
-    if record.verb != "scale":
-        return None
-    try:
-        detail: Any = json.loads(record.detail)
-        return (*(str(actor["name"]) for actor in detail["joining"]), *(str(name) for name in detail["leaving"]))
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,37 +68,16 @@ class EventRow:
     text: str
 
 
-def placed(
-    changes: Iterable[RunChange], steps: Sequence[tuple[float, int]], events: Sequence[EventRow]
-) -> list[RunChange]:
-    """The changes, those of unknown step at the step when they took effect: for actors that join or leave, when the
-    last of them has. `steps`: (when it was reported, step), by time."""
+def placed(changes: Iterable[RunChange], steps: Sequence[tuple[float, int]]) -> list[RunChange]:
+    """The changes, those of unknown step at the step of their time. `steps`: (when it was reported, step), by time."""
     times = [wall_s for wall_s, _ in steps]
     found: list[RunChange] = []
     for change in changes:
         if change.step < 0 and steps:
-            index = bisect_right(times, _effect_s(change, events))
-            step = max((step for _, step in steps[max(0, index - 1) : index]), default=0)
-            found.append(replace(change, step=step))
-        else:
-            found.append(change)
+            index = bisect_right(times, change.wall_s)
+            change = replace(change, step=max((step for _, step in steps[max(0, index - 1) : index]), default=0))
+        found.append(change)
     return found
-
-
-def _effect_s(change: RunChange, events: Sequence[EventRow]) -> float:
-    moments = [change.wall_s]
-    for name in change.actors:
-        own = (
-            event.wall_s
-            for event in events
-            if event.wall_s >= change.wall_s
-            and (
-                (event.kind == "weights-adopted" and event.source == name)
-                or (event.kind == "engine-left" and name in event.text.split(maxsplit=1)[:1])
-            )
-        )
-        moments += [moment for moment in [next(own, None)] if moment is not None]
-    return max(moments)
 
 
 def moves_text(moves: Sequence[KnobMove]) -> str:

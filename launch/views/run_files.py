@@ -405,7 +405,7 @@ class RunFiles:
     @property
     def changes(self) -> list[RunChange]:
         """What was changed while it ran, in order; refused and failed attempts too."""
-        return placed(changes_of(list(self._records)), sorted(self.reported), self.events)
+        return placed(changes_of(list(self._records)), sorted(self.reported))
 
     def main(self, metric: str) -> Series | None:
         sources = self.series.get(metric, {})

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
-from myxa.launch.views.changes import EventRow, changes_of, moves_text, placed
+from myxa.launch.views.changes import changes_of, moves_text, placed
 from myxa.launch.views.page_data import past_table
 from myxa.launch.views.run_files import load_run
 
@@ -61,28 +61,12 @@ def test_a_verb_without_knobs_is_told_by_what_was_asked() -> None:
     assert (change.who, change.reason) == ("ada", "more")
 
 
-def scaled(number: int, wall_s: float, detail: str, verb: str = "scale", version: int = 0) -> AuditRecord:
-    asked = {"role": "rollout", "count": 2}
-    return AuditRecord(number=number, wall_s=wall_s, verb=verb, who=Operator(user="ada"), version=version, result="done",
-                       arguments=asked, detail=detail)  # fmt: skip
-
-
-def test_f3_marks_of_verbs_about_processes_are_at_the_step_when_they_took_effect() -> None:
+def test_f3_marks_of_verbs_about_processes_are_at_the_step_of_their_time() -> None:
     """F3: the launcher, which notes them, knows no step."""
-    joins = '{"joining": [{"name": "rollout/1", "node": 0}], "leaving": []}'
-    records = [scaled(1, 25.0, joins), scaled(2, 65.0, '{"ending": "x"}', "down"), scaled(3, 5.0, "", "drain")]
-    steps = [(10.0 * step, step) for step in range(1, 7)]
-    events = [
-        EventRow(24.0, "rollout/1", "weights-adopted", "before"),
-        EventRow(31.0, "rollout/0", "weights-adopted", "another one"),
-        EventRow(45.0, "rollout/1", "weights-adopted", "serves version 4"),
+    records = [
+        AuditRecord(number=number, wall_s=wall_s, verb=verb, who=Operator(user="ada"), result="done", arguments={})
+        for number, wall_s, verb in ((1, 25.0, "scale"), (2, 65.0, "down"), (3, 5.0, "drain"))
     ]
-    assert [change.step for change in placed(changes_of(records), steps, events)] == [4, 6, 0]
-    assert [change.step for change in placed(changes_of(records), [], [])] == [-1, -1, -1], "not known, not step 0"
-    assert [change.step for change in placed(changes_of([scaled(1, 25.0, "cut", version=3)]), steps, [])] == [3]
-
-
-def test_f3_a_scale_that_changes_nothing_is_not_drawn_as_a_change() -> None:
-    """F3."""
-    (change,) = changes_of([scaled(1, 5.0, '{"joining": [], "leaving": [], "is_done": true}')])
-    assert (change.is_done, change.result) == (False, "nothing to do")
+    steps = [(10.0 * step, step) for step in range(1, 7)]
+    assert [change.step for change in placed(changes_of(records), steps)] == [2, 6, 0]
+    assert [change.step for change in placed(changes_of(records), [])] == [-1, -1, -1], "not known, not step 0"
