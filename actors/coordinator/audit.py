@@ -3,8 +3,8 @@ the journal of live knobs: a decision that is in it is made.
 
 Append-only. Each line holds the digest of the line before it and its own, so that a changed, removed or exchanged line
 shows. Such a chain cannot show a tail that was cut off cleanly, or a file that was rewritten as a whole (any process
-that may write the file can do that). For the former, compare with a head that was noted elsewhere (`verify_audit`, and
-the "knob" events of the run, which carry it).
+that may write the file can do that). For the former, compare the newest digest with one that was noted elsewhere: the
+"knob" events of the run carry it.
 
 Several processes may append: each takes the file's lock, reads the last line, writes, and calls fsync. A line without
 its end was never acknowledged (its writer died): the next append removes it. Blocking; a loop calls it in a thread.
@@ -37,14 +37,6 @@ _EMPTY_DIGEST = b'"digest":""}'
 
 
 @dataclass(frozen=True, slots=True)
-class AuditHead:
-    """The newest line, as noted elsewhere: it shows a tail that was cut off."""
-
-    number: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class AuditVerdict:
     """Whether the chain holds."""
 
@@ -56,7 +48,8 @@ class AuditVerdict:
     """From 1; 0: none."""
     is_torn: bool = False
     """The last line has no end: its writer died before it acknowledged the line."""
-    head: AuditHead | None = None
+    digest: str = ""
+    """Of the newest line."""
 
 
 class AuditLog:
@@ -80,13 +73,15 @@ class AuditLog:
 
     def _append(self, descriptor: int, record: AuditRecord) -> AuditRecord:
         last, end = _last_line(descriptor, self.path)
-        head = None if last is None else _head_of(last)
-        if last is not None and head is None:
-            raise LedgerError(
-                f"{self.path}: the last line is no audit record", remedy="`myxa history --verify` says where it begins"
-            )
-        number, previous = (head.number + 1, head.digest) if head else (1, "")
-        line, written = seal(msgspec.structs.replace(record, number=number, previous=previous))
+        number, previous = 0, ""
+        if last is not None:
+            try:
+                newest = msgspec.json.decode(last, type=AuditRecord)
+            except msgspec.MsgspecError as error:
+                why = f"{self.path}: the last line is no audit record"
+                raise LedgerError(why, remedy="`myxa history --verify` says where it begins") from error
+            number, previous = newest.number, newest.digest
+        line, written = seal(msgspec.structs.replace(record, number=number + 1, previous=previous))
         if len(line) > MAX_LINE_BYTES:
             raise ConfigError(
                 f"a record of {len(line)} bytes is too long for the audit log", remedy=f"at most {MAX_LINE_BYTES} bytes"
@@ -125,22 +120,16 @@ def read_audit(path: Path, limit: int = 0) -> tuple[AuditRecord, ...]:
     return tuple(records)
 
 
-def verify_audit(path: Path, head: AuditHead | None = None) -> AuditVerdict:
-    """Check the whole chain, and that the line of `head` is in it. Raises LedgerError only if it cannot be read."""
+def verify_audit(path: Path) -> AuditVerdict:
+    """Check the whole chain. Raises LedgerError only if it cannot be read."""
     lines, is_torn = _lines(path)
     digest = ""
     for number, line in enumerate(lines, start=1):
         complaint = _complaint(line, number, digest)
         if complaint:
-            return AuditVerdict(num_records=number - 1, complaint=complaint, bad_line=number, is_torn=is_torn)
-        digest = _digest_of(line)
-        if head is not None and number == head.number and digest != head.digest:
-            return AuditVerdict(number - 1, f"line {number} is not the one that was noted", number, is_torn)
-    newest = AuditHead(len(lines), digest) if lines else None
-    if head is not None and head.number > len(lines):
-        complaint = f"lines {len(lines) + 1} to {head.number} are missing at the end"
-        return AuditVerdict(len(lines), complaint, len(lines) + 1, is_torn, newest)
-    return AuditVerdict(num_records=len(lines), is_torn=is_torn, head=newest)
+            return AuditVerdict(number - 1, complaint, number, is_torn)
+        digest = msgspec.json.decode(line, type=AuditRecord).digest
+    return AuditVerdict(len(lines), is_torn=is_torn, digest=digest)
 
 
 def _complaint(line: bytes, number: int, previous: str) -> str:
@@ -159,19 +148,6 @@ def _complaint(line: bytes, number: int, previous: str) -> str:
     if record.previous != previous:
         return f"line {number} does not follow the line before it"
     return ""
-
-
-def _digest_of(line: bytes) -> str:
-    found = _DIGEST.search(line)
-    return found[1].decode() if found else ""
-
-
-def _head_of(line: bytes) -> AuditHead | None:
-    try:
-        record = msgspec.json.decode(line, type=AuditRecord)
-    except msgspec.MsgspecError:
-        return None
-    return AuditHead(record.number, record.digest) if record.digest else None
 
 
 def _lines(path: Path) -> tuple[list[bytes], bool]:

@@ -202,8 +202,8 @@ def _verify(options: argparse.Namespace, path: Path) -> int:
 
 def _verdict_text(facts: dict[str, Any]) -> str:
     torn = "; the last line was never finished and does not count" if facts["is_torn"] else ""
-    head = f"; digest {facts['head']['digest']}" if facts["head"] else ""
-    return f"{facts['num_records']} records, the chain holds{torn}{head}"
+    digest = f"; digest {facts['digest']}" if facts["digest"] else ""
+    return f"{facts['num_records']} records, the chain holds{torn}{digest}"
 
 
 SET_WORDS = (
