@@ -1,4 +1,4 @@
-"""Estimates the memory of a run on each kind of device: trainer ranks, engines, and both against its size. Pure.
+"""Estimates the memory of a run on its GPUs: trainer ranks, launched engines, and both against their size. Pure.
 
 The estimate adds parts (`memory_part.Part`), each with the arithmetic it comes from. It reads the models' config files,
 no weights. With `memory.share = "switch"` a run has three phases: the trainer's turn (the engine keeps its context),
@@ -19,9 +19,8 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.second_model import critic_config, critic_parameters, reference_parameters
 from ...core.config import RunConfig
-from ...core.errors import ConfigError, EngineError
-from ...core.host_memory import available_bytes
-from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES, plan_engine
+from ...core.errors import ConfigError
+from ...memory.budget import ITEM_BYTES
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices
@@ -78,8 +77,8 @@ def num_layers(model: ModelConfig, layout: ParallelLayout) -> int:
 # Scoring (`backends/vocab_scores.py`) makes logits in chunks: CHUNK numbers at 2 bytes, once more in float32 and their
 # gradient, together 8 bytes each in bfloat16 and 12 in float32; and the gradient of the head in float32.
 
-CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
-"""As in `backends/vocab_scores.py`, which imports torch; a test compares them."""
+CHUNK_LOGITS = 1 << 28
+"""On a GPU, as in `backends/vocab_scores.py`, which imports torch; a test compares them."""
 LOGIT_BYTES = {2: 8, 4: 12}
 """Bytes a logit of the chunk, by the bytes of the compute type."""
 
@@ -109,7 +108,7 @@ def pass_parts(config: RunConfig, model: ModelConfig, num_tokens: int, *, in_fli
     parts = [Part("activations", int(size), how)]
     if is_last:
         width, logit = model.vocab_size // layout.tp, LOGIT_BYTES[item]
-        chunk = min(CHUNK_LOGITS["cuda" if config.roles.trainer.device_ids else "cpu"], tokens * width)
+        chunk = min(CHUNK_LOGITS, tokens * width)
         head = width * model.hidden_size
         how = f"{count_text(chunk)} logits at a time x {logit} B + gradient of the head 4 B x {count_text(head)}"
         parts.append(Part("logits", logit * chunk + 4 * head, how))
@@ -234,7 +233,6 @@ def _num_groups(layout: ParallelLayout, world_size: int) -> int:
 #     a token in the cache        2 (key and value) x layers x kv heads / GPUs x head size x bytes
 #     cache of SGLang             sglang.mem_fraction_static x device - weights (the fraction counts both)
 #     update                      2 x weights.bucket_mb while new weights arrive
-#     embedded engine             `memory/budget.py`: two sets of weights, cache at its fullest, in 0.6 of what is free
 #
 # SGLang keeps the rest of the device free for activations of a prefill and workspaces of attention kernels.
 
@@ -291,29 +289,12 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
     return EngineEstimate(held, tokens_held, context, engine.max_running, tokens_held // context)
 
 
-def embedded_memory(config: RunConfig, model: ModelConfig, available_bytes: int) -> tuple[Part, ...]:
-    """Of one embedded engine in the host's memory, as the engine itself plans it. Raises EngineError where not one
-    sequence fits."""
-    budget = plan_engine(
-        model,
-        dtype=config.engine.dtype,
-        max_running=config.engine.max_running,
-        context_length=config.engine.context_length,
-        available_bytes=available_bytes,
-        share=DEFAULT_SHARE / config.roles.rollout.count,
-    )
-    weights = f"two versions x {ITEM_BYTES[config.engine.dtype]} B x {count_text(model.num_parameters)}"
-    cache = f"at most, {budget.num_slots} sequences x {budget.context_length} tokens"
-    return (Part("weights", budget.weight_bytes, weights), Part("kv cache", budget.kv_bytes, cache))
-
-
 # -- all devices -------------------------------------------------------------------------------------------------------
 
 STAYS = ("context", "communicators")
 """Parts that stay on the device while the other side uses it."""
 TIGHT = 0.95
 """Of a device; above, what is left out here may not fit."""
-HOST = "each node's host memory"
 UNLIMITED = 1 << 62
 
 
@@ -346,11 +327,6 @@ class Memory:
     trainer: tuple[Part, ...]
 
 
-def host_bytes(run: CheckedRun) -> int | None:
-    """Of this machine; None: the run will start elsewhere."""
-    return available_bytes() if run.is_here else None
-
-
 def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
     """All kinds of devices and phases, and what does not fit; None where model, placement or layout say nothing."""
     config, model, capacity, engine = run.config, run.model, run.device_bytes, None
@@ -370,12 +346,7 @@ def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
     if launches and rollouts and rollouts[0].devices:
         engine = server_memory(config, model, len(rollouts[0].devices), capacity)
     loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, capacity))
-    findings: list[Finding] = []
-    try:
-        loads += _host_loads(config, model, trainer, run.once(host_bytes))
-    except EngineError as error:
-        findings.append(Finding("engine.context_length", error))
-    findings += [finding for load in loads for finding in _too_full(config, load)]
+    findings = [finding for load in loads for finding in _too_full(config, load)]
     findings += _engine_findings(config, engine) if engine is not None and capacity is not None else ()
     findings += _workspace_findings(config, trainer)
     return Memory(tuple(loads), engine, trainer), tuple(findings)
@@ -445,24 +416,6 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _host_loads(
-    config: RunConfig, model: ModelConfig, trainer: tuple[Part, ...], available: int | None
-) -> Iterator[DeviceLoad]:
-    """What ranks and engines on the CPU take of a node's memory, when everything is at its fullest."""
-    parts: list[Part] = []
-    if not config.roles.trainer.device_ids:
-        parts += [_times(part.of("trainer"), config.roles.trainer.count, "ranks") for part in trainer]
-    if config.roles.rollout.kind == "embedded" and config.algo.kind != "sft":
-        each = embedded_memory(config, model, available if available is not None else UNLIMITED)
-        parts += [_times(part.of("rollout"), config.roles.rollout.count, "engines") for part in each]
-    if parts:
-        yield DeviceLoad.of(HOST, "all the time", parts, available)
-
-
-def _times(part: Part, count: int, what: str) -> Part:
-    return part if count == 1 else replace(part, num_bytes=part.num_bytes * count, how=f"{count} {what} x ({part.how})")
-
-
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
@@ -475,7 +428,7 @@ def _too_full(config: RunConfig, load: DeviceLoad) -> Iterator[Finding]:
     most = f"most of it is the {largest.owner}'s {largest.name}, {size_text(largest.num_bytes)}"
     text = f"{place} of {has} leaves little for what is not counted here"
     error = ConfigError(text if load.fits else f"{place} do not fit into {has}; {most}", remedy=remedy)
-    yield Finding(key, error, "warning" if load.fits or load.devices == HOST else "error")
+    yield Finding(key, error, "warning" if load.fits else "error")
 
 
 def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
@@ -485,9 +438,7 @@ def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
         again = 'megatron.recompute = "full"' if is_megatron else "trainer.activation_checkpointing = true"
         return "trainer.max_tokens_per_microbatch", f"lower it, or set {again}"
     if largest.name == "kv cache":
-        if config.roles.rollout.kind == "sglang":
-            return "sglang.mem_fraction_static", "lower it, or give trainer and engine their own devices"
-        return "engine.max_running", "lower it, or engine.context_length"
+        return "sglang.mem_fraction_static", "lower it, or give trainer and engine their own devices"
     if largest.owner == "rollout":
         return "roles.rollout.devices", "give the engine more GPUs"
     more = "megatron.tp, more ranks" if is_megatron else 'more ranks with trainer.strategy = "fsdp"'
