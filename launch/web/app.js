@@ -23,12 +23,24 @@ function takeToken() {
 
 // -- where the data come from ----------------------------------------------------------------------------------------
 
-function listen() {
-  const source = new EventSource("/api/live");
-  source.addEventListener("open", () => setLink("on", "live"));
-  source.addEventListener("error", () => setLink("off", source.readyState === EventSource.CLOSED ? "the dashboard has ended, or the secret is not known: open the printed URL" : "reconnecting"));
-  source.addEventListener("state", (event) => { state = JSON.parse(event.data); drawState(); });
-  source.addEventListener("history", (event) => { setPast(JSON.parse(event.data)); drawPage(); });
+async function listen() {
+  for (let seen = ""; ; await new Promise((resolve) => setTimeout(resolve, 1000))) {
+    try {
+      const answer = await fetch(`/api/state?seen=${seen}`);
+      if (!answer.ok) {
+        setLink("off", answer.status === 401 ? "the secret is not known: open the printed URL" : "the dashboard does not answer");
+        continue;
+      }
+      const told = await answer.json();
+      ({ state, generation: seen } = told);
+      if (told.history) setPast(told.history);
+      setLink("on", "live");
+      if (told.history) drawPage();
+      else drawState();
+    } catch {
+      setLink("off", "reconnecting");
+    }
+  }
 }
 
 function setPast(value) {

@@ -1,7 +1,7 @@
-"""The dashboard's web server: pages, live state by server-sent events, and the run's verbs. Loopback only.
+"""The dashboard's web server: pages, the run's state, which a page asks for every second, and its verbs. Loopback only.
 
 `/api/verbs/<verb>` passes a request on to the run's control socket (without `--operate` the read-only one), and its
-answer back: GET to see, POST to change. It asks the run only while a page is open. `DashboardGuard` judges each request
+answer back: GET to see, POST to change. It asks the run only while a page asks. `DashboardGuard` judges each request
 by its headers: host, origin and site as `actors/http_guard.py` does, and a proof that it knows the secret of the URL it
 printed. A request that changes the run must carry the secret itself in a header: cookies are shared by all ports of
 a host, and the dashboard's cookie only opens what shows. `run_dashboard` serves one inside the launcher.
@@ -95,8 +95,6 @@ HOST = "127.0.0.1"
 JSON = {"Content-Type": "application/json"}
 LOOK_EVERY_S = 1.0
 CHARTS_EVERY_S = 2.0
-KEEP_ALIVE_S = 15.0
-MAX_WATCHERS = 16
 MAX_ASKS = 8
 ASK_S = 60.0
 MAX_BODY_BYTES = 64 * 1024
@@ -127,12 +125,8 @@ class Dashboard:
         self._charts: bytes = b""
         self._charts_of = -1
         self._charts_due_s = 0.0
-        self._changed = asyncio.Condition()
-        self._num_looks = 0
-        self._num_watchers = 0
-        self._wanted_s = float("-inf")
+        self._looked_s = float("-inf")
         self._looking = asyncio.Lock()
-        self._is_closing = False
         # Not the loop's own threads: in the launcher, the verbs that are asked for need those for their answers.
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="dashboard-look")
         self._num_asks = 0
@@ -150,8 +144,7 @@ class Dashboard:
             [
                 web.get("/", self._page),
                 web.get("/assets/{name}", self._asset),
-                web.get("/api/state", self._once),
-                web.get("/api/live", self._live),
+                web.get("/api/state", self._now),
                 web.get("/api/samples", self._samples),
                 web.get("/api/runs", self._runs),
                 web.get("/api/run", self._run),
@@ -163,37 +156,15 @@ class Dashboard:
             app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S, handler_cancellation=True
         )
         await runner.setup()
-        look = None
         try:
             link = _listening(port)
             self._port = link.getsockname()[1]
             await web.SockSite(runner, link).start()
-            look = asyncio.get_running_loop().create_task(self._look_forever())
             yield self.url
         finally:
-            self._is_closing = True
             self._feed.close()
-            async with self._changed:
-                self._changed.notify_all()
-            if look is not None:
-                look.cancel()
-                await asyncio.gather(look, return_exceptions=True)
             await runner.cleanup()
             self._looker.shutdown(wait=False, cancel_futures=True)
-
-    async def _look_forever(self) -> None:
-        while True:
-            started_s = time.monotonic()
-            if self._num_watchers or started_s - self._wanted_s < KEEP_ALIVE_S:
-                await self._look()
-            await asyncio.sleep(max(0.05, LOOK_EVERY_S - (time.monotonic() - started_s)))
-
-    async def _look(self) -> None:
-        async with self._looking:
-            await asyncio.get_running_loop().run_in_executor(self._looker, self._take_look)
-        async with self._changed:
-            self._num_looks += 1
-            self._changed.notify_all()
 
     def _take_look(self) -> None:
         view = self._feed.look()
@@ -210,11 +181,6 @@ class Dashboard:
     def _may_operate(self) -> bool:
         return self._guard.may_operate and not self._feed.reader_only
 
-    async def _ready(self) -> None:
-        self._wanted_s = time.monotonic()
-        if not self._state:
-            await self._look()
-
     async def _page(self, request: web.Request) -> web.Response:
         answer = web.Response(body=page_file("index.html"), content_type="text/html", charset="utf-8")
         if "token" in request.query:
@@ -227,42 +193,16 @@ class Dashboard:
             raise web.HTTPNotFound
         return web.Response(body=page_file(name), content_type=ASSETS[name], charset="utf-8")
 
-    async def _once(self, request: web.Request) -> web.Response:
-        await self._ready()
-        body = b'{"state":' + self._state + b',"history":' + self._charts + b"}"
+    async def _now(self, request: web.Request) -> web.Response:
+        """The run's state, at most a second old; its history, too, if it is not the one that the page has `seen`."""
+        async with self._looking:
+            if time.monotonic() >= self._looked_s + LOOK_EVERY_S:
+                await asyncio.get_running_loop().run_in_executor(self._looker, self._take_look)
+                self._looked_s = time.monotonic()
+        is_known = request.query.get("seen") == str(self._charts_of)
+        history = b"null" if is_known else self._charts
+        body = b'{"generation":%d,"state":%b,"history":%b}' % (self._charts_of, self._state, history)
         return web.Response(body=body, content_type="application/json")
-
-    async def _live(self, request: web.Request) -> web.StreamResponse:
-        """State every second, history when it grew."""
-        if self._num_watchers >= MAX_WATCHERS:
-            raise web.HTTPServiceUnavailable(text=f"{MAX_WATCHERS} pages are open already: close some")
-        self._num_watchers += 1
-        try:
-            answer = web.StreamResponse(headers={**SECURITY_HEADERS, "Content-Type": "text/event-stream"})
-            await answer.prepare(request)
-            await self._ready()
-            with contextlib.suppress(ConnectionError):
-                await self._send_forever(answer)
-            return answer
-        finally:
-            self._num_watchers -= 1
-
-    async def _send_forever(self, answer: web.StreamResponse) -> None:
-        sent_charts = -2
-        while not self._is_closing:
-            seen = self._num_looks
-            if sent_charts != self._charts_of:
-                sent_charts = self._charts_of
-                await answer.write(b"event: history\ndata: " + self._charts + b"\n\n")
-            await answer.write(b"event: state\ndata: " + self._state + b"\n\n")
-            await self._next_look(seen)
-
-    async def _next_look(self, seen: int) -> None:
-        """Wait for a newer look, or so long that the page needs a sign of life."""
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                newer = self._changed.wait_for(lambda: self._num_looks > seen or self._is_closing)
-                await asyncio.wait_for(newer, KEEP_ALIVE_S)
 
     async def _samples(self, request: web.Request) -> web.Response:
         return await self._kept_samples(request.query)

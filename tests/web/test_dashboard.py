@@ -25,7 +25,6 @@ from myxa.launch.tui.feed import Feed
 from myxa.launch.web.dashboard import (
     ASSETS,
     MAX_ASKS,
-    MAX_WATCHERS,
     SECURITY_HEADERS,
     TOKEN_HEADER,
     Dashboard,
@@ -164,39 +163,38 @@ async def test_with_operate_and_the_secret_a_knob_is_turned(planting, seat) -> N
 
 
 async def test_the_page_is_told_of_every_change_as_it_happens(planting, seat) -> None:
-    async with served(planting, seat, operate=True) as (visit, _), asyncio.timeout(PATIENCE_S):  # noqa: SIM117 - the URL comes first
-        async with visit.session.get(visit.base + "/api/live", params=visit.query) as answer:
-            assert answer.headers["Content-Type"] == "text/event-stream"
-            assert answer.headers["Content-Security-Policy"] == SECURITY_HEADERS["Content-Security-Policy"]
-            seen = {name: json.loads(data) async for name, data in taken(answer, 2)}
-            assert seen["history"]["series"]
-            assert seen["state"]["phase"] == "running"
-            seat.version = 121
-            async for name, data in taken(answer, 100):
-                if name == "state" and any(t["value"] == "121" for t in json.loads(data)["tiles"]):
-                    break
-            with (seat.run_dir / "events.jsonl").open("a") as file:
-                event = {"source": "a", "wall_s": 1.8e9, "kind": "knob", "text": "new one", "data": {}}
-                file.write(json.dumps(event) + "\n")
-            async for name, data in taken(answer, 100):
-                if name == "history" and json.loads(data)["events"][-1]["text"] == "new one":
-                    break
+    async with served(planting, seat, operate=True) as (visit, _), asyncio.timeout(PATIENCE_S):
+        first = await visit.state()
+        assert first["history"]["series"]
+        visit.query["seen"] = str(first["generation"])
+        seat.version = 121
+        while True:
+            told = await visit.state()
+            assert told["history"] is None, "it has not grown"
+            if any(tile["value"] == "121" for tile in told["state"]["tiles"]):
+                break
+            await asyncio.sleep(0.1)
+        with (seat.run_dir / "events.jsonl").open("a") as file:
+            event = {"source": "a", "wall_s": 1.8e9, "kind": "knob", "text": "new one", "data": {}}
+            file.write(json.dumps(event) + "\n")
+        while (told := await visit.state())["history"] is None:
+            await asyncio.sleep(0.1)
+        assert told["history"]["events"][-1]["text"] == "new one"
 
 
-async def taken(answer: aiohttp.ClientResponse, num: int) -> AsyncIterator[tuple[str, str]]:
-    """Server-sent events."""
-    for _ in range(num):
-        block = await answer.content.readuntil(b"\n\n")
-        name, _, data = block.decode().strip().partition("\n")
-        yield name.removeprefix("event: "), data.removeprefix("data: ")
+async def test_many_pages_are_one_look_at_the_run(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        looks = 0
+        asked = seat.status
 
+        def status(given: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return asked(given)
 
-async def test_watchers_are_limited_and_let_go_at_the_end(planting, seat) -> None:
-    async with served(planting, seat) as (visit, _), contextlib.AsyncExitStack() as pages:
-        for _ in range(MAX_WATCHERS):
-            answer = await pages.enter_async_context(visit.session.get(visit.base + "/api/live", params=visit.query))
-            assert answer.status == 200
-        assert (await visit.get("/api/live"))[0] == 503
+        seat.status = status
+        await asyncio.gather(*(visit.state() for _ in range(20)))
+        assert looks <= 2
 
 
 async def test_a_run_that_ends_stays_on_show(planting, seat) -> None:
