@@ -49,22 +49,6 @@ from .section import (
 DECODE_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 SHOWN_CHARS = 60
 
-_TUNNEL = "is no key any more: reach the control socket from another host by `ssh -L` (docs/control.md)"
-_BY_HAND = "is no key any more: `myxa kill` makes processes of a run fail"
-FORMER_KEYS: Mapping[KeyPath, str] = {
-    ("control", "tcp"): _TUNNEL,
-    ("control", "key_file"): _TUNNEL,
-    ("control", "allow_file"): _TUNNEL,
-    ("control", "autopilot"): "is no key any more: `myxa why` names the knob to turn, `myxa set` turns it",
-    ("algo", "normalise_std"): 'is no key any more: false is now normalise = "none", true "group"',
-    ("weights", "verify_every"): "is no key any more: `guard.every` compares what engines compute with the trainer",
-    ("memory", "backend"): "is no key any more: the trainer's memory follows roles.trainer.devices",
-    ("reward", "isolate"): "is no key any more: functions of your own always run in processes of their own",
-    ("chaos",): _BY_HAND,
-    ("run", "chaos"): _BY_HAND,
-}
-"""Keys of earlier run files -> what to do instead."""
-
 
 @dataclass(frozen=True, slots=True)
 class KeyOrigin:
@@ -295,8 +279,7 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
         return [(first, one.cause, tuple(rest)) for one, (first, *rest) in zip(conflicts, paths, strict=True)]
     if kind == "extra_forbidden":
         what = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
-        known = f"is not a known {what}; {suggest(path[-1], keys_of(find(RunConfig, path)[0]))}"
-        return [(path, FORMER_KEYS.get(path, known), ())]
+        return [(path, f"is not a known {what}; {suggest(path[-1], keys_of(find(RunConfig, path)[0]))}", ())]
     if kind == "missing" and path == tuple(str(part) for part in detail["loc"]):
         return _missing(path)
     return [(path, _cause(detail), ())]

@@ -392,13 +392,6 @@ class MemorySettings(Section, frozen=True):
     """How parameters leave the device: rematerialise (dropped, and rebuilt from float32 masters) or backup (copied to
     the host). "auto": rematerialise where there are masters, else backup."""
 
-    @field_validator("communicators", mode="before")
-    @classmethod
-    def _ways_that_went(cls, value: object) -> object:
-        if value in ("suspend", "rebuild"):
-            raise ValueError(f'is "{value}", which is gone: use "reload", or "keep"')
-        return value
-
 
 # -- generation --------------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,6 @@ def test_stand_in_devices_are_dealt_out_among_engines(
         (ON_HOST, ("roles.trainer.nodes=[1]",), "on the same nodes, all of them named"),
         (ON_HOST, TWO_NODES, 'must be "disk" when trainer and engines take turns on several nodes'),
         (ON_GPU, ('weights.channel="nccl"',), "when trainer and engine take turns on a device"),
-        (ON_HOST, ('memory.backend="host_vmm"',), "is no key any more: the trainer's memory follows"),
         (ON_GPU, ("memory.workspace_mb=0",), "must be set on GPUs: MiB that a step's activations take"),
         (ON_GPU.replace("mem_fraction_static = 0.8", ""), (), "the share of the GPU that weights and cache take"),
         (ON_GPU, ('roles.trainer.devices="0-1"', 'roles.rollout.devices="0-1"'), "one rank for each GPU"),
