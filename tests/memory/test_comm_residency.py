@@ -144,12 +144,6 @@ def test_communicators_are_reloaded_where_that_can_be_had(
     assert (make() is not None) == bool(backend)
 
 
-@pytest.mark.parametrize("gone", ["suspend", "rebuild"])
-def test_a_way_that_is_gone_is_refused_with_what_to_use(gone: str):
-    with pytest.raises(ValueError, match='use "reload"'):
-        MemorySettings.model_validate({"communicators": gone})
-
-
 def test_a_build_is_keyed_by_torch_and_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(MemoryFault, match=r"no C\+\+ compiler \(no-such-compiler\).*memory.communicators"):
         built_proxy(tmp_path, ("no-such-compiler",))
