@@ -5,6 +5,7 @@ Whatever may block runs in threads, which send messages to the application.
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Sequence
@@ -16,18 +17,18 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.message import Message
-from textual.screen import Screen
-from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
+from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
+from ...core.errors import MyxaError
 from ...core.knobs import AuditRecord
-from ..views.changes import changes_of, clock_text
-from ..views.knob_table import KNOB_COLUMNS, KnobRow, knob_rows
+from ..commands.knobs import set_arguments
+from ..views.changes import changes_of, clock_text, value_text
+from ..views.knob_table import KNOB_COLUMNS, KnobRow, knob_rows, reply_text
 from ..views.numbers import clean, duration, short, time_parts
 from ..views.run_page import add_fact, run_page
 from ..views.run_view import RunView, notice_text, title_text
 from ..views.textplot import bar
 from .feed import Feed
-from .knob_screen import KnobScreen
 
 ACTOR_COLUMNS = ("actor", "state", "node", "its last minute")
 HISTORY_COLUMNS = ("no.", "time", "step", "what", "who", "result", "reason")
@@ -88,6 +89,15 @@ class Seen(Message):
         self.view = view
 
 
+class Answered(Message):
+    """The run answered a change."""
+
+    def __init__(self, text: str, *, is_done: bool) -> None:
+        super().__init__()
+        self.text = text
+        self.is_done = is_done
+
+
 def fill(table: DataTable[str], lines: list[tuple[str, ...]]) -> None:
     """New content; the cursor stays on the row that it was on. Keys are the first cell without its mark."""
     wanted = {line[0].strip(" *"): line for line in lines}
@@ -114,16 +124,20 @@ class TopApp(App[None]):
 
     TITLE = "myxa top"
     ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"page('{name}')", name) for number, name in enumerate(_TABS, 1)),
         Binding("r", "refresh", "refresh"),
         Binding("q", "quit", "quit"),
+        Binding("escape", "leave", "leave", show=False),
     ]
     CSS = """
     #title { height: 1; padding: 0 1; text-style: bold; }
     #why { height: auto; max-height: 3; padding: 0 1; text-style: italic; }
     #notice { height: auto; max-height: 2; padding: 0 1; color: $warning; text-style: bold; }
     #tabs { height: 1fr; }
+    #about { height: auto; max-height: 5; padding: 0 1; }
+    #change { border: none; height: 1; padding: 0 1; background: $boost; }
     TabPane { padding: 0 1; }
     DataTable { height: 1fr; background: transparent; }
     DataTable > .datatable--cursor { text-style: reverse; }
@@ -148,9 +162,12 @@ class TopApp(App[None]):
                     if name in ("run", "actors"):
                         with VerticalScroll(id=f"{name}-scroll"):
                             yield Static(id=f"{name}-text")
+        yield Static(id="about")
+        yield Input(id="change")
         yield Footer()
 
     def on_mount(self) -> None:
+        self._show_change(is_shown=False)
         for name, columns in _TABLES.items():
             self._table(name).add_columns(*columns)
         # Not textual's thread workers: those are waited for at the end, also when the run that they ask hangs.
@@ -181,16 +198,11 @@ class TopApp(App[None]):
         fill(self._table("actors"), actor_rows(view))
         self._show_texts()
 
-    @property
-    def _page(self) -> Screen[object]:
-        """What lies below the window of a knob, too."""
-        return self.screen_stack[0]
-
     def _table(self, name: str) -> DataTable[str]:
-        return cast("DataTable[str]", self._page.query_one(f"#{name}-table"))
+        return cast("DataTable[str]", self.query_one(f"#{name}-table"))
 
     def _say(self, name: str, text: Text) -> Static:
-        line = self._page.query_one(f"#{name}", Static)
+        line = self.query_one(f"#{name}", Static)
         line.update(text)
         return line
 
@@ -206,7 +218,7 @@ class TopApp(App[None]):
             self._show_texts()
 
     def action_page(self, name: str) -> None:
-        self._page.query_one("#tabs", TabbedContent).active = name
+        self.query_one("#tabs", TabbedContent).active = name
 
     @on(TabbedContent.TabActivated)
     def activated(self) -> None:
@@ -214,7 +226,7 @@ class TopApp(App[None]):
         self.call_after_refresh(self._give_focus)
 
     def _give_focus(self) -> None:
-        if self.is_running and (pane := self._page.query_one("#tabs", TabbedContent).active_pane) is not None:
+        if self.is_running and (pane := self.query_one("#tabs", TabbedContent).active_pane) is not None:
             pane.query("DataTable, VerticalScroll").first().focus()
 
     def on_resize(self) -> None:
@@ -222,6 +234,8 @@ class TopApp(App[None]):
 
     def action_refresh(self) -> None:
         self._feed.wake()
+
+    # -- setting a knob
 
     @on(DataTable.RowSelected, "#knobs-table")
     def turn(self, event: DataTable.RowSelected) -> None:
@@ -235,9 +249,43 @@ class TopApp(App[None]):
                 "only the read-only socket is within reach: ask the user that started the run", severity="warning"
             )
         else:
-            self.push_screen(KnobScreen(row, self._feed.set), self._turned)
+            knob = row.tunable
+            about = f"{knob.help} It takes {knob.range_text()}; the run file said {value_text(row.first)}."
+            words = "Enter sets it, Escape leaves. As `myxa set`: -m 'why', --for 50steps, --at N, --force."
+            self._show_change(is_shown=True)
+            self._say("about", Text(f"{about}\n{words}"))
+            line = self.query_one("#change", Input)
+            line.value = shlex.join([f"{row.name}={value_text(row.values[0])}"])
+            line.focus()
 
-    def _turned(self, said: str | None) -> None:
-        if said:
-            self.notify(said, timeout=8)
+    def _show_change(self, *, is_shown: bool) -> None:
+        self.query_one("#about").display = self.query_one("#change").display = is_shown
+
+    def action_leave(self) -> None:
+        self._show_change(is_shown=False)
+        self._give_focus()
+
+    @on(Input.Submitted, "#change")
+    def send(self, event: Input.Submitted) -> None:
+        self._say("about", Text("asking the run ..."))
+        threading.Thread(target=self._ask, args=(event.value,), daemon=True, name="myxa-top-set").start()
+
+    def _ask(self, line: str) -> None:
+        try:
+            reply = self._feed.set(**set_arguments(line))
+        except (MyxaError, OSError, ValueError) as error:
+            self.post_message(Answered(str(error), is_done=False))
+        else:
+            self.post_message(Answered(reply_text(reply), is_done=not reply.refused))
+
+    @on(Answered)
+    def answered(self, event: Answered) -> None:
+        """A refusal keeps the line."""
+        if not self.is_running:
+            return
+        if event.is_done:
+            self.action_leave()
+            self.notify(event.text, timeout=8)
+        else:
+            self._say("about", Text(event.text, style="bold red"))
         self._feed.wake()

@@ -16,9 +16,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ...core.errors import LaunchError, MyxaError
-from ...core.knobs import ChangeReply, ChangeRequest
+from ...core.knobs import ChangeReply
 from ..control.client import ControlClient, ControlNote
-from ..control.verbs import WHO
 from ..run_dir import RunDir
 from ..views.run_files import RunFiles
 from ..views.run_view import RunView, carried_over, outcome, run_view_of_files, with_past
@@ -121,9 +120,8 @@ class Feed:
             return replace(last, has_ended=True, run_dir=named, troubles=(how.text,) if how.level != "open" else ())
         return replace(last, troubles=(why,), silent_s=max(0.1, time.monotonic() - self._heard_s))
 
-    def set(self, request: ChangeRequest) -> ChangeReply:
+    def set(self, **arguments: Any) -> ChangeReply:
         """Set knobs. Raises the run's refusal."""
         if self._client is None:
             raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
-        arguments = {name: value for name, value in msgspec.to_builtins(request).items() if name != WHO}
         return msgspec.convert(self._client.ask("set", timeout_s=90.0, **arguments), ChangeReply)

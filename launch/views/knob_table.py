@@ -120,12 +120,6 @@ def read_value(name: str, text: str) -> KnobValue:
     return found
 
 
-def typed_value(knob: Tunable, text: str) -> KnobValue:
-    """The same of a knob that is known, within its range. Raises ConfigError."""
-    text = text.strip()
-    return knob.check(text if knob.kind in ("text", "choice") else read_value(knob.name, text))
-
-
 def reply_text(reply: ChangeReply) -> str:
     if reply.refused:
         return f"refused: {clean(reply.refused)}"

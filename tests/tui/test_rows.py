@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from myxa.core.activity import ACTIVITY_KINDS
-from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
 from myxa.launch.control.verbs import StatusArguments
 from myxa.launch.tui.app import actor_page, actor_rows
@@ -56,22 +55,6 @@ def test_owners_that_differ_are_told_apart() -> None:
     (row,) = knob_table.knob_rows(KnobTable(sheets=sheets, epoch=1))
     assert row.cells()[1:3] == ("1 (rollout/0), 2 (rollout/1)", "groups")
     assert row.cells()[-1] == "file: 1; will be 5"
-
-
-TYPED = [("float", " 1e-4 ", 1e-4), ("int", "7", 7), ("bool", "True", True), ("choice", "a", "a"), ("text", "13", "13")]
-MISTYPED = [("float", "fast"), ("int", "1.5"), ("int", ""), ("bool", "maybe"), ("choice", "b"), ("int", "9")]
-
-
-def test_what_is_typed_becomes_the_knobs_own_type_or_is_refused() -> None:
-    def typed(kind: Any, text: str) -> object:
-        choices = ("a",) if kind == "choice" else ()
-        knob = Tunable(name="k", kind=kind, boundary="now", owner="buffer", help="", choices=choices, high=8)
-        return knob_table.typed_value(knob, text)
-
-    assert [typed(kind, text) for kind, text, _ in TYPED] == [value for _, _, value in TYPED]
-    for kind, text in MISTYPED:
-        with pytest.raises(ConfigError, match=r"k = .*: "):
-            typed(kind, text)
 
 
 def test_a_reply_says_where_it_is_in_force() -> None:

@@ -62,9 +62,9 @@ async def driven(
             yield pilot, note, stack
 
 
-async def replace_text(pilot: Pilot[None], field: str, text: str) -> None:
-    pilot.app.screen.query_one(field, Input).value = ""
-    await pilot.press(*text)
+async def sets(pilot: Pilot[None], line: str) -> None:
+    pilot.app.screen.query_one("#change", Input).value = ""
+    await pilot.press(*line, "enter")
 
 
 class Leaving(Static):
@@ -105,12 +105,11 @@ async def test_a_knob_is_turned_with_a_reason_and_quitting_waits_for_no_answer(p
         await sees(pilot, "temperature", "request", "above 0")
         await pilot.press("down")  # from clip_low to lr
         await pilot.press("enter")
-        await sees(pilot, "Step size of the optimizer.", "new value", "reason")
-        await replace_text(pilot, "#value", "5e-5")
-        await pilot.press("enter", *"noisy", "enter")
+        await sees(pilot, "Step size of the optimizer.", "It takes above 0", "lr=0.0001")
+        await sets(pilot, "lr=5e-5 -m 'too noisy'")
         await told(pilot, "lr  0.0001 -> 5e-05  trainer/0, at step")
         record = seat.records[-1]
-        assert (record.reason, record.moves[0].new, seat.values["lr"]) == ("noisy", 5e-5, 5e-5)
+        assert (record.reason, record.moves[0].new, seat.values["lr"]) == ("too noisy", 5e-5, 5e-5)
         await sees(pilot, "lr 5e-05")
         await pilot.press("4")
         await sees(pilot, "lr 0.0001 -> 5e-05")
@@ -125,25 +124,20 @@ async def test_escape_changes_nothing_and_a_refusal_is_shown_with_its_remedy(pla
         await pilot.press("3")
         await sees(pilot, "max_staleness")
         await pilot.press("enter")
-        await sees(pilot, "new value")
-        await replace_text(pilot, "#value", "9")
-        await pilot.press("escape")
-        await until(pilot, lambda text: "new value" not in text, "the end of the window")
+        await sees(pilot, "Escape leaves")
+        await pilot.press("backspace", "9", "escape")
+        await until(pilot, lambda text: "Escape leaves" not in text, "the end of the line")
         assert (seat.values, len(seat.records)) == (planting.FIRST, 5)
         await pilot.press("down", "enter")
-        await sees(pilot, "new value")
-        await replace_text(pilot, "#value", "abc")
-        await pilot.press("enter")
-        await sees(pilot, "lr = 'abc': must be a number")
-        await replace_text(pilot, "#value", "-1")
-        await pilot.press("enter", "enter")
-        await sees(pilot, "must be above 0", "lr takes above 0")
-        pilot.app.screen.query_one("#value", Input).focus()
-        await replace_text(pilot, "#value", "1")
-        await pilot.press("enter", "enter")
-        await sees(pilot, "more than 10 times", "here: Ctrl-F")
+        await sees(pilot, "Escape leaves")
+        for line, said in (
+            ("lr=abc", "lr = 'abc': must be a number"), ("lr", "must look like NAME=VALUE"), ("lr='1", "close the quotes"),
+            ("lr=1 --fort=3s", "unrecognized arguments: --fort=3s"), ("lr=-1", "lr takes above 0"), ("lr=1", "more than 10 times"),
+        ):  # fmt: skip
+            await sets(pilot, line)
+            await sees(pilot, said)
         assert seat.values["lr"] == 1e-4
-        await pilot.press("ctrl+f")
+        await sets(pilot, "lr=1 --force")
         await told(pilot, "lr  0.0001 -> 1  trainer/0")
         assert seat.values["lr"] == 1.0
 
@@ -155,7 +149,7 @@ async def test_through_the_read_only_socket_nothing_can_be_turned(planting, seat
         await sees(pilot, "max_staleness")
         await pilot.press("enter")
         await told(pilot, "only the read-only socket is within reach")
-        assert not pilot.app.screen.query("#value")
+        assert not pilot.app.screen.query_one("#change").display
         assert len(seat.records) == 5
 
 
