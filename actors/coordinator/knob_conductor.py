@@ -191,8 +191,7 @@ class KnobConductor:
 
     def newest(self, name: str, default: KnobValue) -> KnobValue:
         """What was decided last for a knob of the trainer, in force or not."""
-        found = self.decisions.latest("trainer/0", name)
-        return default if found is None else found
+        return self.decisions.latest("trainer/0", name, default)
 
     async def rewound(self, old_version: int, version: int) -> None:
         """The trainer was thrown back: what was in force by the older number stays in force."""

@@ -10,7 +10,7 @@ actor that joins later and fits the target gets the same values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -143,22 +143,17 @@ def draft_change(request: ChangeRequest, roster: OwnerStates, decisions: Decisio
 
 
 def _draft(decision: Decision, states: Mapping[str, Mapping[str, KnobState]], decisions: Decisions) -> ChangeDraft:
+    """What it would change: what every owner has by all decisions with it, beside what it has now."""
+    after = decisions.with_one(decision)
     wanted: dict[str, dict[str, KnobValue]] = {}
     moves: list[KnobMove] = []
-    for name, new in decision.values.items():
-        for owner, state in states[name].items():
-            after = decisions.latest(owner, name, without=decision.undoes) if new is None else new
-            after = state.first if after is None else after
-            before = decisions.latest(owner, name)
-            before = state.first if before is None else before
-            wanted.setdefault(owner, {})[name] = after
-            if after != before:
-                moves.append(_move(name, owner, state, before, after))
+    for name, owners in states.items():
+        for owner, state in owners.items():
+            old, new = decisions.latest(owner, name, state.first), after.latest(owner, name, state.first)
+            wanted.setdefault(owner, {})[name] = new
+            if new != old:
+                moves.append(KnobMove(name=name, owner=owner, old=old, new=new, boundary=state.tunable.boundary))
     return ChangeDraft(decision, wanted, tuple(moves), _tunables(states))
-
-
-def _move(name: str, owner: str, state: KnobState, old: KnobValue, new: KnobValue) -> KnobMove:
-    return KnobMove(name=name, owner=owner, old=old, new=new, boundary=state.tunable.boundary)
 
 
 def draft_restored(kept: Sequence[LiveKnob], roster: OwnerStates, decisions: Decisions, version: int) -> ChangeDraft:
@@ -174,17 +169,7 @@ def draft_restored(kept: Sequence[LiveKnob], roster: OwnerStates, decisions: Dec
         live.append(msgspec.structs.replace(knob, target=target, at=at))
     values = {knob.name: knob.value for knob in live}
     decision = Decision(launch=decisions.launch, values=values, numbered=numbered, live=tuple(live))
-    after = Decisions(decisions.launch)
-    after.add_live(decision, 1)
-    wanted: dict[str, dict[str, KnobValue]] = {}
-    moves: list[KnobMove] = []
-    for name, owners in states.items():
-        for owner, state in owners.items():
-            if (new := after.latest(owner, name)) is not None:
-                wanted.setdefault(owner, {})[name] = new
-                if new != state.first:
-                    moves.append(_move(name, owner, state, state.first, new))
-    return ChangeDraft(decision, wanted, tuple(moves), tunables)
+    return _draft(decision, states, decisions)
 
 
 def _tunables(states: Mapping[str, Mapping[str, KnobState]]) -> dict[str, Tunable]:
@@ -219,40 +204,41 @@ def _check_expected(request: ChangeRequest, roster: OwnerStates, target: str, de
         if not states:
             complaints.append(f"there is no knob {name!r} to compare")
         for owner, state in states.items():
-            now = decisions.latest(owner, name)
-            now = state.first if now is None else now
+            now = decisions.latest(owner, name, state.first)
             if now != expected or isinstance(now, bool) != isinstance(expected, bool):
                 complaints.append(f"{name} is {now} at {owner}, not {expected} as expected")
                 break
     return complaints
 
 
-@dataclass(slots=True)
-class _Made:
-    """A decision, and what became of it since."""
+NEVER = 1 << 62
+"""A number after all others."""
 
-    epoch: int
+
+@dataclass(slots=True)
+class _Decided:
+    """A value that was decided, and what became of it since."""
+
+    knob: LiveKnob
     decision: Decision
-    at: int
-    """As it was decided, or the version to which the trainer went back."""
-    made_at: tuple[int, int, float] = (0, 0, 0.0)
+    made_at: tuple[int, int, float]
     """As the record has them: number, the run's version, wall clock."""
-    ended: dict[str, int] = field(default_factory=dict[str, int])
-    """Knob -> number from which on its value of this change is not in force any more."""
+    at: int
+    """As it was decided, or the version to which the trainer went back; 0 for a knob without numbers."""
+    ended: int = NEVER
+    """Number from which on it is not in force any more."""
 
     @property
-    def standing(self) -> set[str]:
-        """Knobs whose values still come from this change, unless a later one set them again."""
-        return {name for name, value in self.decision.values.items() if value is not None} - self.ended.keys()
+    def stands(self) -> bool:
+        """Whether the value still comes from this change, unless a later one set it again."""
+        return self.knob.value is not None and self.ended == NEVER
 
-    def at_of(self, name: str) -> int:
-        return self.at if name in self.decision.numbered else 0
+    @property
+    def is_for_a_time(self) -> bool:
+        return bool(self.stands and (self.decision.for_steps or self.decision.for_s))
 
-    def holds(self, name: str, number: int) -> bool:
-        """Whether its value is in force at that number, as far as no newer change comes before it."""
-        if self.decision.values.get(name) is None or self.at_of(name) > number:
-            return False
-        return name not in self.ended or self.ended[name] > number
+    def concerns(self, owner: str, name: str) -> bool:
+        return self.knob.name == name and fits(owner, self.knob.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +251,6 @@ class Due:
     """Number at which they go back; 0: as soon as possible."""
 
 
-LAST = 1 << 62
-"""A number after all others."""
-
-
 class Decisions:
     """See the module's head."""
 
@@ -277,7 +259,8 @@ class Decisions:
         self.launch = launch
         self.epoch = 0
         """Of the newest change that was decided."""
-        self._made: list[_Made] = []
+        self._decided: list[_Decided] = []
+        """One for each knob of a change, by changes."""
 
     def replay(self, records: Iterable[AuditRecord]) -> None:
         """As an earlier incarnation of the coordinator wrote them."""
@@ -290,66 +273,57 @@ class Decisions:
         assert decision is not None
         if record.verb == "rewind":
             # What was in force stays so, at once, and what was still to come keeps its number.
-            old_version = record.at
-            version = record.version
-            for made in self._made:
-                made.at = _back(made.at, old_version, version)
-                made.ended = {name: _back(at, old_version, version) for name, at in made.ended.items()}
+            for one in self._decided:
+                one.at = _back(one.at, record.at, record.version)
+                one.ended = _back(one.ended, record.at, record.version)
             return
-        self.epoch = max(self.epoch, record.epoch)
-        if decision.live:
-            self.add_live(decision, record.epoch)
-            return
-        new = _Made(record.epoch, decision, record.at, (record.at, record.version, record.wall_s))
-        timed = [made for made in self._for_a_time() if overlap(made.decision.target, decision.target)]
-        for made in self._made:
-            if made.epoch == decision.undoes or made in timed:
-                made.ended |= {name: new.at_of(name) for name in made.standing & decision.values.keys()}
-        self._made.append(new)
+        self._take(decision, record.epoch, (record.at, record.version, record.wall_s))
 
-    def add_live(self, decision: Decision, epoch: int) -> None:
-        """Values of a checkpoint, all by that change."""
-        for knob in decision.live:
-            one = Decision(
-                launch=self.launch,
-                target=knob.target,
-                values={knob.name: knob.value},
-                first={knob.name: knob.first},
-                numbered=tuple({knob.name}.intersection(decision.numbered)),
-                live=decision.live,
-            )
-            self._made.append(_Made(epoch, one, knob.at))
+    def with_one(self, decision: Decision) -> Decisions:
+        """All of them and one more."""
+        after = Decisions(self.launch)
+        after._decided = [replace(one) for one in self._decided]
+        after._take(decision, self.epoch + 1, (0, 0, 0.0))
+        return after
+
+    def _take(self, decision: Decision, epoch: int, made_at: tuple[int, int, float]) -> None:
+        self.epoch = max(self.epoch, epoch)
+        at = dict.fromkeys(decision.numbered, made_at[0])
+        knobs = [msgspec.structs.replace(knob, epoch=epoch) for knob in decision.live] or [
+            LiveKnob(name, decision.target, value, decision.first[name], epoch, at.get(name, 0))
+            for name, value in decision.values.items()
+        ]
+        for knob in knobs:
+            for one in self._decided:
+                is_crossed = one.is_for_a_time and overlap(one.knob.target, knob.target)
+                if one.knob.name == knob.name and one.stands and (one.knob.epoch == decision.undoes or is_crossed):
+                    one.ended = knob.at
+        self._decided += [_Decided(knob, decision, made_at, knob.at) for knob in knobs]
 
     def continue_from(self, epoch: int) -> None:
         self.epoch = max(self.epoch, epoch)
 
     def has_due(self, old_version: int, version: int) -> bool:
         """Whether a numbered value came into force between these versions."""
-        return any(old_version < made.at <= version for made in self._made)
+        return any(old_version < one.at <= version for one in self._decided)
 
-    def latest(self, owner: str, name: str, *, without: int = 0) -> KnobValue | None:
-        """Decided last for a knob at an owner, in force or not; None: nothing. `without`: a change that is left out."""
-        found = self._holder(owner, name, LAST, without)
-        return None if found is None else found.decision.values[name]
+    def latest(self, owner: str, name: str, default: KnobValue) -> KnobValue:
+        """Decided last for a knob at an owner, in force or not."""
+        found = self._holder(owner, name, NEVER - 1)
+        return default if found is None or found.knob.value is None else found.knob.value
 
     def news(self, owner: str, after: int) -> LiveKnobs:
         """What an owner needs that knows the decisions up to epoch `after`: of each knob that was decided since, all
         values from now on."""
         if after >= self.epoch:
             return LiveKnobs(epoch=self.epoch)
-        names = {
-            name
-            for made in self._made
-            if made.epoch > after and fits(owner, made.decision.target)
-            for name in made.decision.values
-        }
+        knobs = [one.knob for one in self._decided]
+        names = {knob.name for knob in knobs if knob.epoch > after and fits(owner, knob.target)}
         return LiveKnobs(epoch=self.epoch, knobs=tuple(v for name in sorted(names) for v in self._course(owner, name)))
 
     def live(self, version: int) -> LiveKnobs:
         found: list[LiveKnob] = []
-        for target, name in sorted(
-            {(made.decision.target, name) for made in self._made for name in made.decision.values}
-        ):
+        for target, name in sorted({(one.knob.target, one.knob.name) for one in self._decided}):
             course = list(self._course(target, name))
             passed = [value for value in course if value.at <= version]
             is_own = False
@@ -364,40 +338,39 @@ class Decisions:
 
     def _course(self, owner: str, name: str) -> Iterator[LiveKnob]:
         """The values of a knob at an owner, by the numbers from which on they are in force."""
-        mine = [made for made in self._made if name in made.decision.values and fits(owner, made.decision.target)]
+        mine = [one for one in self._decided if one.concerns(owner, name)]
         before: tuple[int, KnobValue | None] | None = None
-        for at in sorted({made.at_of(name) for made in mine}):
-            epoch = max(made.epoch for made in mine if made.at_of(name) <= at)
+        for at in sorted({one.at for one in mine}):
+            epoch = max(one.knob.epoch for one in mine if one.at <= at)
             holder = self._holder(owner, name, at)
-            value = None if holder is None else holder.decision.values[name]
+            value = None if holder is None else holder.knob.value
             if before != (epoch, value):
-                source = (holder or mine[0]).decision
-                yield LiveKnob(
-                    name=name, target=source.target, value=value, first=source.first[name], epoch=epoch, at=at
-                )
+                source = (holder or mine[0]).knob
+                yield msgspec.structs.replace(source, value=value, epoch=epoch, at=at)
             before = epoch, value
 
-    def _holder(self, owner: str, name: str, number: int, without: int = 0) -> _Made | None:
-        for made in reversed(self._made):
-            if made.epoch != (without or -1) and made.holds(name, number) and fits(owner, made.decision.target):
-                return made
+    def _holder(self, owner: str, name: str, number: int) -> _Decided | None:
+        for one in reversed(self._decided):
+            if one.knob.value is not None and one.at <= number < one.ended and one.concerns(owner, name):
+                return one
         return None
 
     def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
         """What takes a change back: the newest (0), or `epoch`; `names`: only these knobs. Raises ConfigError."""
-        undone = self._newest() if not epoch else self._require(epoch)
-        wanted = undone.standing & names if names else undone.standing
-        target = undone.decision.target
-        if not wanted:
-            raise ConfigError(f"change {undone.epoch} was taken back before", remedy="`myxa history` lists the changes")
-        for later in self._made:
-            touched = later.standing & wanted
-            if later.epoch > undone.epoch and touched and overlap(later.decision.target, target):
+        undone = self._change(epoch)
+        standing = [one for one in undone if one.stands and (not names or one.knob.name in names)]
+        target, epoch = undone[0].decision.target, undone[0].knob.epoch
+        if not standing:
+            raise ConfigError(f"change {epoch} was taken back before", remedy="`myxa history` lists the changes")
+        first = {one.knob.name: one.knob.first for one in standing}
+        for later in self._decided:
+            knob = later.knob
+            if knob.epoch > epoch and knob.name in first and later.stands and overlap(knob.target, target):
                 raise ConfigError(
-                    f"{', '.join(sorted(touched))} was changed again by change {later.epoch}",
-                    remedy=f"undo change {later.epoch} first, or set the values",
+                    f"{knob.name} was changed again by change {knob.epoch}",
+                    remedy=f"undo change {knob.epoch} first, or set the values",
                 )
-        states = {name: roster.states(name, target) for name in sorted(wanted)}
+        states = {name: roster.states(name, target) for name in sorted(first)}
         if missing := [name for name in states if not states[name]]:
             raise ConfigError(
                 f"no owner of {', '.join(missing)} answers", remedy=f"silent are: {', '.join(roster.silent) or 'none'}"
@@ -406,75 +379,71 @@ class Decisions:
             launch=self.launch,
             target=target,
             values=dict.fromkeys(states),
-            first={name: undone.decision.first[name] for name in states},
+            first=first,
             numbered=_numbered(states),
-            undoes=undone.epoch,
+            undoes=epoch,
         )
         return _draft(decision, states, self)
 
-    def _newest(self) -> _Made:
-        for made in reversed(self._made):
-            if made.standing and not made.decision.live:
-                return made
-        raise ConfigError("there is no change to take back", remedy="`myxa history` lists the changes")
-
-    def _require(self, epoch: int) -> _Made:
-        made = next((made for made in self._made if made.epoch == epoch), None)
-        if made is None:
+    def _change(self, epoch: int) -> list[_Decided]:
+        """The knobs of a change that can be taken back; 0: the newest. Raises ConfigError."""
+        wanted = epoch or max(
+            (one.knob.epoch for one in self._decided if one.stands and not one.decision.live), default=0
+        )
+        if not wanted:
+            raise ConfigError("there is no change to take back", remedy="`myxa history` lists the changes")
+        change = [one for one in self._decided if one.knob.epoch == wanted]
+        if not change:
             raise ConfigError(f"there is no change {epoch} in this run", remedy="`myxa history` lists the changes")
-        if made.decision.live:
+        if change[0].decision.live:
             raise ConfigError(f"change {epoch} took the values of a checkpoint over", remedy="set the values instead")
-        if undoes := made.decision.undoes:
+        if undoes := change[0].decision.undoes:
             raise ConfigError(f"change {epoch} took change {undoes} back", remedy="set the values again instead")
-        return made
+        return change
 
-    def _for_a_time(self) -> Iterator[_Made]:
-        return (m for m in self._made if m.standing and (m.decision.for_steps or m.decision.for_s))
-
-    def _ends(self) -> Iterator[tuple[_Made, str, str, float]]:
-        """Change, knob, what its end is counted in ("s": wall clock, "number": of its boundary, "version": of the run),
-        and where that is."""
-        for made in self._for_a_time():
-            (number, version, wall_s), decision = made.made_at, made.decision
-            for name in sorted(made.standing):
-                if decision.for_s:
-                    yield made, name, "s", wall_s + decision.for_s
-                elif name in decision.numbered:
-                    yield made, name, "number", number + decision.for_steps
-                else:
-                    yield made, name, "version", version + decision.for_steps
+    def _ends(self) -> Iterator[tuple[_Decided, str, float]]:
+        """Of changes for a time: what the end is counted in ("s": wall clock, "number": of the boundary, "version": of
+        the run), and where that is."""
+        for one in self._decided:
+            (number, version, wall_s), decision = one.made_at, one.decision
+            if not one.is_for_a_time:
+                continue
+            if decision.for_s:
+                yield one, "s", wall_s + decision.for_s
+            elif one.knob.name in decision.numbered:
+                yield one, "number", number + decision.for_steps
+            else:
+                yield one, "version", version + decision.for_steps
 
     def check_times(self, draft: ChangeDraft) -> None:
         """Raises ConfigError for a change of some of the actors that are to go back together."""
         target = draft.decision.target
         shared = {name for name, tunable in draft.tunables.items() if tunable.owner in MANY}
-        for made in self._for_a_time():
-            theirs = made.decision.target
-            names = made.standing & shared & draft.decision.values.keys()
-            if names and overlap(theirs, target) and not fits(theirs, target):
+        for one in self._decided:
+            name, theirs = one.knob.name, one.knob.target
+            if one.is_for_a_time and name in shared and overlap(theirs, target) and not fits(theirs, target):
                 raise ConfigError(
-                    f"{', '.join(sorted(names))} goes back by itself at {theirs or 'all its owners'} by change "
-                    f"{made.epoch}",
-                    remedy=f"undo change {made.epoch} first, or set the value for all of them",
+                    f"{name} goes back by itself at {theirs or 'all its owners'} by change {one.knob.epoch}",
+                    remedy=f"undo change {one.knob.epoch} first, or set the value for all of them",
                 )
 
     def due(self, version: int, now_s: float, number: int = -1) -> list[Due]:
         """What is to go back now, of which numbered values for `number`, before that is passed. `now_s`: wall clock."""
         reached, found = {"s": now_s, "version": version, "number": number}, dict[tuple[int, int], set[str]]()
-        for made, name, kind, end in self._ends():
+        for one, kind, end in self._ends():
             if end <= reached[kind]:
-                found.setdefault((made.epoch, number if kind == "number" else 0), set()).add(name)
+                found.setdefault((one.knob.epoch, number if kind == "number" else 0), set()).add(one.knob.name)
         return [Due(epoch, frozenset(names), at) for (epoch, at), names in found.items()]
 
     def next_s(self) -> float | None:
         """When the next one by time is due, wall clock."""
-        return min((end for _, _, kind, end in self._ends() if kind == "s"), default=None)
+        return min((end for _, kind, end in self._ends() if kind == "s"), default=None)
 
     def reverts(self, now_s: float) -> dict[str, str]:
         """Knob -> when it goes back by itself, in words."""
         return {
-            name: f"in {max(end - now_s, 0):.0f} s" if kind == "s" else f"at version {end:.0f}"
-            for _, name, kind, end in self._ends()
+            one.knob.name: f"in {max(end - now_s, 0):.0f} s" if kind == "s" else f"at version {end:.0f}"
+            for one, kind, end in self._ends()
         }
 
 
