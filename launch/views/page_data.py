@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from msgspec import structs
@@ -20,7 +19,7 @@ from ..run_lineage.origin import RunOrigin
 from .changes import EventRow, stairs, value_text
 from .findings import findings
 from .knob_table import knob_rows, owners_text
-from .numbers import clean, duration, name_order, percent, short, time_parts, training_reward
+from .numbers import clean, name_order, time_parts
 from .run_files import SUMMED, RunFiles
 from .run_view import (
     ENGINE_COLUMNS,
@@ -43,7 +42,6 @@ _MAX_KINDS = 30
 _MAX_EVENTS = 600
 _MAX_ROUTINE = 25
 _MAX_ALARMING = 200
-_MAX_SLOW = 8
 _BADGES = {"running": "good", "finished": "good", "failed": "bad"}
 
 
@@ -144,8 +142,6 @@ def past_table(run: RunFiles) -> dict[str, Any]:
         "numEvents": run.event_counts.total(),
         "drops": list(drops(run).items()),
         "failures": run.failures.most_common(_MAX_KINDS),
-        "slowSteps": _slow_steps(run),
-        "slowColumns": SLOW_COLUMNS,
         "settings": _settings(run),
         "configText": config_text(run),
     }
@@ -260,31 +256,6 @@ def _events(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
         }
         for event in reversed(chosen[:_MAX_EVENTS])
     ]
-
-
-SLOW_COLUMNS = ("step", "took", "training", "publishing", "the rest", "response tokens", "lag", "reward")
-
-
-def _slow_steps(run: RunFiles) -> list[tuple[str, ...]]:
-    """The steps that took longest from report to report, and where the time went."""
-    gaps = [(after_s - before_s, step) for (before_s, _), (after_s, step) in pairwise(sorted(run.reported))]
-    worst = sorted((gap for gap in gaps if gap[0] > 0), reverse=True)[:_MAX_SLOW]
-    columns = (
-        "train/step_s",
-        "weights/publish_s",
-        "batch/response_tokens_mean",
-        "lag/max",
-        training_reward(run.series),
-    )
-    known = {name: run.steps(name) for name in columns}
-    found: list[tuple[str, ...]] = []
-    for took_s, step in worst:
-        train_s, publish_s, *others = (known[name].get(step) for name in columns)
-        rest_s = max(0.0, took_s - (train_s or 0.0) - (publish_s or 0.0))
-        times = [duration(seconds) if seconds is not None else "-" for seconds in (took_s, train_s, publish_s)]
-        rest = f"{duration(rest_s)} ({percent(rest_s / took_s)})"
-        found.append((str(step), *times, rest, *(short(value) for value in others)))
-    return found
 
 
 _SETTINGS = (

@@ -231,8 +231,6 @@ function drawTime() {
   if (!lanes.length) return $("lanes").replaceChildren(el("p", { class: "empty" }, "No actor reported its time yet."));
   drawLanes($("lanes"), lanes, state.kinds, Math.max(0, Math.min(...lanes.map((l) => l.bins[0][0]))), Math.max(...lanes.map((l) => l.bins.at(-1)[0] + l.width)));
   $("totals").replaceChildren(...lanes.map((lane) => el("div", { class: "actor" }, el("span", { class: "who" }, lane.actor), shareBar(lane.total), el("span", { class: "barnote" }, lane.parts.join(" \u00b7 ")))));
-  $("slow-card").hidden = !past.slowSteps.length;
-  $("slow-table").replaceChildren(head(past.slowColumns), body(past.slowSteps));
 }
 
 // -- knobs -----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,6 @@ def test_a_whole_run(planted: Path, tmp_path: Path) -> None:
     assert tiles["step"] == ("40", "of 40")
     assert tiles["largest lag"] == ("2", "bound 2")
     assert tiles["groups trained"][0] == "1280"
-    assert len(report.past["slowSteps"]) == 8
     points = [json.loads(line) for line in (planted / "metrics.jsonl").read_text().splitlines()]
     assert report.metrics == {n for p in points for n in p["values"] if not n.startswith("time/")}
     rewards = {p["step"]: p["values"]["reward/raw_mean"] for p in points if "reward/raw_mean" in p["values"]}
