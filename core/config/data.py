@@ -513,8 +513,8 @@ class EvalSettings(Section, frozen=True):
     every: CountInt = 0
     """Steps between evaluations; 0 = only at the start (see `at_start`) or never."""
     num_prompts: PositiveInt = 1024
-    """Prompts used in one evaluation at most: the first ones. Rows beyond are named by plan, at the start and with
-    every result."""
+    """Prompts used in one evaluation at most: the first ones. Rows beyond are named at the start and with every
+    result."""
     num_samples: PositiveInt = 1
     """Answers per prompt."""
     temperature: Temperature = 1.0

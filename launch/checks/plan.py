@@ -23,7 +23,7 @@ from .check import CheckedRun, Finding, key_of, run_checks
 from .memory_estimate import DeviceLoad, Memory, memory, ranges, used_devices
 from .node import DiskNeed, disk_need
 from .objective_text import objective_lines
-from .run_arithmetic import BatchPlan, PlannedSource, StalenessPlan, batch_plan, planned_sources, staleness_plan
+from .run_arithmetic import BatchPlan, StalenessPlan, batch_plan, staleness_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,6 @@ class PlannedRun:
     placement: tuple[PlannedNode, ...] = ()
     objective: tuple[str, ...] = ()
     batch: BatchPlan | None = None
-    sources: tuple[PlannedSource, ...] = ()
-    """Of prompts, where they have names."""
     staleness: StalenessPlan | None = None
     memory: Memory | None = None
     num_parameters: int | None = None
@@ -113,7 +111,6 @@ def make_plan(
         placement=tuple(_node(actors, number) for number in range(num_nodes) if actors),
         objective=objective_lines(config),
         batch=run.once(batch_plan),
-        sources=run.once(planned_sources),
         staleness=run.once(staleness_plan),
         memory=run.once(memory)[0],
         num_parameters=run.model.num_parameters if run.model is not None else None,
@@ -195,7 +192,6 @@ def plan_text(plan: PlannedRun) -> str:
         ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
         ("what this run optimises", iter(plan.objective)),
         ("batch", _batch(plan.batch)),
-        ("sources of prompts", _sources(plan.sources)),
         ("staleness", staleness_lines(plan.staleness)),
         ("disk", _disk(plan.disk)),
     ]
@@ -264,15 +260,6 @@ def _batch(batch: BatchPlan | None) -> Iterator[str]:
     if batch.num_rows is not None:
         passes = f", at least {batch.passes:.2f} passes" if batch.passes is not None else ""
         yield f"{batch.num_rows:,} rows of data{passes}"
-
-
-def _sources(sources: Sequence[PlannedSource]) -> Iterator[str]:
-    width = max((len(source.name) for source in sources), default=0)
-    for source in sources:
-        rows = "rows not counted" if source.num_rows is None else f"{source.num_rows:,} rows"
-        passes = "" if source.passes is None else f", {source.passes:.2f} passes"
-        bound = f" of at most {source.max_passes}" if source.max_passes and passes else ""
-        yield f"  {source.name:<{width}} {source.share:>7.2%} of the prompts, {rows}{passes}{bound}"
 
 
 def staleness_lines(plan: StalenessPlan | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ from ...algos.staleness import make_policy
 from ...core.config import RunConfig
 from ...core.errors import DataError
 from .check import CheckedRun, Finding, warnings
-from .files import held_out_rows, train_rows
+from .files import train_rows
 
 # -- batch -------------------------------------------------------------------------------------------------------------
 
@@ -104,45 +104,6 @@ def num_micro_batches(config: RunConfig, model: ModelConfig, world_size: int) ->
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSource:
-    """One of several sources of prompts, before the run."""
-
-    name: str
-    num_rows: int | None
-    share: float
-    """Of the prompts that are drawn, as long as no source has ended."""
-    max_passes: int
-    """0: endless."""
-    passes: float | None
-    """At least so many, of a run that ends by steps; None: it does not, or the rows were not counted."""
-
-
-def planned_sources(run: CheckedRun) -> tuple[PlannedSource, ...]:
-    """Empty where there is one without a name."""
-    config, found = run.config, list[PlannedSource]()
-    whole = sum(source.weight for source in config.data.sources.values())
-    for name, part in config.data.parts().items() if config.data.sources else ():
-        num_rows, share = run.once(train_rows)[name].num_rows, config.data.sources[name].weight / whole
-        prompts = config.run.num_steps * config.algo.batch_size * share
-        passes = prompts / num_rows if num_rows and config.run.num_steps else None
-        found.append(PlannedSource(name, num_rows, share, part.max_passes, passes))
-    return tuple(found)
-
-
-def sources(run: CheckedRun) -> Iterator[Finding]:
-    """Sources that end before the run, or have weight 0."""
-    for source in run.once(planned_sources):
-        key, limit, passes = f"data.sources.{source.name}", source.max_passes, source.passes or 0.0
-        yield from warnings(
-            (0 < limit < passes, f"{key}.max_passes",
-             f"= {limit}: the run asks for {passes:.2f} passes over {source.num_rows} rows; others fill its share then",
-             f"raise it (0 = endless), or lower {key}.weight"),
-            (not source.share, f"{key}.weight", "= 0: nothing is drawn from it",
-             "set the knob mix when it is wanted"),
-        )  # fmt: skip
 
 
 def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
@@ -245,25 +206,6 @@ def schedules(run: CheckedRun) -> Iterator[Finding]:
         (0 < steps < every, "eval.every",
          f"= {every}: the run has {steps} steps, so there is no evaluation after the first", "lower it"),
     )  # fmt: skip
-
-
-def held_out(run: CheckedRun) -> Iterator[Finding]:
-    """More rows than are evaluated, or fewer than were asked for."""
-    settings = run.config.eval
-    for name, rows in run.once(held_out_rows).items():
-        own = settings.sets[name].num_prompts if name else 0
-        wanted = own or settings.num_prompts
-        num_rows = wanted if rows.num_rows is None else rows.num_rows
-        files = f"eval.sets.{name}.path" if name else "eval.data"
-        key = f"eval.sets.{name}.num_prompts" if own else "eval.num_prompts"
-        is_said = own or "num_prompts" in settings.model_fields_set
-        yield from warnings(
-            (num_rows > wanted, key,
-             f"= {wanted}: {files} has {num_rows:,} rows, of which the last {num_rows - wanted:,} are not evaluated",
-             f"set it to {num_rows} to evaluate on all"),
-            (num_rows < wanted and is_said, key, f"= {wanted}: {files} has {num_rows} rows, which are all used",
-             "lower it, or use more data"),
-        )  # fmt: skip
 
 
 def odd_counts(run: CheckedRun) -> Iterator[Finding]:
