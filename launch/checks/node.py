@@ -8,29 +8,25 @@ over HTTP, and `actors/engines/sglang/wire.py` judges their answers. Imports no 
 from __future__ import annotations
 
 import ast
-import http.client
+import asyncio
 import importlib.util
 import json
 import os
-import socket
-import ssl
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
-from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
+from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, attach_fault
 from ...actors.models.hf_folder import export_dtype
 from ...actors.models.second_model import critic_parameters
 from ...actors.sinks.registry import SHIPPED, check_name, make_sink
@@ -266,9 +262,7 @@ def server_arguments(folder: Path) -> frozenset[str]:
 
 ANSWER_S = 2.0
 """Within which a server must answer a look."""
-MAX_ANSWER_BYTES = 1 << 20
 LOOK_EVERY_S = 0.2
-AT_ONCE = 16
 
 
 def attached_servers(run: CheckedRun) -> Iterator[Finding]:
@@ -282,42 +276,36 @@ def attached_servers(run: CheckedRun) -> Iterator[Finding]:
         text = f'engine.key_env = "{name}": that variable is not set where the rollout actors run'
         yield Finding("engine.key_env", ConfigError(text, remedy="set it in the environment of `myxa up`"))
         return
-    look = partial(_fault, key=key, model_type=run.model.model_type if run.model else "", wait_s=run.wait_s)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for url, (fault, remedy, may_come) in zip(engine.attach, pool.map(look, engine.attach), strict=True):
-            if fault:
-                error = ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy)
-                yield Finding("engine.attach", error, "warning" if may_come and not run.wait_s else "error")
+    model_type = run.model.model_type if run.model else ""
+    with ThreadPoolExecutor(1) as thread:  # a loop of its own: there may be one here
+        answers = thread.submit(asyncio.run, _look_at(engine.attach, key, model_type, run.wait_s)).result()
+    for url, (fault, remedy, may_come) in zip(engine.attach, answers, strict=True):
+        if fault:
+            error = ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy)
+            yield Finding("engine.attach", error, "warning" if may_come and not run.wait_s else "error")
 
 
-def _fault(url: str, *, key: str, model_type: str, wait_s: float) -> tuple[str, str, bool]:
+async def _look_at(urls: Sequence[str], key: str, model_type: str, wait_s: float) -> list[tuple[str, str, bool]]:
+    """Of each server what is wrong, what to do, and whether it may come."""
+    from ...actors.engines.sglang.http_client import SglangHttp  # aiohttp is slow to import
+
     until = time.monotonic() + wait_s
-    while True:
-        model, facts = (_ask(url, route, key) for route in (MODEL_ROUTE, FACTS_ROUTE))
-        fault, remedy = attach_fault(model, facts, model_type)
-        may_come = model.may_come or facts.may_come
-        if not (fault and may_come) or time.monotonic() + ANSWER_S > until:
-            return fault, remedy, may_come
-        threading.Event().wait(LOOK_EVERY_S)
 
-
-def _ask(url: str, route: str, key: str) -> ServerAnswer:
-    parts = urlsplit(url)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        link = connect(parts.hostname or "", parts.port, timeout=ANSWER_S)
+    async def look(url: str) -> tuple[str, str, bool]:
+        link = SglangHttp(url, name="server", call_s=ANSWER_S, admin_key=key)
+        link.open()
         try:
-            link.request("GET", parts.path.rstrip("/") + route, headers=headers)
-            answer = link.getresponse()
-            return ServerAnswer(route, answer.status, answer.read(MAX_ANSWER_BYTES))
+            while True:
+                model, facts = [await link.answer(route, ANSWER_S) for route in (MODEL_ROUTE, FACTS_ROUTE)]
+                fault, remedy = attach_fault(model, facts, model_type)
+                may_come = model.may_come or facts.may_come
+                if not (fault and may_come) or time.monotonic() + ANSWER_S > until:
+                    return fault, remedy, may_come
+                await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            link.close()
-    except (TimeoutError, ConnectionRefusedError, socket.gaierror) as error:
-        why = f"no answer within {ANSWER_S:g} s" if isinstance(error, TimeoutError) else str(error)
-        return ServerAnswer(route, error=why, is_absent=True)
-    except (OSError, http.client.HTTPException, ssl.SSLError, ValueError) as error:
-        return ServerAnswer(route, error=f"no HTTP ({type(error).__name__}: {str(error)[:80]})")
+            await link.close()
+
+    return await asyncio.gather(*map(look, urls))
 
 
 # -- devices, sinks, ports ---------------------------------------------------------------------------------------------
