@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.config import RestartPolicy, RoleName, WhenHung
+from ..core.config import RoleName
+from ..core.config.run import RestartPolicy, WhenHung
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,8 @@ from typing import Any, cast
 import msgspec
 import orjson
 
-from ...core.config import DataSettings, RewardSettings
+from ...core.config import RewardSettings
+from ...core.config.data import DataSettings
 from ...core.samples import LOSS_KEYS, Message
 from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools

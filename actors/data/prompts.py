@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...core.config import DataSettings, RewardSettings, RunConfig
-from ...core.config.data import parse_sources
+from ...core.config import RewardSettings, RunConfig
+from ...core.config.data import DataSettings, parse_sources
 from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import RowLayout, RowRewards

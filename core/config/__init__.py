@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-from .data import DataSettings, RewardSettings
-from .learning import (
-    AlgoConfig,
-    AlgoKind,
-    CriticConfig,
-    MegatronSettings,
-    OptimizerConfig,
-    TrainerConfig,
-)
-from .loading import Inspected, dump_config, inspect_config, load_config
-from .root import RunConfig, channel_conflicts
-from .run import (
-    GuardSettings,
-    ModelSettings,
-    RestartPolicy,
-    RoleName,
-    RoleSettings,
-    RolesSettings,
-    RolloutRole,
-    RolloutSettings,
-    RunSettings,
-    WhenHung,
-    parse_devices,
-)
+from .data import RewardSettings
+from .learning import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from .loading import dump_config, inspect_config, load_config
+from .root import RunConfig
+from .run import RoleName
 
 __all__ = [
-    "AlgoConfig",
-    "AlgoKind",
-    "CriticConfig",
-    "DataSettings",
-    "GuardSettings",
-    "Inspected",
-    "MegatronSettings",
-    "ModelSettings",
-    "OptimizerConfig",
-    "RestartPolicy",
-    "RewardSettings",
-    "RoleName",
-    "RoleSettings",
-    "RolesSettings",
-    "RolloutRole",
-    "RolloutSettings",
-    "RunConfig",
-    "RunSettings",
-    "TrainerConfig",
-    "WhenHung",
-    "channel_conflicts",
-    "dump_config",
-    "inspect_config",
-    "load_config",
-    "parse_devices",
-]
+    "AlgoConfig", "CriticConfig", "OptimizerConfig", "RewardSettings", "RoleName", "RunConfig", "TrainerConfig",
+    "dump_config", "inspect_config", "load_config",
+]  # fmt: skip

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...core.config import Inspected, inspect_config
-from ...core.config.loading import KeyOrigin, Problem
+from ...core.config import inspect_config
+from ...core.config.loading import Inspected, KeyOrigin, Problem
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec
 from ..memory_part import GIB, count_text, size_text

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from ...core.config import RunConfig, channel_conflicts
+from ...core.config import RunConfig
+from ...core.config.root import channel_conflicts
 from ...core.messages import WeightChannel
 from ...core.weight_channel import SENT_CHANNELS
 

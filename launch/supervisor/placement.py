@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ...core.config import RoleName, RoleSettings, RolesSettings, RolloutRole, RunConfig, parse_devices
+from ...core.config import RoleName, RunConfig
+from ...core.config.run import RoleSettings, RolesSettings, RolloutRole, parse_devices
 from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec

@@ -10,7 +10,8 @@ import pytest
 from myxa.actors.backends.torch_backend.settings import KNOBS
 from myxa.actors.trainer.knobs import LEADER_TUNABLES, TUNABLES, TrainerKnobs, step_values
 from myxa.actors.trainer.step_plan import StepPlanOptions
-from myxa.core.config import AlgoConfig, GuardSettings, OptimizerConfig, RunSettings, TrainerConfig
+from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+from myxa.core.config.run import GuardSettings, RunSettings
 from myxa.core.errors import ConfigError
 
 SECTIONS: dict[str, Any] = {

@@ -43,7 +43,8 @@ def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
     from myxa.actors.backends.megatron.backend import MegatronBackend
     from myxa.actors.backends.megatron.settings import MegatronRankSettings
     from myxa.actors.backends.torch_backend.world import Gang
-    from myxa.core.config import AlgoConfig, MegatronSettings, OptimizerConfig, TrainerConfig
+    from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+    from myxa.core.config.learning import MegatronSettings
 
     return MegatronBackend(
         MegatronRankSettings(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from myxa.actors.backends.megatron.offload import planned, rebuilds_params
-from myxa.core.config import MegatronSettings, TrainerConfig
+from myxa.core.config import TrainerConfig
+from myxa.core.config.learning import MegatronSettings
 from myxa.core.device_memory import OPTIMIZER_PARTS
 from myxa.core.errors import ConfigError
 from myxa.launch.nodes.rendezvous import quiet_port

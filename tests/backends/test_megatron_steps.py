@@ -24,7 +24,8 @@ from myxa.actors.backends.megatron.verbatim import check_tables
 from myxa.actors.checkpoints.folder import find_checkpoint, read_manifest
 from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.core.config import MegatronSettings, TrainerConfig
+from myxa.core.config import TrainerConfig
+from myxa.core.config.learning import MegatronSettings
 from myxa.core.errors import ConfigError, TrainError
 from myxa.launch.nodes.rendezvous import quiet_port
 

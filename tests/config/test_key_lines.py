@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.core.config import AlgoConfig, RolloutSettings
+from myxa.core.config import AlgoConfig
 from myxa.core.config.loading import key_lines, toml_value
+from myxa.core.config.run import RolloutSettings
 from myxa.core.suggestion import nearest, suggest
 
 TEXT = '''# comment

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from myxa.core.config import AlgoConfig, DataSettings, ModelSettings, RunConfig, dump_config, load_config, parse_devices
+from myxa.core.config import AlgoConfig, RunConfig, dump_config, load_config
+from myxa.core.config.data import DataSettings
+from myxa.core.config.run import ModelSettings, parse_devices
 
 MINIMAL = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'
 

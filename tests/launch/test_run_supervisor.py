@@ -13,7 +13,7 @@ import pytest
 from tests.simulation.simulator import Sim, run
 
 from myxa.core.actor import FAILED, Actor, PeerEvent
-from myxa.core.config import RestartPolicy
+from myxa.core.config.run import RestartPolicy
 from myxa.core.errors import ConfigError, DataError, DeadlineExceeded, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
 from myxa.core.supervision import ChildState
