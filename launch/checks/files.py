@@ -14,9 +14,9 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import zip_longest
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ...actors.backends.megatron.layout import ParallelLayout, check_routing
 from ...actors.checkpoints.folder import check_model, read_manifest
@@ -505,17 +505,23 @@ class _Written(str):
 
 
 def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
-    """As `inspect.signature` says it of a function with these parameters that is compiled and never run. `num_own`:
-    parameters that Python fills itself."""
-    module = ast.parse("def stub(): pass")
-    cast("ast.FunctionDef", module.body[0]).args = args
-    consts = compile(module, "<signature>", "exec").co_consts
-    code = next(one for one in consts if isinstance(one, CodeType) and one.co_name == "stub")
-    made = FunctionType(code, {}, argdefs=tuple(_Written(ast.unparse(one)) for one in args.defaults))
-    named = zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    made.__kwdefaults__ = {arg.arg: _Written(ast.unparse(one)) for arg, one in named if one is not None}
-    signature = inspect.signature(made)
-    return signature.replace(parameters=list(signature.parameters.values())[num_own:])
+    """As `inspect.signature` says it. `num_own`: parameters that Python fills itself."""
+    kinds = inspect.Parameter
+    plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    rows = [
+        (arg, kind, default)
+        for (arg, kind), default in reversed(list(zip_longest(reversed(plain), reversed(args.defaults))))
+    ]
+    rows += [(args.vararg, kinds.VAR_POSITIONAL, None)] if args.vararg else []
+    rows += [(arg, kinds.KEYWORD_ONLY, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    rows += [(args.kwarg, kinds.VAR_KEYWORD, None)] if args.kwarg else []
+    return inspect.Signature(
+        [
+            kinds(arg.arg, kind, default=kinds.empty if default is None else _Written(ast.unparse(default)))
+            for arg, kind, default in rows[num_own:]
+        ]
+    )
 
 
 def _module_file(where: str, key: str) -> Path | None:
