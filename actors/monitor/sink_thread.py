@@ -46,54 +46,46 @@ class SinkThread:
         self._max_bundles = max_bundles
         self._num_refused = -1
         """Bundles that it could not take since its disk refuses; -1: it does not."""
-        self._queue: queue.SimpleQueue[Telemetry | Future[None] | None] = queue.SimpleQueue()
-        self._opening: Future[None] = Future()
-        self._ending: Future[None] = Future()
+        self._queue: queue.SimpleQueue[Telemetry | Future[None]] = queue.SimpleQueue()
+        self._opening = _running()
+        self._ending: Future[None] | None = None
+        """The last thing in the queue; None: it is not to stop yet."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> Future[None]:
         """Open it in the thread. The future raises the ConfigError or LaunchError of a sink that refuses."""
-        if self._thread is None:
-            # Marked as running, neither future can be cancelled by an awaiting task that gives up.
-            self._opening.set_running_or_notify_cancel()
-            self._ending.set_running_or_notify_cancel()
-            self._thread = threading.Thread(target=self._run, name="myxa-sinks", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="myxa-sinks", daemon=True)
+        self._thread.start()
         return self._opening
 
-    def put(self, bundle: Telemetry) -> bool:
-        """Queue a bundle; False (and counted) when the sink is too far behind or has been stopped."""
-        if not self.is_active:
-            return False
-        if self._queue.qsize() >= self._max_bundles or self._ending.done():
+    def put(self, bundle: Telemetry) -> None:
+        """Queue a bundle; counted when the sink is too far behind or is to stop."""
+        if self.is_active and (self._queue.qsize() >= self._max_bundles or self._ending is not None):
             self.num_dropped += 1
-            return False
-        self._queue.put(bundle)
-        return True
+        elif self.is_active:
+            self._queue.put(bundle)
 
     def flush(self) -> Future[None]:
         """The future ends when everything put so far has been written and flushed, or can never be."""
-        flushed: Future[None] = Future()
-        flushed.set_running_or_notify_cancel()
-        if self._thread is None or self._ending.done():
-            flushed.set_result(None)
-        else:
-            self._queue.put(flushed)
-            if self._ending.done():  # it ended in between
-                self._release()
-        return flushed
+        return self._ending or self._queued(_running())
 
     def stop(self) -> Future[None]:
         """Write what waits, close the sink. The future ends when that is done; calling again is harmless."""
-        if self._thread is not None:
-            self._queue.put(None)
-        elif not self._ending.done():
-            self._ending.set_result(None)
+        if self._ending is None:
+            self._ending = _running()
+            self._queued(self._ending)
         return self._ending
+
+    def _queued(self, mark: Future[None]) -> Future[None]:
+        if self._thread is None:
+            mark.set_result(None)
+        else:
+            self._queue.put(mark)
+        return mark
 
     def join(self) -> None:
         """After the future of `stop` has ended: see the thread itself off."""
-        if self._thread is not None and self._ending.done():
+        if self._thread is not None and self._ending is not None and self._ending.done():
             self._thread.join(1.0)
 
     def _run(self) -> None:
@@ -104,54 +96,38 @@ class SinkThread:
             error = err
             self._disable("cannot be opened", err)
         if isinstance(error, ConfigError | LaunchError):
-            self._end()
             self._opening.set_exception(error)
-            return
-        self._opening.set_result(None)
+        else:
+            self._opening.set_result(None)
+        ending = self._pump()
         try:
             if error is None:
-                self._pump()
                 self._sink.close()
         except Exception as err:  # noqa: BLE001 - foreign code
             _log.warning("sink %s failed to close: %r", self.name, err)
-        finally:
-            self._end()
+        ending.set_result(None)
 
-    def _end(self) -> None:
-        self._ending.set_result(None)
-        self._release()
-
-    def _release(self) -> None:
-        while not self._queue.empty():
-            with contextlib.suppress(queue.Empty):  # the other side may have been faster
-                if isinstance(item := self._queue.get_nowait(), Future):
-                    item.set_result(None)
-
-    def _pump(self) -> None:
-        """Until the end mark, or until the sink is off: wait for bundles, write them, flush when something is unflushed
-        for `flush_s` of real time (the thread really waits, so an injected clock would not do)."""
-        deadline: float | None = None
-        while self.is_active:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
-            except queue.Empty:
+    def _pump(self) -> Future[None]:
+        """Until the end mark, which is returned: write bundles, flush for a mark and when something is unflushed for
+        `flush_s` of real time (the thread really waits, so an injected clock would not do). A sink that is off still
+        lets marks pass."""
+        due_s: float | None = None
+        while True:
+            item: Telemetry | Future[None] | None = None
+            with contextlib.suppress(queue.Empty):
+                item = self._queue.get(timeout=None if due_s is None else max(0.0, due_s - time.monotonic()))
+            if isinstance(item, Telemetry) and self.is_active:
+                self._try("write", item)
+                due_s = time.monotonic() + self._flush_s if due_s is None else due_s
+            if self.is_active and (isinstance(item, Future) or (due_s is not None and time.monotonic() >= due_s)):
                 self._flush()
-                deadline = time.monotonic() + self._flush_s if self._num_refused >= 0 else None
-                continue
-            if item is None:
-                return
+                due_s = time.monotonic() + self._flush_s if self._num_refused >= 0 else None
+            if not self.is_active:
+                due_s = None
             if isinstance(item, Future):
-                self._flush()
+                if item is self._ending:
+                    return item
                 item.set_result(None)
-                continue
-            self._try("write", item)
-            now = time.monotonic()
-            if deadline is None:
-                deadline = now + self._flush_s
-            elif now >= deadline:  # a steady stream must not postpone the flush
-                self._flush()
-                deadline = now + self._flush_s
 
     def _flush(self) -> None:
         if self._try("flush") and self._num_refused >= 0:
@@ -253,6 +229,13 @@ class Sinks:
 async def _late(futures: Collection[asyncio.Future[None]], patience_s: float) -> set[asyncio.Future[None]]:
     """Those that have not ended by then."""
     return (await asyncio.wait(futures, timeout=patience_s))[1] if futures else set()
+
+
+def _running() -> Future[None]:
+    """One that an awaiting task that gives up cannot cancel."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _seen(opened: asyncio.Future[None]) -> None:
