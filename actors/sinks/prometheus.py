@@ -43,8 +43,8 @@ class PrometheusSink(Collector):
         self._port = port
         self._door = HttpAccess(key)
         self._lock = threading.Lock()
-        self._values: dict[str, dict[str, tuple[str, float]]] = {}
-        """Prometheus name -> source -> (myxa's name, value)."""
+        self._values: dict[str, dict[str, float]] = {}
+        """Prometheus name -> source -> value; of names that differ in odd characters alone the newest value."""
         self._num_series = 0
         self._events: dict[tuple[str, str], int] = {}
         self._num_dropped = 0
@@ -112,14 +112,9 @@ class PrometheusSink(Collector):
     def _remember(self, point: MetricPoint) -> None:
         for name, value in {**point.values, "step": point.step}.items():
             sources = self._values.setdefault(prometheus_name(name), {})
-            known = sources.get(point.source)
-            if known is None:
-                if self._num_series >= _MAX_SERIES:
-                    continue
-                self._num_series += 1
-            elif known[0] != name:
-                continue  # another metric of this actor has the same name once its odd characters are replaced
-            sources[point.source] = (name, float(value))
+            if point.source in sources or self._num_series < _MAX_SERIES:
+                self._num_series += point.source not in sources
+                sources[point.source] = float(value)
 
 
 def _guarded(app: Any, door: HttpAccess) -> Any:
@@ -143,10 +138,9 @@ def _guarded(app: Any, door: HttpAccess) -> Any:
     return served
 
 
-def _gauge(name: str, sources: dict[str, tuple[str, float]]) -> GaugeMetricFamily:
-    original = next(iter(sources.values()))[0] if sources else name
-    family = GaugeMetricFamily(name, f"Latest value of {original}.", labels=("source",))
-    for source, (_, value) in sorted(sources.items()):
+def _gauge(name: str, sources: dict[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, "Latest value.", labels=("source",))
+    for source, value in sorted(sources.items()):
         family.add_metric((source,), value)
     return family
 

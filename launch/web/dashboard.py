@@ -248,7 +248,7 @@ class Dashboard:
         finally:
             self._num_asks -= 1
 
-    async def _verb(self, request: web.Request) -> web.StreamResponse:
+    async def _verb(self, request: web.Request) -> web.Response:
         """Pass the request on to the run's own socket, which checks it, and its answer back."""
         if request.method == "POST" and request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="send JSON")
@@ -268,23 +268,14 @@ class Dashboard:
                 if request.method == "POST":
                     self._feed.wake()
 
-    async def _passed_on(self, request: web.Request, verb: str, pairs: list[tuple[str, str]]) -> web.StreamResponse:
+    async def _passed_on(self, request: web.Request, verb: str, pairs: list[tuple[str, str]]) -> web.Response:
         url = f"http://{CONTROL_HOST}/{quote(verb, safe='')}"
         connector = aiohttp.UnixConnector(self._feed.socket)
         async with aiohttp.ClientSession(connector=connector, timeout=stream_timeout()) as session:
             asked = session.request(request.method, url, params=pairs, data=await request.read() or None, headers=JSON)
-            async with asyncio.timeout(ASK_S) as waiting, asked as answer:
-                response = web.StreamResponse(status=answer.status, headers=SECURITY_HEADERS)
-                response.content_type = answer.content_type
-                await response.prepare(request)
-                waiting.reschedule(None)
-                try:
-                    async for chunk in answer.content.iter_any():
-                        await response.write(chunk)
-                except (OSError, aiohttp.ClientError):  # one of the two went away in the middle
-                    if request.transport is not None:
-                        request.transport.abort()
-        return response
+            async with asyncio.timeout(ASK_S), asked as answer:
+                body = await answer.read()
+                return web.Response(status=answer.status, body=body, content_type=answer.content_type)
 
     @property
     def _cookie(self) -> str:
@@ -298,8 +289,7 @@ class Dashboard:
         except web.HTTPException as refusal:
             refusal.headers.update(SECURITY_HEADERS)
             raise
-        if not answer.prepared:
-            answer.headers.update(SECURITY_HEADERS)
+        answer.headers.update(SECURITY_HEADERS)
         return answer
 
     @web.middleware

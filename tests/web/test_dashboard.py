@@ -20,7 +20,7 @@ import pytest
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.server import Handler
-from myxa.launch.control.verbs import LOGS, SAMPLES, Verb
+from myxa.launch.control.verbs import SAMPLES, Verb
 from myxa.launch.tui.feed import Feed
 from myxa.launch.web.dashboard import (
     ASSETS,
@@ -278,18 +278,6 @@ async def test_questions_to_a_run_that_does_not_answer_are_limited(planting, sea
         finally:
             is_over.set()
         assert sorted(status for status, _ in await asyncio.gather(*asking)) == [200] * MAX_ASKS + [503]
-
-
-async def test_a_stream_of_the_run_is_passed_on_as_it_comes(planting, seat) -> None:
-    async def lines(*_: Any) -> AsyncIterator[Any]:
-        yield {"lines": ["first"]}
-        await asyncio.Event().wait()
-
-    async with served(planting, answering(seat, LOGS, lines)) as (visit, _), asyncio.timeout(PATIENCE_S):  # noqa: SIM117 - the URL comes first
-        async with visit.session.get(
-            visit.base + "/api/verbs/logs", params={**visit.query, "target": "all", "follow": "true"}
-        ) as answer:
-            assert json.loads(await answer.content.readline()) == {"lines": ["first"]}
 
 
 def test_scripts_make_no_markup_out_of_text() -> None:
