@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
+from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.errors import LaunchError, LedgerError, MyxaError
 from ...core.knobs import (
@@ -36,16 +36,13 @@ from ..telemetry import ReportPace, report_forever
 from ..weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from .audit import AuditWriter, read_audit
 from .evaluator import Evaluator
-from .journal import CoordinatorJournal, Kept
+from .journal import CoordinatorJournal, Kept, RunContext
 from .knob_conductor import KnobConductor, restore
 from .knobs import coordinator_knobs
 from .options import CoordinatorOptions
 from .rejoin import OTHER_OWNERS, LeaderControl, Rejoin
 from .run_control import RunControl
 from .run_state import NEXT_PHASES, RunState
-
-KEEP_S = 10.0
-"""Limit for a journal write that the run does not depend on."""
 
 
 class Coordinator(OwnsKnobs, CoordinatorContract):
@@ -71,8 +68,12 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         kept, ignored = self._journal.load()
         if kept is not None:
             self._state = kept.run
-        self._wall = WallClock(self._state, self._options, self._clock)
-        self._phases = PhaseMoves(self.ctx, self._state, self._journal, self._event, self._changed.set)
+        self._context = RunContext(
+            self.ctx, self._options, self._clock, self.meter, self._telemetry, self._journal, self._state
+        )
+        self._event, self._keep = self._context.tell, self._context.keep
+        self._wall = WallClock(self._context)
+        self._phases = PhaseMoves(self._context, self._changed.set)
         self._make_parts()
         pace = ReportPace()
         self.knob_owner = KnobOwner(
@@ -100,20 +101,10 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.ctx.spawn(self._run(is_anew=kept is not None), name="coordinator-run")
 
     def _make_parts(self) -> None:
-        options, state, journal = self._options, self._state, self._journal
-        audit = AuditWriter(options.audit_path, self._version, self._clock)
+        run, options = self._context, self._options
+        audit = AuditWriter(options.audit_path, run.version, self._clock)
         engines: dict[str, EngineStatus] = {}
-        self.conductor = KnobConductor(
-            self.ctx,
-            audit,
-            self._telemetry,
-            self._clock,
-            launch=options.launch,
-            own=self,
-            engines=engines,
-            version=self._version,
-            on_broken=self._owner_is_broken,
-        )
+        self.conductor = KnobConductor(run, audit, own=self, engines=engines, on_broken=self._owner_is_broken)
         self._adopter = Adopter(
             self.ctx,
             self._adoption,
@@ -129,31 +120,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             telemetry=self._telemetry,
             clock=self._clock,
         )
-        self.fleet = EngineFleet(
-            engines,
-            state,
-            self.conductor,
-            self._adoption,
-            self._adopter,
-            serves=options.has_engines,
-            keep=self._keep,
-            tell=self._event,
-            on_change=self._changed.set,
-        )
-        self.evaluator = Evaluator(
-            self.ctx, options, self._adoption, self._adopter, self.meter, self._telemetry, state, self._keep
-        )
-        self.control = RunControl(
-            self.ctx,
-            audit,
-            journal,
-            version=self._version,
-            evaluate=self._evaluate_now,
-            meter=self.meter,
-            telemetry=self._telemetry,
-        )
-        self._leader = LeaderControl(self.ctx, state, self._clock)
-        self._rejoin = Rejoin(self.ctx, state, self.conductor, self.control, self._event)
+        self.fleet = EngineFleet(run, engines, self.conductor, self._adoption, self._adopter, self._changed.set)
+        self.evaluator = Evaluator(run, self._adoption, self._adopter)
+        self.control = RunControl(run, audit, self._evaluate_now)
+        self._leader = LeaderControl(run)
+        self._rejoin = Rejoin(run, self.conductor, self.control)
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name.startswith(OTHER_OWNERS):
@@ -185,13 +156,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     def _to_keep(self) -> Kept:
         return Kept(launch=self._options.launch, run=self._phases.kept(), pause=self.control.kept())
-
-    async def _keep(self) -> None:
-        """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""
-        try:
-            await keep_in_time(self._journal)
-        except MyxaError as error:
-            self._event("journal-not-written", str(error))
 
     def _take_up_knobs(self, *, is_anew: bool) -> None:
         """What an earlier incarnation decided. Raises LedgerError for an audit log that cannot be read."""
@@ -244,9 +208,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             restored = await restore(self.conductor, self._restored, self._state.version, self._event)
             self._state.past_epoch, self._state.has_restored = restored, True
             await self._keep()
-
-    def _version(self) -> int:
-        return self._state.known_version
 
     async def _adopt_forever(self) -> None:
         while self._state.phase in ("running", "draining"):
@@ -439,10 +400,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         engines = tuple(self.fleet.present.values())
         return self._state.status(self._options.name, self._num_steps(), engines, self.control.paused)
 
-    def _event(self, kind: str, text: str, **data: str) -> None:
-        self.ctx.log.info("%s: %s", kind, text)
-        self._telemetry.event(kind, text, **data)
-
 
 class EngineFleet:
     """The rollout actors that reported in to this incarnation of the coordinator, and what each serves.
@@ -452,28 +409,21 @@ class EngineFleet:
 
     def __init__(
         self,
+        run: RunContext,
         present: dict[str, EngineStatus],
-        state: RunState,
         conductor: KnobConductor,
         adoption: Adoption,
         adopter: Adopter,
-        *,
-        serves: bool,
-        keep: Callable[[], Awaitable[None]],
-        tell: Callable[[str, str], None],
         on_change: Callable[[], None],
     ) -> None:
-        """`present`: empty; filled with the rollout actors that report in. `serves` False: they have no engines.
-        `keep`: writes `state` into the journal. `tell`: records an event, its kind and text. `on_change`: called when
-        there may be something to adopt."""
+        """`present`: empty; filled with the rollout actors that report in. `on_change`: called when there may be
+        something to adopt."""
         self.present = present
-        self._state = state
+        self._state, self._keep, self._tell = run.state, run.keep, run.tell
+        self._serves = run.options.has_engines
         self._conductor = conductor
         self._adoption = adoption
         self._adopter = adopter
-        self._serves = serves
-        self._keep = keep
-        self._tell = tell
         self._on_change = on_change
         self._epochs: dict[str, int] = {}
         """Name -> incarnation that is present."""
@@ -544,20 +494,11 @@ class EngineFleet:
 class PhaseMoves:
     """The moves of a run from phase to phase: into the journal first, then reported."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        state: RunState,
-        journal: CoordinatorJournal,
-        tell: Callable[[str, str], None],
-        on_change: Callable[[], None],
-    ) -> None:
-        """`tell`: an event, its kind and text. `on_change`: the run is in another phase now."""
-        self._ctx = ctx
-        self._state = state
+    def __init__(self, run: RunContext, on_change: Callable[[], None]) -> None:
+        """`on_change`: the run is in another phase now."""
+        self._run = run
+        self._state = run.state
         self._coming: RunPhase | None = None
-        self._journal = journal
-        self._tell = tell
         self._on_change = on_change
 
     def kept(self) -> RunState:
@@ -575,48 +516,36 @@ class PhaseMoves:
         if self._coming is not None and phase not in NEXT_PHASES[self._coming]:
             return False
         self._coming = phase
-        return await asyncio.shield(self._ctx.spawn(self._move(phase), name=f"to-{phase}"))
+        return await asyncio.shield(self._run.ctx.spawn(self._move(phase), name=f"to-{phase}"))
 
     async def _move(self, phase: RunPhase) -> bool:
         before = self._state.phase
         try:
-            await (self._journal.until_kept() if phase == "running" else keep_in_time(self._journal))
+            await (self._run.journal.until_kept() if phase == "running" else self._run.keep_in_time())
         except MyxaError as error:
             if phase == "running":
                 self._coming = None if self._coming == phase else self._coming
                 raise
-            self._tell("journal-not-written", str(error))
+            self._run.tell("journal-not-written", str(error))
         if self._coming != phase:
             return False
         self._state.phase, self._coming = phase, None
-        self._tell("phase", f"{before} -> {phase}")
+        self._run.tell("phase", f"{before} -> {phase}")
         if phase == "finished":
-            self._tell("run-ended", self._state.reason)
+            self._run.tell("run-ended", self._state.reason)
         elif phase == "failed":
-            self._tell("run-failed", self._state.error)
+            self._run.tell("run-failed", self._state.error)
         self._on_change()
         return True
-
-
-async def keep_in_time(journal: CoordinatorJournal) -> None:
-    """As `journal.keep`; raises LedgerError also for a disk that hangs. The write continues."""
-    try:
-        async with asyncio.timeout(KEEP_S):
-            await journal.keep()
-    except TimeoutError:
-        why = f"{journal.path}: not written within {KEEP_S:g} s"
-        raise LedgerError(why, remedy="check the disk of the run directory") from None
 
 
 class WallClock:
     """The end of a run by time. It counts from when training began, also while the coordinator is away."""
 
-    def __init__(self, state: RunState, options: CoordinatorOptions, clock: Clock) -> None:
-        self._state = state
-        self._options = options
-        self._clock = clock
-        gone_s = max(clock.wall() - state.started_wall_s, 0.0) if state.started_wall_s else 0.0
-        self._started_s = clock.monotonic() - gone_s
+    def __init__(self, run: RunContext) -> None:
+        self._state, self._options, self._clock = run.state, run.options, run.clock
+        gone_s = max(run.clock.wall() - run.state.started_wall_s, 0.0) if run.state.started_wall_s else 0.0
+        self._started_s = run.clock.monotonic() - gone_s
         self._moved = asyncio.Event()
 
     def start(self) -> None:

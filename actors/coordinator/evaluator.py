@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext
 from ...core.errors import ConfigError, EngineError, MyxaError
 from ...core.messages import CanaryAnswers, EvalRequest, EvalResult
 from ...core.retry import until_answered
 from ...core.suggestion import suggest
 from ..contracts import DataContract, RolloutContract
 from ..weights.rollout_update import Adopter, Adoption
-from .options import CoordinatorOptions, EvalSet
-from .run_state import RunState
+from .journal import RunContext
+from .options import EvalSet
 
 
 class Evaluator:
     """See the module's head."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        options: CoordinatorOptions,
-        adoption: Adoption,
-        adopter: Adopter,
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-        state: RunState,
-        keep: Callable[[], Awaitable[None]],
-    ) -> None:
-        """`keep`: puts `state` into the journal, where an evaluation that is cut off is found."""
-        self._ctx = ctx
-        self._options = options
+    def __init__(self, run: RunContext, adoption: Adoption, adopter: Adopter) -> None:
+        self._ctx, self._options, self._state = run.ctx, run.options, run.state
+        self._meter, self._telemetry, self._keep = run.meter, run.telemetry, run.keep
         self._adoption = adoption
         self._adopter = adopter
-        self._meter = meter
-        self._telemetry = telemetry
         self._turn = asyncio.Lock()
         self._asked: dict[str, int] = {}
         """Rollout actor -> version at which the canary was last put to it."""
-        self._state = state
-        self._keep = keep
         self._rewound = asyncio.Event()
 
     async def attempt(self) -> EvalResult | None:

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
 
-from ...core.errors import ConfigError, LedgerError
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext
+from ...core.clock import Clock
+from ...core.errors import ConfigError, LedgerError, MyxaError
 from ...core.files import Tell, read_regular, until_written, write_durably
 from ...core.messages import Record
 from ..daemon_thread import in_daemon_thread
+from .options import CoordinatorOptions
 from .run_state import RunState
 
 JOURNAL_FILE = "coordinator.journal"
@@ -114,3 +119,44 @@ class CoordinatorJournal:
 
 def _digest(body: bytes) -> bytes:
     return blake2b(body, digest_size=_DIGEST_BYTES).hexdigest().encode()
+
+
+KEEP_S = 10.0
+"""Limit for a journal write that the run does not depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What all parts of the coordinator work with."""
+
+    ctx: ActorContext
+    options: CoordinatorOptions
+    clock: Clock
+    meter: ActivityMeter
+    telemetry: TelemetryBuffer
+    journal: CoordinatorJournal
+    state: RunState
+
+    def version(self) -> int:
+        return self.state.known_version
+
+    def tell(self, kind: str, text: str, **data: object) -> None:
+        """An event."""
+        self.ctx.log.info("%s: %s", kind, text)
+        self.telemetry.event(kind, text, **data)
+
+    async def keep(self) -> None:
+        """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""
+        try:
+            await self.keep_in_time()
+        except MyxaError as error:
+            self.tell("journal-not-written", str(error))
+
+    async def keep_in_time(self) -> None:
+        """As the journal's `keep`; raises LedgerError also for a disk that hangs. The write continues."""
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await self.journal.keep()
+        except TimeoutError:
+            why = f"{self.journal.path}: not written within {KEEP_S:g} s"
+            raise LedgerError(why, remedy="check the disk of the run directory") from None

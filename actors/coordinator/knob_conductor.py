@@ -21,9 +21,6 @@ from typing import Any
 
 import msgspec
 
-from ...core.activity import TelemetryBuffer
-from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError, NoSuchActor, PeerDied, RemoteError
 from ...core.knobs import (
     AuditRecord,
@@ -40,6 +37,7 @@ from ...core.knobs import (
 )
 from ..contracts import KnobsContract
 from .audit import AuditWriter
+from .journal import RunContext
 from .knob_decisions import ChangeDraft, Decisions, Due, OwnerStates, draft_change, draft_restored, fits
 
 AUTO = Operator(via="auto")
@@ -90,28 +88,21 @@ class KnobConductor:
 
     def __init__(
         self,
-        ctx: ActorContext,
+        run: RunContext,
         audit: AuditWriter,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
         *,
-        launch: str,
         own: KnobsContract,
         engines: Collection[str],
-        version: Callable[[], int],
         on_broken: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        """`launch`: names the launcher. `own`: the coordinator as an owner of knobs. `engines`: the rollout actors that
-        reported in, as they change; others get what was decided when they report in. `version`: the run's version now.
-        `on_broken`: called with name and reason of an owner that could not use what was decided."""
-        self.decisions = Decisions(launch)
-        self._ctx = ctx
+        """`own`: the coordinator as an owner of knobs. `engines`: the rollout actors that reported in, as they change;
+        others get what was decided when they report in. `on_broken`: called with name and reason of an owner that could
+        not use what was decided."""
+        self.decisions = Decisions(run.options.launch)
+        self._ctx, self._clock, self._tell, self._version = run.ctx, run.clock, run.tell, run.version
         self._audit = audit
-        self._telemetry = telemetry
-        self._clock = clock
         self._own = own
         self._engines = engines
-        self._version = version
         self._on_broken = on_broken
         self._turn = asyncio.Lock()
         self._is_attached = asyncio.Event()
@@ -382,10 +373,6 @@ class KnobConductor:
                 user=record.who.user or record.who.via,
                 audit=record.number,
             )
-
-    def _tell(self, kind: str, text: str, **data: object) -> None:
-        self._ctx.log.info("%s: %s", kind, text)
-        self._telemetry.event(kind, text, **data)
 
 
 def _refusal(why: str) -> ChangeReply:

@@ -7,16 +7,14 @@ as soon as they see the new incarnation. The leader gets its orders.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.errors import CallError, MyxaError, NotReady
 from ...core.retry import until_answered
 from ..contracts import TrainerContract
+from .journal import RunContext
 from .knob_conductor import KnobConductor
 from .run_control import RunControl
-from .run_state import RunState
 
 REJOIN_S = 5.0
 """How long trainer and engines of the run may take to report in."""
@@ -29,22 +27,12 @@ TELL_AGAIN_S = 1.0
 class Rejoin:
     """Of a coordinator that starts again in a run that works. Actors that died at the same time are not waited for."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        state: RunState,
-        conductor: KnobConductor,
-        control: RunControl,
-        tell: Callable[[str, str], None],
-    ) -> None:
-        """`tell`: an event, its kind and text."""
-        self._ctx = ctx
-        self._state = state
+    def __init__(self, run: RunContext, conductor: KnobConductor, control: RunControl) -> None:
+        self._ctx, self._state, self._tell = run.ctx, run.state, run.tell
         self._conductor = conductor
         self._control = control
-        self._tell = tell
         self._heard: set[str] = set()
-        self._is_trainer_wanted = state.version >= 0
+        self._is_trainer_wanted = run.state.version >= 0
         self._news = asyncio.Event()
 
     def heard(self, name: str) -> None:
@@ -79,11 +67,9 @@ class LeaderControl:
     """Sends start, continue and stop to the trainer's leader; retries until acknowledged. An order to an earlier gang
     is void: the new gang gets the next one when it reports in."""
 
-    def __init__(self, ctx: ActorContext, state: RunState, clock: Clock) -> None:
-        self._ctx = ctx
-        self._state = state
-        self._clock = clock
-        self._leader = ctx.ref(TrainerContract, LEADER)
+    def __init__(self, run: RunContext) -> None:
+        self._ctx, self._state, self._clock = run.ctx, run.state, run.clock
+        self._leader = run.ctx.ref(TrainerContract, LEADER)
         self._starting: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
 

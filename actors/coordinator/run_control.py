@@ -17,15 +17,13 @@ from typing import TypeVar
 
 import msgspec
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext
 from ...core.errors import CallError, ConfigError, DiskRefused, LedgerError, MyxaError, NotExecuted, RemoteError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult
 from ...core.retry import until_answered
 from ..contracts import BufferContract, TrainerContract
 from .audit import AuditWriter
-from .journal import CoordinatorJournal, PauseKept
+from .journal import PauseKept, RunContext
 
 T = TypeVar("T")
 
@@ -47,27 +45,14 @@ def _ended(deed: AuditRecord, result: str, detail: str = "") -> AuditRecord:
 class RunControl:
     """See the module's head."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        audit: AuditWriter,
-        journal: CoordinatorJournal,
-        *,
-        version: Callable[[], int],
-        evaluate: Callable[[str], Awaitable[EvalResult]],
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-    ) -> None:
-        """`version`: the run's newest. `evaluate`: on the held-out prompts now, of that set or all."""
-        self._ctx = ctx
+    def __init__(self, run: RunContext, audit: AuditWriter, evaluate: Callable[[str], Awaitable[EvalResult]]) -> None:
+        """`evaluate`: on the held-out prompts now, of that set or all."""
+        self._ctx, self._journal, self._meter = run.ctx, run.journal, run.meter
+        self._version, self._tell = run.version, run.tell
         self._audit = audit
-        self._journal = journal
-        self._version = version
         self._evaluate = evaluate
-        self._meter = meter
-        self._telemetry = telemetry
-        self._buffer = ctx.ref(BufferContract, "buffer")
-        self._leader = ctx.ref(TrainerContract, "trainer/0")
+        self._buffer = run.ctx.ref(BufferContract, "buffer")
+        self._leader = run.ctx.ref(TrainerContract, "trainer/0")
         self._turn = asyncio.Lock()
         self._now = PauseKept()
         self._is_unsent = False
@@ -211,10 +196,6 @@ class RunControl:
     def _rests(self, text: str) -> None:
         self._meter.switch("paused", "paused")
         self._tell("run-paused", text)
-
-    def _tell(self, kind: str, text: str) -> None:
-        self._ctx.log.info("%s: %s", kind, text)
-        self._telemetry.event(kind, text)
 
     async def _carried_out(self, deed: AuditRecord, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
         """Completes even if the caller is gone. `is_recorded`: `work` writes the record before it acts."""

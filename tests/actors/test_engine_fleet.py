@@ -4,6 +4,7 @@ registry's news and the engine's own words arrive."""
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,10 +41,11 @@ class Place:
         conductor: Any = Conductor()
         adopter: Any = Adopter()
         self.conductor: Conductor = conductor
-        self.fleet = EngineFleet(
-            {}, RunState(), conductor, self.adoption, adopter, serves=True, keep=self._keep,
-            tell=lambda kind, text: self.told.append(kind), on_change=lambda: None,
+        context: Any = SimpleNamespace(
+            state=RunState(), options=SimpleNamespace(has_engines=True), keep=self._keep,
+            tell=lambda kind, text: self.told.append(kind),
         )  # fmt: skip
+        self.fleet = EngineFleet(context, {}, conductor, self.adoption, adopter, lambda: None)
 
     async def _keep(self) -> None:
         """Durable."""

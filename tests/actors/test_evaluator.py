@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from myxa.actors.coordinator.evaluator import Evaluator
+from myxa.actors.coordinator.journal import RunContext
 from myxa.actors.coordinator.options import CoordinatorOptions, EvalSet
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.weights.rollout_update import Adoption
@@ -43,7 +44,8 @@ class World:
         )  # fmt: skip
         every: Any = self
         meter = ActivityMeter("c", self.clock)
-        self.evaluator = Evaluator(every, options, adoption or every, every, meter, every, self.state, self.keep)
+        context = RunContext(every, options, self.clock, meter, every, every, self.state)
+        self.evaluator = Evaluator(context, adoption or every, every)
 
     async def keep(self) -> None: ...
 

@@ -12,8 +12,9 @@ import pytest
 
 from myxa.actors.coordinator import run_control as module
 from myxa.actors.coordinator.audit import AuditWriter, read_audit
-from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
+from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, RunContext
 from myxa.actors.coordinator.run_control import RunControl
+from myxa.actors.coordinator.run_state import RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError
@@ -56,10 +57,10 @@ class Place:
         self.journal = CoordinatorJournal(folder / "coordinator.journal", "here")
         anything: Any = self
         telemetry: Any = self
-        self.control = RunControl(
-            anything, AuditWriter(folder / "audit.jsonl", lambda: STANDS_AT, self.clock), self.journal,
-            version=lambda: STANDS_AT, evaluate=self._evaluate, meter=ActivityMeter("c", self.clock), telemetry=telemetry,
-        )  # fmt: skip
+        meter, state = ActivityMeter("c", self.clock), RunState(version=STANDS_AT)
+        context = RunContext(anything, anything, self.clock, meter, telemetry, self.journal, state)
+        audit = AuditWriter(folder / "audit.jsonl", context.version, self.clock)
+        self.control = RunControl(context, audit, self._evaluate)
         self.journal.make = lambda: Kept(launch="here", pause=self.control.kept())
 
     def ref(self, contract: type, name: str) -> Any:

@@ -20,6 +20,7 @@ from tests.knobs.coordinator_room import make_coordinator
 
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator, PhaseMoves
+from myxa.actors.coordinator.journal import RunContext
 from myxa.actors.coordinator.rejoin import LeaderControl
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.monitor.monitor import Monitor
@@ -183,7 +184,8 @@ class Away:
 def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderControl, Surroundings]:
     clock = ManualClock(start_s=10.0)
     around: Any = Surroundings(leader_of(clock))
-    return LeaderControl(around, RunState(phase="running"), clock), around
+    context: Any = SimpleNamespace(ctx=around, state=RunState(phase="running"), clock=clock)
+    return LeaderControl(context), around
 
 
 async def test_a_gang_that_is_gone_is_not_the_coordinator_s_failure_and_one_that_never_answers_is() -> None:
@@ -230,7 +232,9 @@ async def test_a_leader_that_is_to_end_learns_it_before_it_continues(monkeypatch
 def moves_of(state: RunState, journal: Any) -> tuple[PhaseMoves, list[str]]:
     told: list[str] = []
     ctx: Any = Surroundings(None)
-    return PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None), told
+    telemetry: Any = SimpleNamespace(event=lambda kind, text: told.append(kind))
+    nothing: Any = None
+    return PhaseMoves(RunContext(ctx, nothing, nothing, nothing, telemetry, journal, state), lambda: None), told
 
 
 async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
@@ -259,7 +263,7 @@ async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
 
 def hanging(end: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A journal whose disk hangs until `end`, for which nobody waits long."""
-    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
+    monkeypatch.setattr("myxa.actors.coordinator.journal.KEEP_S", 0.01)
     return SimpleNamespace(keep=end.wait, until_kept=end.wait, path=Path("coordinator.journal"))
 
 
