@@ -294,7 +294,7 @@ def _attach_key(config: RunConfig) -> str:
 
 
 def _engine_seed(spec: ActorSpec, config: RunConfig) -> int:
-    return config.run.seed * 1000 + config.engine.seed + spec.index
+    return config.run.seed * 1000 + spec.index
 
 
 def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:

@@ -219,10 +219,8 @@ def _turn_place_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _turn_part_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    engine, trainer, memory = config.engine, config.trainer, config.memory
+    engine, trainer = config.engine, config.trainer
     is_torch = config.roles.trainer.kind == "torch"
-    has_masters = trainer.dtype == "bfloat16" and config.megatron.distributed_optimizer
-    rebuilds = memory.params == "rematerialise"
     return clashes(
         (engine.router, f"engine.router {SHARE}",
          "must be empty when trainer and engine take turns on a device: each server answers its own actor's requests"),
@@ -231,12 +229,6 @@ def _turn_part_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (is_torch and trainer.strategy != "ddp", f"trainer.strategy {SHARE}",
          ('must be "ddp": sharded parameters of the torch trainer cannot leave a device; or use '
           'roles.trainer.kind = "megatron"')),
-        (is_torch and rebuilds, "memory.params roles.trainer.kind",
-         'must be "backup": parameters of the torch trainer are the float32 masters themselves'),
-        (not is_torch and rebuilds and not has_masters,
-         "memory.params trainer.dtype megatron.distributed_optimizer",
-         ('needs trainer.dtype = "bfloat16" and megatron.distributed_optimizer: there are no float32 masters else; '
-          'use "auto"')),
         (config.megatron.offload_optimizer, f"megatron.offload_optimizer {SHARE}",
          "must be 0: the optimizer leaves the device as a whole between steps"),
     )  # fmt: skip

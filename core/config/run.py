@@ -358,7 +358,6 @@ class RolesSettings(Section, frozen=True):
 
 ShareMode = Literal["none", "switch"]
 CommunicatorWay = Literal["auto", "keep", "reload"]
-ParamsPolicy = Literal["auto", "rematerialise", "backup"]
 
 
 class MemorySettings(Section, frozen=True):
@@ -388,9 +387,6 @@ class MemorySettings(Section, frozen=True):
     switch_s: PositiveFloat = 120.0
     """Seconds one change of hands may take; then the lease is refused with who holds what, and asked for again. When
     that was refused three times the trainer gang fails. The start of an engine has `engine.start_s` more."""
-    params: ParamsPolicy = "auto"
-    """How parameters leave the device: rematerialise (dropped, and rebuilt from float32 masters) or backup (copied to
-    the host). "auto": rematerialise where there are masters, else backup."""
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
@@ -517,8 +513,6 @@ class EngineSettings(Section, frozen=True):
     """Interpreter that has SGLang, for launched servers; empty = the rollout actor's own."""
     start_s: PositiveFloat = 600.0
     """Seconds a launched or attached server may take to load."""
-    seed: CountInt = 0
-    """Added to `run.seed` for sampling."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """What only attached servers have."""
@@ -543,7 +537,7 @@ OWNED: Mapping[str, str] = {
     "context_length": "set engine.context_length",
     "dtype": "set engine.dtype",
     "max_running_requests": "set engine.max_running",
-    "random_seed": "set engine.seed or run.seed",
+    "random_seed": "set run.seed",
     "device": "set roles.rollout.devices",
     "base_gpu_id": "set roles.rollout.devices",
     "gpu_id_step": "set roles.rollout.devices",

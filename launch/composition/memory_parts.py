@@ -194,7 +194,7 @@ def megatron_offload(spec: ActorSpec, config: RunConfig) -> MegatronOffload | No
     def open_memory(local_gpu: int) -> CudaMemory:
         return open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)))
 
-    rebuilds = rebuilds_params(config.megatron, config.trainer, config.memory.params)
+    rebuilds = rebuilds_params(config.megatron, config.trainer)
     return MegatronOffload(open_memory, config.megatron, rebuilds=rebuilds)
 
 

@@ -116,7 +116,7 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
     plain = steps.make_backend(spec, case | {"port": case["ports"][moves]}, rank)
     config = plain._config
     shelf: Any = Shelf()
-    rebuilds = rebuilds_params(config.megatron, config.trainer, case["policy"])
+    rebuilds = rebuilds_params(config.megatron, config.trainer) and case["policy"] != "backup"
     offload = MegatronOffload(lambda _: shelf, config.megatron, rebuilds=rebuilds)
     backend: Any = MegatronBackend(config, offload=offload if moves else None)
     shelf.backend = backend

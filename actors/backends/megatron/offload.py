@@ -124,15 +124,9 @@ def _buffers(chunk: nn.Module) -> list[Any]:
     return [*ddp.buffers, *getattr(ddp, "expert_parallel_buffers", [])]
 
 
-def rebuilds_params(settings: MegatronSettings, trainer: TrainerConfig, policy: str) -> bool:
-    """Whether parameters are rebuilt from masters. Raises ConfigError where that was asked for and there are none."""
-    has_masters = trainer.dtype == "bfloat16" and settings.distributed_optimizer
-    if policy == "rematerialise" and not has_masters:
-        raise ConfigError(
-            'memory.params = "rematerialise": there are no float32 masters apart from the parameters',
-            remedy='use trainer.dtype = "bfloat16" with megatron.distributed_optimizer, or memory.params = "backup"',
-        )
-    return has_masters and policy != "backup"
+def rebuilds_params(settings: MegatronSettings, trainer: TrainerConfig) -> bool:
+    """Whether parameters are rebuilt from float32 masters, which there are beside bfloat16 ones."""
+    return trainer.dtype == "bfloat16" and settings.distributed_optimizer
 
 
 def planned(
