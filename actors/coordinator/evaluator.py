@@ -14,7 +14,6 @@ from ...core.suggestion import suggest
 from ..contracts import DataContract, RolloutContract
 from ..weights.rollout_update import Adopter, Adoption
 from .journal import RunContext
-from .options import EvalSet
 
 
 class Evaluator:
@@ -80,27 +79,27 @@ class Evaluator:
         self._telemetry.event("eval", text)
         return whole
 
-    def _chosen(self, name: str) -> Sequence[EvalSet]:
+    def _chosen(self, name: str) -> Sequence[str]:
         if not self._options.eval_prompts:
             raise ConfigError("this run has no held-out prompts", remedy="name them in the run file as eval.data")
-        sets = {one.name: one for one in self._options.eval_sets}
+        sets = self._options.eval_sets
         if not name:
-            return tuple(sets.values())
+            return tuple(sets)
         if name not in sets:
             remedy = suggest(name, sets) if "" not in sets else "leave the name out: this run has one set, eval.data"
             raise ConfigError(f"there is no evaluation set {name!r}", remedy=remedy)
-        return (sets[name],)
+        return (name,)
 
-    async def _ask_all(self, chosen: Sequence[EvalSet]) -> dict[str, EvalResult]:
+    async def _ask_all(self, chosen: Sequence[str]) -> dict[str, EvalResult]:
         """Results of each set, each reported when it is there. Raises the first failure after the others were asked."""
         results: dict[str, EvalResult] = {}
         failures: list[MyxaError] = []
-        for one in chosen:
+        for name in chosen:
             try:
-                results[one.name] = result = await self._ask(one)
+                results[name] = result = await self._ask(name)
             except MyxaError as err:
-                if one.name:
-                    self._telemetry.event("eval-failed", f"set {one.name}: {err}")
+                if name:
+                    self._telemetry.event("eval-failed", f"set {name}: {err}")
                 failures.append(err)
             else:
                 self._telemetry.metric(result.newest_version, result.metrics)
@@ -108,26 +107,33 @@ class Evaluator:
             raise failures[0]
         return results
 
-    async def _ask(self, one: EvalSet) -> EvalResult:
+    async def _ask(self, name: str) -> EvalResult:
         live, buffer = self._options, self._ctx.ref(DataContract, "buffer")
+        one, others = live.eval_sets[name], live.eval_sampling
         ready = await self._adopter.engines_at(None)
-        name = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
+        engine = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
         num_prompts = one.num_prompts or live.eval_prompts
         prompts = await until_answered(
-            lambda: buffer.eval_prompts(num_prompts, one.name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
+            lambda: buffer.eval_prompts(num_prompts, name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
         )
         num_rows = await until_answered(
-            lambda: buffer.num_held_out(one.name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
+            lambda: buffer.num_held_out(name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
         )
         request = EvalRequest(
             prompts=prompts,
             num_samples=one.num_samples or live.eval_samples,
-            sampling=one.sampling(live.eval_sampling),
-            name=one.name,
+            sampling=msgspec.structs.replace(
+                others,
+                temperature=others.temperature if one.temperature < 0 else one.temperature,
+                top_p=one.top_p,
+                top_k=one.top_k,
+                max_new_tokens=one.max_new_tokens or others.max_new_tokens,
+            ),
+            name=name,
             pass_reward=one.pass_reward,
         )
-        result = await self._ctx.ref(RolloutContract, name).evaluate(request)
-        prefix = f"eval/{one.name}/" if one.name else "eval/"
+        result = await self._ctx.ref(RolloutContract, engine).evaluate(request)
+        prefix = f"eval/{name}/" if name else "eval/"
         return msgspec.structs.replace(
             result,
             num_left_out=num_rows - len(prompts),

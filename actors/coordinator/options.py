@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from ...core.config.data import EvalSetSettings
 from ...core.messages import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalSet:
-    """One set of held-out prompts, and where it differs from the others: neither by 0 nor by None."""
-
-    name: str = ""
-    num_prompts: int = 0
-    num_samples: int = 0
-    temperature: float | None = None
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 0
-    pass_reward: float = 1.0
-
-    def sampling(self, others: SamplingParams) -> SamplingParams:
-        return msgspec.structs.replace(
-            others,
-            temperature=others.temperature if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_new_tokens=self.max_new_tokens or others.max_new_tokens,
-        )
 
 
 @dataclass(slots=True)
@@ -54,7 +33,7 @@ class CoordinatorOptions:
     """0: no evaluation set."""
     eval_samples: int = 1
     eval_sampling: SamplingParams = field(default_factory=SamplingParams)
-    eval_sets: tuple[EvalSet, ...] = (EvalSet(),)
+    eval_sets: Mapping[str, EvalSetSettings] = field(default_factory=dict[str, EvalSetSettings])
     """In the order of names; the only one is called ""."""
     canary_prompts: int = 8
     canary_sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...actors.coordinator.options import EvalSet
 from ...actors.engines.sglang.server_args import SglangNeeds
 from ...core.clock import Clock
 from ...core.config import RewardSettings, RunConfig
-from ...core.config.data import parse_sources
+from ...core.config.data import EvalSetSettings, parse_sources
 from ...core.config.learning import RECORDED_REFERENCE
 from ...core.errors import DataError
 from ...core.messages import SamplingParams
@@ -73,21 +72,10 @@ def sglang_needs(config: RunConfig) -> SglangNeeds:
     )
 
 
-EVAL_KEYS = ("num_prompts", "num_samples", "top_p", "top_k", "max_new_tokens", "pass_reward")
-
-
-def eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
+def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:
     """In the order of names; the only one, of `eval.data`, is called ""."""
-    if not config.eval.sets:
-        return (EvalSet(pass_reward=config.reward.pass_reward),)
-    return tuple(
-        EvalSet(
-            name=name,
-            temperature=None if one.temperature < 0 else one.temperature,
-            **{key: getattr(one, key) for key in EVAL_KEYS},
-        )
-        for name, one in sorted(config.eval.sets.items())
-    )
+    alone = EvalSetSettings(path=config.eval.data or "none", pass_reward=config.reward.pass_reward)
+    return dict(sorted(config.eval.sets.items())) or {"": alone}
 
 
 def eval_rewards(config: RunConfig) -> dict[str, RewardSettings]:

@@ -12,11 +12,12 @@ import pytest
 
 from myxa.actors.coordinator.evaluator import Evaluator
 from myxa.actors.coordinator.journal import RunContext
-from myxa.actors.coordinator.options import CoordinatorOptions, EvalSet
+from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
+from myxa.core.config.data import EvalSetSettings
 from myxa.core.errors import ConfigError, EngineError, PeerDied
 from myxa.core.messages import CanaryAnswers, EvalRequest, EvalResult, SamplingParams
 from myxa.core.samples import Prompt
@@ -24,11 +25,21 @@ from myxa.core.samples import Prompt
 REWARDS = {"easy": 0.9, "hard": 0.1}
 
 
+def of_set(**own: Any) -> EvalSetSettings:
+    return EvalSetSettings(path="held.jsonl", **own)
+
+
 class World:
     log = logging.getLogger("evaluator")
     clock = SystemClock()
 
-    def __init__(self, *sets: EvalSet, broken: str = "none of them", adoption: Adoption | None = None) -> None:
+    def __init__(
+        self,
+        sets: dict[str, EvalSetSettings] | None = None,
+        *,
+        broken: str = "none of them",
+        adoption: Adoption | None = None,
+    ) -> None:
         """`adoption`: where engines take turns with the trainer."""
         self.asked: list[EvalRequest] = []
         self.metrics: dict[str, float] = {}
@@ -40,7 +51,7 @@ class World:
         options = CoordinatorOptions(
             name="r", num_steps=1, has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
             eval_prompts=4, eval_samples=2, eval_sampling=SamplingParams(temperature=0.7, max_new_tokens=50),
-            eval_sets=sets, takes_turns=adoption is not None,
+            eval_sets=sets or {"": of_set()}, takes_turns=adoption is not None,
         )  # fmt: skip
         every: Any = self
         meter = ActivityMeter("c", self.clock)
@@ -78,7 +89,7 @@ class World:
 
 
 async def test_each_set_is_asked_in_its_own_way_and_the_rest_is_as_for_all() -> None:
-    world = World(EvalSet(name="easy"), EvalSet(name="hard", num_prompts=2, num_samples=9, temperature=0.0, top_p=0.8))
+    world = World({"easy": of_set(), "hard": of_set(num_prompts=2, num_samples=9, temperature=0.0, top_p=0.8)})
     result = await world.evaluator.evaluate()
     easy, hard = world.asked
     assert (len(easy.prompts), easy.num_samples, easy.sampling) == (
@@ -92,7 +103,7 @@ async def test_each_set_is_asked_in_its_own_way_and_the_rest_is_as_for_all() -> 
 
 
 async def test_the_only_set_has_no_name() -> None:
-    world = World(EvalSet())
+    world = World()
     await world.evaluator.evaluate()
     assert world.metrics == {"eval/reward": 0.5}
     with pytest.raises(ConfigError, match="no evaluation set 'hard'.*leave the name out"):
@@ -100,7 +111,7 @@ async def test_the_only_set_has_no_name() -> None:
 
 
 async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_are_of_it_already() -> None:
-    world = World(EvalSet())
+    world = World()
     await world.evaluator.evaluate()
     world.oldest = 7
     for num_asked in (2, 2):  # the first answers were of two versions
@@ -112,7 +123,7 @@ async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_ar
 
 
 async def test_one_set_alone_does_not_speak_for_the_run() -> None:
-    world = World(EvalSet(name="easy"), EvalSet(name="hard"))
+    world = World({"easy": of_set(), "hard": of_set()})
     assert (await world.evaluator.evaluate("easy")).mean_reward == 0.9
     assert [one.name for one in world.asked] == ["easy"]
     assert (world.metrics, world.state.eval_reward) == ({"eval/easy/reward": 0.9}, None)
@@ -121,7 +132,7 @@ async def test_one_set_alone_does_not_speak_for_the_run() -> None:
 
 
 async def test_a_set_that_fails_is_named_and_the_others_are_told() -> None:
-    world = World(EvalSet(name="easy"), EvalSet(name="hard"), broken="easy")
+    world = World({"easy": of_set(), "hard": of_set()}, broken="easy")
     with pytest.raises(EngineError, match="it broke"):
         await world.evaluator.evaluate()
     assert world.metrics == {"eval/hard/reward": 0.1}, "and no mean over what is left"
@@ -130,7 +141,7 @@ async def test_a_set_that_fails_is_named_and_the_others_are_told() -> None:
 
 
 async def test_a5_rows_that_are_not_asked_are_told_with_the_result() -> None:
-    world = World(EvalSet(num_prompts=64))
+    world = World({"": of_set(num_prompts=64)})
     result = await world.evaluator.evaluate()
     assert result.num_left_out == 36
     assert world.events[-1][1].endswith("; 36 held-out rows beyond num_prompts were left out")
@@ -142,7 +153,7 @@ class Dies(World):
     def __init__(self) -> None:
         self.engines = Adoption(keeps_newest=False)
         self.engines.joined("rollout/0", 1, version=7)
-        super().__init__(EvalSet(), adoption=self.engines)
+        super().__init__(adoption=self.engines)
 
     async def engines_at(self, version: int | None) -> list[str]:
         return await asyncio.Future()
