@@ -203,16 +203,19 @@ def _bound(run: RunFiles) -> list[tuple[float, float]]:
 
 
 def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
-    """Of each actor the shares of its time: [seconds since the start, share of each kind in the order of the kinds]."""
+    """Of each actor the shares of its time: [begin, end (seconds since the start), share of each kind in order]."""
     shares = run.shares()
     return [
         {
             "actor": actor,
             "devices": _devices(run, actor),
-            "width": run.times[actor].width_s,
             "bins": [
-                [round(at - start_s, 2), *(round(kinds.get(kind, 0.0), 3) for kind in ACTIVITY_KINDS)]
-                for at, kinds in run.times[actor].bins()
+                [
+                    round(begin_s - start_s, 2),
+                    round(end_s - start_s, 2),
+                    *(round(kinds.get(kind, 0.0), 3) for kind in ACTIVITY_KINDS),
+                ]
+                for begin_s, end_s, kinds in run.times[actor].stretches()
             ],
             "total": [round(shares[actor].get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
             "parts": time_parts(shares[actor]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -114,13 +114,13 @@ def _merged(pair: list[Point]) -> Point:
 class TimeShares:
     """How one actor's time was shared, from readings of cumulative seconds by kind: in all, and over wall time."""
 
-    def __init__(self, limit: int = 120, width_s: float = 2.0) -> None:
-        self.width_s = width_s
+    def __init__(self, limit: int = 120) -> None:
+        """`limit`: stretches that are kept; when there are more, neighbours become one."""
         self.totals: dict[str, float] = {}
         """Kind, or "kind/name" -> seconds of all incarnations."""
         self._limit = limit
-        self._start_s: float | None = None
-        self._bins: dict[int, dict[str, float]] = {}
+        self._stretches: list[tuple[float, float, dict[str, float]]] = []
+        """Wall times of begin and end, kind -> seconds."""
         self._last: tuple[float, Mapping[str, float]] | None = None
 
     def put(self, wall_s: float, seconds: Mapping[str, float]) -> None:
@@ -133,46 +133,31 @@ class TimeShares:
             self.totals[key] = self.totals.get(key, 0.0) + value
         last_s = last[0] if last is not None else float("-inf")
         begin_s = max(wall_s - _whole(seconds), last_s) if is_new else last_s
-        self._spread(begin_s, wall_s, {kind: spent[kind] for kind in ACTIVITY_KINDS if kind in spent})
-
-    def _spread(self, begin_s: float, end_s: float, spent: Mapping[str, float]) -> None:
-        self._start_s = begin_s if self._start_s is None else self._start_s
-        if end_s <= begin_s:
-            return
-        while int((end_s - self._start_s) / self.width_s) >= self._limit:
-            self._widen()
-        first = max(0, int((begin_s - self._start_s) / self.width_s))
-        for index in range(first, int((end_s - self._start_s) / self.width_s) + 1):
-            left_s = self._start_s + index * self.width_s
-            part = (min(end_s, left_s + self.width_s) - max(begin_s, left_s)) / (end_s - begin_s)
-            _add(self._bins.setdefault(index, {}), spent, max(0.0, part))
-
-    def _widen(self) -> None:
-        self.width_s *= 2
-        wider: dict[int, dict[str, float]] = {}
-        for index, kinds in self._bins.items():
-            _add(wider.setdefault(index // 2, {}), kinds)
-        self._bins = wider
+        if wall_s > begin_s:
+            self._stretches.append((begin_s, wall_s, {kind: spent[kind] for kind in ACTIVITY_KINDS if kind in spent}))
+        if len(self._stretches) > self._limit:
+            pairs = (self._stretches[index : index + 2] for index in range(0, len(self._stretches), 2))
+            self._stretches = [(pair[0][0], pair[-1][1], _sum(one[2] for one in pair)) for pair in pairs]
 
     def shares(self) -> dict[str, float]:
         """Kind, or "kind/name" -> share of all recorded time."""
         whole = _whole(self.totals)
         return {key: seconds / whole for key, seconds in self.totals.items()} if whole > 0 else {}
 
-    def bins(self) -> list[tuple[float, dict[str, float]]]:
-        """(wall time of the left edge, kind -> share) of each stretch in which time was spent."""
-        start_s = self._start_s or 0.0
-        wholes = {index: sum(kinds.values()) for index, kinds in self._bins.items()}
+    def stretches(self) -> list[tuple[float, float, dict[str, float]]]:
+        """(wall times of begin and end, kind -> share) of each stretch in which time was spent."""
         return [
-            (start_s + index * self.width_s, {kind: s / wholes[index] for kind, s in self._bins[index].items()})
-            for index in sorted(self._bins)
-            if wholes[index] > 0
+            (begin_s, end_s, {kind: seconds / whole for kind, seconds in kinds.items()})
+            for begin_s, end_s, kinds in self._stretches
+            if (whole := sum(kinds.values())) > 0
         ]
 
 
-def _add(into: dict[str, float], more: Mapping[str, float], part: float = 1.0) -> None:
-    for key, value in more.items():
-        into[key] = into.get(key, 0.0) + value * part
+def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    whole: Counter[str] = Counter()
+    for part in parts:
+        whole.update(part)
+    return dict(whole)
 
 
 def _whole(seconds: Mapping[str, float]) -> float:

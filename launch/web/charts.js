@@ -326,13 +326,13 @@ function paintLane(canvas, lane, kinds, left, right) {
   const colour = (kind) => themed(kinds.includes(kind) ? kind : "other");
   ctx.fillStyle = themed("grid");
   ctx.fillRect(0, 0, width, height);
-  for (const [start, ...shares] of lane.bins) {
+  for (const [start, end, ...shares] of lane.bins) {
     let top = height;
     shares.forEach((share, i) => {
       if (share <= 0) return;
       top -= share * height;
       ctx.fillStyle = colour(kinds[i]);
-      ctx.fillRect(at(start), top, Math.max(ratio, at(start + lane.width) - at(start)) + 0.6, share * height + 0.6);
+      ctx.fillRect(at(start), top, Math.max(ratio, at(end) - at(start)) + 0.6, share * height + 0.6);
     });
   }
 }
@@ -340,6 +340,6 @@ function paintLane(canvas, lane, kinds, left, right) {
 function laneWords(lane, kinds, seconds) {
   const bin = lane.bins.findLast((b) => b[0] <= seconds);
   if (!bin) return "";
-  const shares = kinds.map((kind, i) => [bin[i + 1], kind]).filter(([share]) => share >= 0.005).sort((a, b) => b[0] - a[0]);
+  const shares = kinds.map((kind, i) => [bin[i + 2], kind]).filter(([share]) => share >= 0.005).sort((a, b) => b[0] - a[0]);
   return `after ${duration(Math.max(0, bin[0]))}: ${shares.map(([share, kind]) => `${kind} ${Math.round(share * 100)} %`).join(", ")}`;
 }

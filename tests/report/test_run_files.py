@@ -62,18 +62,23 @@ def test_gauges_of_several_sources_are_summed_however_long_the_run(tmp_path: Pat
 
 
 def test_shares_are_spread_over_the_time_in_which_they_were_spent_and_survive_a_restart() -> None:
-    times = TimeShares(limit=20, width_s=1.0)
+    times = TimeShares(limit=20)
     times.put(100.0, {"compute": 0.0, "wait-data": 0.0})
     times.put(110.0, {"compute": 10.0, "wait-data": 0.0, "compute/train": 10.0})
     times.put(112.0, {"compute": 0.0, "wait-data": 1.0})  # began anew a second before
     times.put(116.0, {"compute": 2.0, "wait-data": 3.0})
-    found = dict(times.bins())
-    assert found[104.0] == {"compute": 1.0, "wait-data": 0.0}
-    assert found[114.0] == pytest.approx({"compute": 0.5, "wait-data": 0.5})
+    assert times.stretches() == [
+        (100.0, 110.0, {"compute": 1.0, "wait-data": 0.0}),
+        (111.0, 112.0, {"compute": 0.0, "wait-data": 1.0}),
+        (112.0, 116.0, {"compute": 0.5, "wait-data": 0.5}),
+    ]
     assert times.shares() == pytest.approx({"compute": 12 / 15, "wait-data": 3 / 15, "compute/train": 10 / 15})
-    times.put(1116.0, {"compute": 1002.0, "wait-data": 3.0})
-    assert len(times.bins()) <= 20
-    assert all(sum(shares.values()) == pytest.approx(1.0) for _, shares in times.bins())
+    for second in range(1000):
+        times.put(117.0 + second, {"compute": 3.0 + second, "wait-data": 3.0})
+    found = times.stretches()
+    assert len(found) <= 20 and (found[0][0], found[-1][1]) == (100.0, 1116.0)
+    assert all(sum(shares.values()) == pytest.approx(1.0) for _, _, shares in found)
+    assert sum(end_s - begin_s for begin_s, end_s, _ in found) == pytest.approx(1016.0, abs=1.1)
 
 
 def test_a_tail_reads_on_where_it_stopped_and_keeps_torn_lines_for_later(tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_a_growing_run_becomes_tables(seat) -> None:
     assert [change["what"] for change in past["changes"]][:2] == ["max_staleness 2 -> 4", "temperature 1 -> 0.9"]
     assert past["lanes"][0]["actor"] == "trainer/0"
     for lane in past["lanes"]:
-        assert all(sum(shares) == pytest.approx(1.0, abs=0.01) for _, *shares in lane["bins"])
+        assert all(sum(shares) == pytest.approx(1.0, abs=0.01) for _, _, *shares in lane["bins"])
 
 
 def test_lanes_are_named_by_the_gpus_of_their_role(tmp_path: Path) -> None:
