@@ -10,8 +10,7 @@ import ast
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Container, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import zip_longest
@@ -30,7 +29,7 @@ from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, dataset_of
 from ...actors.models.chat_template import PlainText, template_of
 from ...actors.models.hf_folder import check_values, open_weights, read_config
-from ...actors.models.model_config import ModelConfig, frozen_names
+from ...actors.models.model_config import ModelConfig
 from ...actors.models.second_model import check_critic, check_reference
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from ...actors.rewards.call import ALONE, RewardKeys
@@ -83,14 +82,10 @@ def model_folder(run: CheckedRun) -> Iterator[Finding]:
         yield from run.once(read_tokenizer).findings
     yield from looked("model.path", _check_weights, config.model.path, model)
     if run.of("trainer"):
-        if config.trainer.freeze:
-            yield from looked("trainer.freeze", _check_freeze, config, model)
         if config.algo.ref_path:
             yield from looked("algo.ref_path", _check_reference, config, model)
         if config.critic.path:
             yield from looked("critic.path", check_critic, config.critic, model)
-    if config.weights.served_folder:
-        yield from looked("weights.served_folder", _check_served, config.weights.served_folder)
 
 
 def _check_weights(path: str, model: ModelConfig) -> None:
@@ -98,33 +93,12 @@ def _check_weights(path: str, model: ModelConfig) -> None:
         check_values(model.tensor_shapes(), tensors, path, max_bytes=MAX_READ_BYTES)
 
 
-def _check_freeze(config: RunConfig, model: ModelConfig) -> None:
-    try:
-        with open_weights(config.model.path, model) as weights:
-            names = [name for name in weights if not (model.tie_word_embeddings and name.startswith("lm_head."))]
-    except MyxaError:  # a finding of model.path
-        return
-    frozen_names(config.trainer.freeze, names)
-
-
 def _check_reference(config: RunConfig, model: ModelConfig) -> None:
     reference = check_reference(config.algo, model, is_any_shape=config.roles.trainer.kind == "torch")
-    with naming("algo.ref_path"):
-        _check_weights(config.algo.ref_path, reference)
-
-
-def _check_served(path: str) -> None:
-    with naming("weights.served_folder", "name the folder that the servers were started with"):
-        read_config(path)
-
-
-@contextmanager
-def naming(key: str, remedy: str = "") -> Generator[None]:
-    """Errors become mistakes of that key."""
     try:
-        yield
+        _check_weights(config.algo.ref_path, reference)
     except MyxaError as error:
-        raise ConfigError(f"{key}: {error.message}", remedy=remedy or error.remedy) from error
+        raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
 
 
 # -- tokenizer and chat template ---------------------------------------------------------------------------------------

@@ -82,7 +82,6 @@ WRONG: dict[str, Wrong] = {
         "[rollout]\n", '[rollout]\nworkflow = "mine.py:Flow"\nworkflow_args = { prise = 1 }\n', 'workflow = "mine.py:Flow"',
         'did you mean "price"'
     ),
-    "freeze that fits nothing": add("trainer", 'freeze = ["layers.99."]', "names look like"),
     "critic under Megatron": Wrong(
         "[roles.trainer]\n", '[critic]\nenabled = true\n[roles.trainer]\nkind = "megatron"\n', "enabled = true",
         'use roles.trainer.kind = "torch"'
