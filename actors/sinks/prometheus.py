@@ -12,7 +12,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http import HTTPStatus
 from string import ascii_uppercase
 from typing import Any
@@ -22,6 +21,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import LaunchError
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
@@ -155,34 +155,20 @@ def prometheus_name(name: str) -> str:
 DATASOURCE = "${datasource}"
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One chart."""
-
-    title: str
-    metrics: tuple[str, ...]
-    unit: str = "short"
-    is_rate: bool = False
-    """Of cumulative seconds: shown as a share of the time, by actor."""
-
-
-PANELS: tuple[Panel, ...] = (
-    Panel("Training reward: all finished groups, and those of the batch", ("reward/raw_mean", "reward/mean")),
-    Panel("Finished groups", ("reward/pass_rate", "reward/all_right", "reward/all_wrong"), "percentunit"),
-    Panel("Loss and gradient", ("train/loss", "train/grad_norm")),
-    Panel("Disagreement of trainer and engines (nats)", ("train/logprob_diff_abs_mean",)),
-    Panel("Entropy and approximate KL", ("train/entropy", "train/approx_kl")),
-    Panel("Staleness of what is trained (versions)", ("lag/max", "lag/mean")),
-    Panel("Tokens per second", ("rollout/tokens_per_s", "train/tokens_per_s")),
-    Panel("Requests in the engines", ("rollout/running", "rollout/waiting")),
-    Panel("Groups in the buffer", ("buffer/ready", "buffer/under_way", "buffer/slots_used", "buffer/slots_total")),
-    Panel("Seconds per step and per weight update", ("train/step_s", "weights/publish_s", "weights/adopt_s"), "s"),
-    Panel("Working", ("time/compute",), "percentunit", is_rate=True),
-    Panel("Waiting for data", ("time/wait-data",), "percentunit", is_rate=True),
-    Panel("Waiting for weights", ("time/wait-weights",), "percentunit", is_rate=True),
-    Panel("Waiting for room", ("time/wait-capacity",), "percentunit", is_rate=True),
-    Panel("Waiting for the environment", ("time/wait-env",), "percentunit", is_rate=True),
+PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Training reward: all finished groups, and those of the batch", "short", ("reward/raw_mean", "reward/mean")),
+    ("Finished groups", "percentunit", ("reward/pass_rate", "reward/all_right", "reward/all_wrong")),
+    ("Loss and gradient", "short", ("train/loss", "train/grad_norm")),
+    ("Disagreement of trainer and engines (nats)", "short", ("train/logprob_diff_abs_mean",)),
+    ("Entropy and approximate KL", "short", ("train/entropy", "train/approx_kl")),
+    ("Staleness of what is trained (versions)", "short", ("lag/max", "lag/mean")),
+    ("Tokens per second", "short", ("rollout/tokens_per_s", "train/tokens_per_s")),
+    ("Requests in the engines", "short", ("rollout/running", "rollout/waiting")),
+    ("Groups in the buffer", "short", ("buffer/ready", "buffer/under_way", "buffer/slots_used", "buffer/slots_total")),
+    ("Seconds per step and per weight update", "s", ("train/step_s", "weights/publish_s", "weights/adopt_s")),
+    *((f"Time: {kind}", "percentunit", (f"time/{kind}",)) for kind in ACTIVITY_KINDS),
 )
+"""Title, unit and metrics of each chart. Of cumulative seconds the share of the time is shown, by actor."""
 
 
 def dashboard(title: str) -> str:
@@ -202,7 +188,7 @@ def dashboard(title: str) -> str:
         "title": title, "uid": "myxa-run", "schemaVersion": 39, "editable": True, "refresh": "5s",
         "time": {"from": "now-30m", "to": "now"}, "templating": {"list": [source, actor]},
         "annotations": {"list": [changes]},
-        "panels": [_panel(index, panel) | {"datasource": prometheus} for index, panel in enumerate(PANELS)],
+        "panels": [_panel(index, *panel) | {"datasource": prometheus} for index, panel in enumerate(PANELS)],
     }  # fmt: skip
     return json.dumps(page, indent=2) + "\n"
 
@@ -214,17 +200,16 @@ def scrape_config(port: int, run_name: str) -> str:
     return json.dumps({"global": {"scrape_interval": "5s"}, "scrape_configs": [job]}, indent=2) + "\n"
 
 
-def _panel(index: int, panel: Panel) -> dict[str, Any]:
-    is_one = panel.is_rate or len(panel.metrics) == 1
+def _panel(index: int, title: str, unit: str, metrics: tuple[str, ...]) -> dict[str, Any]:
     targets: list[dict[str, str]] = []
-    for letter, metric in zip(ascii_uppercase, panel.metrics, strict=False):
+    for letter, metric in zip(ascii_uppercase, metrics, strict=False):
         chosen = f'{prometheus_name(metric)}{{source=~"$source"}}'
-        words = "{{source}}" if is_one else f"{metric} {{{{source}}}}"
-        expr = f"rate({chosen}[1m])" if panel.is_rate else chosen
+        words = "{{source}}" if len(metrics) == 1 else f"{metric} {{{{source}}}}"
+        expr = f"rate({chosen}[1m])" if metric.startswith("time/") else chosen
         targets.append({"refId": letter, "expr": expr, "legendFormat": words})
     custom = {"lineWidth": 1, "showPoints": "never"}
     return {
-        "id": index + 1, "type": "timeseries", "title": panel.title, "targets": targets,
+        "id": index + 1, "type": "timeseries", "title": title, "targets": targets,
         "gridPos": {"h": 8, "w": 12, "x": 12 * (index % 2), "y": 8 * (index // 2)},
-        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},
+        "fieldConfig": {"defaults": {"unit": unit, "custom": custom}, "overrides": []},
     }  # fmt: skip
