@@ -114,7 +114,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 sent_commit_s=options.sent_commit_s,
                 stall_s=options.stall_s,
             ),
-            on_adopted=self._engine_adopted,
+            on_adopted=lambda name, epoch, version: self.fleet.adopted(name, epoch, version),
             on_work=self._changed.set,
             meter=self.meter,
             telemetry=self._telemetry,
@@ -194,9 +194,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._wall.start()
             if await self._phases.to("running"):
                 self._leader.start()
-
-    def _engine_adopted(self, name: str, epoch: int, version: int) -> None:
-        self.fleet.adopted(name, epoch, version)
 
     async def _restore_knobs(self) -> None:
         """Before any engine has weights and draws; with the first of them, which says what knobs such actors have."""
@@ -364,7 +361,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         await self.fleet.leaving(rollout, reason)
 
     async def weights_lost(self, rollout: str, epoch: int) -> None:
-        self.fleet.lost(rollout, epoch)
+        self._adoption.lost(rollout, epoch)
 
     async def weights_offered(self, manifest: WeightManifest) -> None:
         self.fleet.offered(manifest)
@@ -465,10 +462,6 @@ class EngineFleet:
         """Have the present incarnation end and be started again."""
         if rollout in self._epochs:
             self._adopter.fence(rollout, self._epochs[rollout], why)
-
-    def lost(self, rollout: str, epoch: int) -> None:
-        """It is well, but its weights left the device."""
-        self._adoption.lost(rollout, epoch)
 
     def offered(self, manifest: WeightManifest) -> None:
         self._adoption.published(manifest)

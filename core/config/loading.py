@@ -504,30 +504,22 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _key(text: str) -> str:
-    return text if PLAIN_KEY.fullmatch(text) else _string(text)
-
-
-def _string(text: str) -> str:
-    # JSON's escapes are TOML's; DEL is the one character that JSON leaves alone and TOML refuses.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return text if PLAIN_KEY.fullmatch(text) else toml_value(text)
 
 
 def toml_value(value: object) -> str:
     """One value in TOML's spelling; raises TypeError for what TOML cannot say."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _string(value)
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (dt.datetime, dt.date, dt.time)):
-        return value.isoformat()
     if isinstance(value, Mapping):
         table = cast("Mapping[str, object]", value)
         return "{" + ", ".join(f"{_key(key)} = {toml_value(one)}" for key, one in table.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(one) for one in cast("Sequence[object]", value)) + "]"
-    raise TypeError(f"TOML cannot hold a value of type {type(value).__name__}: {value!r}")
+    if isinstance(value, (dt.datetime, dt.date, dt.time)):
+        return value.isoformat()
+    if isinstance(value, float):
+        return repr(value)
+    # JSON's escapes are TOML's; DEL is the one character that JSON leaves alone and TOML refuses.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # -- the schema --------------------------------------------------------------------------------------------------------

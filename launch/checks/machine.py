@@ -266,8 +266,6 @@ def disk_and_rights(facts: MachineFacts) -> Iterator[Finding]:
     yield from first("sockets", trouble or "works", case)
 
 
-TORCH_OF_SGLANG = (((0, 5, 22), "2.14.1"), ((0, 5, 18), "2.13.0"), ((0, 5, 11), "2.11.0"))
-"""From that SGLang on, this torch, newest first."""
 OLDEST_SGLANG = (0, 5, 17)
 """With token ids on every reply."""
 OLDEST_MEGATRON = (0, 16)
@@ -293,20 +291,9 @@ def packages(facts: MachineFacts) -> Iterator[Finding]:
         (not torch, "warning", "",
          "install an extra: pip install 'myxa[cpu]' or 'myxa[gpu]'; or set roles.<role>.python to one that has it"),
     )  # fmt: skip
-    wanted = next((torch for since, torch in TORCH_OF_SGLANG if numbers(sglang) >= since), "")
     is_old = numbers(sglang) < OLDEST_SGLANG
-    is_other = wanted and torch and not is_old and numbers(torch) != numbers(wanted)
-    text = f"{sglang}: myxa needs token ids on every reply" if is_old else f"{sglang} with torch {torch or 'elsewhere'}"
-    yield from (
-        first(
-            "sglang",
-            f"sglang {sglang} is built for torch {wanted}, here is torch {torch}" if is_other else text,
-            (is_old, "error", "", "install SGLang 0.5.17 or later"),
-            (is_other, "error", "", "give SGLang its own environment and name its interpreter in engine.python"),
-        )
-        if sglang
-        else ()
-    )
+    case = (is_old, "error", ": myxa needs token ids on every reply", "install SGLang 0.5.17 or later")
+    yield from first("sglang", sglang, case) if sglang else ()
     needs_newer = numbers(megatron) >= MEGATRON_PYTHON[0] and facts.python[:2] < MEGATRON_PYTHON[1]
     yield from (
         first(

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -28,18 +28,12 @@ WHOLE_EVERY = 3
 """Knobs, history, processes and the verdict are in every third look."""
 
 
-class Asks(Protocol):
-    """The part of `ControlClient` that is needed here."""
-
-    def ask(self, verb: str, timeout_s: float | None = None, **arguments: Any) -> Any: ...
-
-
 class Feed:
     """One run as it looks from outside. Not thread-safe, but `set` may be called beside `look`."""
 
     def __init__(
         self,
-        client: Asks | None,
+        client: ControlClient | None,
         is_live: Callable[[], bool],
         run_dir: Path,
         *,

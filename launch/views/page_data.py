@@ -142,7 +142,6 @@ def past_table(run: RunFiles) -> dict[str, Any]:
         "numEvents": run.event_counts.total(),
         "drops": list(drops(run).items()),
         "failures": run.failures.most_common(_MAX_KINDS),
-        "settings": _settings(run),
         "configText": config_text(run),
     }
 
@@ -261,21 +260,9 @@ def _events(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
     ]
 
 
-_SETTINGS = (
-    ("model", "model", "path"), ("training data", "data", "train"), ("algorithm", "algo", "kind"),
-    ("correction", "algo", "correction"), ("groups a step", "algo", "batch_size"),
-    ("samples a group", "rollout", "num_samples"), ("new tokens", "rollout", "max_new_tokens"),
-    ("temperature", "rollout", "temperature"), ("reward", "reward", "fn"), ("max staleness", "async", "max_staleness"),
-    ("staleness policy", "async", "policy"), ("learning rate", "optimizer", "lr"), ("seed", "run", "seed"),
-)  # fmt: skip
 _SECRET = re.compile(
     r"""(["']?\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)[A-Z0-9_]*["']?\s*=\s*)("[^"\n]*"|'[^'\n]*')"""
 )
-
-
-def _settings(run: RunFiles) -> list[tuple[str, str]]:
-    found = [(label, run.setting(section, key)) for label, section, key in _SETTINGS]
-    return [(label, str(value)) for label, value in found if value not in (None, "")]
 
 
 def config_text(run: RunFiles) -> str:

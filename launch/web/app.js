@@ -345,7 +345,6 @@ function drawEvents() {
 }
 
 function drawConfig() {
-  $("settings").replaceChildren(...past.settings.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, value))));
   $("config-text").textContent = past.configText || "The run file is missing.";
 }
 

@@ -71,7 +71,6 @@ TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
     "network disk": (but(file_system="nfs4"), "disk", "warning", "local disk"),
     "long TMPDIR": (but(socket_trouble="too long names"), "sockets", "error", "TMPDIR"),
     "no torch": (but(versions=versions(torch="", sglang="", megatron_core="", torch_memory_saver="")), "packages", "warning", "myxa[gpu]"),
-    "sglang for another torch": (but(versions=versions(sglang="0.5.23")), "sglang", "error", "engine.python"),
     "old sglang": (but(versions=versions(sglang="0.5.9")), "sglang", "error", "0.5.17"),
     "megatron on python 3.11": (but(python=(3, 11, 7)), "megatron-core", "error", "0.16.1"),
     "old megatron": (but(versions=versions(megatron_core="0.15.0")), "megatron-core", "error", "0.16"),

@@ -68,7 +68,7 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
             ("time", "#lanes", "trainer/0"),
             ("knobs", "#knob-table", "Largest lag of any trained token."),
             ("events", "#event-table", "starting -> running"),
-            ("config", "#settings", "pace"),
+            ("config", "#config", "pace"),
         ):
             await page.click(f'nav a[href="#{name}"]')
             await page.says(selector, words)
