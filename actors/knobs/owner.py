@@ -123,8 +123,8 @@ class KnobOwner:
             return {}
         old = {name: self._knobs[name].read() for name in fresh}
         values = {name: self._value(live) for name, live in fresh.items()}
+        self._put(values, max(live.epoch for live in fresh.values()))
         for name, live in fresh.items():
-            self._knobs[name].use(values[name])
             self._used[name] = live.epoch
             if self._telemetry is not None:
                 self._telemetry.event(
@@ -137,6 +137,10 @@ class KnobOwner:
     def _is_new(self, live: LiveKnob) -> bool:
         used = self._used.get(live.name, 0)
         return live.epoch > used or (live.epoch == used and self._value(live) != self._knobs[live.name].read())
+
+    def _put(self, values: Mapping[str, KnobValue], epoch: int) -> None:
+        for name, value in values.items():
+            self._knobs[name].use(value)
 
     def _stamp(self, epochs: Iterable[int]) -> None:
         waiting = {value.epoch for values in self._waiting.values() for value in values}
