@@ -143,20 +143,13 @@ class RunControl:
         return await self._carried_out(deed, work)
 
     async def checkpoint(self, who: Operator, reason: str, *, export: bool) -> str:
-
-        async def work() -> str:
-            return await self._leader.checkpoint_at_boundary(export)
-
-        return await self._carried_out(_deed("ckpt", who, reason, export=export), work, is_recorded=False)
+        deed = _deed("ckpt", who, reason, export=export)
+        return await self._carried_out(deed, lambda: self._leader.checkpoint_at_boundary(export), is_recorded=False)
 
     async def evaluate(self, who: Operator, reason: str, name: str) -> EvalResult:
         """On held-out prompts, beside training; `name`: of one set, else all."""
-
-        async def work() -> EvalResult:
-            return await self._evaluate(name)
-
         deed = _deed("eval", who, reason, **({"set": name} if name else {}))
-        return await self._carried_out(deed, work, is_recorded=False)
+        return await self._carried_out(deed, lambda: self._evaluate(name), is_recorded=False)
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         return await self._audit.newest(min(limit, 1000))

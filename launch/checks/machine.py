@@ -24,7 +24,6 @@ import psutil
 
 from ...core.errors import LaunchError, MyxaError
 from ...core.host_memory import CGROUP_ROOT, available_bytes
-from ...memory.native import CPP_COMPILERS, find_compiler
 from ..host import Gpus, free_at, listen_trouble, look_at_gpus, nearest_folder
 from ..memory_part import GIB, size_text
 from ..node_place import DEFAULT_PORT
@@ -35,7 +34,7 @@ from .node import has_module, module_folder
 SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")
 DISTRIBUTIONS = (*SHOWN, "nvidia-nccl-cu13", "nvidia-nccl-cu12", "pyzmq", "pydantic", "numpy")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *ALLOCATORS, "LD_PRELOAD", "CUDA_VISIBLE_DEVICES")
+VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *ALLOCATORS, "CUDA_VISIBLE_DEVICES")
 LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
 NO_LIMIT = 1 << 60
 """What version 1 of control groups says for "none"."""
@@ -148,7 +147,6 @@ class MachineFacts:
     """Distribution -> version; what is missing is not installed."""
     torch_cuda: str | None = _ask(_torch_cuda)
     """CUDA that torch was built for; "" = none; None: no torch."""
-    compiler: str = _ask(lambda: find_compiler(CPP_COMPILERS))
     gpus: Gpus = field(default_factory=look_at_gpus)
     total_bytes: int = _ask(lambda: int(psutil.virtual_memory().total))
     available_bytes: int = _ask(available_bytes)
@@ -161,8 +159,6 @@ class MachineFacts:
     addresses: tuple[str, ...] = _ask(lambda: () if _trouble(_addresses) else _addresses())
     """That the hostname resolves to."""
     hostname_trouble: str = _ask(lambda: _trouble(_addresses))
-    loopback_trouble: str = _ask(lambda: listen_trouble("127.0.0.1", 0))
-    address_trouble: str = _ask(lambda: listen_trouble("0.0.0.0", 0))  # for an instant, any port
     port_trouble: str = _ask(lambda: listen_trouble("0.0.0.0", DEFAULT_PORT))
     """Of `myxa launch`'s default port."""
     socket_trouble: str = _ask(lambda: _trouble(short_base))
@@ -308,7 +304,7 @@ def packages(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def gpu(facts: MachineFacts) -> Iterator[Finding]:
-    """Torch's CUDA against the driver's, NVML, and whether a gang's communicators can leave a device."""
+    """Torch's CUDA against the driver's, and NVML."""
     gpus, built = facts.gpus, facts.torch_cuda
     if not gpus.source:
         text = f"torch is built for CUDA {built}, and no driver can be seen ({gpus.trouble})"
@@ -328,11 +324,6 @@ def gpu(facts: MachineFacts) -> Iterator[Finding]:
     remedy = 'pip install nvidia-ml-py: memory.share = "switch" needs it'
     lacks_nvml = "nvidia-ml-py" not in facts.versions and gpus.found
     yield from if_so("nvml", (lacks_nvml, "warning", "nvidia-ml-py is not installed", remedy))
-    if len(gpus.found) > 1 and "torch" in facts.versions:
-        remedy = 'install g++: with memory.share = "switch" they would stay on the device (0.65 GiB each)'
-        text = f"reloaded by a proxy that {facts.compiler} compiles once"
-        text = text if facts.compiler else "there is no C++ compiler to build the proxy of them"
-        yield from first("communicators", text, (not facts.compiler, "warning", "", remedy))
 
 
 def environment(facts: MachineFacts) -> Iterator[Finding]:
@@ -345,8 +336,6 @@ def environment(facts: MachineFacts) -> Iterator[Finding]:
         *((name, "expandable_segments:true" in env.get(name, "").lower(),
            "expandable_segments is on: torch-memory-saver refuses it, arenas do without",
            'unset it for runs with memory.share = "switch"') for name in ALLOCATORS),
-        ("LD_PRELOAD", env.get("LD_PRELOAD"), f"= {env.get('LD_PRELOAD')}: every actor loads it",
-         "unset it unless you mean it"),
         ("CUDA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES" in env,
          f"= {env.get('CUDA_VISIBLE_DEVICES')!r}: actors get the GPUs of roles.*.devices, whatever it says",
          "unset it, and name the GPUs in the run file"),
@@ -356,7 +345,7 @@ def environment(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def network(facts: MachineFacts) -> Iterator[Finding]:
-    """The name that other nodes use, and what can be listened on."""
+    """The name that other nodes use, and the port where they meet."""
     addresses = ", ".join(facts.addresses)
     is_loopback = all(address.startswith("127.") or address == "::1" for address in facts.addresses)
     yield from first(
@@ -367,14 +356,6 @@ def network(facts: MachineFacts) -> Iterator[Finding]:
         (facts.addresses and is_loopback, "warning", ": other nodes would call themselves",
          "give it its real address in /etc/hosts, or name an address: --rdzv ADDRESS:PORT"),
     )  # fmt: skip
-    trouble = f"0.0.0.0: {facts.address_trouble}" if facts.address_trouble else ""
-    trouble = f"127.0.0.1: {facts.loopback_trouble}" if facts.loopback_trouble else trouble
-    yield from first(
-        "ports",
-        trouble or "127.0.0.1 and 0.0.0.0 can be listened on",
-        (facts.loopback_trouble, "error", "", "bring the loopback interface up (ip link set lo up)"),
-        (trouble, "warning", "", "one machine alone does without; several need it"),
-    )
     meaning = f"{facts.port_trouble}: `myxa launch` meets there by default"
     remedy = "end what listens there (ss -ltnp), or give another one: --rdzv HOST:PORT"
     yield from if_so("port 29400", (facts.port_trouble, "warning", meaning, remedy))

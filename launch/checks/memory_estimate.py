@@ -218,13 +218,9 @@ def _of_each(name: str, each: int, count: int, what: str = "", cut: str = "", sh
 
 
 def _num_groups(layout: ParallelLayout, world_size: int) -> int:
-    """Groups of more than one rank that a rank works in: the gang, and each kind of parallelism."""
-    if world_size <= 1:
-        return 0
+    """Groups of more than one rank that a rank works in: by data, and by each kind of parallelism."""
     dp = max(1, world_size // layout.model_size)
-    degrees = (dp * layout.cp, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
-    cut = [degree for degree in degrees if degree > 1]
-    return 1 if cut == [world_size] else 1 + len(cut)
+    return sum(size > 1 for size in (dp * layout.cp, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp))
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------------

@@ -417,7 +417,6 @@ def tiles(view: RunView, run: RunFiles) -> list[Tile]:
         _reward_tile(view, run),
         _eval_tile(view, run),
         Tile("right", _share(view, "reward/pass_rate"), "of the answers"),
-        Tile("all right / wrong", _all_or_none(view), "of the groups"),
         Tile("loss", short(view.metrics.get("train/loss"))),
         Tile("generated", short(view.rate("rollout/tokens_per_s")), "tokens/s"),
         _trained_tile(view, run),
@@ -471,11 +470,6 @@ def _lag_tile(view: RunView, run: RunFiles) -> Tile:
 
 def _share(view: RunView, name: str) -> str:
     return percent(view.metrics[name]) if name in view.metrics else "-"
-
-
-def _all_or_none(view: RunView) -> str:
-    shares = [_share(view, name) for name in ("reward/all_right", "reward/all_wrong")]
-    return "-" if "-" in shares else " / ".join(shares)
 
 
 def drops(run: RunFiles) -> dict[str, float]:
