@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ import uvloop
 from rich.console import Console
 
 from .. import __version__
-from ..actors.coordinator.audit import AUDIT_FILE, AuditLog
+from ..actors.coordinator.audit import AUDIT_FILE, append_audit
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, ConfigError, LaunchError
@@ -66,7 +67,7 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
     if not context.config.control.socket:
         yield None
         return
-    append = AuditLog(context.run_dir.path / AUDIT_FILE).append
+    append = partial(append_audit, context.run_dir.path / AUDIT_FILE)
     with contextlib.ExitStack() as stack:
         gid, view_folder = _view_place(context.config, runtime, stack)
         note = ControlNote(

@@ -52,48 +52,39 @@ class AuditVerdict:
     """Of the newest line."""
 
 
-class AuditLog:
-    """A file to append to. Cheap to make; holds nothing open between two appends."""
+def append_audit(path: Path, record: AuditRecord) -> AuditRecord:
+    """Write it durably; `number`, `previous` and `digest` are set here. Returns it as written. Raises ConfigError for a
+    record that is too long, LedgerError when the file cannot be written or locked, or its last line is not one."""
+    try:
+        with _locked(path) as descriptor:
+            return _append(descriptor, path, record)
+    except OSError as error:
+        remedy = lock_remedy(error, "check disk and rights; nothing was changed")
+        raise LedgerError(f"{path}: {error.strerror or error}", remedy=remedy) from error
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def append(self, record: AuditRecord) -> AuditRecord:
-        """Write it durably; `number`, `previous` and `digest` are set here. Returns it as written. Raises ConfigError
-        for a record that is too long, LedgerError when the file cannot be written or locked, or its last line is not
-        one."""
+def _append(descriptor: int, path: Path, record: AuditRecord) -> AuditRecord:
+    last, end = _last_line(descriptor, path)
+    number, previous = 0, ""
+    if last is not None:
         try:
-            with _locked(self.path) as descriptor:
-                return self._append(descriptor, record)
-        except OSError as error:
-            raise LedgerError(
-                f"{self.path}: {error.strerror or error}",
-                remedy=lock_remedy(error, "check disk and rights; nothing was changed"),
-            ) from error
-
-    def _append(self, descriptor: int, record: AuditRecord) -> AuditRecord:
-        last, end = _last_line(descriptor, self.path)
-        number, previous = 0, ""
-        if last is not None:
-            try:
-                newest = msgspec.json.decode(last, type=AuditRecord)
-            except msgspec.MsgspecError as error:
-                why = f"{self.path}: the last line is no audit record"
-                raise LedgerError(why, remedy="`myxa history --verify` says where it begins") from error
-            number, previous = newest.number, newest.digest
-        line, written = seal(msgspec.structs.replace(record, number=number + 1, previous=previous))
-        if len(line) > MAX_LINE_BYTES:
-            raise ConfigError(
-                f"a record of {len(line)} bytes is too long for the audit log", remedy=f"at most {MAX_LINE_BYTES} bytes"
-            )
-        os.ftruncate(descriptor, end)
-        try:
-            _write_all(descriptor, line + b"\n", end)
-            os.fsync(descriptor)
-        except OSError:
-            os.ftruncate(descriptor, end)  # the caller learns that it is not recorded, so it must not be here
-            raise
-        return written
+            newest = msgspec.json.decode(last, type=AuditRecord)
+        except msgspec.MsgspecError as error:
+            why = f"{path}: the last line is no audit record"
+            raise LedgerError(why, remedy="`myxa history --verify` says where it begins") from error
+        number, previous = newest.number, newest.digest
+    line, written = seal(msgspec.structs.replace(record, number=number + 1, previous=previous))
+    if len(line) > MAX_LINE_BYTES:
+        why = f"a record of {len(line)} bytes is too long for the audit log"
+        raise ConfigError(why, remedy=f"at most {MAX_LINE_BYTES} bytes")
+    os.ftruncate(descriptor, end)
+    try:
+        _write_all(descriptor, line + b"\n", end)
+        os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, end)  # the caller learns that it is not recorded, so it must not be here
+        raise
+    return written
 
 
 def seal(record: AuditRecord) -> tuple[bytes, AuditRecord]:
@@ -200,7 +191,7 @@ class AuditWriter:
 
     def __init__(self, path: Path, version: Callable[[], int], clock: Clock) -> None:
         """`version`: the run's newest."""
-        self._log = AuditLog(path)
+        self._path = path
         self._version = version
         self._clock = clock
 
@@ -209,8 +200,8 @@ class AuditWriter:
         return await self.append(msgspec.structs.replace(record, wall_s=self._clock.wall(), version=self._version()))
 
     async def append(self, record: AuditRecord) -> AuditRecord:
-        """Durable once this returns. Raises as `AuditLog.append` does."""
-        return await in_daemon_thread(lambda: self._log.append(record), "audit")
+        """Durable once this returns. Raises as `append_audit` does."""
+        return await in_daemon_thread(lambda: append_audit(self._path, record), "audit")
 
     async def newest(self, limit: int) -> tuple[AuditRecord, ...]:
-        return await in_daemon_thread(lambda: read_audit(self._log.path, max(limit, 1)), "audit")
+        return await in_daemon_thread(lambda: read_audit(self._path, max(limit, 1)), "audit")

@@ -129,9 +129,10 @@ def _why_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     """Of a run that is over, over all of it."""
     import msgspec
 
-    from ..views.why import explain_files
+    from ..views.run_files import load_run
+    from ..views.why import explain_run
 
-    return msgspec.to_builtins(explain_files(folder, options.target))
+    return msgspec.to_builtins(explain_run(load_run(folder), options.target))
 
 
 def _why_page(reason: dict[str, Any]) -> RenderableType:

@@ -1,5 +1,5 @@
 """Why a run is not faster and what to do about it: what holds it back, from the time shares of its actors, and one
-move. Pure, except `explain_files`.
+move. Pure.
 
 Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). A run is as fast as its trainer is busy. If the
 trainer computes nearly all the time, training is the bottleneck. If it waits, the bottleneck is what its rollout actors
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
@@ -25,7 +24,7 @@ from ...core.messages import Record
 from ...core.suggestion import suggest
 from .knob_table import declared
 from .numbers import percent, short, time_parts
-from .run_files import NEWEST, RunFiles, load_run
+from .run_files import NEWEST, RunFiles
 
 Bound = Literal[
     "unknown", "starting", "disk", "paused", "filter", "generation", "concurrency", "reward", "environment", "data",
@@ -147,13 +146,8 @@ def explain_actors(names: list[str], shares: Shares, facts: Facts, *, window_s: 
     )
 
 
-def explain_files(run_dir: Path, target: str = "") -> Reason:
-    """Of a run that has ended or does not answer: over all of it. Raises ConfigError for a folder of no run, or an
-    actor that was not in it."""
-    return explain_run(load_run(run_dir), target)
-
-
 def explain_run(run: RunFiles, target: str = "") -> Reason:
+    """Of a run that ended or does not answer: over all of it. Raises ConfigError for an actor that was not in it."""
     shares = run.shares()
     facts = facts_of_file(run.config, run.gauges())
     window_s = run.wall_range_s[1] - run.wall_range_s[0] if run.wall_range_s else 0.0

@@ -76,19 +76,14 @@ class DashboardGuard:
         """Why this request is not served; None: it is."""
         if refused := elsewhere(ask, is_visit=ask.method == "GET" and ask.fetch_mode == "navigate"):
             return refused
+        unknown = Refusal(401, "open the URL that was printed: it holds the secret")
         if ask.method in ("GET", "HEAD"):
-            is_known = same(ask.query_token, self.token) or same(ask.cookie, self.cookie)
-            return None if is_known else Refusal(401, "open the URL that was printed: it holds the secret")
-        return self._refusal_to_operate(ask)
-
-    def _refusal_to_operate(self, ask: PageRequest) -> Refusal | None:
+            return None if same(ask.query_token, self.token) or same(ask.cookie, self.cookie) else unknown
         if not self.may_operate:
             return Refusal(403, "this dashboard only shows: start it with --operate to change the run here")
         if ask.method != "POST":
             return Refusal(405, "only POST changes anything")
-        if not same(ask.header_token, self.token):
-            return Refusal(401, "open the URL that was printed: it holds the secret")
-        return None
+        return None if same(ask.header_token, self.token) else unknown
 
 
 HOST = "127.0.0.1"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from myxa.actors.coordinator import audit
-from myxa.actors.coordinator.audit import AuditLog, read_audit, verify_audit
+from myxa.actors.coordinator.audit import append_audit, read_audit, verify_audit
 from myxa.core.errors import ConfigError, LedgerError
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
 
@@ -25,9 +25,8 @@ def record(text: str = "", **arguments: object) -> AuditRecord:
 
 
 def filled(path: Path, count: int = 6) -> list[bytes]:
-    log = AuditLog(path)
     for index in range(count):
-        log.append(record(f"reason {index}", values={"lr": 1e-4}))
+        append_audit(path, record(f"reason {index}", values={"lr": 1e-4}))
     return path.read_bytes().splitlines()
 
 
@@ -35,8 +34,8 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     assert read_audit(path) == ()
     assert verify_audit(path).complaint == ""
-    first = AuditLog(path).append(record("because", values={"lr": 1e-6, "name": "ü", "flag": True}))
-    second = AuditLog(path).append(record())
+    first = append_audit(path, record("because", values={"lr": 1e-6, "name": "ü", "flag": True}))
+    second = append_audit(path, record())
     assert (first.number, second.number, first.previous) == (1, 2, "")
     assert second.previous == first.digest
     assert read_audit(path) == (first, second)
@@ -91,7 +90,7 @@ def test_a_line_without_its_end_is_told_and_the_next_append_removes_it(tmp_path:
     verdict = verify_audit(path)
     assert (verdict.is_torn, verdict.complaint, verdict.num_records) == (True, "", 3)
     assert len(read_audit(path)) == 3
-    assert AuditLog(path).append(record("after")).number == 4
+    assert append_audit(path, record("after")).number == 4
     assert verify_audit(path).num_records == 4
     assert not verify_audit(path).is_torn
 
@@ -99,14 +98,14 @@ def test_a_line_without_its_end_is_told_and_the_next_append_removes_it(tmp_path:
 def test_what_is_no_audit_log_and_what_is_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     with pytest.raises(ConfigError):
-        AuditLog(path).append(record("x" * audit.MAX_LINE_BYTES))
+        append_audit(path, record("x" * audit.MAX_LINE_BYTES))
     path.write_text("hello\n")
-    for attempt in (lambda: AuditLog(path).append(record()), lambda: read_audit(path)):
+    for attempt in (lambda: append_audit(path, record()), lambda: read_audit(path)):
         with pytest.raises(LedgerError):
             attempt()
     assert path.read_text() == "hello\n"
     with pytest.raises(LedgerError):
-        AuditLog(tmp_path / "nowhere" / "audit.jsonl").append(record())
+        append_audit(tmp_path / "nowhere" / "audit.jsonl", record())
 
 
 def test_a_writer_that_never_lets_go_is_an_error_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,18 +115,18 @@ def test_a_writer_that_never_lets_go_is_an_error_in_time(tmp_path: Path, monkeyp
     with path.open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(LedgerError, match="another process has kept it locked"):
-            AuditLog(path).append(record())
+            append_audit(path, record())
     assert verify_audit(path).num_records == 1
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from myxa.actors.coordinator.audit import AuditLog
+from myxa.actors.coordinator.audit import append_audit
 from myxa.core.knobs import AuditRecord, Operator
-log, mark = AuditLog(Path(sys.argv[1])), sys.argv[2]
+path, mark = Path(sys.argv[1]), sys.argv[2]
 for index in range(25):
-    log.append(AuditRecord(number=0, wall_s=0.0, verb="set", who=Operator(), arguments={}, result="done",
+    append_audit(path, AuditRecord(number=0, wall_s=0.0, verb="set", who=Operator(), arguments={}, result="done",
                            reason=f"{mark} {index}"))
 """
 
