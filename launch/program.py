@@ -97,6 +97,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             eval_at_start=config.eval.at_start,
             eval_prompts=config.eval.num_prompts if config.eval.has_prompts else 0,
             eval_samples=config.eval.num_samples,
+            eval_temperature=config.eval.temperature,
             eval_sampling=eval_sampling(config),
             eval_sets=eval_sets(config),
             canary_prompts=config.guard.prompts,

@@ -124,7 +124,7 @@ class Evaluator:
             num_samples=one.num_samples or live.eval_samples,
             sampling=msgspec.structs.replace(
                 others,
-                temperature=others.temperature if one.temperature < 0 else one.temperature,
+                temperature=live.eval_temperature if one.temperature < 0 else one.temperature,
                 top_p=one.top_p,
                 top_k=one.top_k,
                 max_new_tokens=one.max_new_tokens or others.max_new_tokens,

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from ...core.config.data import EvalSetSettings
 from ...core.messages import SamplingParams
 
@@ -32,7 +30,9 @@ class CoordinatorOptions:
     eval_prompts: int = 0
     """0: no evaluation set."""
     eval_samples: int = 1
+    eval_temperature: float = 1.0
     eval_sampling: SamplingParams = field(default_factory=SamplingParams)
+    """But for its temperature."""
     eval_sets: Mapping[str, EvalSetSettings] = field(default_factory=dict[str, EvalSetSettings])
     """In the order of names; the only one is called ""."""
     canary_prompts: int = 8
@@ -49,11 +49,3 @@ class CoordinatorOptions:
     takes_turns: bool = False
     """Trainer and engines share devices in turns: a version is released as soon as every engine has it, and engines
     may lose their weights between two versions."""
-
-    @property
-    def eval_temperature(self) -> float:
-        return self.eval_sampling.temperature
-
-    @eval_temperature.setter
-    def eval_temperature(self, value: float) -> None:
-        self.eval_sampling = msgspec.structs.replace(self.eval_sampling, temperature=value)

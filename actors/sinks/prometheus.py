@@ -58,14 +58,11 @@ class PrometheusSink(Collector):
         registry.register(self)
         try:
             self._server, self._thread = start_http_server(self._port, addr=LOOPBACK, registry=registry)
-        except OSError as error:
-            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound ({error.strerror})"
+        except (OSError, OverflowError) as error:  # a number that is no port overflows
+            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            why = "is in use" if is_taken else f"cannot be bound ({error})"
             remedy = "set [monitor] prometheus_port to another one, to 0 (any free port) or to -1 (off)"
             raise LaunchError(f"monitor: port {self._port} on {LOOPBACK} {why}", remedy=remedy) from error
-        except OverflowError as error:
-            raise LaunchError(
-                f"monitor: {self._port} is not a port", remedy="set [monitor] prometheus_port within 0..65535, or -1"
-            ) from error
         self._server.set_app(_guarded(self._server.get_app(), self._door))
         self._context = context
         port = self._server.server_port

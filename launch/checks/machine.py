@@ -32,7 +32,6 @@ from .check import Finding, Severity
 from .node import has_module, module_folder
 
 SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")
-DISTRIBUTIONS = (*SHOWN, "nvidia-nccl-cu13", "nvidia-nccl-cu12", "pyzmq", "pydantic", "numpy")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *ALLOCATORS, "CUDA_VISIBLE_DEVICES")
 LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
@@ -72,7 +71,7 @@ def _kernel() -> tuple[int, int]:
 def installed_versions() -> dict[str, str]:
     """Of the distributions that matter."""
     versions: dict[str, str] = {}
-    for name in DISTRIBUTIONS:
+    for name in SHOWN:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

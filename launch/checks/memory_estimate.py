@@ -133,8 +133,6 @@ def pass_parts(config: RunConfig, model: ModelConfig, num_tokens: int, *, in_fli
 
 CONTEXT = Part("context", int(0.8 * GIB), "of CUDA, as measured")
 GROUP_BYTES = int(0.65 * GIB)
-SHARING_BUCKET_BYTES = 256 * MIB
-"""Of the torch trainer's own gradient exchange (`torch_backend/parallel.py`)."""
 VERSIONS_IN_FLIGHT = 2
 
 
@@ -190,8 +188,6 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
         parts.append(Part("gathered", 8 * unit, f"largest unit of {count_text(unit)}, gathered 4 B, twice"))
     elif config.trainer.dtype == "bfloat16":
         parts.append(_of_each("weights in bfloat16", 2, max(num, critic), "as products use them"))
-    if world_size > 1 and shards == 1:
-        parts.append(Part("gradient exchange", SHARING_BUCKET_BYTES, "one bucket at a time"))
     return parts
 
 

@@ -39,9 +39,8 @@ def train_sampling(config: RunConfig) -> SamplingParams:
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:
-    """How held-out prompts are answered: the whole distribution at the evaluation temperature."""
+    """How held-out prompts are answered, but for the temperature: by the whole distribution."""
     return SamplingParams(
-        temperature=config.eval.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         stop_token_ids=config.rollout.stop_token_ids,
         stop=config.rollout.stop,

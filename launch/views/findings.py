@@ -43,7 +43,7 @@ def _non_finite(run: RunFiles) -> Found:
 
 def _over_stale(run: RunFiles) -> Found:
     """The bound is hard: a lag above it is a bug, unless it was lowered while running."""
-    bound, lags = run.setting("async", "max_staleness"), run.main("lag/max")
+    bound, lags = run.setting("async.max_staleness"), run.main("lag/max")
     if not isinstance(bound, int) or lags is None:
         return
     worst = max(lags.points, key=lambda point: point.high)

@@ -100,7 +100,7 @@ def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
     if not counts:
         counts = {lag: float(count) for lag, count, _ in rows}
     elif view.buffer is None:
-        configured = run.setting("async", "max_staleness")
+        configured = run.setting("async.max_staleness")
         bound = configured if isinstance(configured, int) else max(counts)
     return [
         {"lag": lag, "count": counts.get(lag, 0.0), "isAllowed": lag <= bound}
@@ -195,7 +195,7 @@ def _tidy(value: float) -> float:
 
 def _bound(run: RunFiles) -> list[tuple[float, float]]:
     """The staleness bound over steps, as stairs; empty if the run file does not say it."""
-    first, steps = run.setting("async", "max_staleness"), [step for _, step in run.reported]
+    first, steps = run.setting("async.max_staleness"), [step for _, step in run.reported]
     if not isinstance(first, int) or not steps:
         return []
     return stairs(run.changes, "max_staleness", float(first), float(min(steps)), float(max(steps)))
@@ -225,10 +225,8 @@ def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
 
 def _devices(run: RunFiles, actor: str) -> str:
     """What the run file gives to the role; empty for actors without GPUs."""
-    roles: Any = run.config.get("roles")
-    role: Any = roles.get(actor.partition("/")[0]) if isinstance(roles, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
-    devices: Any = role.get("devices") if isinstance(role, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
-    return "" if devices in (None, "cpu", "") else f"GPU {str(devices)[:40]}"  # pyright: ignore[reportUnknownArgumentType] - TOML
+    devices = run.setting(f"roles.{actor.partition('/')[0]}.devices")
+    return "" if devices in (None, "cpu", "") else f"GPU {str(devices)[:40]}"
 
 
 def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:

@@ -449,9 +449,12 @@ class RunFiles:
     def shares(self) -> dict[str, dict[str, float]]:
         return {actor: shares for actor, times in self.times.items() if (shares := times.shares())}
 
-    def setting(self, section: str, key: str) -> Any:
-        table = self.config.get(section)
-        return cast("dict[str, Any]", table).get(key) if isinstance(table, dict) else None
+    def setting(self, key: str) -> Any:
+        """Of a dotted key of the run file; None where it is not there, or no plain value."""
+        found: Any = self.config
+        for part in key.split(".") if key else ():
+            found = cast("Mapping[str, Any]", found).get(part) if isinstance(found, Mapping) else None
+        return found if isinstance(found, bool | int | float | str) else None
 
 
 def _number(value: object) -> float | None:

@@ -138,7 +138,7 @@ def run_view_of_files(run: RunFiles) -> RunView:
     """Of a run that is over, or that does not answer: the newest values, and time over the whole run."""
     first_s, last_s = run.wall_range_s or (0.0, 0.0)
     how = outcome(run)
-    steps, goal = run.steps("train/loss"), run.setting("run", "num_steps")
+    steps, goal = run.steps("train/loss"), run.setting("run.num_steps")
     metrics = {name: value for name in run.names() if (value := run.last(name)) is not None}
     shares = run.shares()
     reason = explain_run(run)
@@ -464,7 +464,7 @@ def _trained_tile(view: RunView, run: RunFiles) -> Tile:
 def _lag_tile(view: RunView, run: RunFiles) -> Tile:
     series = run.main("lag/max")
     largest = max((point.high for point in series.points), default=None) if series else view.metrics.get("lag/max")
-    bound = view.buffer.max_staleness if view.buffer else run.setting("async", "max_staleness")
+    bound = view.buffer.max_staleness if view.buffer else run.setting("async.max_staleness")
     return Tile("largest lag", short(largest), f"bound {bound}" if isinstance(bound, int) else "")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal
 
 import msgspec
 
@@ -149,7 +149,7 @@ def explain_actors(names: list[str], shares: Shares, facts: Facts, *, window_s: 
 def explain_run(run: RunFiles, target: str = "") -> Reason:
     """Of a run that ended or does not answer: over all of it. Raises ConfigError for an actor that was not in it."""
     shares = run.shares()
-    facts = facts_of_file(run.config, run.gauges())
+    facts = facts_of_file(run)
     window_s = run.wall_range_s[1] - run.wall_range_s[0] if run.wall_range_s else 0.0
     if not target:
         return explain(shares, facts, window_s=window_s)
@@ -176,28 +176,20 @@ def _kinds(shares: Shares) -> dict[str, dict[str, float]]:
 # -- facts of a run that is over ---------------------------------------------------------------------------------------
 
 
-def facts_of_file(config: Mapping[str, Any], gauges: Mapping[str, Mapping[str, float]]) -> Facts:
+def facts_of_file(run: RunFiles) -> Facts:
     """The knobs as the run's resolved file has them."""
     knobs: dict[str, KnobState] = {}
     for tunable in declared():
-        value = _value(config, tunable.key)
+        value = run.setting(tunable.key)
         if value is not None:
             knobs[tunable.name] = KnobState(tunable=tunable, value=value, first=value)
     return Facts(
-        gauges=gauges,
+        gauges=run.gauges(),
         knobs=knobs,
-        num_samples=int(_value(config, "rollout.num_samples") or 1),
-        max_running=int(_value(config, "engine.max_running") or 0),
+        num_samples=int(run.setting("rollout.num_samples") or 1),
+        max_running=int(run.setting("engine.max_running") or 0),
         is_over=True,
     )
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    """Of a dotted key; None where it is not there, or no plain value."""
-    found: Any = config
-    for part in key.split(".") if key else ():
-        found = cast("Mapping[str, Any]", found).get(part) if isinstance(found, Mapping) else None
-    return found if isinstance(found, bool | int | float | str) else None
 
 
 # -- what holds the run back -------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class World:
         self.serving = {"rollout/0": 7}
         options = CoordinatorOptions(
             name="r", num_steps=1, has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
-            eval_prompts=4, eval_samples=2, eval_sampling=SamplingParams(temperature=0.7, max_new_tokens=50),
+            eval_prompts=4, eval_samples=2, eval_temperature=0.7, eval_sampling=SamplingParams(max_new_tokens=50),
             eval_sets=sets or {"": of_set()}, takes_turns=adoption is not None,
         )  # fmt: skip
         every: Any = self

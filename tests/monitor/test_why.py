@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from myxa.core.knobs import KnobState, KnobValue, Tunable
+from myxa.launch.views.run_files import RunFiles
 from myxa.launch.views.why import (
     Bound,
     Facts,
@@ -214,5 +217,7 @@ def test_start_up_is_left_out_of_an_actors_time() -> None:
 
 def test_f2_a_run_that_is_over_is_told_of_its_file() -> None:
     config = {"rollout": {"max_groups": 48, "num_samples": 4}, "engine": {"max_running": 0}}
-    over = explain(STARVED, facts_of_file(config, {})).to_try
+    run = RunFiles(Path("x"))
+    run.config = config
+    over = explain(STARVED, facts_of_file(run)).to_try
     assert over.startswith("in the run file: rollout.max_groups = 96: ")

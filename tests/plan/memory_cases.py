@@ -9,7 +9,7 @@ from myxa.actors.models.model_config import ModelConfig, parse_model_config
 from myxa.core.config import RunConfig
 
 BENCHMARKS = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
-NOT_BY_TORCH = ("context", "communicators", "gradient exchange")
+NOT_BY_TORCH = ("context", "communicators")
 """Memory that torch's own count of its allocations does not have."""
 
 
