@@ -169,13 +169,11 @@ class Sinks:
         run_dir: Path,
         run_name: str,
         clock: Clock,
-        source: str = "monitor",
         flush_s: float = 0.5,
         max_bundles: int = 4096,
         open_s: float = OPEN_S,
         settings: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
-        self._source = source
         self._clock = clock
         self._open_s = open_s
         context = SinkContext(run_dir=run_dir, run_name=run_name, clock=clock, emit=self._emit, settings=settings or {})
@@ -223,7 +221,7 @@ class Sinks:
             _log.warning("sinks %s did not write within %g s; their last data may be lost", names, patience_s)
 
     def _emit(self, kind: str, text: str) -> None:
-        self.put(Telemetry(events=(Event(source=self._source, wall_s=self._clock.wall(), kind=kind, text=text),)))
+        self.put(Telemetry(events=(Event(source="monitor", wall_s=self._clock.wall(), kind=kind, text=text),)))
 
 
 async def _late(futures: Collection[asyncio.Future[None]], patience_s: float) -> set[asyncio.Future[None]]:

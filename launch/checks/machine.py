@@ -106,15 +106,18 @@ def _file_system(path: Path) -> str:
 
 
 def _addresses() -> tuple[str, ...]:
-    found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
     return tuple(dict.fromkeys(str(one[4][0]) for one in found))
 
 
-def _trouble(ask: Callable[[], object]) -> str:
+def _socket_trouble() -> str:
     try:
-        ask()
+        short_base()
     except (OSError, LaunchError) as error:
-        return str(getattr(error, "message", "") or getattr(error, "strerror", "") or error)
+        return str(error)
     return ""
 
 
@@ -155,12 +158,11 @@ class MachineFacts:
     """Size of /dev/shm; None: there is none."""
     num_files: tuple[int, int] = _ask(lambda: resource.getrlimit(resource.RLIMIT_NOFILE))
     hostname: str = _ask(socket.gethostname)
-    addresses: tuple[str, ...] = _ask(lambda: () if _trouble(_addresses) else _addresses())
-    """That the hostname resolves to."""
-    hostname_trouble: str = _ask(lambda: _trouble(_addresses))
+    addresses: tuple[str, ...] = _ask(_addresses)
+    """That the hostname resolves to; empty: it does not."""
     port_trouble: str = _ask(lambda: listen_trouble("0.0.0.0", DEFAULT_PORT))
     """Of `myxa launch`'s default port."""
-    socket_trouble: str = _ask(lambda: _trouble(short_base))
+    socket_trouble: str = _ask(_socket_trouble)
     """Of making runtime folders."""
     env: Mapping[str, str] = _ask(lambda: {name: os.environ[name] for name in VARIABLES if name in os.environ})
 
@@ -349,10 +351,10 @@ def network(facts: MachineFacts) -> Iterator[Finding]:
     is_loopback = all(address.startswith("127.") or address == "::1" for address in facts.addresses)
     yield from first(
         "hostname",
-        facts.hostname if facts.hostname_trouble else f"{facts.hostname} resolves to {addresses}",
-        (facts.hostname_trouble, "warning", f" does not resolve: {facts.hostname_trouble}",
+        f"{facts.hostname} resolves to {addresses}" if addresses else facts.hostname,
+        (not addresses, "warning", " does not resolve",
          "add it to /etc/hosts with the address that other nodes reach; one machine alone does without"),
-        (facts.addresses and is_loopback, "warning", ": other nodes would call themselves",
+        (is_loopback, "warning", ": other nodes would call themselves",
          "give it its real address in /etc/hosts, or name an address: --rdzv ADDRESS:PORT"),
     )  # fmt: skip
     meaning = f"{facts.port_trouble}: `myxa launch` meets there by default"

@@ -57,8 +57,9 @@ def final_summary(
             line = sparkline(values, min(_MAX_WIDTH, console.width - 12))
             console.print(Text(f"{name}: {_change(values)}\n  {line}", no_wrap=True), crop=False)
     console.print()
-    _print_place(console, "report", report)
-    _print_place(console, "run directory", run_dir)
+    for label, path in (("report", report), ("run directory", run_dir)):
+        if path is not None:
+            console.print(Text.assemble((f"{label}: ", "bold"), str(path)), soft_wrap=True)
     if next_steps:
         console.print(Text("try next", style="bold"))
         for step in next_steps:
@@ -70,11 +71,6 @@ def _change(values: Sequence[float]) -> str:
     num = max(1, len(values) // 10)
     first, last = sum(values[:num]) / num, sum(values[-num:]) / num
     return f"{short(first)} -> {short(last)}"
-
-
-def _print_place(console: Console, label: str, path: Path | None) -> None:
-    if path is not None:
-        console.print(Text.assemble((f"{label}: ", "bold"), str(path)), soft_wrap=True)
 
 
 _LINE_EVERY_S = 2.0

@@ -37,7 +37,7 @@ from ..control.verbs import HOST as CONTROL_HOST
 from ..tui.feed import Feed
 from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table
-from ..views.report import page_file
+from ..views.report import SCRIPTS, STYLES, page_file
 from ..views.run_files import SampleQuery, load_run, read_samples
 
 TOKEN_HEADER = "X-Myxa-Token"
@@ -96,15 +96,8 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_KEPT_GROUPS = 200
 """Of samples.jsonl, which have no tokens."""
 CLOSE_S = 2.0
-ASSETS = {
-    "uPlot.min.css": "text/css",
-    "style.css": "text/css",
-    "uPlot.iife.min.js": "text/javascript",
-    "charts.js": "text/javascript",
-    "samples.js": "text/javascript",
-    "app.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-}
+TYPES: Mapping[str, str] = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+ASSETS = (*STYLES, *SCRIPTS, "icon.svg")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -186,7 +179,7 @@ class Dashboard:
         name = request.match_info["name"]
         if name not in ASSETS:
             raise web.HTTPNotFound
-        return web.Response(body=page_file(name), content_type=ASSETS[name], charset="utf-8")
+        return web.Response(body=page_file(name), content_type=TYPES[name.rpartition(".")[2]], charset="utf-8")
 
     async def _now(self, request: web.Request) -> web.Response:
         """The run's state, at most a second old; its history, too, if it is not the one that the page has `seen`."""
