@@ -16,7 +16,7 @@ import msgspec
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.clock import Clock, SystemClock
 from ...core.errors import CallError
-from ...core.messages import Event, MetricPoint, Span, Telemetry
+from ...core.messages import Event, MetricPoint, Telemetry
 from ...core.sink import Sink
 from ..contracts import MonitorContract
 from ..knobs.owner import KnobOwner, OwnsKnobs, catch_up
@@ -82,18 +82,13 @@ class Monitor(OwnsKnobs, MonitorContract):
         self._meter.switch("wait-data", "messages")
 
     def _mark_gap(self) -> None:
-        """Telemetry sent while there was no monitor is lost: curves and trace must show where."""
+        """Telemetry sent while there was no monitor is lost: an event says when."""
         since_s, now_s = self._written_until_wall_s, self._clock.wall()
         if since_s:
             text = f"nothing was written for {now_s - since_s:.1f} s: there was no monitor"
-            event = Event(
-                source=_NAME, wall_s=now_s, kind="telemetry-gap", text=text, data={"since_s": since_s, "until_s": now_s}
-            )
-            span = Span(
-                source=_NAME, name="no monitor", activity="other", start_wall_s=since_s,
-                duration_s=max(0.0, now_s - since_s), track="gap",
-            )  # fmt: skip
-            self._sinks.put(Telemetry(events=(event,), spans=(span,)))
+            data = {"since_s": since_s, "until_s": now_s}
+            event = Event(source=_NAME, wall_s=now_s, kind="telemetry-gap", text=text, data=data)
+            self._sinks.put(Telemetry(events=(event,)))
 
     async def on_stop(self, why: str) -> None:
         self._tell_own()

@@ -53,6 +53,7 @@ class ChromeTraceSink:
     """Writes spans, instants and flows."""
 
     name = "chrome_trace"
+    _context: SinkContext
 
     def __init__(self, part_bytes: int = PART_BYTES) -> None:
         """A part ends with the flush that takes it beyond `part_bytes`."""
@@ -73,7 +74,6 @@ class ChromeTraceSink:
         self._short: dict[tuple[int, int], tuple[int, int]] = {}
         """Row -> (second, short slices drawn in it)."""
         self._is_thinned = False
-        self._context: SinkContext | None = None
 
     def open(self, context: SinkContext) -> None:
         self._context = context
@@ -83,13 +83,9 @@ class ChromeTraceSink:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        path = self._of_run().run_dir / TRACE_FILE
+        path = self._context.run_dir / TRACE_FILE
         if path.exists():
             path.replace(path.with_name(PART_BEFORE))
-
-    def _of_run(self) -> SinkContext:
-        assert self._context is not None
-        return self._context
 
     def write(self, bundle: Telemetry) -> None:
         """Turn records into trace events; they reach the file with the next flush."""
@@ -108,14 +104,14 @@ class ChromeTraceSink:
             self._num_lost += len(self._pending)
             self._pending = list(self._names)
         if self._file < 0:
-            self._file = os.open(self._of_run().run_dir / TRACE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(self._context.run_dir / TRACE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._end = 0
         lines = [orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY) for event in self._pending]
         self._commit((b",\n" if self._end else b"[\n") + b",\n".join(lines))
         self._pending.clear()
         if self._num_lost:
             text = f"{TRACE_FILE} lacks {self._num_lost} events: its disk refused them for too long"
-            self._of_run().emit("trace-gap", text)
+            self._context.emit("trace-gap", text)
             self._num_lost = 0
         if self._end > self._part_bytes:
             self._end_part()
@@ -199,7 +195,7 @@ class ChromeTraceSink:
         if not self._is_thinned:
             self._is_thinned = True
             text = f"{TRACE_FILE} leaves short stretches out: more happens than it can show"
-            self._of_run().emit("trace-thinned", text)
+            self._context.emit("trace-thinned", text)
 
     def _from_event(self, event: Event) -> dict[str, Any]:
         pid, ts = self._pid(event.source), _us(event.wall_s)

@@ -38,9 +38,6 @@ class JsonlSink:
         """`samples_bytes`: of all samples that are kept; 0: none."""
         self._samples_bytes = samples_bytes
         self._samples: SamplesFile | None = None
-        self._context: SinkContext | None = None
-        self._metrics: LineFile | None = None
-        self._events: LineFile | None = None
 
     def open(self, context: SinkContext) -> None:
         self._context = context
@@ -48,11 +45,10 @@ class JsonlSink:
         self._events = LineFile(context.run_dir / EVENTS_FILE, context.emit)
         if self._samples_bytes:
             self._samples = SamplesFile(context.run_dir, self._samples_bytes, context.emit)
+        self._files = [file for file in (self._metrics, self._events, self._samples) if file is not None]
 
     def write(self, bundle: Telemetry) -> None:
         """Lines `{"source", "step", "wall_s", "values"}` and `{"source", "wall_s", "kind", "text", "data"}`."""
-        if self._metrics is None or self._events is None:
-            return
         for point in bundle.metrics:
             line = {"source": point.source, "step": point.step, "wall_s": point.wall_s, "values": point.values}
             self._metrics.add(_line(line))
@@ -64,7 +60,7 @@ class JsonlSink:
 
     def _add_sample(self, group: GroupText) -> None:
         """Nothing that is wrong with samples may cost a metric."""
-        if self._samples is None or self._context is None:
+        if self._samples is None:
             return
         try:
             self._samples.add(msgspec.json.encode(group) + b"\n")
@@ -74,17 +70,14 @@ class JsonlSink:
 
     def flush(self) -> None:
         """Hand the lines to the kernel: from then on they survive the death of this process."""
-        for file in (self._metrics, self._events, self._samples):
-            if file is not None:
-                file.flush()
+        for file in self._files:
+            file.flush()
 
     def close(self) -> None:
-        files = (self._metrics, self._events, self._samples)
-        self._metrics = self._events = self._samples = None
-        with ExitStack() as closing:  # both, whatever one of them raises
+        files, self._files = self._files, []
+        with ExitStack() as closing:  # all, whatever one of them raises
             for file in files:
-                if file is not None:
-                    closing.callback(file.close)
+                closing.callback(file.close)
 
 
 def _line(record: dict[str, Any]) -> bytes:
