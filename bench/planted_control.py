@@ -114,7 +114,7 @@ class PlantedSeat:
                 "reward/all_right": 0.05, "reward/all_wrong": 0.025,
             },
             "age_s": dict.fromkeys(ACTORS, 0.4),
-            "monitor": {"bundles": 900.0, "dropped": 0.0, "refused": 0.0},
+            "monitor": {"dropped": 0.0, "refused": 0.0},
         }  # fmt: skip
         for name in names:
             wait = rng.uniform(0.5, 0.6) if name.startswith("trainer") else rng.uniform(0.02, 0.06)

@@ -143,13 +143,16 @@ class KnobConductor:
 
     async def roster(self, target: str = "") -> OwnerStates:
         """Every owner that fits the target, with its knobs; those that do not answer within `ASK_S` are silent."""
-        there = [name for name in ALONE if name in self._ctx.peers(name)]
-        owners = [self._ctx.name, *there, *self._ctx.peers("trainer/"), *sorted(self._engines)]
+        owners = [self._ctx.name, *self._others(), *sorted(self._engines)]
         names = [name for name in owners if not target or fits(name, target) or fits(name, f"{target}/*")]
         names = names or owners  # no owner fits: all of them, for a suggestion
         answers = await asyncio.gather(*(self._sheet(name) for name in names))
         silent = {name: a for name, a in zip(names, answers, strict=True) if isinstance(a, str)}
         return OwnerStates(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
+
+    def _others(self) -> list[str]:
+        """Owners that are there beside coordinator and rollout actors."""
+        return [*(name for name in ALONE if name in self._ctx.peers(name)), *self._ctx.peers("trainer/")]
 
     async def _sheet(self, name: str) -> KnobSheet | str:
         try:
@@ -256,8 +259,7 @@ class KnobConductor:
         self._news.set()
         self._tell_moves(record)
         # Owners that came between the look at all owners and the decision: they asked too early to hear of it.
-        there = [name for name in ALONE if name in self._ctx.peers(name)]
-        for name in (*there, *self._ctx.peers("trainer/"), *self._ctx.peers("rollout/")):
+        for name in (*self._others(), *self._ctx.peers("rollout/")):
             if name not in draft.wanted and fits(name, draft.decision.target):
                 self._ctx.spawn(self.joined(name), name=f"knobs-for-{name}")
         return msgspec.structs.replace(reply, epoch=record.epoch), list(draft.wanted)

@@ -68,13 +68,11 @@ class Latest:
         self._merged: dict[str, tuple[int, float]] = {}
         self._time: dict[str, _TimeShares] = {}
         self._heard_wall_s: dict[str, float] = {}
-        self.num_bundles = 0
         self.num_dropped = 0
         self.num_refused = 0
         """Values that were not kept because there are too many names or sources."""
 
     def apply(self, bundle: Telemetry) -> None:
-        self.num_bundles += 1
         self.num_dropped += bundle.dropped
         for point in bundle.metrics:
             self._apply_point(point)
@@ -117,7 +115,6 @@ class Latest:
             view[f"time/{source}"] = time.recent(self._window_s)
         view["age_s"] = {source: max(0.0, now_wall_s - wall_s) for source, wall_s in self._heard_wall_s.items()}
         view["monitor"] = {
-            "bundles": float(self.num_bundles),
             "dropped": float(self.num_dropped),
             "refused": float(self.num_refused),
         }

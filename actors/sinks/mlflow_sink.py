@@ -38,6 +38,7 @@ class MlflowSink:
     """Metrics by step."""
 
     name = "mlflow"
+    _context: SinkContext
 
     def __init__(self, experiment: str = "myxa", tracking_uri: str = "") -> None:
         self._experiment = experiment
@@ -47,7 +48,6 @@ class MlflowSink:
         self._run_id = ""
         self._pending: list[Any] = []
         self._step = 0
-        self._context: SinkContext | None = None
         self._sent_s = 0.0
 
     def open(self, context: SinkContext) -> None:
@@ -111,7 +111,7 @@ class MlflowSink:
 
     def flush(self) -> None:
         """At most every two seconds: each batch is a request."""
-        if self._context is None or self._context.clock.monotonic() < self._sent_s + _SEND_S:
+        if self._context.clock.monotonic() < self._sent_s + _SEND_S:
             return
         self._sent_s = self._context.clock.monotonic()
         with public_errors(self._tracking_uri):

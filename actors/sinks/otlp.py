@@ -31,6 +31,7 @@ class OtlpSink:
     """Exports every few seconds."""
 
     name = "opentelemetry"
+    _context: SinkContext
 
     def __init__(self, endpoint: str, *, every_s: float = _EXPORT_S) -> None:
         """`endpoint`: base address of the collector, such as http://localhost:4318."""
@@ -46,7 +47,6 @@ class OtlpSink:
         self._scope: Any = None
         self._span_exporter: Any = None
         self._metric_exporter: Any = None
-        self._context: SinkContext | None = None
         self._exported_s = 0.0
         self._num_failures = 0
         self._num_lost = 0
@@ -82,17 +82,14 @@ class OtlpSink:
 
     def flush(self) -> None:
         """Export when it is time. Raises OSError when the collector has not taken anything for long."""
-        if self._context is None or self._context.clock.monotonic() < self._exported_s + self._every_s:
+        if self._context.clock.monotonic() < self._exported_s + self._every_s:
             return
         self._export()
         if self._num_failures >= _MAX_FAILURES:
             raise OSError(f"{self._shown} took nothing for {self._num_failures} exports; {self._num_lost} spans lost")
 
     def close(self) -> None:
-        if self._context is None:
-            return
         self._export()
-        self._context = None
         self._span_exporter.shutdown()
         self._metric_exporter.shutdown()
 
@@ -132,7 +129,7 @@ class OtlpSink:
         )
 
     def _number(self, text: str, num_bytes: int) -> int:
-        name = self._context.run_dir.name if self._context is not None else ""
+        name = self._context.run_dir.name
         return int.from_bytes(blake2b(f"{name} {text}".encode(), digest_size=num_bytes).digest(), "big") or 1
 
     def _context_of(self, trace_id: int, span_id: int) -> Any:
@@ -140,8 +137,6 @@ class OtlpSink:
         return self._api.SpanContext(trace_id=trace_id, span_id=span_id, is_remote=False, trace_flags=flags)
 
     def _export(self) -> None:
-        if self._context is None:
-            return
         self._exported_s = self._context.clock.monotonic()
         spans, self._spans = self._spans, []
         values, self._values = self._values, {}

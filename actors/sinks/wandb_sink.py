@@ -77,8 +77,6 @@ class WandbSink:
 
     def write(self, bundle: Telemetry) -> None:
         """One row per metric point; gauges of a moment are put at the newest step."""
-        if self._run is None:
-            return
         for point in bundle.metrics:
             if values := curves_of(point):
                 self._step = max(self._step, point.step)

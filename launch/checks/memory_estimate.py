@@ -316,7 +316,6 @@ class Memory:
 
     loads: tuple[DeviceLoad, ...]
     engine: EngineEstimate | None
-    trainer: tuple[Part, ...]
 
 
 def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
@@ -341,7 +340,7 @@ def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
     findings = [finding for load in loads for finding in _too_full(config, load)]
     findings += _engine_findings(config, engine) if engine is not None and capacity is not None else ()
     findings += _workspace_findings(config, trainer)
-    return Memory(tuple(loads), engine, trainer), tuple(findings)
+    return Memory(tuple(loads), engine), tuple(findings)
 
 
 def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:

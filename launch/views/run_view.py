@@ -407,16 +407,13 @@ class Tile:
 
 
 def tiles(view: RunView, run: RunFiles) -> list[Tile]:
+    right, pace = view.metrics.get("reward/pass_rate"), f"{duration(run.step_s)} a step" if run.step_s else ""
     found = [
         Tile("step", f"{view.version}", f"of {view.num_steps}" if view.num_steps else ""),
-        Tile(
-            "wall time",
-            duration(view.elapsed_s) if view.elapsed_s else "-",
-            f"{duration(run.step_s)} a step" if run.step_s else "",
-        ),
+        Tile("wall time", duration(view.elapsed_s) if view.elapsed_s else "-", pace),
         _reward_tile(view, run),
         _eval_tile(view, run),
-        Tile("right", _share(view, "reward/pass_rate"), "of the answers"),
+        Tile("right", "-" if right is None else percent(right), "of the answers"),
         Tile("loss", short(view.metrics.get("train/loss"))),
         Tile("generated", short(view.rate("rollout/tokens_per_s")), "tokens/s"),
         _trained_tile(view, run),
@@ -466,10 +463,6 @@ def _lag_tile(view: RunView, run: RunFiles) -> Tile:
     largest = max((point.high for point in series.points), default=None) if series else view.metrics.get("lag/max")
     bound = view.buffer.max_staleness if view.buffer else run.setting("async.max_staleness")
     return Tile("largest lag", short(largest), f"bound {bound}" if isinstance(bound, int) else "")
-
-
-def _share(view: RunView, name: str) -> str:
-    return percent(view.metrics[name]) if name in view.metrics else "-"
 
 
 def drops(run: RunFiles) -> dict[str, float]:

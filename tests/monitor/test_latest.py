@@ -23,7 +23,7 @@ def test_latest_values_per_source_and_merged() -> None:
     assert view["rollout/0"] == {"rollout/running": 5}
     assert view["metrics"] == {"train/loss": 0.5, "rollout/running": 7}  # the newest step wins over the newest message
     assert view["age_s"] == {"trainer/0": 10.0, "rollout/0": 7.0, "rollout/1": 8.0}
-    assert view["monitor"] == {"bundles": 4.0, "dropped": 2.0, "refused": 0.0}
+    assert view["monitor"] == {"dropped": 2.0, "refused": 0.0}
 
 
 def test_time_shares_come_from_cumulative_seconds() -> None:
