@@ -18,7 +18,7 @@ from flops import mfu, train_flops
 
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.model_config import ModelConfig
-from myxa.actors.sinks.chrome_trace import TRACE_FILE, read_trace
+from myxa.actors.sinks.chrome_trace import TRACE_FILE
 
 WAITING = ("wait-data", "wait-weights", "wait-capacity", "paused")
 SKIPPED_STEPS = 2
@@ -122,7 +122,7 @@ def _read_spans(run: Run) -> None:
     path = run.run_dir / TRACE_FILE
     if not path.exists():
         return
-    for event in read_trace(path):
+    for event in json.loads(path.read_bytes()):
         is_adoption = event.get("ph") == "X" and "adopts_version" in (event.get("args") or {})
         if is_adoption and event["ts"] / 1e6 >= run.started_s:
             run.adopt_s.append(event["dur"] / 1e6)

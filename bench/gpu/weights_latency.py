@@ -36,7 +36,7 @@ from make_model import make_apart
 from servers import Server, ServerDiedError, running
 from trial_runs import Choice, RunFailedError, overrides, stage, up
 
-from myxa.actors.sinks.chrome_trace import TRACE_FILE, read_trace
+from myxa.actors.sinks.chrome_trace import TRACE_FILE
 
 SKIPPED_UPDATES = 4
 """The first ones compile kernels, open channels and fill allocators."""
@@ -115,7 +115,7 @@ def read_tokens(notes: Path) -> list[Token]:
 
 def spans(run_dir: Path, word: str) -> Iterator[tuple[int, float, float]]:
     """(number, start, end) of the trace's spans called "<word> <number>", wall seconds."""
-    for event in read_trace(run_dir / TRACE_FILE):
+    for event in json.loads((run_dir / TRACE_FILE).read_bytes()):
         name = str(event.get("name", ""))
         if event.get("ph") == "X" and name.startswith(f"{word} ") and name.split()[-1].isdigit():
             yield int(name.split()[-1]), event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6

@@ -152,7 +152,7 @@ TURNS = {**SHARED, "memory": {"share": "switch", "workspace_mb": 40_000}}
 
 
 def estimate(config: RunConfig, model: ModelConfig, gib: float = 0.0) -> tuple[Memory, tuple[Finding, ...]]:
-    known = {model_of: model}
+    known: dict[Any, object] = {model_of: model}
     run = CheckedRun(config, place(config, 1), is_here=False, device_bytes=int(gib * GIB) or None, known=known)
     found, findings = memory(run)
     assert found is not None
