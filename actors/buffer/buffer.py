@@ -1,7 +1,7 @@
 """The buffer role: hands out prompts, takes finished groups, forms batches; the ledger behind it survives everything.
 
 `draw` and `claim` are long polls: they hold until something changes, until their own time is over or shortly before the
-caller's deadline. All other calls answer at once. `store.py` decides and never waits.
+caller's deadline. All other calls answer at once. `groups.py` decides and never waits.
 
 A disk that refuses to be written is a pause. All parts that were made from the ledger are dropped, and are made again,
 as by the next process of the buffer, once the file can be opened and written. Until then draws and claims find no work,
@@ -73,11 +73,10 @@ from ..weights.engine_versions import ServedWeights
 from .dumps import BufferDumps
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups
-from .knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings
-from .quarantine import open_quarantine
+from .groups import Groups
+from .knobs import BufferKnobs, BufferLimits, BufferValues
 from .recent_groups import RecentGroups, SampleLog
 from .sources import Sources
-from .store import BufferStore
 
 LONGEST_WAIT_S = 600.0
 DEADLINE_SHARE = 0.9
@@ -116,12 +115,14 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._ledger_path = ledger_path
         self._run = run
         self._admission = admission
-        self._num_samples = num_samples
         self._sampling = sampling
         self._filters = group_filter
-        self._limits = limits or BufferLimits()
+        self._limits = limits = limits or BufferLimits()
+        self._values = BufferValues.first(
+            admission, sampling, num_samples, group_filter.chosen, Sources(source).weights, limits.difficulty
+        )
         self._resume_from = resume_from
-        self._opened: tuple[BufferStore, BufferKnobs] | None = None
+        self._opened: Groups | None = None
         """All that is made from the ledger, each time that it is opened; None: before the start, and while the disk
         refuses."""
         self._refused: DiskRefused | None = None
@@ -143,15 +144,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._recent = RecentGroups()
         self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
         self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
-        self._dumps = BufferDumps(
-            self._ledger_path,
-            self._run,
-            version=lambda: self._store.ledger.newest_version,
-            spawn=self.ctx.spawn,
-            tell=self._tell,
-            clock=clock,
-            log=self.ctx.log,
-        )
+        self._dumps = BufferDumps(self._ledger_path, self._run, self.ctx, self._tell)
         is_new = not self._ledger_path.exists()
         try:
             opened = self._open()
@@ -160,77 +153,46 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 raise
             self._close_for(refused(self._ledger_path, error))
         else:
-            await self._catch_up(opened, waits=has_begun)
-            self._begin_with(opened)
+            await self._begin_with(opened, waits=has_begun)
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
-    def _open(self) -> tuple[BufferStore, BufferKnobs]:
-        clock = self.ctx.clock
+    def _open(self) -> Groups:
+        clock, limits = self.ctx.clock, self._limits
         ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
         try:
-            return self._made_of(ledger)
+            knobs = BufferKnobs(
+                self.ctx.name, ledger, copy.deepcopy(self._admission), self._values, self._sampling,
+                filters=tuple(self._filters.by_name), limits=limits, telemetry=self._telemetry,
+            )  # fmt: skip
+            knobs.add(process_knobs(self._pace))
+            groups = Groups(
+                self._source, knobs, self._filters, limits,
+                finished=self._finished, log=self.ctx.log, started_s=clock.monotonic(),
+            )  # fmt: skip
         except BaseException:
             ledger.close()
             raise
+        knobs.use = partial(self._retune, groups)  # also while they are not in use yet: they catch up first
+        return groups
 
-    def _made_of(self, ledger: Ledger) -> tuple[BufferStore, BufferKnobs]:
-        clock, admission = self.ctx.clock, copy.deepcopy(self._admission)
-        values = BufferValues.first(
-            admission,
-            self._sampling,
-            self._num_samples,
-            self._filters.chosen,
-            Sources(self._source).weights,
-            self._limits.difficulty,
-        )
-        settings = LiveSettings(ledger, admission, values, self._sampling)
-        store = BufferStore(
-            source=self._source,
-            ledger=ledger,
-            admission=admission,
-            settings=settings,
-            filters=self._filters,
-            log=self.ctx.log,
-            started_s=clock.monotonic(),
-            quarantine=open_quarantine(
-                self._ledger_path.parent, self._source, ledger, self._limits.quarantine_after, self.ctx.log
-            ),
-            max_deaths=self._limits.max_deaths,
-        )
-        store.finished = self._finished
-        knobs = BufferKnobs(
-            self.ctx.name,
-            settings,
-            filters=tuple(self._filters.by_name),
-            limits=self._limits,
-            retune=partial(self._retune, store),  # also while it is not in use yet: it catches up first
-            telemetry=self._telemetry,
-        )
-        knobs.add(process_knobs(self._pace))
-        return store, knobs
-
-    async def _catch_up(self, opened: tuple[BufferStore, BufferKnobs], *, waits: bool) -> None:
-        """What was decided about knobs, before the first draw. Where it fails, the ledger is closed."""
-        store, knobs = opened
+    async def _begin_with(self, opened: Groups, *, waits: bool) -> None:
+        """Use them, once they know what was decided about knobs. Where that fails, the ledger is closed."""
         try:
-            await catch_up(self.ctx, knobs, waits=waits)
+            await catch_up(self.ctx, opened.knobs, waits=waits)
         except BaseException:
-            store.ledger.close()
+            opened.ledger.close()
             raise
-
-    def _begin_with(self, opened: tuple[BufferStore, BufferKnobs]) -> None:
         self._opened, self._refused = opened, None
-        self._recent.ledger = opened[0].ledger
         self._book_waiting()
         self._polls.ring()
 
     async def on_stop(self, why: str) -> None:
         if self._opened is not None:
             self._dumps.close()
-            self._store.ledger.close()
+            self._groups.ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
         """The groups of a rollout actor that died are requeued. While the disk refuses, nothing is recorded: the next
@@ -242,25 +204,21 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 await self.rollout_gone(event.name, event.epoch - 1)
 
     @property
-    def _store(self) -> BufferStore:
+    def _groups(self) -> Groups:
         """Raises DiskRefused while the ledger is closed."""
-        return self._parts[0]
-
-    @property
-    def knob_owner(self) -> BufferKnobs:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._parts[1]
-
-    @property
-    def _parts(self) -> tuple[BufferStore, BufferKnobs]:
         if self._opened is None:
             raise self._refused or Draining(f"{self.ctx.name} was not started")
         return self._opened
 
+    @property
+    def knob_owner(self) -> BufferKnobs:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._groups.knobs
+
     def _close_for(self, why: DiskRefused) -> None:
         """The ledger is closed until it can be written again. Nothing of what failed was written."""
         if self._opened is not None:
-            self._last_stats = self._store.stats()
-            self._store.ledger.close()
+            self._last_stats = self._opened.stats()
+            self._opened.ledger.close()
         self._opened, self._refused = None, why
         self._tell(REFUSED_EVENT, str(why))
         self._meter.switch(*WAITS)
@@ -281,13 +239,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 self._refused = refused(self._ledger_path, error)
                 continue
             try:
-                await self._catch_up(opened, waits=True)
+                await self._begin_with(opened, waits=True)
             except CallError as error:  # the coordinator is away too
                 self.ctx.log.warning("the ledger can be written again, but %s", error)
                 continue
             except LedgerError:
                 continue
-            self._begin_with(opened)
             self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run continues")
             return
 
@@ -299,10 +256,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         until_s = self._polls.until_s(request.wait_s)
         try:
             with self._at_work("draw"):
-                self._store.hear(request)
+                self._groups.hear(request)
                 self._mind_losses()
-                weights = ServedWeights(request.lineage, request.version)
-                self._store.versions.reported(request.rollout, request.epoch, weights)
             return await self._answer(request, until_s)
         except DiskRefused:
             if request.blocked_by == "disk":
@@ -311,7 +266,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return DrawReply(blocked_by="disk")
         finally:
             if self._opened is not None:
-                self._store.shares.leaves(request.rollout)
+                self._groups.shares.leaves(request.rollout)
 
     async def _answer(self, request: DrawRequest, until_s: float) -> DrawReply:
         opened = self._opened
@@ -322,28 +277,24 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
-            look_at_s = self._store.waits(request, blocked_by, self.ctx.clock.monotonic())
-            waited_s = await self._polls.wait(until_s, look_at_s, is_urgent=self._store.cursor.is_searching)
+            look_at_s = self._groups.waits(request, blocked_by, self.ctx.clock.monotonic())
+            waited_s = await self._polls.wait(until_s, look_at_s, is_urgent=self._groups.cursor.is_searching)
             self._draw_wait_s += waited_s or 0.0
             if waited_s is None:
                 return DrawReply(blocked_by=blocked_by)
 
     def _draw_now(self, request: DrawRequest) -> tuple[list[Assignment], DrawBlock]:
-        store = self._store
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         with self._at_work("draw"):
-            served = store.serving(request)
-            assignments = [] if store.is_finished else store.draw(request, served, started_s)
-            if assignments:
-                ids = [assignment.prompt.group_id for assignment in assignments]
-                self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
-                return assignments, ""
-            is_hungry = request.max_groups > 0 or store.is_finished
-            return [], store.why_no_work(request, served.version, started_s) if is_hungry else ""
+            assignments, blocked_by = self._groups.draw(request, started_s)
+        if assignments:
+            ids = [assignment.prompt.group_id for assignment in assignments]
+            self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
+        return assignments, blocked_by
 
     async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
-        with self._changing("put"), self._store.ledger.together():
-            kept = [self._store.put(one.group, one.attempt, rollout) for one in finished]
+        with self._changing("put"), self._groups.ledger.together():
+            kept = [self._groups.put(one.group, one.attempt, rollout) for one in finished]
         for one, (result, group) in zip(finished, kept, strict=True):
             self._note_put(group, one.attempt, rollout, result)
         return tuple(result for result, _ in kept)
@@ -353,45 +304,45 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
         self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
         if result.outcome == "filtered":
-            self._samples.left_out(group, self._store.ledger.next_step, result.reason, rollout)
+            self._samples.left_out(group, self._groups.ledger.next_step, result.reason, rollout)
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         if self._opened is None:
             return
-        if self._store.versions.reported(rollout, epoch, ServedWeights(lineage, version)):
-            self._store.shares.follows(rollout)
+        if self._groups.versions.reported(rollout, epoch, ServedWeights(lineage, version)):
+            self._groups.shares.follows(rollout)
             self._polls.ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:
         with self._changing("drop"):
-            is_done = self._store.give_up(
+            is_done = self._groups.give_up(
                 dropped.group_id, dropped.attempt, dropped.rollout, dropped.reason, dropped.detail
             )
         if is_done:
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
 
     def _mind_losses(self) -> None:
-        for text in self._store.poison.take_news():
+        for text in self._groups.poison.take_news():
             self._tell("group-suspected", text)
-        for kind, text in self._store.cursor.take_news():
+        for kind, text in self._groups.cursor.take_news():
             self._tell(kind, text)
-        starvation = self._store.starvation
+        starvation = self._groups.starvation
         if (error := starvation.verdict) is not None:
             self.ctx.fail(error)
         elif text := starvation.news():
             self._tell("all-left-out", text)
 
     async def return_group(self, returned: GroupReturned) -> None:
-        was_suspect = self._store.poison.must_be_alone(returned.group_id)
+        was_suspect = self._groups.poison.must_be_alone(returned.group_id)
         with self._at_work("return"):
-            self._store.take_back(returned, self.ctx.clock.monotonic())
+            self._groups.take_back(returned, self.ctx.clock.monotonic())
         self._mind_losses()
         if was_suspect or not returned.goes_on:  # else no actor may get more than before
             self._polls.ring()
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
         with self._changing("gone"):
-            num_groups = self._store.gone(rollout, epoch)
+            num_groups = self._groups.gone(rollout, epoch)
         if num_groups:
             self._tell("groups-requeued", f"{rollout} (epoch {epoch}) is gone: {num_groups} groups go elsewhere")
         return num_groups
@@ -413,31 +364,31 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     def _claim_now(self, step: int) -> Claim:
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
-        is_new = not self._store.ledger.claim_of(step)
-        if is_new and not self._store.settings.serves(step):
+        is_new = not self._groups.ledger.claim_of(step)
+        if is_new and not self._groups.knobs.serves(step):
             return Claim(step=step, blocked_by="paused")
         with self._at_work("claim"):
-            groups = self._store.claim(step)
+            groups = self._groups.claim(step)
         if groups:
             ids = list(groups)
             self._telemetry.hop("claim", ids, wall_s, self.ctx.clock.monotonic() - started_s)
             if is_new:
                 self._dumps.claimed(ids)
             self._polls.ring()
-            bound = self._store.admission.max_staleness
+            bound = self._groups.admission.max_staleness
             if not is_new:  # chosen under a bound that may have been another
                 bound = max(bound, *(step - oldest for oldest in groups.values() if oldest >= 0), 0)
             return Claim(step=step, groups=groups, max_staleness=bound)
-        if not self._store.is_finished:
+        if not self._groups.is_finished:
             return Claim(step=step, blocked_by="wait-data")
-        reason = self._store.inventory()
+        reason = self._groups.inventory()
         self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
         self._polls.ring()
         return Claim(step=step, finished=True, reason=reason)
 
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         with self._at_work("fetch"):
-            groups = self._store.fetch(group_ids)
+            groups = self._groups.fetch(group_ids)
         num_samples = sum(len(group.samples) for group in groups)
         if num_samples > MAX_SAMPLES and len(groups) > 1:
             raise MessageTooLarge(f"a reply of {num_samples} samples is over the limit", remedy="ask for fewer groups")
@@ -445,19 +396,21 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
         with self._changing("trained"):
-            shown = self._store.first_of_batch(step, self._samples.num_wanted(step))
-            if self._store.trained(step):
-                self._samples.trained(shown, step)
-                if metrics := self._store.finished.take_step():
+            groups = self._groups
+            batch = [row.group_id for row in groups.ledger.claim_of(step)]
+            if groups.trained(step):
+                with suppress(LedgerError):  # damaged: nothing that training depends on is looked at here
+                    self._samples.trained(groups.fetch(batch[: self._samples.num_wanted(step)]), step)
+                if metrics := self._finished.take_step():
                     self._telemetry.metric(step + 1, metrics)
-            self._recent.scored(scores)
+            self._recent.scored(scores, groups.ledger)
 
     async def durable(self, version: int, oldest: int | None = None) -> None:
         with self._at_work("durable"):
-            self._store.ledger.durable(version, oldest)
+            self._groups.ledger.durable(version, oldest)
 
     async def snapshot(self, path: str, version: int) -> FileEntry:
-        newest = self._store.ledger.newest_version
+        newest = self._groups.ledger.newest_version
         if newest < version:
             raise LedgerError(f"the ledger is asked for as of version {version}, but is at {newest}")
         with naming_disk(Path(path)):
@@ -465,34 +418,34 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def rewind(self, version: int, lineage: int) -> int:
         with self._changing("rewind"):
-            num_groups = self._store.rewind(version, lineage)
+            num_groups = self._groups.rewind(version, lineage)
         self._tell("rewind", f"training continues from version {version}; {num_groups} groups are ready again")
         return num_groups
 
-    def _retune(self, store: BufferStore, values: Mapping[str, KnobValue], epoch: int) -> None:
+    def _retune(self, groups: Groups, values: Mapping[str, KnobValue], epoch: int) -> None:
         with self._at_work("retune"):
-            overdue = store.retune(values, epoch)
+            num_dropped = groups.retune(values, epoch)
         words = ", ".join(f"{name} {value}" for name, value in values.items())
-        self._tell("retuned", f"{words}; {len(overdue)} groups dropped")
+        self._tell("retuned", f"{words}; {num_dropped} groups dropped")
         self._polls.ring()
 
     async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
-        settings, next_step = self._store.settings, self._store.ledger.next_step
+        knobs, next_step = self._groups.knobs, self._groups.ledger.next_step
         with self._at_work("pause"):
-            settings.pause(is_paused, until_step)
+            knobs.pause(is_paused, until_step)
         self._book_waiting()
         self._polls.ring()
-        return max(next_step, settings.until_step or 0)
+        return max(next_step, knobs.until_step or 0)
 
     def _book_waiting(self) -> None:
         if self._opened is None:
             return
-        is_resting = not self._store.settings.serves(self._store.ledger.next_step)
+        is_resting = not self._groups.knobs.serves(self._groups.ledger.next_step)
         self._meter.switch(*(("paused", "paused") if is_resting else ("wait-data", "messages")))
 
     async def stats(self) -> BufferStats:
         if self._refused is None:
-            return self._store.stats()
+            return self._groups.stats()
         last, why = self._last_stats or _NO_STATS, str(self._refused)
         return msgspec.structs.replace(last, complaint=why, disk=why)
 
@@ -509,13 +462,13 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         )
 
     async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        return self._recent.newest(num_groups)
+        return self._recent.newest(num_groups, None if self._opened is None else self._opened.ledger)
 
     async def dump(self, max_bytes: int) -> DumpReport:
-        return await self._dumps.whole(max_bytes)
+        return await self._dumps.whole(self._groups.ledger.newest_version, max_bytes)
 
     async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
-        return await self._dumps.begin_next(num_groups, max_bytes)
+        return await self._dumps.begin_next(self._groups.ledger.newest_version, num_groups, max_bytes)
 
     async def dumps(self) -> tuple[DumpReport, ...]:
         return self._dumps.reports()
@@ -533,7 +486,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 if self._opened is not None and refusal(error) is not None:
                     self._close_for(why := refused(self._ledger_path, error))
                     raise why from error
-                if self._opened is not None and not self._store.ledger.is_broken:
+                if self._opened is not None and not self._groups.ledger.is_broken:
                     raise
                 self.ctx.fail(error)
                 # Nothing was written, and the next buffer can. An actor that takes this for a refusal would drop the
@@ -558,7 +511,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             if self._opened is None:
                 continue
             self._book_waiting()
-            values = self._store.gauges()
+            values = self._groups.gauges()
             values |= {"buffer/draw_wait_s": self._draw_wait_s, "buffer/claim_wait_s": self._claim_wait_s}
             self._telemetry.metric(-1, values)
 

@@ -51,46 +51,48 @@ class Difficulty:
     def __init__(self, ledger: Ledger, sources: Sources) -> None:
         self._ledger = ledger
         self._sources = sources
+        self.window = NO_WINDOW
         self._seen: dict[tuple[str, int], _Seen] | None = None
         """None: not asked for yet."""
         self._circled: Counter[str] = Counter()
         """Source -> draws of it that were passed over since one of its prompts was inside."""
 
-    def judged(self, row: Row, reward: float, window: Window) -> None:
+    def use(self, window: Window) -> None:
+        if window != self.window:
+            self.window = window
+            self._circled.clear()
+
+    def judged(self, row: Row, reward: float) -> None:
         if self._seen is not None:
             self._note(row.group_id, row.source, row.draw_of_source, reward)
-        if window.holds(reward):
+        if self.window.holds(reward):
             self._circled[row.source] = 0
 
-    def changed(self) -> None:
-        self._circled.clear()
-
-    def passes_over(self, row: Row, window: Window) -> bool:
-        if window.is_open:
+    def passes_over(self, row: Row) -> bool:
+        if self.window.is_open:
             return False
         pass_index, at = self._sources.place(row.source, row.draw_of_source)
         seen = self._known().get((row.source, at))
-        if seen is None or window.holds(seen.reward) or 0 < window.skips < pass_index - seen.pass_index:
+        if seen is None or self.window.holds(seen.reward) or 0 < self.window.skips < pass_index - seen.pass_index:
             self._circled[row.source] = 0
             return False
         self._circled[row.source] += 1
         return True
 
-    def is_outside(self, name: str, window: Window) -> bool:
+    def is_outside(self, name: str) -> bool:
         """Whether all rows of that source were passed over in a row: will be until something changes, or, with `skips`,
         for some passes yet. Where passes are shuffled, a row that comes first in one and last in the next has twice the
         rest between."""
-        return not window.is_open and self._circled[name] >= 2 * self._sources.num_rows(name) - 1
+        return not self.window.is_open and self._circled[name] >= 2 * self._sources.num_rows(name) - 1
 
-    def in_words(self, names: Sequence[str], window: Window) -> str:
+    def in_words(self, names: Sequence[str]) -> str:
         known = [seen.reward for (name, _), seen in self._known().items() if name in names]
-        rewards = [reward for reward in known if not window.holds(reward)]
-        below = sum(reward < window.low for reward in rewards)
+        rewards = [reward for reward in known if not self.window.holds(reward)]
+        below = sum(reward < self.window.low for reward in rewards)
         whose = f" of {names[0]}" if len(names) == 1 and names[0] else ""
         return (
-            f"the mean rewards of all {len(rewards)} prompts{whose} "
-            f"lie outside the difficulty window {window.low:g} to {window.high:g}: {below} below it, "
-            f"{len(rewards) - below} above"
+            f"the mean rewards of all {len(rewards)} prompts{whose} lie outside the difficulty window "
+            f"{self.window.low:g} to {self.window.high:g}: {below} below it, {len(rewards) - below} above"
         )
 
     def _known(self) -> dict[tuple[str, int], _Seen]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 from collections import deque
@@ -27,7 +26,7 @@ from typing import Any, cast, get_args
 import msgspec
 import numpy as np
 
-from ...core.clock import Clock
+from ...core.actor import ActorContext
 from ...core.errors import BadRequest, DataError, MyxaError
 from ...core.messages import DumpReport, Record
 from ...core.samples import Group, Sample
@@ -173,39 +172,27 @@ class _Next:
 class BufferDumps:
     """See the module's head. Made on the buffer's loop."""
 
-    def __init__(
-        self,
-        ledger_path: Path,
-        run: str,
-        *,
-        version: Callable[[], int],
-        spawn: Callable[..., object],
-        tell: Callable[[str, str], None],
-        clock: Clock,
-        log: logging.Logger,
-    ) -> None:
-        """`version`: the newest that was trained. `spawn(coroutine, name=)` makes a task of the actor."""
+    def __init__(self, ledger_path: Path, run: str, ctx: ActorContext, tell: Callable[[str, str], None]) -> None:
+        """`tell` (kind, text): of events."""
         self._ledger_path = ledger_path
         self._run = run
-        self._version = version
-        self._spawn = spawn
+        self._ctx = ctx
         self._tell = tell
-        self._clock = clock
-        self._log = log
         self._writing = asyncio.Lock()
         self._next: _Next | None = None
         self._reports: deque[DumpReport] = deque(maxlen=KEPT_REPORTS)
 
-    async def whole(self, max_bytes: int) -> DumpReport:
-        """Groups that were not trained yet, as of one moment. Raises DataError or LedgerError."""
-        writer = self._open("buffer", max_bytes)
+    async def whole(self, version: int, max_bytes: int) -> DumpReport:
+        """Groups that were not trained yet, as of one moment. `version`: the newest that was trained. Raises DataError
+        or LedgerError."""
+        writer = self._open("buffer", version, max_bytes)
         try:
             await in_daemon_thread(lambda: _write(writer, entries(self._ledger_path, NOT_TRAINED, of="state")), "dump")
         finally:
             writer.close()
         return self._told(writer, writer.full)
 
-    async def begin_next(self, num_groups: int, max_bytes: int) -> DumpReport:
+    async def begin_next(self, version: int, num_groups: int, max_bytes: int) -> DumpReport:
         """From the next claim on; 0 ends the running dump. Raises BadRequest while another one runs, DataError for an
         unwritable folder."""
         if num_groups == 0:
@@ -219,7 +206,7 @@ class BufferDumps:
             )
         if not 0 < num_groups <= MAX_GROUPS:
             raise BadRequest(f"{num_groups} groups cannot be dumped", remedy=f"ask for 1 to {MAX_GROUPS}")
-        self._next = _Next(self._open("next", max_bytes), num_groups)
+        self._next = _Next(self._open("next", version, max_bytes), num_groups)
         return _report(self._next.writer, is_whole=False, reason=f"waits for {num_groups} groups")
 
     def claimed(self, group_ids: Sequence[int]) -> None:
@@ -227,7 +214,7 @@ class BufferDumps:
             return
         ids = group_ids[: wanted.num_left]
         wanted.num_left -= len(ids)
-        self._spawn(self._add(wanted, ids, is_last=not wanted.num_left), name="dump-next")
+        self._ctx.spawn(self._add(wanted, ids, is_last=not wanted.num_left), name="dump-next")
 
     async def _add(self, wanted: _Next, group_ids: Sequence[int], *, is_last: bool) -> None:
         async with self._writing:
@@ -238,7 +225,7 @@ class BufferDumps:
                     lambda: _write(wanted.writer, entries(self._ledger_path, group_ids, of="group_id")), "dump"
                 )
             except MyxaError as err:
-                self._log.warning("dump: %s", err)
+                self._ctx.log.warning("dump: %s", err)
                 self._end(wanted, str(err))
                 return
             if is_last or wanted.writer.full:
@@ -266,9 +253,9 @@ class BufferDumps:
         waits = f"waits for {going_on.num_left} more groups"
         return (*self._reports, _report(going_on.writer, is_whole=False, reason=waits))
 
-    def _open(self, what: str, max_bytes: int) -> DumpWriter:
-        version, folder = self._version(), self._ledger_path.parent / FOLDER
-        header = DumpHeader(format=FORMAT, run=self._run, what=what, version=version, wall_s=self._clock.wall())
+    def _open(self, what: str, version: int, max_bytes: int) -> DumpWriter:
+        folder, wall_s = self._ledger_path.parent / FOLDER, self._ctx.clock.wall()
+        header = DumpHeader(format=FORMAT, run=self._run, what=what, version=version, wall_s=wall_s)
         for number in range(1, MAX_NAMES):
             path = folder / f"{what}-v{version}-{number}.jsonl"
             if not path.exists():

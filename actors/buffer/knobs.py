@@ -101,56 +101,6 @@ def stop_ids(text: str) -> tuple[int, ...]:
     return ids
 
 
-class LiveSettings:
-    """What of a buffer changes during the run: its knobs, and whether it is paused. The ledger keeps the latter; a
-    restarted buffer asks the coordinator for the knobs."""
-
-    def __init__(self, ledger: Ledger, admission: Admission, first: BufferValues, sampling: SamplingParams) -> None:
-        """`first`: what the run file says; `sampling`: what of it no knob changes."""
-        self._ledger = ledger
-        self.admission = admission
-        self._sampling = sampling
-        self.values = first
-        self.epoch = 0
-        """Of the newest change of a knob; 0: none yet."""
-        paused = ledger.recall(_PAUSED)
-        self.is_paused = bool(paused)
-        """No work is handed out and no batch formed, but for steps below `until_step`."""
-        self.until_step = int(paused) if paused.isdecimal() else None
-
-    def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
-        """Other values from now on; returns what is too old for a new bound. Raises ConfigError, and changes nothing,
-        for a bound, policy and window that do not go together."""
-        new = msgspec.structs.replace(self.values, **values)
-        overdue: tuple[Overdue, ...] = ()
-        if any(getattr(new, name) != getattr(self.values, name) for name in _TOGETHER):
-            overdue = self.admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
-        self.values = new
-        self.epoch = max(self.epoch, epoch)
-        return overdue
-
-    @property
-    def newest_epoch(self) -> int:
-        """Of groups in the ledger too, of earlier runs."""
-        return max(self.epoch, self._ledger.newest_epoch)
-
-    @property
-    def terms(self) -> Terms:
-        told = {name: getattr(self.values, name) for name in _OF_SAMPLING}
-        stops = stop_ids(self.values.stop_token_ids)
-        return Terms(knobs=self.epoch, sampling=msgspec.structs.replace(self._sampling, stop_token_ids=stops, **told))
-
-    def pause(self, is_paused: bool, until_step: int | None = None) -> None:
-        """Stop or resume handing out work; steps below `until_step` are served all the same."""
-        until_step = until_step if is_paused else None
-        text = "yes" if until_step is None else str(until_step)
-        self._ledger.remember(_PAUSED, text if is_paused else "")
-        self.is_paused, self.until_step = is_paused, until_step
-
-    def serves(self, step: int) -> bool:
-        return not self.is_paused or (self.until_step is not None and step < self.until_step)
-
-
 OWNER = "buffer"
 MAX_TOKENS = 1 << 20
 MAX_STOPS = 64
@@ -184,55 +134,97 @@ class BufferLimits:
 
 
 class BufferKnobs(KnobOwner):
-    """The owner of the buffer's knobs. See the module's head."""
+    """The knobs of a buffer, and whether it is paused. The ledger keeps the latter; a restarted buffer asks the
+    coordinator for the knobs."""
 
     def __init__(
         self,
         name: str,
-        settings: LiveSettings,
+        ledger: Ledger,
+        admission: Admission,
+        first: BufferValues,
+        sampling: SamplingParams,
         *,
         filters: Sequence[str],
         limits: BufferLimits,
-        retune: Callable[[dict[str, KnobValue], int], None],
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
-        """`filters`: names of the group filters. `retune(values, epoch)`: use these values from now on."""
-        self._settings = settings
-        self._admission = settings.admission
-        self._retune = retune
+        """`first`: what the run file says; `sampling`: what of it no knob changes; `filters`: names of the group
+        filters."""
+        self.ledger = ledger
+        self.admission = admission
+        self.values = first
+        self.terms_epoch = 0
+        """Of the newest change of `values`; 0: none yet."""
+        self.use: Callable[[Mapping[str, KnobValue], int], object] = self.change
+        """Puts other values into force; the buffer's own does more than `change`."""
+        paused = ledger.recall(_PAUSED)
+        self.is_paused = bool(paused)
+        """No work is handed out and no batch formed, but for steps below `until_step`."""
+        self.until_step = int(paused) if paused.isdecimal() else None
+        self._sampling = sampling
         self._vocab_size = limits.vocab_size
         self._only_temperature = limits.only_temperature
-        self._sources = settings.values.sources
+        self._sources = first.sources
         super().__init__(name, (self._knob(t) for t in buffer_tunables(filters, limits, self._sources)), telemetry)
-        self._past_epoch = settings.newest_epoch
+        self._past_epoch = ledger.newest_epoch
 
     def _knob(self, tunable: Tunable) -> Knob:
         name = tunable.name
         return Knob(
             tunable,
-            read=lambda: getattr(self._settings.values, name),
+            read=lambda: getattr(self.values, name),
             use=lambda value: None,  # all together, in `_put`
         )
+
+    @property
+    def terms(self) -> Terms:
+        """What a group is dispatched under now."""
+        told = {name: getattr(self.values, name) for name in _OF_SAMPLING}
+        stops = stop_ids(self.values.stop_token_ids)
+        sampling = msgspec.structs.replace(self._sampling, stop_token_ids=stops, **told)
+        return Terms(knobs=self.terms_epoch, sampling=sampling)
+
+    def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
+        """Other values from now on; returns what is too old for a new bound. Raises ConfigError, and changes nothing,
+        for a bound, policy and window that do not go together."""
+        new = msgspec.structs.replace(self.values, **values)
+        overdue: tuple[Overdue, ...] = ()
+        if any(getattr(new, name) != getattr(self.values, name) for name in _TOGETHER):
+            overdue = self.admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
+        self.values = new
+        self.terms_epoch = max(self.terms_epoch, epoch)
+        return overdue
+
+    def pause(self, is_paused: bool, until_step: int | None = None) -> None:
+        """Stop or resume handing out work; steps below `until_step` are served all the same."""
+        until_step = until_step if is_paused else None
+        text = "yes" if until_step is None else str(until_step)
+        self.ledger.remember(_PAUSED, text if is_paused else "")
+        self.is_paused, self.until_step = is_paused, until_step
+
+    def serves(self, step: int) -> bool:
+        return not self.is_paused or (self.until_step is not None and step < self.until_step)
 
     def sheet(self) -> KnobSheet:
         return msgspec.structs.replace(super().sheet(), past_epoch=self._past_epoch)
 
     def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
-        new = msgspec.structs.replace(self._settings.values, **self._mine(values))
+        new = msgspec.structs.replace(self.values, **self._mine(values))
         refusal = super().judge(values, at).refusal or self._contradiction(new)
         return KnobVerdict(refusal=refusal, remark=self._consequence(new) if not refusal else "")
 
     def _put(self, values: Mapping[str, KnobValue], epoch: int) -> None:
         super()._put(values, epoch)
         if mine := self._mine(values):
-            self._retune(mine, epoch)
+            self.use(mine, epoch)
 
     def _mine(self, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
         return {name: value for name, value in values.items() if name in BufferValues.__struct_fields__}
 
     def _contradiction(self, new: BufferValues) -> str:
         try:
-            make_policy(new.on_stale, new.max_staleness, self._admission.batch_size, new.window)
+            make_policy(new.on_stale, new.max_staleness, self.admission.batch_size, new.window)
         except ConfigError as error:
             return f"{error.message} -- {error.remedy}"
         if new.num_samples < 2 and new.group_filter == "zero_variance":
@@ -268,8 +260,8 @@ class BufferKnobs(KnobOwner):
         return ""
 
     def _consequence(self, new: BufferValues) -> str:
-        num_old = self._admission.num_beyond(new.max_staleness)
-        if not num_old or new.max_staleness >= self._settings.values.max_staleness:
+        num_old = self.admission.num_beyond(new.max_staleness)
+        if not num_old or new.max_staleness >= self.values.max_staleness:
             return ""
         return (
             f"{num_old} groups under way or ready are older than max_staleness = {new.max_staleness} allows: they are "

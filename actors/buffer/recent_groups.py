@@ -32,9 +32,7 @@ ANSWER_TOKENS = 1 << 18
 class RecentGroups:
     """Newest first. What was left out is among them: it is what people want to see."""
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
-        self.ledger = ledger
-        """As it was opened last; it may be closed."""
+    def __init__(self) -> None:
         self._finished: deque[RecentGroup] = deque()
         self._num_tokens = 0
         self._scored: list[RecentGroup] = []
@@ -55,14 +53,14 @@ class RecentGroups:
         while len(self._finished) > MAX_GROUPS or (self._num_tokens > MAX_TOKENS and len(self._finished) > 1):
             self._num_tokens -= _num_tokens(self._finished.pop().group)
 
-    def scored(self, scores: Iterable[ScoredSample]) -> None:
+    def scored(self, scores: Iterable[ScoredSample], ledger: Ledger) -> None:
         """The trainer's log-probs of some samples of a step, which it bounds in number and tokens."""
         by_group: dict[int, dict[tuple[int, int], F32]] = {}
         for score in scores:
             by_group.setdefault(score.group_id, {})[score.index, score.branch] = score.logprobs
         for group_id, logprobs in by_group.items():
             found = next((f for f in self._finished if f.group.group_id == group_id), None)
-            found = found or self._from_ledger(group_id)
+            found = found or _from_ledger(ledger, group_id)
             if found is not None:
                 fitted = tuple(
                     _fitting(sample, logprobs.get((sample.index, sample.branch))) for sample in found.group.samples
@@ -71,9 +69,9 @@ class RecentGroups:
                 newest = msgspec.structs.replace(found, train_logprobs=fitted)
                 self._scored = [newest, *others][:MAX_SCORED]
 
-    def newest(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        """At most so many, with where they are now: those that were finished last, then up to as many that the trainer
-        has scored, so that a batch that is larger than the shelf does not hide them."""
+    def newest(self, num_groups: int, ledger: Ledger | None) -> tuple[RecentGroup, ...]:
+        """At most so many, with where they are now, if that can be read: those that were finished last, then up to as
+        many that the trainer has scored, so that a batch that is larger than the shelf does not hide them."""
         scored = self._scored[: num_groups // 2]
         known = {found.group.group_id for found in scored}
         fresh = (found for found in self._finished if found.group.group_id not in known)
@@ -83,28 +81,23 @@ class RecentGroups:
             left -= _num_tokens(found.group)
             if left < 0 and newest:
                 break
-            newest.append(self._now(found))
+            row = None if ledger is None else ledger.find(found.group.group_id)
+            if row is not None:
+                found = msgspec.structs.replace(
+                    found, reason=found.reason or row.reason, state=str(row.state), step=row.step
+                )
+            newest.append(found)
         return tuple(newest)
 
-    def _from_ledger(self, group_id: int) -> RecentGroup | None:
-        """One that was finished long before it was trained, or before the buffer was started again."""
-        if self.ledger is None:
-            return None
-        try:
-            row = self.ledger.find(group_id)
-            group = self.ledger.group(group_id)
-        except LedgerError:  # given away since, or damaged: nothing that training depends on is looked at here
-            return None
-        return RecentGroup(group=group, outcome="kept", attempt=0 if row is None else row.attempt)
 
-    def _now(self, found: RecentGroup) -> RecentGroup:
-        try:
-            row = None if self.ledger is None else self.ledger.find(found.group.group_id)
-        except LedgerError:  # closed: the disk refuses
-            row = None
-        if row is None:
-            return found
-        return msgspec.structs.replace(found, reason=found.reason or row.reason, state=str(row.state), step=row.step)
+def _from_ledger(ledger: Ledger, group_id: int) -> RecentGroup | None:
+    """One that was finished long before it was trained, or before the buffer was started again."""
+    try:
+        row = ledger.find(group_id)
+        group = ledger.group(group_id)
+    except LedgerError:  # given away since, or damaged: nothing that training depends on is looked at here
+        return None
+    return RecentGroup(group=group, outcome="kept", attempt=0 if row is None else row.attempt)
 
 
 def _fitting(sample: Sample, logprobs: F32 | None) -> F32:

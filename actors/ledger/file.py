@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
@@ -20,20 +18,17 @@ from typing import IO, Any
 from msgspec.structs import replace
 
 from ...core.errors import LedgerError
-from ...core.files import is_locked, lock_remedy, refusal, take_lock
+from ...core.files import is_locked, lock_remedy, take_lock
 from .states import AT_REST, PASSED_OVER, REWIND, TRANSITIONS, Row, State
 
 FORMAT = "2"
-
-UNWRITABLE = "is the disk full or the file system read-only?"
 
 LIVE = "live/"
 """Prefix of the keys of settings that were changed during the run."""
 
 COLUMNS = Row.__struct_fields__
-_VALUES = attrgetter(*COLUMNS)
 _KINDS = {"group_id": "INTEGER PRIMARY KEY", "reward": ""}
-_SCHEMA = f"""
+SCHEMA = f"""
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE groups(
   {", ".join(f"{name} {_KINDS.get(name, 'NOT NULL')}" for name in COLUMNS)});
@@ -68,21 +63,7 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
     ),
     ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
 )
-_ALONE = "BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"
-_WITHIN = "SAVEPOINT change", "RELEASE change", "ROLLBACK TO change"
-"""How a change is begun, ended and undone: by itself, and inside of `LedgerFile.together`."""
 _MOVED = "group_id IN (SELECT group_id FROM transitions WHERE seq > ?)"
-
-
-@dataclass(slots=True)
-class LedgerChange:
-    """What one transaction writes."""
-
-    rows: dict[int, Row] = field(default_factory=dict[int, Row])
-    transitions: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
-    payloads: list[tuple[int, bool, bytes]] = field(default_factory=list[tuple[int, bool, bytes]])
-    freed: list[tuple[int]] = field(default_factory=list[tuple[int]])
-    meta: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class LedgerReader:
@@ -112,7 +93,8 @@ class LedgerReader:
     def meta(self) -> dict[str, str]:
         return dict(self.query("SELECT key, value FROM meta"))
 
-    def rows(self, where: str, *args: Any) -> list[Row]:
+    def select(self, where: str, *args: Any) -> list[Row]:
+        """Rows of groups, oldest first."""
         found = self.query(f"SELECT {', '.join(COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
         return [row_of(values) for values in found]
 
@@ -120,10 +102,7 @@ class LedgerReader:
         """Number of the newest transition; 0: there is none."""
         return int(self.query("SELECT COALESCE(MAX(seq), 0) FROM transitions")[0][0])
 
-    def terms(self) -> dict[int, str]:
-        return dict(self.query("SELECT id, data FROM terms"))
-
-    def payload(self, group_id: int) -> tuple[bool, bytes] | None:
+    def stored(self, group_id: int) -> tuple[bool, bytes] | None:
         """(is it a whole group, bytes), or None."""
         found = self.query("SELECT is_whole, data FROM payloads WHERE group_id = ?", group_id)
         return (bool(found[0][0]), found[0][1]) if found else None
@@ -173,109 +152,6 @@ class LedgerReader:
         if broken:
             group_id, state = broken[0]
             raise LedgerError(f"{self.path} is damaged: group {group_id} ({state}) {text}")
-
-
-class LedgerFile(LedgerReader):
-    """An open, locked ledger, for writing too."""
-
-    def __init__(self, path: Path, identity: dict[str, str]) -> None:
-        """Open or create. Raises LedgerError if it is in use, damaged, of another format, run or dataset."""
-        self.path = path
-        self.is_broken = False
-        """A write failed; what was promised before it holds, but nothing more can be promised."""
-        self._traces = ExitStack()
-        self._lock = lock_ledger(path)
-        try:
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._prepare(identity)
-        except sqlite3.Error as error:
-            self._lock.close()
-            remedy = UNWRITABLE if refusal(error) is not None else "is it another file?"
-            raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy=remedy) from error
-        except BaseException:
-            self._lock.close()
-            raise
-
-    def close(self) -> None:
-        """Release file and lock; never raises."""
-        super().close()
-        self._lock.close()
-
-    def _prepare(self, identity: dict[str, str]) -> None:
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
-            self._db.execute(f"PRAGMA {pragma}")
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            if self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-                raise LedgerError(f"{self.path} is a database of something else", remedy="name another ledger file")
-            names = {"format": FORMAT, "base_version": "0", "durable_version": "0", "payload_floor": "0"} | identity
-            self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
-            self._db.executemany("INSERT INTO meta VALUES (?, ?)", names.items())
-            self._db.execute("COMMIT")
-            return
-        known = self.meta()
-        for key, wanted in {"format": FORMAT, **identity}.items():
-            if known.get(key) != wanted:
-                raise LedgerError(
-                    f"{self.path} belongs to another {key}: {known.get(key)!r}, this run has {wanted!r}",
-                    remedy="resume with the run's own files and the version of myxa that began it, or start a run with "
-                    "an empty directory",
-                )
-
-    def add_terms(self, data: str) -> int:
-        """The number of these terms, new or known. Raises LedgerError if the file cannot be written."""
-        with self._writing():
-            self._db.execute("INSERT OR IGNORE INTO terms(data) VALUES (?)", (data,))
-        return int(self.query("SELECT id FROM terms WHERE data = ?", data)[0][0])
-
-    def commit(self, change: LedgerChange) -> None:
-        """Write all of it or nothing. Raises LedgerError, and then nothing is written."""
-        row_marks = ", ".join("?" * len(COLUMNS))
-        batches: tuple[tuple[str, Sequence[Any]], ...] = (
-            (
-                f"INSERT OR REPLACE INTO groups({', '.join(COLUMNS)}) VALUES ({row_marks})",
-                list(map(_VALUES, change.rows.values())),
-            ),
-            ("INSERT INTO transitions VALUES (NULL, ?, ?, ?, ?, ?, ?)", change.transitions),
-            ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", change.payloads),
-            ("DELETE FROM payloads WHERE group_id = ?", change.freed),
-            ("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(change.meta.items())),
-        )
-        begin, end, undo = _WITHIN if self._db.in_transaction else _ALONE
-        with self._writing():
-            self._db.execute(begin)
-            try:
-                for sql, values in batches:
-                    if values:
-                        self._db.executemany(sql, values)
-                self._db.execute(end)
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute(undo)
-                raise
-
-    @contextmanager
-    def together(self) -> Generator[None]:
-        """What is committed meanwhile, up to a failure, is written to the disk at once. Raises LedgerError if it cannot
-        be."""
-        with self._writing():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            finally:
-                try:
-                    if self._db.in_transaction:  # a full disk may have ended it
-                        self._db.execute("COMMIT")
-                except sqlite3.Error:
-                    self._db.rollback()
-                    raise
-
-    @contextmanager
-    def _writing(self) -> Generator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            self.is_broken = True
-            raise LedgerError(f"{self.path} cannot be written: {error}", remedy=UNWRITABLE) from error
 
 
 def _reading(path: Path, traces: ExitStack) -> str:

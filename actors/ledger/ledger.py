@@ -10,12 +10,13 @@ checkpoints keeps all that it ever trained.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,8 +24,9 @@ import orjson
 from msgspec.structs import replace
 
 from ...core.errors import LedgerError
+from ...core.files import refusal
 from ...core.samples import Group, Sample
-from .file import LIVE, LedgerChange, LedgerFile, LedgerReader
+from .file import COLUMNS, FORMAT, LIVE, SCHEMA, LedgerReader, lock_ledger
 from .states import (
     LEFTOVER,
     OPEN,
@@ -41,7 +43,9 @@ from .states import (
 )
 
 TRAINED_LENGTH = "trained"
+UNWRITABLE = "is the disk full or the file system read-only?"
 _MASKED = "masked "
+_VALUES = attrgetter(*COLUMNS)
 
 
 def masked_text(masked: Mapping[str, int]) -> str:
@@ -50,28 +54,24 @@ def masked_text(masked: Mapping[str, int]) -> str:
 
 
 class GroupTally:
-    """Counts of groups by state and reason, and their lengths. Built once by SQL."""
+    """Counts of groups by state and reason, and their lengths."""
 
-    SQL = (
-        "SELECT state, reason, COUNT(*), SUM(num_tokens >= 0), SUM(MAX(num_tokens, 0)) FROM groups "
-        "GROUP BY state, reason"
-    )
-
-    MASKED_SQL = (
-        "SELECT detail, COUNT(*) FROM transitions WHERE to_state = 'READY' AND detail LIKE 'masked {%' GROUP BY detail"
-    )
-
-    def __init__(self, found: Iterable[tuple[Any, ...]] = (), masked: Iterable[tuple[Any, ...]] = ()) -> None:
+    def __init__(self, file: LedgerReader) -> None:
+        """Count what the file holds. Raises LedgerError if it cannot be read."""
+        self._counts: dict[tuple[State, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        """Groups; those of known length; response tokens of these."""
+        for state, reason, *counts in file.query(
+            "SELECT state, reason, COUNT(*), SUM(num_tokens >= 0), SUM(MAX(num_tokens, 0)) FROM groups "
+            "GROUP BY state, reason"
+        ):
+            self._counts[State(state), reason] = counts
         self.masked: Counter[str] = Counter()
         """Reason -> members of groups that were kept, from which nothing is learnt."""
-        for note, num_groups in masked:
+        for note, num_groups in file.query(
+            "SELECT detail, COUNT(*) FROM transitions WHERE to_state = 'READY' AND detail LIKE 'masked {%' "
+            "GROUP BY detail"
+        ):
             self.note_masked(note, num_groups)
-        self._states: Counter[str] = Counter()
-        self._reasons: Counter[str] = Counter()
-        self._lengths: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
-        for state, reason, num_groups, num_known, num_tokens in found:
-            self._add(State(state), reason, num_groups, num_known, num_tokens)
 
     def note_masked(self, note: str, num_groups: int = 1) -> None:
         """So many groups were kept with that `masked_text`."""
@@ -81,31 +81,32 @@ class GroupTally:
     def change(self, before: Row | None, after: Row) -> None:
         for row, sign in ((before, -1), (after, 1)):
             if row is not None:
-                self._add(row.state, row.reason, sign, sign * (row.num_tokens >= 0), sign * max(row.num_tokens, 0))
-
-    def _add(self, state: State, reason: str, num_groups: int, num_known: int, num_tokens: int) -> None:
-        self._states[str(state)] += num_groups
-        if state is State.DROPPED:
-            self._reasons[reason] += num_groups
-        name = reason if state is State.DROPPED else TRAINED_LENGTH
-        if state in (State.DROPPED, State.TRAINED, State.DURABLE):
-            self._lengths[name] += num_known
-            self._tokens[name] += num_tokens
+                counts = self._counts[row.state, row.reason]
+                for at, count in enumerate((1, row.num_tokens >= 0, max(row.num_tokens, 0))):
+                    counts[at] += sign * count
 
     @property
     def states(self) -> dict[str, int]:
         """State -> number of groups; states without groups are left out."""
-        return {state: count for state, count in self._states.items() if count}
+        found = Counter[str]()
+        for (state, _), (num_groups, *_) in self._counts.items():
+            found[str(state)] += num_groups
+        return {state: num_groups for state, num_groups in found.items() if num_groups}
 
     @property
     def dropped(self) -> dict[str, int]:
         """Reason -> number of dropped groups."""
-        return {reason: count for reason, count in self._reasons.items() if count}
+        return {reason: counts[0] for (_, reason), counts in self._counts.items() if reason and counts[0]}
 
     @property
     def mean_tokens(self) -> dict[str, float]:
         """Mean response tokens of a group: "trained", and per reason for dropping, as far as lengths are known."""
-        return {name: self._tokens[name] / count for name, count in self._lengths.items() if count}
+        lengths, tokens = Counter[str](), Counter[str]()
+        for (state, reason), (_, num_known, num_tokens) in self._counts.items():
+            if state in _IN_FILE:
+                lengths[reason or TRAINED_LENGTH] += num_known
+                tokens[reason or TRAINED_LENGTH] += num_tokens
+        return {name: tokens[name] / count for name, count in lengths.items() if count}
 
 
 _MARK = "mix"
@@ -134,24 +135,19 @@ class Draws:
         taken = "SELECT source, COUNT(*) FROM groups WHERE redraw_of < 0"
         self.taken: Counter[str] = Counter(dict(file.query(f"{taken} GROUP BY source")))
         """Source -> draws from it: the number of the next."""
-        given = f"draw >= ? AND reason NOT IN ({', '.join('?' * len(PASSED_OVER))})"
+        given = f"draw >= ? AND reason NOT IN ({_marks(PASSED_OVER)})"
         found = file.query(f"{taken} AND {given} GROUP BY source", self.stretch.since, *PASSED_OVER)
         self.in_stretch: Counter[str] = Counter(dict(found))
         """The same since the stretch began, without those that were passed over."""
-        again = file.rows(
-            f"state = 'DROPPED' AND reason IN ({', '.join('?' * len(REDRAWN))}) "
-            "AND group_id NOT IN (SELECT redraw_of FROM groups)",
-            *sorted(REDRAWN),
+        again = file.select(
+            f"state = 'DROPPED' AND reason IN ({_marks(REDRAWN)}) AND group_id NOT IN (SELECT redraw_of FROM groups)",
+            *REDRAWN,
         )
         self.redraws = {row.group_id: row.draw for row in again}
         """Dropped group -> its draw, which is to be drawn once more."""
 
-    def mark(self, stretch: Stretch) -> dict[str, str]:
-        """What the file is to hold for a stretch that begins with the draws that are written now."""
-        return {} if stretch == self.stretch else {_MARK: f"{stretch.since} {stretch.mix}"}
-
     def begin(self, stretch: Stretch) -> None:
-        """It was written; its draws are noted after this."""
+        """The draws that are noted next belong to that stretch."""
         if stretch != self.stretch:
             self.stretch, self.in_stretch = stretch, Counter()
 
@@ -168,6 +164,10 @@ class Draws:
             self.redraws[row.group_id] = row.draw
 
 
+def _marks(values: Iterable[object]) -> str:
+    return ", ".join("?" for _ in values)
+
+
 _FINISH = (State.FINISHED, State.REWARDED, State.READY)
 _REFUSE = (State.FINISHED, State.REWARDED, State.DROPPED)
 _IN_FILE = (State.TRAINED, State.DURABLE, State.DROPPED)
@@ -177,69 +177,97 @@ _CHECKED = "checked"
 opening did, or the newest checkpoint covers them. A copy for another run has no such mark."""
 
 
-class Ledger:
-    """An open ledger of one run over one dataset."""
+@dataclass(slots=True)
+class LedgerChange:
+    """What one transaction writes."""
+
+    wall_s: float
+    rows: dict[int, Row] = field(default_factory=dict[int, Row])
+    transitions: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    payloads: list[tuple[int, bool, bytes]] = field(default_factory=list[tuple[int, bool, bytes]])
+    freed: list[tuple[int]] = field(default_factory=list[tuple[int]])
+    meta: dict[str, str] = field(default_factory=dict[str, str])
+
+    def move(
+        self, row: Row, *path: State, detail: str = "", table: Mapping[State, frozenset[State]] = TRANSITIONS
+    ) -> None:
+        """A group goes that way, and is as `row` says otherwise. Raises LedgerError for a way that is not in the
+        table."""
+        check_path(row, path, table)
+        for at, to in zip((row.state, *path), path, strict=False):
+            self.transitions.append((row.group_id, at, to, row.attempt, self.wall_s, detail))
+        self.rows[row.group_id] = replace(row, state=path[-1]) if path else row
+
+
+class Ledger(LedgerReader):
+    """The open ledger of one run over one dataset, locked, for reading and writing."""
 
     def __init__(self, path: Path, *, run: str, fingerprint: str, wall: Callable[[], float]) -> None:
         """Open or create the file, check it (what an earlier opening did not) and requeue what was under way when the
         last buffer ended. `run`: name of the run; `fingerprint`: of the prompt source; `wall`: seconds since the epoch,
-        for the record. Raises LedgerError if the file is in use, damaged, or of another run or dataset."""
-        self._file = LedgerFile(path, {"run": run, "dataset": fingerprint})
+        for the record. Raises LedgerError if the file is in use, damaged, or of another format, run or dataset."""
+        self.path = path
+        self.is_broken = False
+        """The file could not be written (disk full, read-only). What was promised before holds, but nothing more can be
+        promised by this object."""
+        self._traces = ExitStack()
+        self._traces.enter_context(lock_ledger(path))
+        self._wall = wall
         try:
-            self._wall = wall
-            self._file.check(int(self.recall(_CHECKED) or 0))
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._traces.callback(self._db.close)
+            self._prepare({"format": FORMAT, "run": run, "dataset": fingerprint})
+            self.check(int(self.recall(_CHECKED) or 0))
             self._load()
+        except sqlite3.Error as error:
+            self._traces.close()
+            remedy = UNWRITABLE if refusal(error) is not None else "is it another file?"
+            raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy=remedy) from error
         except BaseException:
-            self._file.close()
+            self._traces.close()
             raise
 
-    def close(self) -> None:
-        """Release the file; never raises."""
-        self._file.close()
+    def _prepare(self, identity: dict[str, str]) -> None:
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+            self._db.execute(f"PRAGMA {pragma}")
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            if self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+                raise LedgerError(f"{self.path} is a database of something else", remedy="name another ledger file")
+            names = identity | dict.fromkeys(("base_version", "durable_version", "payload_floor"), "0")
+            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")
+            self._db.executemany("INSERT INTO meta VALUES (?, ?)", names.items())
+            self._db.execute("COMMIT")
+            return
+        known = self.meta()
+        for key, wanted in identity.items():
+            if known.get(key) != wanted:
+                raise LedgerError(
+                    f"{self.path} belongs to another {key}: {known.get(key)!r}, this run has {wanted!r}",
+                    remedy="resume with the run's own files and the version of myxa that began it, or start a run with "
+                    "an empty directory",
+                )
 
     def _load(self) -> None:
-        meta = self._file.meta()
-        self._base = int(meta["base_version"])
-        self._durable = int(meta["durable_version"])
-        self._floor = int(meta["payload_floor"])
-        movable = self._file.rows(f"state NOT IN ({', '.join('?' * len(_IN_FILE))})", *_IN_FILE)
-        self._rows: dict[State, dict[int, Row]] = {state: {} for state in State if state not in _IN_FILE}
-        for row in movable:
-            self._rows[row.state][row.group_id] = row
-        query = self._file.query
-        self.draws = Draws(self._file)
+        meta = self.meta()
+        self._durable, self._floor = int(meta["durable_version"]), int(meta["payload_floor"])
+        self._rows = {row.group_id: row for row in self.select(f"state NOT IN ({_marks(_IN_FILE)})", *_IN_FILE)}
+        self.draws = Draws(self)
         """What was drawn from which source. To be looked at only."""
-        newest = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('TRAINED', 'DURABLE')")[0][0]
-        claimed = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state = 'CLAIMED'")[0][0]
-        self.newest_version = max(self._base, newest)
+        newest = self.query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('TRAINED', 'DURABLE')")
+        self.newest_version = max(int(meta["base_version"]), newest[0][0])
+        claimed = max((row.step + 1 for row in self.rows(State.CLAIMED)), default=0)
         self.next_step = max(self.newest_version, claimed)
         """The first without a claim."""
-        self.tally = self._counted()
+        self.tally = GroupTally(self)
         try:
-            texts = self._file.terms().items()
+            texts = self.query("SELECT id, data FROM terms")
             self._terms = {number: msgspec.json.decode(text, type=Terms) for number, text in texts}
         except msgspec.MsgspecError as error:
             raise LedgerError(f"the terms of groups in the ledger are damaged: {error}") from error
-        change = LedgerChange(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
-        for row in movable:
-            if row.state is State.DISPATCHED:
-                self._move(change, row, (State.REQUEUED,), detail="the buffer was restarted")
-        self._commit(change)
-
-    @contextmanager
-    def together(self) -> Generator[None]:
-        """What is done meanwhile becomes durable by one commit at the end. Where that cannot be written, this ledger
-        `is_broken`, and counts what the file has."""
-        try:
-            with self._file.together():
-                yield
-        except LedgerError:
-            with suppress(LedgerError):
-                self.tally = self._counted()
-            raise
-
-    def _counted(self) -> GroupTally:
-        return GroupTally(self._file.query(GroupTally.SQL), self._file.query(GroupTally.MASKED_SQL))
+        with self._change() as change:
+            change.meta[LIVE + _CHECKED] = str(self.newest_transition())
+            for row in self.rows(State.DISPATCHED):
+                change.move(row, State.REQUEUED, detail="the buffer was restarted")
 
     @property
     def next_group_id(self) -> int:
@@ -250,39 +278,29 @@ class Ledger:
         """The cursor: the first draw that was not dispatched yet."""
         return self.draws.next_draw
 
-    @property
-    def is_broken(self) -> bool:
-        """The file could not be written (disk full, read-only): the run cannot continue."""
-        return self._file.is_broken
-
-    def redraw(self, besides: Collection[int] = ()) -> tuple[int, int] | None:
-        """(dropped group, its draw number) of the first prompt that is to be drawn once more, `besides` left out."""
-        left = (item for item in self.draws.redraws.items() if item[0] not in besides)
-        return min(left, key=lambda item: item[1], default=None)
+    def redraw(self) -> tuple[int, int] | None:
+        """(dropped group, its draw number) of the first prompt that is to be drawn once more."""
+        return min(self.draws.redraws.items(), key=lambda item: item[1], default=None)
 
     def find(self, group_id: int) -> Row | None:
         """Where a group is; None if it was never drawn."""
-        for rows in self._rows.values():
-            if group_id in rows:
-                return rows[group_id]
-        if not 0 <= group_id < self.draws.next_id:
-            return None
-        return next(iter(self._file.rows("group_id = ?", group_id)), None)
+        if group_id in self._rows or not 0 <= group_id < self.draws.next_id:
+            return self._rows.get(group_id)
+        return next(iter(self.select("group_id = ?", group_id)), None)
 
     def given_up(self, reasons: Sequence[str]) -> list[Row]:
         """All groups that were dropped for one of these reasons, oldest first."""
-        return self._file.rows(f"state = 'DROPPED' AND reason IN ({', '.join('?' * len(reasons))})", *reasons)
+        return self.select(f"state = 'DROPPED' AND reason IN ({_marks(reasons)})", *reasons)
 
     def judged(self) -> Iterator[tuple[int, str, int, float]]:
         """(group, source, draw of that source, mean reward) of all groups that were finished, oldest first."""
         draw = "CASE WHEN source_draw < 0 THEN draw ELSE source_draw END"
         sql = f"SELECT group_id, source, {draw}, reward FROM groups WHERE reward IS NOT NULL ORDER BY group_id"
-        return iter(self._file.query(sql))
+        return iter(self.query(sql))
 
     def rows(self, *states: State) -> list[Row]:
         """Groups in these states (not TRAINED, DURABLE or DROPPED), oldest first."""
-        found = (row for state in states for row in self._rows[state].values())
-        return sorted(found, key=lambda row: row.group_id)
+        return sorted((row for row in self._rows.values() if row.state in states), key=lambda row: row.group_id)
 
     def claim_of(self, step: int) -> list[Row]:
         """Groups claimed for a step and not trained yet, in the order of their draws, also after a resumption."""
@@ -290,12 +308,12 @@ class Ledger:
 
     def line(self) -> list[Row]:
         """What admission has to know after a restart: groups that are not dropped, from the oldest open one on."""
-        oldest = min((group_id for state in OPEN for group_id in self._rows[state]), default=None)
-        return [] if oldest is None else self._file.rows("group_id >= ? AND state != ?", oldest, State.DROPPED)
+        opened = self.rows(*OPEN)
+        return self.select("group_id >= ? AND state != ?", opened[0].group_id, State.DROPPED) if opened else []
 
     def payload(self, group_id: int) -> bytes | None:
         """Bytes of a whole group (READY and later), else of its unfinished samples; None if there are none."""
-        found = self._file.payload(group_id)
+        found = self.stored(group_id)
         return None if found is None else found[1]
 
     def group(self, group_id: int) -> Group:
@@ -325,104 +343,105 @@ class Ledger:
         """The number under which these terms are kept, for the rows of `dispatch`."""
         number = next((known for known, other in reversed(self._terms.items()) if other == terms), 0)
         if not number:
-            number = self._file.add_terms(msgspec.json.encode(terms).decode())
+            data = msgspec.json.encode(terms).decode()
+            with self._writing():
+                self._db.execute("INSERT OR IGNORE INTO terms(data) VALUES (?)", (data,))
+            number = int(self.query("SELECT id FROM terms WHERE data = ?", data)[0][0])
             self._terms[number] = terms
         return number
 
     def recall(self, key: str) -> str:
         """What was remembered under that key; empty if nothing was."""
-        return self._file.meta().get(LIVE + key, "")
+        return self.meta().get(LIVE + key, "")
 
     def remember(self, key: str, value: str) -> None:
         """Keep a setting for the next process of this run (not for a run that continues this one)."""
-        self._file.commit(LedgerChange(meta={LIVE + key: value}))
+        with self._change() as change:
+            change.meta[LIVE + key] = value
 
-    def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = (), stretch: Stretch | None = None) -> list[Row]:
+    def dispatch(self, rows: Iterable[Row], stretch: Stretch | None = None) -> list[Row]:
         """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here. The given rows say
         `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a reason is given up at
-        once. `stretch`: that the newest draws belong to, if sources are chosen at all. Returns those that started."""
-        change = LedgerChange()
-        for offset, row in enumerate(new):
-            if row.group_id != self.draws.next_id + offset:
-                raise LedgerError(f"group {row.group_id} is drawn, but the next id is {self.draws.next_id + offset}")
-            if row.reason:
-                self._move(change, row, (State.DROPPED,))
-            else:
-                self._move(change, replace(row, attempt=1), (State.DISPATCHED,), detail=row.rollout)
-        for row in again:
-            at = self._get(row.group_id)
-            wanted = replace(at, rollout=row.rollout, epoch=row.epoch, version=row.version, attempt=at.attempt + 1)
-            self._move(change, wanted, (State.DISPATCHED,), detail=row.rollout)
-        self._commit(change, stretch)
+        once. `stretch`: that new draws belong to, if sources are chosen at all. Returns those that started."""
+        with self._change() as change:
+            next_id = self.draws.next_id
+            for row in rows:
+                if (at := self.find(row.group_id)) is not None:
+                    row = replace(at, rollout=row.rollout, epoch=row.epoch, version=row.version)
+                elif row.group_id != next_id:
+                    raise LedgerError(f"group {row.group_id} is drawn, but the next id is {next_id}")
+                else:
+                    next_id += 1
+                if row.reason and at is None:
+                    change.move(row, State.DROPPED)
+                else:
+                    change.move(replace(row, attempt=row.attempt + 1), State.DISPATCHED, detail=row.rollout)
+            if stretch is not None and stretch != self.draws.stretch:
+                change.meta[_MARK] = f"{stretch.since} {stretch.mix}"
+                self.draws.begin(stretch)
         return [row for row in change.rows.values() if row.state is State.DISPATCHED]
 
     def reattach(self, group_ids: Iterable[int]) -> None:
         """The buffer was restarted, and the actors still hold these groups: the attempts continue."""
-        change = LedgerChange()
-        for group_id in group_ids:
-            self._move(change, self._get(group_id), (State.DISPATCHED,), detail="still held")
-        self._commit(change)
+        with self._change() as change:
+            for group_id in group_ids:
+                change.move(self._get(group_id), State.DISPATCHED, detail="still held")
 
     def finish(
         self, group_id: int, data: bytes, *, version: int, num_tokens: int, reward: float | None = None, note: str = ""
     ) -> None:
         """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part;
         `reward`: mean over its members; `note`: `masked_text` of those that nothing is learnt from."""
-        change = LedgerChange()
-        change.payloads.append((group_id, True, data))
-        row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
-        self._move(change, row, _FINISH, detail=note)
-        self._commit(change)
+        with self._change() as change:
+            change.payloads.append((group_id, True, data))
+            row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
+            change.move(row, *_FINISH, detail=note)
         self.tally.note_masked(note)
 
     def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int, reward: float | None = None) -> None:
         """A whole group arrived and is not kept: filtered, or its samples are wrong, and then it has no reward."""
-        change = LedgerChange()
-        change.freed.append((group_id,))
-        row = replace(self._get(group_id), reason=_named(reason), num_tokens=num_tokens, reward=reward)
-        self._move(change, row, _REFUSE, detail=detail)
-        self._commit(change)
+        with self._change() as change:
+            change.freed.append((group_id,))
+            row = replace(self._get(group_id), reason=reason or "unnamed", num_tokens=num_tokens, reward=reward)
+            change.move(row, *_REFUSE, detail=detail)
 
     def drop(self, reasons: Iterable[tuple[int, str]], detail: str = "") -> None:
         """Groups are given up unfinished or too old. Leftovers keep their payload: the run may be continued."""
-        change = LedgerChange()
-        for group_id, reason in reasons:
-            row = self._get(group_id)
-            if reason != LEFTOVER:
-                change.freed.append((group_id,))
-            self._move(change, replace(row, reason=_named(reason)), (State.DROPPED,), detail=detail)
-        self._commit(change)
+        with self._change() as change:
+            for group_id, reason in reasons:
+                if reason != LEFTOVER:
+                    change.freed.append((group_id,))
+                row = replace(self._get(group_id), reason=reason or "unnamed")
+                change.move(row, State.DROPPED, detail=detail)
 
     def note_length(self, group_id: int, num_tokens: int) -> None:
         """Length of a group that was dropped under way, learnt when it arrived too late; for the bias report."""
         row = self.find(group_id)
         if row is not None and row.state is State.DROPPED and row.num_tokens < 0:
-            change = LedgerChange()
-            change.rows[group_id] = replace(row, num_tokens=num_tokens)
-            self._commit(change)
+            with self._change() as change:
+                change.rows[group_id] = replace(row, num_tokens=num_tokens)
 
     def requeue(self, returned: Iterable[tuple[int, bytes | None, int]], detail: str) -> None:
         """Groups go back: (group, unfinished samples or None to keep the ones known, version of the oldest token)."""
-        change = LedgerChange()
-        for group_id, partial, version in returned:
-            if partial is not None:
-                change.payloads.append((group_id, False, partial))
-            row = replace(self._get(group_id), rollout="", epoch=-1, version=version)
-            path = () if row.state is State.REQUEUED else (State.REQUEUED,)  # after a restart only the owner goes
-            self._move(change, row, path, detail=detail)
-        self._commit(change)
+        with self._change() as change:
+            for group_id, partial, version in returned:
+                if partial is not None:
+                    change.payloads.append((group_id, False, partial))
+                row = replace(self._get(group_id), rollout="", epoch=-1, version=version)
+                path = () if row.state is State.REQUEUED else (State.REQUEUED,)  # after a restart only the owner goes
+                change.move(row, *path, detail=detail)
 
     def save_partial(self, group_id: int, partial: bytes) -> None:
         """Unfinished samples of a running group, for the next attempt should its actor die."""
-        self._file.commit(LedgerChange(payloads=[(group_id, False, partial)]))
+        with self._change() as change:
+            change.payloads.append((group_id, False, partial))
 
     def claim(self, step: int, group_ids: Sequence[int]) -> None:
         if step != self.next_step:
             raise LedgerError(f"step {step} is claimed, but the next step is {self.next_step}")
-        change = LedgerChange()
-        for group_id in group_ids:
-            self._move(change, replace(self._get(group_id), step=step), (State.CLAIMED,), detail=f"step {step}")
-        self._commit(change)
+        with self._change() as change:
+            for group_id in group_ids:
+                change.move(replace(self._get(group_id), step=step), State.CLAIMED, detail=f"step {step}")
         self.next_step = step + 1
 
     def trained(self, step: int) -> bool:
@@ -434,10 +453,9 @@ class Ledger:
                 f"step {step} was trained, but claimed are {self.newest_version} to {self.next_step - 1}",
                 remedy="claim a step before training it; after a restart of the trainer call rewind",
             )
-        change = LedgerChange()
-        for row in self.claim_of(step):
-            self._move(change, row, (State.TRAINED,), detail=f"version {step + 1}")
-        self._commit(change)
+        with self._change() as change:
+            for row in self.claim_of(step):
+                change.move(row, State.TRAINED, detail=f"version {step + 1}")
         self.newest_version = step + 1
         return True
 
@@ -450,19 +468,18 @@ class Ledger:
         if version <= self._durable:
             return 0
         floor = max(self._floor, self._durable if oldest is None else min(self._durable, oldest))
-        change = LedgerChange(meta={"durable_version": str(version), "payload_floor": str(floor)})
-        change.meta[LIVE + _CHECKED] = str(self._file.newest_transition())
-        before = {row.group_id: row for row in self._file.rows("state = 'TRAINED' AND step < ?", version)}
-        for row in before.values():
-            self._move(change, row, (State.DURABLE,), detail=f"checkpoint {version}")
-        covered = self._file.query(  # what lies before the floor was freed with an earlier checkpoint
+        trained = self.select("state = 'TRAINED' AND step < ?", version)
+        covered = self.query(  # what lies before the floor was freed with an earlier checkpoint
             "SELECT group_id FROM groups WHERE state = 'DURABLE' AND step >= ? AND step < ?", self._floor, floor
         )
-        change.freed.extend((group_id,) for (group_id,) in covered)
-        num_durable = len(change.rows)
-        self._commit(change, before=before)
+        with self._change(trained) as change:
+            change.meta |= {"durable_version": str(version), "payload_floor": str(floor)}
+            change.meta[LIVE + _CHECKED] = str(self.newest_transition())
+            for row in trained:
+                change.move(row, State.DURABLE, detail=f"checkpoint {version}")
+            change.freed.extend(covered)
         self._floor, self._durable = floor, version
-        return num_durable
+        return len(trained)
 
     def rewind(self, version: int) -> int:
         """Training continues from `version`: what was trained after it is READY again. Returns the number of groups.
@@ -470,9 +487,7 @@ class Ledger:
         ones are dissolved. What was left over at an earlier end of the run comes back. Raises LedgerError if payloads
         of groups trained after `version` are gone, or if its claims do not lead to `version`: those weights hold groups
         that would be trained on again. A ledger of which nothing was ever claimed begins at any version."""
-        if version > self.next_step and self._file.query(
-            "SELECT 1 FROM transitions WHERE to_state = 'CLAIMED' LIMIT 1"
-        ):
+        if version > self.next_step and self.query("SELECT 1 FROM transitions WHERE to_state = 'CLAIMED' LIMIT 1"):
             raise LedgerError(
                 f"cannot continue from version {version}: the steps claimed lead to version {self.next_step} at most",
                 remedy="the checkpoint is of another past: begin from one of this ledger's, or with the copy in it",
@@ -482,33 +497,30 @@ class Ledger:
                 f"cannot go back to version {version}: groups trained up to version {self._floor} are given away",
                 remedy="end the run and `myxa resume` it, with the copy of the ledger in that checkpoint",
             )
-        change = LedgerChange(meta={"base_version": str(version), "durable_version": str(min(self._durable, version))})
-        back = f"rewind to {version}"
-        before = {
-            row.group_id: row
-            for row in self._file.rows("state IN ('CLAIMED', 'TRAINED', 'DURABLE') OR reason = ?", LEFTOVER)
-        }
-        for row in before.values():
-            self._rewind_row(change, row, version, back)
-        num_ready = sum(row.state is State.READY for row in change.rows.values())
-        for row in [*self.rows(*OPEN), *change.rows.values()]:
-            if row.state in OPEN and row.version > version:  # stamps of versions that are undone
-                change.rows[row.group_id] = replace(row, version=version)
-        self._commit(change, before=before)
-        self._base = self.newest_version = version
-        self._durable = min(self._durable, version)
+        durable = min(self._durable, version)
+        given = self.select("state IN ('CLAIMED', 'TRAINED', 'DURABLE') OR reason = ?", LEFTOVER)
+        with self._change(given) as change:
+            change.meta |= {"base_version": str(version), "durable_version": str(durable)}
+            for row in given:
+                self._rewind_row(change, row, version)
+            num_ready = sum(row.state is State.READY for row in change.rows.values())
+            for row in [*self.rows(*OPEN), *change.rows.values()]:
+                if row.state in OPEN and row.version > version:  # stamps of versions that are undone
+                    change.rows[row.group_id] = replace(row, version=version)
+        self.newest_version, self._durable = version, durable
         self.next_step = version + 1 if self.claim_of(version) else version
         return num_ready
 
-    def _rewind_row(self, change: LedgerChange, row: Row, version: int, back: str) -> None:
+    def _rewind_row(self, change: LedgerChange, row: Row, version: int) -> None:
+        back = f"rewind to {version}"
         if row.state is State.DROPPED:
-            found = self._file.payload(row.group_id)
+            found = self.stored(row.group_id)
             to = State.READY if found is not None and found[0] else State.REQUEUED
-            self._move(change, replace(row, reason="", rollout="", epoch=-1), (to,), detail=back, table=REWIND)
+            change.move(replace(row, reason="", rollout="", epoch=-1), to, detail=back, table=REWIND)
         elif row.state is State.CLAIMED and row.step < version:
-            self._move(change, row, (State.TRAINED,), detail=f"known from the checkpoint of {version}", table=REWIND)
+            change.move(row, State.TRAINED, detail=f"known from the checkpoint of {version}", table=REWIND)
         elif row.step > version or (row.step == version and row.state is not State.CLAIMED):
-            self._move(change, replace(row, step=-1), (State.READY,), detail=back, table=REWIND)
+            change.move(replace(row, step=-1), State.READY, detail=back, table=REWIND)
 
     def _get(self, group_id: int) -> Row:
         row = self.find(group_id)
@@ -516,45 +528,63 @@ class Ledger:
             raise LedgerError(f"group {group_id} was never drawn")
         return row
 
-    def _move(
-        self,
-        change: LedgerChange,
-        row: Row,
-        path: tuple[State, ...],
-        detail: str = "",
-        table: Mapping[State, frozenset[State]] = TRANSITIONS,
-    ) -> None:
-        check_path(row, path, table)
-        now = self._wall()
-        at = row.state
-        for to in path:
-            change.transitions.append((row.group_id, at, to, row.attempt, now, detail))
-            at = to
-        change.rows[row.group_id] = replace(row, state=at)
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """What is changed meanwhile, up to an error that is not the file's, becomes durable by one commit at the end.
+        Where that cannot be written, nothing of it is: this ledger `is_broken`, and counts what the file has."""
+        if self.is_broken:
+            raise LedgerError(f"{self.path} could not be written before", remedy=UNWRITABLE)
+        try:
+            with self._writing():
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield
+                finally:
+                    if not self.is_broken:
+                        self._db.execute("COMMIT")
+        except LedgerError:
+            if self.is_broken:
+                with suppress(LedgerError, sqlite3.Error):
+                    self._db.rollback()
+                    self.tally = GroupTally(self)
+            raise
 
-    def _commit(
-        self, change: LedgerChange, stretch: Stretch | None = None, before: Mapping[int, Row] = MappingProxyType({})
-    ) -> None:
-        """`before`: rows as the file has them, as far as they were looked up."""
-        if not (change.rows or change.meta):
+    @contextmanager
+    def _change(self, known: Iterable[Row] = ()) -> Generator[LedgerChange]:
+        """What is put into the change is written at the end, all of it or nothing; nothing after an error. `known`:
+        rows of groups that are not mirrored, as they are."""
+        change = LedgerChange(self._wall())
+        yield change
+        if not (change.rows or change.payloads or change.meta):
             return
-        if stretch is not None:
-            change.meta |= self.draws.mark(stretch)
-        known = {group_id: before.get(group_id) or self.find(group_id) for group_id in change.rows}
-        self._file.commit(change)
-        if stretch is not None:
-            self.draws.begin(stretch)
+        before = {row.group_id: row for row in known}
+        before = {group_id: before.get(group_id) or self.find(group_id) for group_id in change.rows}
+        batches: tuple[tuple[str, Sequence[Any]], ...] = (
+            (
+                f"INSERT OR REPLACE INTO groups({', '.join(COLUMNS)}) VALUES ({_marks(COLUMNS)})",
+                list(map(_VALUES, change.rows.values())),
+            ),
+            ("INSERT INTO transitions VALUES (NULL, ?, ?, ?, ?, ?, ?)", change.transitions),
+            ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", change.payloads),
+            ("DELETE FROM payloads WHERE group_id = ?", change.freed),
+            ("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(change.meta.items())),
+        )
+        with nullcontext() if self._db.in_transaction else self.together(), self._writing():
+            for sql, values in batches:
+                if values:
+                    self._db.executemany(sql, values)
         for group_id, row in change.rows.items():
-            self._mirror(known[group_id], row)
+            self.tally.change(before[group_id], row)
+            self.draws.note(before[group_id], row)
+            if row.state in _IN_FILE:
+                self._rows.pop(group_id, None)
+            else:
+                self._rows[group_id] = row
 
-    def _mirror(self, before: Row | None, row: Row) -> None:
-        self.tally.change(before, row)
-        if before is not None and before.state not in _IN_FILE:
-            self._rows[before.state].pop(row.group_id, None)
-        if row.state not in _IN_FILE:
-            self._rows[row.state][row.group_id] = row
-        self.draws.note(before, row)
-
-
-def _named(reason: str) -> str:
-    return reason or "unnamed"
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            self.is_broken = True
+            raise LedgerError(f"{self.path} cannot be written: {error}", remedy=UNWRITABLE) from error

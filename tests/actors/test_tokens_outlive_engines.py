@@ -37,7 +37,7 @@ def breaking(engine: Any, *, times: int) -> Any:
 
 def saved(floor: Any, group_id: int) -> list[int]:
     """Tokens of each unfinished sample that the ledger has of a group."""
-    data = floor.buffer_actor._store.ledger.payload(group_id)
+    data = floor.buffer_actor._groups.ledger.payload(group_id)
     return [] if data is None else [int(s.response_ids.size) for s in decode_partial(group_id, data)]
 
 
@@ -115,7 +115,7 @@ async def test_a_group_that_breaks_all_streams_is_given_up(tmp_path: Path, monke
         async with asyncio.timeout(30):
             while (await floor.buffer.stats()).dropped.get(POISON, 0) < 1:
                 await asyncio.sleep(0.01)
-        row = floor.buffer_actor._store.ledger.find(0)
+        row = floor.buffer_actor._groups.ledger.find(0)
         assert row is not None and row.reason == POISON and (await floor.buffer.stats()).dropped == {POISON: 1}
 
 
@@ -161,8 +161,8 @@ async def test_a_draw_says_whose_weights_the_engine_serves(tmp_path: Path, monke
     """Also when nobody heard that it adopted them: the number alone is not enough after the trainer went back."""
     async with data_floor(tmp_path) as floor:
         asked: list[Any] = []
-        hear = floor.buffer_actor._store.hear
-        monkeypatch.setattr(floor.buffer_actor._store, "hear", lambda request: asked.append(request) or hear(request))
+        hear = floor.buffer_actor._groups.hear
+        monkeypatch.setattr(floor.buffer_actor._groups, "hear", lambda request: asked.append(request) or hear(request))
         await floor.add("rollout/0", max_groups=1, lineage=4)
         await until(lambda: bool(asked), "it draws")
         assert {(request.version, request.lineage) for request in asked} == {(0, 4)}
@@ -184,7 +184,7 @@ async def test_a_fenced_actor_hands_its_groups_back_before_it_fails(tmp_path: Pa
         await floor.ref().fence(floor.rollouts["rollout/0"].ctx.epoch, "it stood still in a weight update")
         await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
         assert saved(floor, 0) == saved(floor, 1) == [1, 1]
-        poison = floor.buffer_actor._store.poison
+        poison = floor.buffer_actor._groups.poison
         assert 0 not in poison and 1 not in poison, "that was no doing of theirs"
 
 
@@ -202,7 +202,7 @@ async def test_groups_in_hand_when_an_engine_is_lost_are_counted(tmp_path: Path)
         await until(lambda: engine.open == 2 and engine.num_mute == 2, "two groups")
         is_lost.set()
         await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
-        poison = floor.buffer_actor._store.poison
+        poison = floor.buffer_actor._groups.poison
         assert 0 not in poison and 1 in poison, "unless they brought tokens"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from tests.buffer.conftest import NumberedRows
 
 from myxa.actors.buffer.cursor import PromptCursor
+from myxa.actors.buffer.quarantine import Quarantine
 from myxa.actors.data.prompts import RowOrder
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
@@ -56,7 +58,11 @@ class Desk:
 
     def open(self) -> None:
         self.ledger = Ledger(self.path, run="r", fingerprint=self.source.fingerprint, wall=lambda: 0.0)
-        self.cursor = PromptCursor(self.source, self.ledger)
+        self.cursor = PromptCursor(
+            self.source,
+            self.ledger,
+            Quarantine(self.path.with_suffix(".jsonl"), after=0, failures=(), log=logging.getLogger("myxa.test")),
+        )
 
     def restart(self) -> None:
         self.ledger.close()
@@ -66,11 +72,9 @@ class Desk:
         """As one draw of a rollout actor does it, and as often as it has to be asked."""
         given: list[Row] = []
         while True:
-            draft = self.cursor.draft(2)
-            while len(given) < num_groups and (row := draft.next()) is not None:
-                given.append(row)
-            self.ledger.dispatch(draft.rows, stretch=draft.stretch)
-            self.told |= draft.prompts
+            while len(given) < num_groups and (drawn := self.cursor.draw(2)) is not None:
+                given.append(drawn[0])
+                self.told[drawn[0].group_id] = drawn[1]
             if not self.cursor.is_searching:
                 return given
 

@@ -209,7 +209,7 @@ async def test_a_group_handed_back_goes_on_with_its_tokens(shop: Any) -> None:
         await desk.ref.return_group(GroupReturned(group_id=0, attempt=1, rollout="rollout/0"))
         assert (await desk.ref.stats()).states == {"DISPATCHED": 2}, "a late word of attempt 1 has no effect"
         assert await desk.ref.rollout_gone("rollout/1", 4) == 1
-        assert desk.buffer._store.ledger.find(0).version == 0, "the age of the kept tokens"
+        assert desk.buffer._groups.ledger.find(0).version == 0, "the age of the kept tokens"
         (once_more,) = (await desk.draw(max_groups=1)).assignments
         assert once_more.attempt == 3
         assert [s.response_ids.size for s in once_more.partial] == [3, 1], "kept although attempt 2 died with nothing"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.buffer.store import REATTACH_S
+from myxa.actors.buffer.groups import REATTACH_S
 from myxa.core.clock import ManualClock
 from myxa.core.errors import LedgerError
 

@@ -39,7 +39,7 @@ async def test_the_mix_is_used_from_the_next_draw_on_and_outlives_the_process(sh
         assert drawn == {"math": 6, "code": 2}
         assert (await desk.change(2, mix="math:1,code:0")).accepted
         assert set(names(await desk.draw(max_groups=3))) == {"math"}
-        gauges = desk.buffer._store.gauges()
+        gauges = desk.buffer._groups.gauges()
         assert (gauges["buffer/source/math/share"], gauges["buffer/source/code/share"]) == (1.0, 0.0)
         assert (gauges["buffer/source/math/drawn"], gauges["buffer/source/code/drawn"]) == (11.0, 4.0)
         assert "buffer/source/math/reward" not in gauges
@@ -109,7 +109,7 @@ async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:
         assert (found.prompt.row, found.prompt.pass_index) == (1009, 1)
         stats = await desk.ref.stats()
         assert stats.dropped == {"zero_variance": 1009, "out-of-window": 1009}
-        assert desk.buffer._store.gauges()["buffer/dropped/out-of-window"] == 1009
+        assert desk.buffer._groups.gauges()["buffer/dropped/out-of-window"] == 1009
 
 
 async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch)
     async with shop.open(rows=mixed(only=4).by_name["only"], max_staleness=9, limits=limits) as desk:
         for assignment in (await desk.draw(max_groups=4)).assignments:
             await desk.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
-        store, looks = desk.buffer._store, 0
+        store, looks = desk.buffer._groups, 0
         look = store.draw
 
         def counted(*args: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.actors.buffer.store import RESERVED_S, FairShare
+from myxa.actors.buffer.groups import RESERVED_S, FairShare
 
 FREE = 16
 
@@ -73,7 +73,7 @@ def even_level(actors: dict[str, tuple[int, int]], num_free: int) -> int:
 
 
 async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
-    monkeypatch.setattr("myxa.actors.buffer.store.RESERVED_S", 0.3)
+    monkeypatch.setattr("myxa.actors.buffer.groups.RESERVED_S", 0.3)
     async with shop.open(max_staleness=1, batch_size=8) as desk:
         await desk.fill()
         waiting = asyncio.ensure_future(desk.draw(rollout="rollout/1", version=0, wait_s=5.0))

@@ -28,7 +28,7 @@ async def test_a6_all_finished_groups_count_by_step(shop: Any) -> None:
 
         first = [await put(*each) for each in ((0, 0), (0, 1), (0, 0), (1, 1), (0, 0), (1, 0))]
         assert first == ["filtered", "ready", "filtered", "filtered", "filtered", "ready"]
-        gauges = desk.buffer._store.gauges()
+        gauges = desk.buffer._groups.gauges()
         assert gauges["buffer/newest/left_out"] == pytest.approx(4 / 6), "also before there is a step"
         await desk.train(0)
         for each in ((1, 1), (1, 0), (0, 1)):

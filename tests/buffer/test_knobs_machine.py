@@ -19,12 +19,12 @@ from tests.buffer.conftest import NumberedRows, make_group
 from tests.harness.decider import WHO, news
 
 from myxa.actors.buffer.filters import GroupFilters
-from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings
-from myxa.actors.buffer.store import BufferStore
+from myxa.actors.buffer.finished_groups import FinishedGroups
+from myxa.actors.buffer.groups import Groups
+from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues
 from myxa.actors.coordinator.knob_decisions import Decisions, OwnerStates, draft_change
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import OPEN, State
-from myxa.actors.weights.engine_versions import JudgedVersion
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.errors import ConfigError
@@ -66,21 +66,18 @@ class KnobsMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.ledger = Ledger(Path(self.folder.name) / "l.sqlite", run="m", fingerprint="f", wall=lambda: 0.0)
         admission = Admission(FIRST.on_stale, max_staleness=FIRST.max_staleness, batch_size=BATCH, window=FIRST.window)
-        live = LiveSettings(self.ledger, admission, FIRST, SamplingParams(max_new_tokens=FIRST.max_new_tokens))
-        self.store = BufferStore(
-            source=NumberedRows(7), ledger=self.ledger, admission=admission, settings=live, filters=GroupFilters("none", GROUP_FILTERS),
-            log=logging.getLogger("myxa.test"), started_s=-100.0,
-        )  # fmt: skip
         self.knobs = BufferKnobs(
-            "buffer", live, filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
-            retune=self.retune,
+            "buffer", self.ledger, admission, FIRST, SamplingParams(max_new_tokens=FIRST.max_new_tokens),
+            filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
         )  # fmt: skip
+        self.groups = Groups(
+            NumberedRows(7), self.knobs, GroupFilters("none", GROUP_FILTERS), BufferLimits(),
+            finished=FinishedGroups(), log=logging.getLogger("myxa.test"), started_s=-100.0,
+        )  # fmt: skip
+        self.knobs.use = self.groups.retune
         kept = ((name, value, self.force_epochs[name]) for name, value in self.in_force.items())
         values = [LiveKnob(name=n, target="", value=value, first=0, epoch=epoch, at=0) for n, value, epoch in kept]
         self.knobs.take(LiveKnobs(epoch=self.epoch, knobs=tuple(values)))
-
-    def retune(self, values: Any, epoch: int) -> None:
-        self.store.retune(values, epoch)
 
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
@@ -93,14 +90,14 @@ class KnobsMachine(RuleBasedStateMachine):
     def change(self, data: st.DataObject, names: list[str]) -> None:
         values = {name: data.draw(CHANGES[name], label=name) for name in names}
         self.epoch += 1
-        before = self.store.settings.values
+        before = self.knobs.values
         roster = OwnerStates([self.knobs.sheet()], {})
         try:
             draft = draft_change(ChangeRequest(values=values, who=WHO), roster, Decisions("none"))
         except ConfigError:
             return
         verdict = self.knobs.judge(draft.wanted["buffer"], 0)
-        assert self.store.settings.values == before, "judged only"
+        assert self.knobs.values == before, "judged only"
         if verdict.refusal:
             return
         self.knobs.take(news(self.epoch, **values))
@@ -113,21 +110,21 @@ class KnobsMachine(RuleBasedStateMachine):
         epoch = self.force_epochs.get(name, 0) - back + 1
         if epoch < 1:
             return
-        before = self.store.settings.values
+        before = self.knobs.values
         if epoch < self.force_epochs[name] or not self.knobs.heard:
             self.knobs.take(news(epoch, **{name: data.draw(CHANGES[name])}))
-        assert self.store.settings.values == before
+        assert self.knobs.values == before
 
     @rule(ahead=st.one_of(st.none(), st.integers(0, 3)))
     def pause(self, ahead: int | None) -> None:
         self.rests_at = None if ahead is None else self.ledger.next_step + ahead
         self.is_paused = True
-        self.store.settings.pause(True, self.rests_at)
+        self.knobs.pause(True, self.rests_at)
 
     @rule()
     def go_on(self) -> None:
         self.is_paused, self.rests_at = False, None
-        self.store.settings.pause(False)
+        self.knobs.pause(False)
 
     @rule()
     def restart(self) -> None:
@@ -143,18 +140,18 @@ class KnobsMachine(RuleBasedStateMachine):
     def draw(self, count: int, behind: int) -> None:
         version = max(self.step - behind, 0)
         request = self._asks(version, count)
-        self.store.hear(request)
-        for assignment in self.store.draw(request, JudgedVersion(version), 0.0):
+        self.groups.hear(request)
+        for assignment in self.groups.draw(request, 0.0)[0]:
             group_id = assignment.prompt.group_id
             assert group_id not in self.out, "given out twice"
             told = (assignment.knobs, assignment.sampling, assignment.num_samples)
-            now = self.store.settings
+            now = self.knobs
             assert self.first_terms.setdefault(group_id, told) == told
             if assignment.attempt == 1:
-                assert told == (now.epoch, now.terms.sampling, now.values.num_samples)
+                assert told == (now.terms_epoch, now.terms.sampling, now.values.num_samples)
             self.out[group_id] = assignment
         if self.is_paused and self.rests_at is None:
-            assert self.store.why_no_work(request, version, 0.0) in ("paused", "finished")
+            assert self.groups.draw(request, 0.0)[1] in ("paused", "finished")
 
     @precondition(lambda self: bool(self.out))
     @rule(data=st.data(), flat=st.booleans())
@@ -168,15 +165,15 @@ class KnobsMachine(RuleBasedStateMachine):
         group = msgspec.structs.replace(
             make_group(assignment, (row.version if row else 0,), rewards), knobs=assignment.knobs
         )
-        assert self.store.put(group, assignment.attempt, "r")[0].outcome != "duplicate"
-        assert self.store.put(group, assignment.attempt, "r")[0].outcome in ("duplicate", "stale-attempt")
+        assert self.groups.put(group, assignment.attempt, "r")[0].outcome != "duplicate"
+        assert self.groups.put(group, assignment.attempt, "r")[0].outcome in ("duplicate", "stale-attempt")
 
     @precondition(lambda self: bool(self.out))
     @rule(data=st.data())
     def hand_back(self, data: st.DataObject) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.out)))
         returned = GroupReturned(group_id=group_id, attempt=self.out.pop(group_id).attempt, rollout="r")
-        assert self.store.take_back(returned, 0.0)
+        assert self.groups.take_back(returned, 0.0)
 
     @rule(rounds=st.integers(1, 3), size=st.integers(2, 5), is_trained=st.booleans())
     def work(self, rounds: int, size: int, is_trained: bool) -> None:
@@ -190,21 +187,21 @@ class KnobsMachine(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
-        if not self.store.settings.serves(self.step) and not self.ledger.claim_of(self.step):
+        if not self.knobs.serves(self.step) and not self.ledger.claim_of(self.step):
             assert self.is_paused
             assert self.rests_at is None or self.step >= self.rests_at
             return
-        batch = self.store.claim(self.step)
+        batch = self.groups.claim(self.step)
         if not batch:
             return
         assert len(batch) == BATCH
-        for group, oldest in zip(self.store.fetch(batch), batch.values(), strict=True):
-            assert self.step - oldest <= self.store.settings.values.max_staleness
+        for group, oldest in zip(self.groups.fetch(batch), batch.values(), strict=True):
+            assert self.step - oldest <= self.knobs.values.max_staleness
             assert len(group.rewards) == self.first_terms[group.group_id][2]
         ids = list(batch)
         assert not set(ids) & set(self.trained), "trained twice"
         self.trained += ids
-        self.store.trained(self.step)
+        self.groups.trained(self.step)
         self.step += 1
         if self.rests_at is not None:
             assert self.step <= self.rests_at
@@ -215,17 +212,17 @@ class KnobsMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "ledger"):
             return
-        values = self.store.settings.values
+        values = self.knobs.values
         for name, value in self.in_force.items():
             assert getattr(values, name) == value
-        assert self.store.settings.epoch == self.knobs.epoch == max(self.force_epochs.values(), default=0)
+        assert self.knobs.terms_epoch == self.knobs.epoch == max(self.force_epochs.values(), default=0)
         states = self.ledger.tally.states
         assert sum(states.values()) == self.ledger.next_group_id == len(self.first_terms)
         assert states.get(State.TRAINED, 0) == len(self.trained)
         num_open = len(self.ledger.rows(*OPEN))
-        assert num_open == self.store.admission.num_open, "ledger and admission know the same groups"
+        assert num_open == self.groups.admission.num_open, "ledger and admission know the same groups"
         if self.rests_at is not None and num_open < (self.rests_at - self.ledger.next_step) * BATCH:
-            assert self.store.why_no_work(self._asks(self.step), self.step, 0.0) != "paused", (
+            assert self.groups.why_no_work(self._asks(self.step), self.step, 0.0) != "paused", (
                 "not before it has all that it needs"
             )
         open_now = {row.group_id for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}

@@ -140,11 +140,11 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.groups[group_id]
         row = Row(group_id, known.draw, -1, 1, rollout="r2", epoch=2, version=0)
         if known.state is State.REQUEUED:
-            self.ledger.dispatch(again=[row])
+            self.ledger.dispatch([row])
             known.state = State.DISPATCHED
         else:
             with pytest.raises(LedgerError):
-                self.ledger.dispatch(again=[row])
+                self.ledger.dispatch([row])
 
     @rule(size=st.integers(1, 3), ahead=st.integers(0, 1))
     def claim(self, size: int, ahead: int) -> None:

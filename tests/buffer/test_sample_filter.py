@@ -69,7 +69,7 @@ async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any) -> None
         lost = await desk.put_group(cut(make_group(third), 0, 1), 1, "rollout/0")
         assert (lost.outcome, lost.reason) == ("filtered", 'masked {"truncated":2}')
         assert (await desk.ref.stats()).dropped == {"all-masked": 1}
-        assert desk.buffer._store.gauges()["buffer/masked/truncated"] == 1.0, "of groups that are kept"
+        assert desk.buffer._groups.gauges()["buffer/masked/truncated"] == 1.0, "of groups that are kept"
         shown = {
             one.group.group_id: [int(s.loss_mask.sum()) for s in one.group.samples] for one in await desk.ref.recent(3)
         }
@@ -87,7 +87,7 @@ async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any) -> None
     db.close()
     assert [text for (text,) in found[:2]] == ['masked {"truncated":1}', ""]
     async with shop.open(of_samples=truncated) as desk:
-        gauges = desk.buffer._store.gauges()
+        gauges = desk.buffer._groups.gauges()
         assert gauges["buffer/masked/truncated"] == 1.0, "counted once, also by the next buffer"
 
 

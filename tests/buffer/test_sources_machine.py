@@ -99,7 +99,7 @@ class SourcesMachine(RuleBasedStateMachine):
             rows: list[Any] = [desk.ledger.find(group_id) for group_id in range(desk.ledger.next_group_id)]
             for row in rows:
                 if row.group_id in desk.told:
-                    assert desk.cursor.prompt_of(row) == desk.told[row.group_id]
+                    assert desk.cursor.sources.prompt(row) == desk.told[row.group_id]
                 else:
                     assert row.reason == OUT_OF_WINDOW
                 if row.redraw_of >= 0:

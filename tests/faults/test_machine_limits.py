@@ -44,7 +44,7 @@ acked = []
 try:
     for number in range(10_000):
         row = Row(number, number, -1, 1, rollout="rollout/0", epoch=1, version=0)
-        ledger.dispatch([row], [])
+        ledger.dispatch([row])
         ledger.finish(number, b"x" * 5000, version=0, num_tokens=1)
         acked.append(number)
 except LedgerError as error:

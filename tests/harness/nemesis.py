@@ -36,9 +36,9 @@ _COORDINATOR = "actors.coordinator.coordinator:Coordinator"
 _STEP = "actors.backends.trained_model:Learner"
 _CHECKPOINT = "actors.backends.checkpoint"
 POINTS: dict[str, tuple[str, ...]] = {
-    "buffer.dispatch": ("after actors.buffer.store:BufferStore.draw",),  # written down as given, not answered
+    "buffer.dispatch": ("after actors.buffer.groups:Groups._give",),  # written down as given, not answered
     "buffer.put": (f"before {_BUFFER}.put_groups",),
-    "buffer.claim": ("after actors.buffer.store:BufferStore.claim",),  # written down as formed, not answered
+    "buffer.claim": ("after actors.buffer.groups:Groups.claim",),  # written down as formed, not answered
     "buffer.trained": (f"before {_BUFFER}.trained",),
     "buffer.durable": (f"before {_BUFFER}.durable",),
     "rollout.partial": ("before actors.stream_checks:_Stream.wrong",),  # tokens of an answer are there

@@ -30,7 +30,7 @@ from tests.harness.inside import inside
 from tests.harness.run_job import Job, audit, events, make_job
 from tests.rewards.world import call_here
 
-from myxa.actors.buffer.store import NUM_BATCHES, StarvationCheck
+from myxa.actors.buffer.groups import NUM_BATCHES, StarvationCheck
 from myxa.actors.models.safetensors_file import open_safetensors
 from myxa.actors.rewards.guard import GroupBudget
 from myxa.core.errors import (

@@ -13,7 +13,7 @@ from tests.harness.waiting import until
 from tests.knobs.coordinator_room import WHO, Room, open_room
 from tests.knobs.knob_maker import FIRST, Desk, make_desk
 
-from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings
+from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues
 from myxa.actors.contracts import CoordinatorContract, RolloutContract
 from myxa.actors.coordinator.audit import read_audit
 from myxa.actors.knobs.owner import OwnsKnobs
@@ -42,10 +42,9 @@ class Buffer(OwnsKnobs):
 
     async def on_start(self) -> None:
         admission = Admission("pace", max_staleness=1, batch_size=4)
-        self.settings = LiveSettings(self.ledger, admission, BUFFER_FIRST, SamplingParams())
-        self.knob_owner = BufferKnobs(
-            self.ctx.name, self.settings, filters=("none", "zero_variance"), limits=BufferLimits(),
-            retune=lambda values, epoch: [*self.settings.change(values, epoch)].clear(),
+        self.live = self.knob_owner = BufferKnobs(
+            self.ctx.name, self.ledger, admission, BUFFER_FIRST, SamplingParams(),
+            filters=("none", "zero_variance"), limits=BufferLimits(),
         )  # fmt: skip
 
     async def on_stop(self, why: str) -> None:
@@ -78,7 +77,7 @@ class Engine(OwnsKnobs, RolloutContract):
 
     async def commit_weights(self, version: int) -> WeightAck:
         if not self.at_first_weights and self._buffer is not None:
-            self.at_first_weights = {**self.desk.values, "temperature": self._buffer.settings.values.temperature}
+            self.at_first_weights = {**self.desk.values, "temperature": self._buffer.live.values.temperature}
         return WeightAck(rollout=self.ctx.name, version=version, accepted=True)
 
 
@@ -154,7 +153,7 @@ async def test_values_that_only_fit_together_come_back_together(tmp_path: Path) 
     )
     buffer, engine = Buffer(tmp_path / "ledger.sqlite"), Engine()
     async with open_room(tmp_path, live, 5, beside={"buffer": buffer, "rollout/0": engine}) as room:
-        values = buffer.settings.values
+        values = buffer.live.values
         assert (values.window, values.max_staleness, values.top_p) == (20, 9, 0.5)
         assert restored(room) == [({"window": 20, "max_staleness": 9, "top_p": 0.5}, "")]
 
@@ -180,7 +179,7 @@ async def test_no_epoch_is_given_to_two_changes(tmp_path: Path, live: LiveKnobs)
         assert reply.epoch > 7
         assert {r.epoch for r in read_audit(room.audit)}.isdisjoint(range(1, 8))
         assert (await room.ref.live_knobs()).epoch == reply.epoch
-        assert buffer.settings.terms.knobs == reply.epoch
+        assert buffer.live.terms.knobs == reply.epoch
 
 
 async def test_a_value_whose_time_is_over_goes_back_once_that_can_be_recorded(

@@ -33,11 +33,9 @@ class Shop:
         self.cursor = PromptCursor(source, self.ledger, self.quarantine)
 
     def draw(self, num_groups: int) -> list[Row]:
-        draft = self.cursor.draft(2)
         new: list[Row] = []
-        while len(new) < num_groups and (drawn := draft.next()) is not None:
-            new.append(drawn)
-        self.ledger.dispatch(draft.rows, stretch=draft.stretch)
+        while len(new) < num_groups and (drawn := self.cursor.draw(2)) is not None:
+            new.append(drawn[0])
         return new
 
     def drop(self, row: Row, reason: str, detail: str = "it raised") -> None:

@@ -1,42 +1,35 @@
-"""What the buffer decides, without waiting: the ledger, admission and the prompt source in step.
+"""What the buffer decides, without waiting, and writes: ledger, admission and prompt source in step.
 
-Every method is one event. The ledger is written first and admission follows; where admission has to answer first
-(draw, claim) and the ledger then cannot be written, admission is rebuilt from the ledger.
+Every method is one event. The ledger is written first, and admission follows. An error of the ledger's file ends this
+object: the next one is made from what the file has.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ...algos.staleness import Admission, LinePlace, LineStage, Overdue
+from ...algos.staleness import LinePlace, LineStage, Overdue
 from ...core.errors import DataError, LedgerError
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupReturned, PutResult
 from ...core.protocols import MixedSources, PromptSource
-from ...core.samples import NO_VERSION, Group, Sample
-from ..ledger.ledger import Ledger, masked_text
+from ...core.samples import NO_VERSION, Group, Prompt, Sample
+from ..ledger.ledger import masked_text
 from ..ledger.states import LEFTOVER, OPEN, Row, State, encode
 from ..weights.engine_versions import EngineVersions, JudgedVersion, Rewind, ServedWeights
-from .cursor import Draft, PromptCursor
+from .cursor import PromptCursor
 from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
-from .finished_groups import (
-    INVALID,
-    FinishedGroups,
-    num_response_tokens,
-    num_tokens_of,
-    wrong_in_group,
-    wrong_in_partial,
-)
-from .knobs import LiveSettings
-from .quarantine import POISON, PoisonTracker, Quarantine
+from .finished_groups import INVALID, FinishedGroups, num_tokens_of, wrong_in_group, wrong_in_partial
+from .knobs import BufferKnobs, BufferLimits
+from .quarantine import POISON, PoisonTracker, open_quarantine
 
 REATTACH_S = 10.0
 """After a restart of the buffer, a group waits so long for the actor that still holds it."""
@@ -56,42 +49,57 @@ _REWINDS = "rewinds"
 _STAGES = {State.DISPATCHED: LineStage.UNDER_WAY, State.REQUEUED: LineStage.WAITING, State.READY: LineStage.READY}
 
 
-class BufferStore:
-    """All state of the buffer. Raises LedgerError, DataError, UserCodeError; never for what a rollout actor sends."""
+class Groups:
+    """The groups of a run: who works on which, and what becomes of each. Raises LedgerError, DataError, UserCodeError;
+    never for what a rollout actor sends."""
 
     def __init__(
         self,
-        *,
         source: PromptSource | MixedSources,
-        ledger: Ledger,
-        admission: Admission,
-        settings: LiveSettings,
+        knobs: BufferKnobs,
         filters: GroupFilters,
+        limits: BufferLimits,
+        *,
+        finished: FinishedGroups,
         log: logging.Logger,
         started_s: float,
-        quarantine: Quarantine | None = None,
-        max_deaths: int = 3,
     ) -> None:
-        """`max_deaths`: of actors, that one group may bring about (`PoisonTracker`)."""
-        self.ledger = ledger
+        """Of the ledger and admission of `knobs`. `finished`: gets what is known of finished groups."""
+        self.knobs = knobs
+        self.ledger = ledger = knobs.ledger
+        self.admission = knobs.admission
         self.versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
-        self.admission = admission
-        self.settings = settings
+        quarantine = open_quarantine(ledger.path.parent, source, ledger, limits.quarantine_after, log)
         self.cursor = PromptCursor(source, ledger, quarantine)
-        self.cursor.use(settings.values.mix, settings.values.difficulty)
-        self.poison = PoisonTracker(ledger, max_deaths)
+        self.cursor.use(knobs.values.mix, knobs.values.difficulty)
+        self.poison = PoisonTracker(ledger, limits.max_deaths)
         self.shares = FairShare()
-        self._reattach_until_s = started_s + REATTACH_S
-        self._filters = filters
-        self._log = log
+        self.starvation = StarvationCheck(self.admission.batch_size)
+        self.finished = finished
         self.is_finished = False
         """No batch will ever come again."""
-        self.starvation = StarvationCheck(admission.batch_size)
-        self.finished = FinishedGroups()
-        self._rebuild()
+        self._filters = filters
+        self._log = log
+        self._reattach_until_s = started_s + REATTACH_S
+        self._restore_line()
+
+    def _restore_line(self) -> None:
+        """Admission from the ledger: at the start, and after a rewind."""
+        ledger = self.ledger
+        places = [
+            LinePlace(row.group_id, row.version, _STAGES.get(row.state, LineStage.TAKEN)) for row in ledger.line()
+        ]
+        self._drop_overdue(
+            self.admission.restore(places, next_step=ledger.next_step, newest_version=ledger.newest_version)
+        )
+
+    # ---- handing out
 
     def hear(self, request: DrawRequest) -> None:
-        """What a rollout actor reports of itself in a draw: its incarnation, and the groups that it holds."""
+        """What a rollout actor reports of itself in a draw: its incarnation, the weights that its engine serves, and
+        the groups that it holds."""
+        weights = ServedWeights(request.lineage, request.version)
+        self.versions.reported(request.rollout, request.epoch, weights)
         owned, holding = self._owned_by(request.rollout), request.holding
         self._died([row for row in owned if row.epoch < request.epoch], f"{request.rollout} restarted")
         if holding is None:
@@ -99,44 +107,62 @@ class BufferStore:
         now = [row for row in owned if row.epoch == request.epoch]
         self._requeue([row for row in now if row.group_id not in holding], f"{request.rollout} does not have it")
         kept = [row for row in now if row.group_id in holding and row.state is State.REQUEUED]
-        if kept:
-            self.ledger.reattach([row.group_id for row in kept])
-            for row in kept:
-                self.admission.dispatched(row.group_id, row.version)
+        self.ledger.reattach([row.group_id for row in kept])
+        for row in kept:
+            self.admission.dispatched(row.group_id, row.version)
 
-    def serving(self, request: DrawRequest) -> JudgedVersion:
-        """What the engine that asks counts as serving."""
+    def draw(self, request: DrawRequest, now_s: float) -> tuple[list[Assignment], DrawBlock]:
+        """Groups for the engine that asks: first what was handed back, then new draws. Or why there are none."""
         announced = ServedWeights(request.lineage, request.version)
-        return self.versions.serving(request.rollout, request.epoch, announced, self.admission.newest_version)
+        newest = self.admission.newest_version
+        served = self.versions.serving(request.rollout, request.epoch, announced, newest)
+        given = [] if self.is_finished else self._give(request, served, now_s)
+        is_hungry = not given and (request.max_groups > 0 or self.is_finished)
+        return given, self.why_no_work(request, served.version, now_s) if is_hungry else ""
 
-    def draw(self, request: DrawRequest, served: JudgedVersion, now_s: float) -> list[Assignment]:
-        """Groups for an engine that serves that: first what was handed back, then new draws."""
+    def _give(self, request: DrawRequest, served: JudgedVersion, now_s: float) -> list[Assignment]:
+        self.cursor.is_searching = self.cursor.is_waiting = False  # no search while nothing is given
+        given: list[Assignment] = []
+        if not self.knobs.serves(self.ledger.next_step):
+            return given
         version, is_undone = served.version, served.is_undone
-        draft = self.cursor.draft(self.settings.values.num_samples)  # first: no search while nothing is given
-        if not self.settings.serves(self.ledger.next_step):
-            return []
-        again: list[Row] = []
-        try:
-            waiting, max_groups = self._turn(request, version, now_s)
+        theirs = {"rollout": request.rollout, "epoch": request.epoch}
+        waiting, max_groups = self._turn(request, version, now_s)
+        with self.ledger.together():
             for row in waiting:
-                if len(again) < max_groups and self.admission.may_dispatch(version, row.group_id):
+                if len(given) < max_groups and self.admission.may_dispatch(version, row.group_id):
+                    prompt, partial = self.cursor.sources.prompt(row), self.ledger.partial(row.group_id)
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
-                    again.append(row)
-            num_new = min(max_groups - len(again), self._num_new(request, now_s))
-            while len(draft.prompts) < num_new and self.admission.may_dispatch(version):
-                drawn = None if self._has_enough else draft.next()
+                    again = replace(row, version=self.admission.version_of(row.group_id), **theirs)
+                    given += (self._assignment(one, prompt, partial) for one in self.ledger.dispatch([again]))
+            num_groups = len(given) + min(max_groups - len(given), self._num_new(request, now_s))
+            while len(given) < num_groups and self.admission.may_dispatch(version) and not self._has_enough:
+                drawn = self.cursor.draw(
+                    self.knobs.values.num_samples,
+                    version=min(version, self.admission.newest_version),
+                    terms=self.ledger.number_terms(self.knobs.terms),
+                    **theirs,
+                )
                 if drawn is None:
                     break
-                self.admission.dispatched(drawn.group_id, version, is_undone=is_undone)
-            given = self._dispatch(again, draft, request, min(version, self.admission.newest_version))
-        except BaseException:
-            self._rebuild()
-            raise
+                self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
+                given.append(self._assignment(*drawn))
         if given:
             self.shares.served(request.rollout)
-        num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
-        self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
+            num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
+            self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
         return given
+
+    def _assignment(self, row: Row, prompt: Prompt, partial: tuple[Sample, ...] = ()) -> Assignment:
+        terms = self.ledger.terms_of(row)
+        return Assignment(
+            prompt=prompt,
+            attempt=row.attempt,
+            num_samples=row.num_samples,
+            sampling=terms.sampling,
+            partial=partial,
+            knobs=terms.knobs,
+        )
 
     def waits(self, request: DrawRequest, blocked_by: DrawBlock, now_s: float) -> float:
         """That draw is held. When to look again even if nothing happens."""
@@ -145,34 +171,10 @@ class BufferStore:
         free_at_s = self.shares.next_change_s(request.rollout, now_s)
         return math.inf if free_at_s is None else free_at_s
 
-    def _dispatch(self, again: list[Row], draft: Draft, request: DrawRequest, version: int) -> list[Assignment]:
-        if not (again or draft.rows):
-            return []
-        partials = {row.group_id: self.ledger.partial(row.group_id) for row in again}
-        theirs = {"rollout": request.rollout, "epoch": request.epoch}
-        started = [replace(row, **theirs, version=self.admission.version_of(row.group_id)) for row in again]
-        number = self.ledger.number_terms(self.settings.terms) if draft.prompts else 0
-        given = {"version": version, "terms": number, **theirs}
-        drawn = [row if row.reason else replace(row, **given) for row in draft.rows]
-        prompts = {row.group_id: self.cursor.prompt_of(row) for row in again} | draft.prompts
-        assignments: list[Assignment] = []
-        for row in self.ledger.dispatch(drawn, started, draft.stretch):
-            terms = self.ledger.terms_of(row)
-            work = Assignment(
-                prompt=prompts[row.group_id],
-                attempt=row.attempt,
-                num_samples=row.num_samples,
-                sampling=terms.sampling,
-                partial=partials.get(row.group_id, ()),
-                knobs=terms.knobs,
-            )
-            assignments.append(work)
-        return sorted(assignments, key=lambda work: work.prompt.group_id not in partials)  # those handed back first
-
     def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
         if self.is_finished:
             return "finished"
-        if not self.settings.serves(self.ledger.next_step) or self._has_enough:
+        if not self.knobs.serves(self.ledger.next_step) or self._has_enough:
             return "paused"
         allowed, max_groups = self._turn(request, version, now_s)
         handed_back = self._handed_back(request, now_s)
@@ -206,7 +208,7 @@ class BufferStore:
     @property
     def _has_enough(self) -> bool:
         """Paused, and all groups of the steps that are still to be made are drawn."""
-        if (until := self.settings.until_step) is None:
+        if (until := self.knobs.until_step) is None:
             return False
         return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
 
@@ -221,60 +223,55 @@ class BufferStore:
         rows, is_late = self.ledger.rows(State.REQUEUED), now_s >= self._reattach_until_s
         return [row for row in rows if is_late or row.rollout in ("", request.rollout)]
 
+    # ---- taking back
+
     def put(self, group: Group, attempt: int, rollout: str) -> tuple[PutResult, Group]:
         """A finished group, and as it is kept: some of its members may be masked. Only the attempt and actor that have
         it now are heard."""
-        group_id = group.group_id
+        group_id, num_tokens = group.group_id, num_tokens_of(group.samples)
         row = self.ledger.find(group_id)
         if row is None:
             return PutResult(outcome="stale-attempt", reason=f"group {group_id} was never drawn"), group
-        is_theirs = (row.attempt, row.rollout) == (attempt, rollout)
-        if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
-            return self._answer_again(row, group, is_theirs), group
+        if (row.attempt, row.rollout) != (attempt, rollout) or row.state not in (State.DISPATCHED, State.REQUEUED):
+            return self._answer_again(row, num_tokens, (attempt, rollout)), group
         self.poison.finished((rollout, row.epoch), group_id)
-        wrong = wrong_in_group(group, self.cursor.prompt_of(row), row.num_samples)
-        reason = INVALID if wrong else self._filters.by_name[self.settings.values.group_filter](group)
-        whole, detail, payload, note = group, wrong or "", b"", ""
-        if wrong:
-            self._log.warning("group %d of %s is dropped: %s", group_id, rollout, wrong)
+        kept, payload, note = group, b"", ""
+        detail = wrong_in_group(group, self.cursor.sources.prompt(row), row.num_samples) or ""
+        reason = INVALID if detail else self._filters.by_name[self.knobs.values.group_filter](group)
+        if detail:
+            self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
         if reason is None:
-            group, masked = mask_members(group, self._filters.of_samples)
-            reason, note = (ALL_MASKED if masked and is_all_masked(group) else None), masked_text(masked)
+            kept, masked = mask_members(group, self._filters.of_samples)
+            reason, note = (ALL_MASKED if masked and is_all_masked(kept) else None), masked_text(masked)
         if reason is None:
             try:
-                payload = encode(group)
+                payload = encode(kept)
             except ValueError as error:
                 reason, detail = INVALID, str(error)
         reward = None if reason == INVALID else float(group.rollout_rewards().mean(dtype=np.float64))
         if reason is None:
-            result = self._keep(group, payload, row.version, reward, note)
+            stamp = kept.oldest_version()
+            version = row.version if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
+            self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward, note=note)
+            self.admission.ready(group_id, version)
+            self.starvation.kept()
         else:
-            result, group = self._refuse(row, reason, detail or note, num_response_tokens(group), reward), whole
+            detail = detail or note
+            self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens, reward=reward)
+            self.admission.filtered(group_id)
+            self.starvation.left_out(reason, detail)
         if reward is not None:
             self.cursor.finished(row, reward)
-            self.finished.add(row.source, group, reward, is_left_out=result.outcome == "filtered")
-        return result, group
+            self.finished.add(row.source, group, reward, is_left_out=reason is not None)
+        if reason is None:
+            return PutResult(outcome="ready"), kept
+        return PutResult(outcome="filtered", reason=detail or reason), group
 
-    def _refuse(self, row: Row, reason: str, detail: str, num_tokens: int, reward: float | None) -> PutResult:
-        group_id = row.group_id
-        self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens, reward=reward)
-        self.admission.filtered(group_id)
-        self.starvation.left_out(reason, detail)
-        return PutResult(outcome="filtered", reason=detail or reason)
-
-    def _keep(self, group: Group, payload: bytes, announced: int, reward: float | None, note: str) -> PutResult:
-        group_id, stamp, num_tokens = group.group_id, group.oldest_version(), num_response_tokens(group)
-        version = announced if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
-        self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward, note=note)
-        self.admission.ready(group_id, version)
-        self.starvation.kept()
-        return PutResult(outcome="ready")
-
-    def _answer_again(self, row: Row, group: Group, is_theirs: bool) -> PutResult:
+    def _answer_again(self, row: Row, num_tokens: int, theirs: tuple[int, str]) -> PutResult:
         if row.state is State.DROPPED and row.num_tokens < 0:
-            self.ledger.note_length(row.group_id, num_response_tokens(group))
+            self.ledger.note_length(row.group_id, num_tokens)
             return PutResult(outcome="stale-attempt", reason=f"was dropped meanwhile: {row.reason}")
-        if is_theirs:
+        if theirs == (row.attempt, row.rollout):
             return PutResult(outcome="duplicate", reason=f"is {row.state}")
         return PutResult(outcome="stale-attempt", reason=f"is {row.state} in attempt {row.attempt} of {row.rollout!r}")
 
@@ -326,64 +323,61 @@ class BufferStore:
         """Their actor or engine ended while it held them. If the buffer restarted meanwhile, that does not count."""
         self._requeue(rows, detail, partial)
         dispatched = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
-        actors = {group_id: (row.rollout, row.epoch) for group_id, row in dispatched.items()}
-        for group_id in self.poison.died(actors):
+        for group_id in self.poison.died({row.group_id: (row.rollout, row.epoch) for row in dispatched.values()}):
             self._give_up(dispatched[group_id], POISON, self.poison.why())
 
     def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
-        if not rows:
-            return
         data = encode(partial) if partial else None
-        held = {row.group_id: partial or self.ledger.partial(row.group_id) for row in rows}
-        stamps = {group_id: oldest_version(samples, NO_VERSION) for group_id, samples in held.items()}
-        oldest = {group_id: self.admission.counted(group_id, stamp) for group_id, stamp in stamps.items()}
-        self.ledger.requeue([(row.group_id, data, oldest[row.group_id]) for row in rows], detail)
+        oldest: dict[int, int] = {}
         for row in rows:
-            self.admission.requeued(row.group_id, oldest[row.group_id])
+            held = partial or self.ledger.partial(row.group_id)
+            stamp = min((at for at in (sample.oldest_version() for sample in held) if at >= 0), default=NO_VERSION)
+            oldest[row.group_id] = self.admission.counted(row.group_id, stamp)
+        self.ledger.requeue([(group_id, data, version) for group_id, version in oldest.items()], detail)
+        for group_id, version in oldest.items():
+            self.admission.requeued(group_id, version)
+
+    def _owned_by(self, rollout: str) -> list[Row]:
+        return [row for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED) if row.rollout == rollout]
+
+    def _held(self, group_id: int, attempt: int, rollout: str) -> Row | None:
+        row = self.ledger.find(group_id)
+        if row is None or row.state not in (State.DISPATCHED, State.REQUEUED):
+            return None
+        return row if (row.attempt, row.rollout) == (attempt, rollout) else None
+
+    # ---- training
 
     def claim(self, step: int) -> dict[int, int]:
         """The batch of `step`, now or again: group -> version of its oldest token; empty while it cannot be formed.
         Sets `is_finished` when it never will."""
-        if held := self._batch(step):
-            return held
-        if step != self.ledger.next_step:
+        ledger = self.ledger
+        if held := ledger.claim_of(step):
+            return {row.group_id: row.version for row in held}
+        if step != ledger.next_step:
             raise LedgerError(
-                f"step {step} asks for a batch, but the next step is {self.ledger.next_step}",
+                f"step {step} asks for a batch, but the next step is {ledger.next_step}",
                 remedy="a trainer that starts from a checkpoint first calls rewind with its version",
             )
         if self.is_finished:
             return {}
-        try:
+        with ledger.together():
             selection = self.admission.select(step)
             self._drop_overdue(selection.overdue)
             if selection.claim is not None:
-                self.ledger.claim(step, selection.claim)
-                return self._batch(step)
-        except BaseException:
-            self._rebuild()
-            raise
+                ledger.claim(step, selection.claim)
+                return {row.group_id: row.version for row in ledger.claim_of(step)}
         if self.admission.num_open < self.admission.batch_size and not self.cursor.has_next:
-            leftovers = self.ledger.rows(*OPEN)
-            self.ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
+            leftovers = ledger.rows(*OPEN)
+            ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
             for row in leftovers:
                 self.admission.filtered(row.group_id)
             self.is_finished = True
         return {}
 
-    def _batch(self, step: int) -> dict[int, int]:
-        return {row.group_id: row.version for row in self.ledger.claim_of(step)}
-
     def fetch(self, group_ids: Iterable[int]) -> tuple[Group, ...]:
         """Payloads in the order asked for. Raises LedgerError naming the first group that has none."""
         return tuple(self.ledger.group(group_id) for group_id in group_ids)
-
-    def first_of_batch(self, step: int, num_groups: int) -> tuple[Group, ...]:
-        """So many groups of the batch of `step` that was claimed, as far as they can be read: for people."""
-        try:
-            return self.fetch(list(self._batch(step))[:num_groups])
-        except LedgerError as error:
-            self._log.info("step %d: its samples cannot be shown: %s", step, error)
-            return ()
 
     def trained(self, step: int) -> bool:
         """The batch of `step` was trained; False if that was known."""
@@ -396,23 +390,24 @@ class BufferStore:
         """Training continues from `version`, with a leader of that epoch; returns how many groups are READY again."""
         num_ready = self.ledger.rewind(version)
         self.is_finished = False
-        self._rebuild()
+        self._restore_line()
         self.versions.rewound(version, lineage)
         self.ledger.remember(_REWINDS, msgspec.json.encode(self.versions.rewinds).decode())
         return num_ready
 
-    def retune(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
-        """Other values of knobs from now on; returns what had to be dropped for them."""
-        overdue = self.settings.change(values, epoch)
-        self.cursor.use(self.settings.values.mix, self.settings.values.difficulty)
+    def retune(self, values: Mapping[str, KnobValue], epoch: int) -> int:
+        """Other values of knobs from now on; returns how many groups had to be dropped for them."""
+        overdue = self.knobs.change(values, epoch)
+        self.cursor.use(self.knobs.values.mix, self.knobs.values.difficulty)
         self._drop_overdue(overdue)
-        return overdue
+        return len(overdue)
 
     def _drop_overdue(self, overdue: tuple[Overdue, ...]) -> None:
-        if overdue:
-            self.ledger.drop([(item.group_id, item.reason) for item in overdue])
+        self.ledger.drop([(item.group_id, item.reason) for item in overdue])
         for item in overdue:
             self.poison.forget(item.group_id)
+
+    # ---- figures
 
     def stats(self) -> BufferStats:
         tally, states = self.ledger.tally, self.ledger.tally.states
@@ -462,30 +457,6 @@ class BufferStore:
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
         left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
         return f"{self.ledger.next_draw} prompts drawn{left_out}"
-
-    def _rebuild(self) -> None:
-        """Admission from the ledger: at the start, after a rewind, and when the ledger could not be written."""
-        places = [
-            LinePlace(row.group_id, row.version, _STAGES.get(row.state, LineStage.TAKEN)) for row in self.ledger.line()
-        ]
-        known = self.ledger
-        overdue = self.admission.restore(places, next_step=known.next_step, newest_version=known.newest_version)
-        self._drop_overdue(overdue)
-
-    def _owned_by(self, rollout: str) -> list[Row]:
-        return [row for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED) if row.rollout == rollout]
-
-    def _held(self, group_id: int, attempt: int, rollout: str) -> Row | None:
-        row = self.ledger.find(group_id)
-        if row is None or row.state not in (State.DISPATCHED, State.REQUEUED):
-            return None
-        return row if (row.attempt, row.rollout) == (attempt, rollout) else None
-
-
-def oldest_version(partial: tuple[Sample, ...], version: int) -> int:
-    """Oldest stamp of unfinished samples, or of what starts now at `version`."""
-    stamps = [stamp for stamp in (sample.oldest_version() for sample in partial) if stamp >= 0]
-    return min([*stamps, version]) if version >= 0 else min(stamps, default=NO_VERSION)
 
 
 class StarvationCheck:
@@ -543,25 +514,26 @@ class FairShare:
     `RESERVED_S`, until it follows or gets a group."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, _Waiting] = {}
+        self._rooms: dict[str, int] = {}
+        """Actor whose draw is held -> groups that it could take."""
+        self._reserved_since_s: dict[str, float] = {}
+        """When something was first kept for an actor that it did not take."""
 
     def waits(self, rollout: str, room: int) -> None:
         """Its draw is held until there is something for it. Its reserved share counts from an earlier draw on."""
-        known = self._waiting.get(rollout)
-        self._waiting[rollout] = _Waiting(room, known.reserved_since_s if known else None)
+        self._rooms[rollout] = room
 
     def leaves(self, rollout: str) -> None:
-        if rollout in self._waiting:
-            self._waiting[rollout].room = 0
+        self._rooms.pop(rollout, None)
 
     def follows(self, rollout: str) -> None:
         """Its engine serves another version: it may take its reserved share."""
-        if rollout in self._waiting:
-            self._waiting[rollout].reserved_since_s = None
+        self._reserved_since_s.pop(rollout, None)
 
     def served(self, rollout: str) -> None:
         """It was given something, or is gone."""
-        self._waiting.pop(rollout, None)
+        self.leaves(rollout)
+        self.follows(rollout)
 
     def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]], now_s: float) -> int:
         """New groups that `rollout`, which has `room` for so many, may take of `num_free`. `held`: the groups that each
@@ -570,41 +542,27 @@ class FairShare:
         if not others or num_free < 1:
             return num_free
         running = held()
-        wanted = [(running.get(name, 0), each.room) for name, each in others.items()]
-        level = _level([*wanted, (running.get(rollout, 0), room)], num_free)
-        num_kept = 0
-        for name, each in others.items():
-            num_reserved = _fill(running.get(name, 0), each.room, level)
-            if num_reserved and each.reserved_since_s is None:
-                each.reserved_since_s = now_s
-            num_kept += num_reserved
-        return num_free - num_kept
+        wanted = [(running.get(name, 0), theirs) for name, theirs in [*others.items(), (rollout, room)]]
+        level = _level(wanted, num_free)
+        kept = {name: _fill(running.get(name, 0), theirs, level) for name, theirs in others.items()}
+        for name, num_kept in kept.items():
+            if num_kept:
+                self._reserved_since_s.setdefault(name, now_s)
+        return num_free - sum(kept.values())
 
     def next_change_s(self, rollout: str, now_s: float) -> float | None:
         """When something that is kept for others becomes free for `rollout`; None: nothing is kept."""
-        since = [each.reserved_since_s for each in self._others(rollout, now_s).values()]
+        since = [self._reserved_since_s.get(name) for name in self._others(rollout, now_s)]
         return min((at_s + RESERVED_S for at_s in since if at_s is not None), default=None)
 
-    def _others(self, rollout: str, now_s: float) -> dict[str, _Waiting]:
-        """For whom something is kept, if they have less than `rollout`."""
+    def _others(self, rollout: str, now_s: float) -> dict[str, int]:
+        """For whom something is kept, if they have less than `rollout`, and their rooms."""
+        since = self._reserved_since_s
         return {
-            name: each
-            for name, each in self._waiting.items()
-            if each.room and name != rollout and not each.is_over(now_s)
+            name: room
+            for name, room in self._rooms.items()
+            if room and name != rollout and now_s < since.get(name, now_s) + RESERVED_S
         }
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """An actor whose draw is held."""
-
-    room: int
-    """Groups that it could take; 0: it takes none now, and is only remembered."""
-    reserved_since_s: float | None = None
-    """When something was first kept for it that it did not take."""
-
-    def is_over(self, now_s: float) -> bool:
-        return self.reserved_since_s is not None and now_s >= self.reserved_since_s + RESERVED_S
 
 
 def _fill(running: int, room: int, level: int) -> int:
@@ -612,12 +570,9 @@ def _fill(running: int, room: int, level: int) -> int:
 
 
 def _level(wanted: Sequence[tuple[int, int]], num_free: int) -> int:
-    """The highest level to which `num_free` groups bring everybody; what they leave over is whose who comes first."""
-    low, high = 0, max(running for running, _ in wanted) + num_free + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if sum(_fill(running, room, middle) for running, room in wanted) <= num_free:
-            low = middle
-        else:
-            high = middle
-    return low
+    """The highest level to which `num_free` groups bring all actors; what they leave over is for the first to come."""
+
+    def num_needed(level: int) -> int:
+        return sum(_fill(running, room, level) for running, room in wanted)
+
+    return bisect_right(range(max(running for running, _ in wanted) + num_free + 1), num_free, key=num_needed) - 1
