@@ -18,10 +18,9 @@ import contextlib
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -31,8 +30,8 @@ from ...core.errors import BadRequest, DataError, MyxaError
 from ...core.messages import DumpReport, Record
 from ...core.samples import Group, Sample
 from ..daemon_thread import in_daemon_thread
-from ..ledger.resume import LedgerEntry, entries
-from ..ledger.states import State, Terms
+from ..ledger.resume import entries
+from ..ledger.states import Row, State, Terms
 
 FOLDER = "dumps"
 MAX_NAMES = 10_000
@@ -71,6 +70,9 @@ class DumpedGroup(Record, frozen=True):
     terms: Terms | None = None
     group: Group | None = None
     partial: tuple[Sample, ...] = ()
+
+
+_OF_ROW = DumpedGroup.__struct_fields__[:-3]
 
 
 def _list_of(value: Any) -> list[Any]:
@@ -137,6 +139,16 @@ class DumpWriter:
             raise DataError(f"{self.path} cannot be written: {err}", remedy="is the disk full?") from err
         self.num_bytes += len(data) + 1
 
+    def report(self, reason: str) -> DumpReport:
+        """`reason`: why it is not whole; empty: it is."""
+        return DumpReport(
+            path=str(self.path),
+            num_groups=self.num_groups,
+            num_bytes=self.num_bytes,
+            is_whole=not reason,
+            reason=reason,
+        )
+
     def close(self) -> None:
         self._file.close()
 
@@ -163,12 +175,6 @@ def group_of(line: bytes) -> DumpedGroup:
         raise ValueError("it is nested too deeply") from err
 
 
-@dataclass(slots=True)
-class _Next:
-    writer: DumpWriter
-    num_left: int
-
-
 class BufferDumps:
     """See the module's head. Made on the buffer's loop."""
 
@@ -179,7 +185,10 @@ class BufferDumps:
         self._ctx = ctx
         self._tell = tell
         self._writing = asyncio.Lock()
-        self._next: _Next | None = None
+        self._next: DumpWriter | None = None
+        """Of the groups that are claimed next."""
+        self._num_left = 0
+        """Groups that it waits for."""
         self._reports: deque[DumpReport] = deque(maxlen=KEPT_REPORTS)
 
     async def whole(self, version: int, max_bytes: int) -> DumpReport:
@@ -187,7 +196,7 @@ class BufferDumps:
         or LedgerError."""
         writer = self._open("buffer", version, max_bytes)
         try:
-            await in_daemon_thread(lambda: _write(writer, entries(self._ledger_path, NOT_TRAINED, of="state")), "dump")
+            await self._write(writer, NOT_TRAINED, of="state")
         finally:
             writer.close()
         return self._told(writer, writer.full)
@@ -201,57 +210,51 @@ class BufferDumps:
                     return self._end(self._next, "ended by request")
         if self._next is not None:
             raise BadRequest(
-                f"{self._next.writer.path} waits for {self._next.num_left} more groups",
+                f"{self._next.path} waits for {self._num_left} more groups",
                 remedy="wait for it, or ask for 0 groups to end it",
             )
         if not 0 < num_groups <= MAX_GROUPS:
             raise BadRequest(f"{num_groups} groups cannot be dumped", remedy=f"ask for 1 to {MAX_GROUPS}")
-        self._next = _Next(self._open("next", version, max_bytes), num_groups)
-        return _report(self._next.writer, is_whole=False, reason=f"waits for {num_groups} groups")
+        self._next, self._num_left = self._open("next", version, max_bytes), num_groups
+        return self._next.report(f"waits for {num_groups} groups")
 
     def claimed(self, group_ids: Sequence[int]) -> None:
-        if (wanted := self._next) is None:
-            return
-        ids = group_ids[: wanted.num_left]
-        wanted.num_left -= len(ids)
-        self._ctx.spawn(self._add(wanted, ids, is_last=not wanted.num_left), name="dump-next")
+        if self._next is not None:
+            ids = group_ids[: self._num_left]
+            self._num_left -= len(ids)
+            self._ctx.spawn(self._add(self._next, ids, is_last=not self._num_left), name="dump-next")
 
-    async def _add(self, wanted: _Next, group_ids: Sequence[int], *, is_last: bool) -> None:
+    async def _add(self, writer: DumpWriter, group_ids: Sequence[int], *, is_last: bool) -> None:
         async with self._writing:
-            if self._next is not wanted:
+            if self._next is not writer:
                 return
             try:
-                await in_daemon_thread(
-                    lambda: _write(wanted.writer, entries(self._ledger_path, group_ids, of="group_id")), "dump"
-                )
+                await self._write(writer, group_ids, of="group_id")
             except MyxaError as err:
                 self._ctx.log.warning("dump: %s", err)
-                self._end(wanted, str(err))
+                self._end(writer, str(err))
                 return
-            if is_last or wanted.writer.full:
-                self._end(wanted, wanted.writer.full)
+            if is_last or writer.full:
+                self._end(writer, writer.full)
 
-    def _end(self, wanted: _Next, reason: str) -> DumpReport:
+    def _end(self, writer: DumpWriter, reason: str) -> DumpReport:
         self._next = None
-        wanted.writer.close()
-        return self._told(wanted.writer, reason)
+        writer.close()
+        return self._told(writer, reason)
 
     def _told(self, writer: DumpWriter, reason: str) -> DumpReport:
-        report = _report(writer, is_whole=not reason, reason=reason)
+        report = writer.report(reason)
         self._reports.append(report)
         self._tell("dumped", f"{report.num_groups} groups, {report.num_bytes:,} bytes in {report.path} {reason}")
         return report
 
     def close(self) -> None:
         if self._next is not None:
-            self._next.writer.close()
+            self._next.close()
 
     def reports(self) -> tuple[DumpReport, ...]:
-        going_on = self._next
-        if going_on is None:
-            return tuple(self._reports)
-        waits = f"waits for {going_on.num_left} more groups"
-        return (*self._reports, _report(going_on.writer, is_whole=False, reason=waits))
+        running = [] if self._next is None else [self._next.report(f"waits for {self._num_left} more groups")]
+        return (*self._reports, *running)
 
     def _open(self, what: str, version: int, max_bytes: int) -> DumpWriter:
         folder, wall_s = self._ledger_path.parent / FOLDER, self._ctx.clock.wall()
@@ -262,32 +265,18 @@ class BufferDumps:
                 return DumpWriter(path, header, max_bytes)
         raise BadRequest(f"{folder} holds {MAX_NAMES} dumps of version {version}", remedy="delete some")
 
+    async def _write(
+        self, writer: DumpWriter, values: Sequence[State] | Sequence[int], *, of: Literal["state", "group_id"]
+    ) -> None:
+        def write() -> None:
+            # Closed here: SQLite wants that by the thread that opened it.
+            with contextlib.closing(entries(self._ledger_path, values, of=of)) as found:
+                all(writer.add(_line_of(*entry)) for entry in found)
 
-def _write(writer: DumpWriter, found: Generator[LedgerEntry]) -> None:
-    with contextlib.closing(found):  # here: SQLite wants to be closed by the thread that opened it
-        for row, terms, group, partial in found:
-            line = DumpedGroup(
-                group_id=row.group_id,
-                state=str(row.state),
-                attempt=row.attempt,
-                rollout=row.rollout,
-                version=row.version,
-                step=row.step,
-                draw=row.draw,
-                num_samples=row.num_samples,
-                terms=terms,
-                group=group,
-                partial=partial,
-            )
-            if not writer.add(line):
-                return
+        await in_daemon_thread(write, "dump")
 
 
-def _report(writer: DumpWriter, *, is_whole: bool, reason: str = "") -> DumpReport:
-    return DumpReport(
-        path=str(writer.path),
-        num_groups=writer.num_groups,
-        num_bytes=writer.num_bytes,
-        is_whole=is_whole,
-        reason=reason,
-    )
+def _line_of(row: Row, terms: Terms | None, group: Group | None, partial: tuple[Sample, ...]) -> DumpedGroup:
+    told: dict[str, Any] = {name: getattr(row, name) for name in _OF_ROW}
+    told["state"] = str(row.state)
+    return DumpedGroup(**told, terms=terms, group=group, partial=partial)

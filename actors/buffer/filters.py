@@ -8,7 +8,7 @@ are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -53,55 +53,41 @@ def load_group_filter(name: str, args: Mapping[str, Any]) -> GroupFilter:
     calling one of the user's raises UserCodeError when it raises or answers nonsense."""
     if name in GROUP_FILTERS:
         return group_filter(name, args)
-    keep = partial(load_function(name, GROUP_FILTER, args).fn, **args)
-
-    def reason(group: Group) -> str | None:
-        try:
-            verdict: Any = keep(group)
-        except Exception as error:
-            raise UserCodeError(
-                f'group filter "{name}" raised {what_was_raised(error)} (group {group.group_id})',
-                remedy="mend the function",
-            ) from error
-        if isinstance(verdict, str):
-            return verdict or None
-        if isinstance(verdict, bool | np.bool_):
-            return None if verdict else name
-        raise UserCodeError(
-            f'group filter "{name}" returned a value of type {type(verdict).__name__} (group {group.group_id})',
-            remedy="return True to keep the group, False or a reason to leave it out",
-        )
-
-    return reason
-
-
-ALL_MASKED = "all-masked"
-"""Reason of groups with no member left to learn from."""
+    remedy = "return True to keep the group, False or a reason to leave it out"
+    judge = _own_filter(
+        "group", name, partial(load_function(name, GROUP_FILTER, args).fn, **args), _one_verdict, remedy
+    )
+    return lambda group: judge(group)[0]
 
 
 def load_sample_filter(name: str, args: Mapping[str, Any]) -> SampleFilter:
-    """The filter of that name, with named arguments. Raises ConfigError or UserCodeError when it cannot be loaded;
-    calling one of the user's raises UserCodeError when it raises or answers nonsense."""
+    """The same of a filter of members."""
     if name in SAMPLE_FILTERS:
         return sample_filter(name, args)
-    keep = partial(load_function(name, SAMPLE_FILTER, args).fn, **args)
+    remedy = "return, for each sample of the group, True to learn from it, False or a reason not to"
+    return _own_filter("sample", name, partial(load_function(name, SAMPLE_FILTER, args).fn, **args), _listed, remedy)
 
+
+def _own_filter(
+    kind: str, name: str, keep: Callable[[Group], Any], listed: Callable[[object, int], list[bool | str]], remedy: str
+) -> SampleFilter:
     def reasons(group: Group) -> tuple[str | None, ...]:
+        what, where = f'{kind} filter "{name}"', f"(group {group.group_id})"
         try:
-            verdicts = _listed(keep(group), len(group.samples))
+            verdicts = listed(keep(group), len(group.samples))
         except _Nonsense as nonsense:
-            raise UserCodeError(
-                f'sample filter "{name}" returned {nonsense} (group {group.group_id})',
-                remedy="return, for each sample of the group, True to learn from it, False or a reason not to",
-            ) from nonsense
+            raise UserCodeError(f"{what} returned {nonsense} {where}", remedy=remedy) from nonsense
         except Exception as error:
             raise UserCodeError(
-                f'sample filter "{name}" raised {what_was_raised(error)} (group {group.group_id})',
-                remedy="mend the function",
+                f"{what} raised {what_was_raised(error)} {where}", remedy="mend the function"
             ) from error
         return tuple(None if verdict in (True, "") else verdict or name for verdict in verdicts)
 
     return reasons
+
+
+ALL_MASKED = "all-masked"
+"""Reason of groups with no member left to learn from."""
 
 
 def mask_members(group: Group, of_samples: SampleFilter) -> tuple[Group, dict[str, int]]:
@@ -139,20 +125,16 @@ def _listed(returned: object, num_samples: int) -> list[bool | str]:
     verdicts = list(cast("Iterable[object]", returned))
     if len(verdicts) != num_samples:
         raise _Nonsense(f"{len(verdicts)} verdicts for {num_samples} samples")
-    found: list[bool | str] = []
-    for index, verdict in enumerate(verdicts):
-        if isinstance(verdict, np.bool_):
-            found.append(bool(cast("object", verdict)))
-        elif isinstance(verdict, bool) or (isinstance(verdict, str) and _is_text(verdict)):
-            found.append(verdict)
-        else:
-            raise _Nonsense(f"a verdict of type {type(verdict).__name__} for sample {index}")
-    return found
+    return [_verdict(verdict, "a verdict", f" for sample {index}") for index, verdict in enumerate(verdicts)]
 
 
-def _is_text(verdict: str) -> bool:
-    try:
-        verdict.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _one_verdict(returned: object, num_samples: int) -> list[bool | str]:
+    return [_verdict(returned, "a value")]
+
+
+def _verdict(verdict: object, what: str, where: str = "") -> bool | str:
+    if isinstance(verdict, bool | np.bool_):
+        return bool(cast("object", verdict))
+    if isinstance(verdict, str) and verdict.encode(errors="replace").decode() == verdict:
+        return verdict
+    raise _Nonsense(f"{what} of type {type(verdict).__name__}{where}")

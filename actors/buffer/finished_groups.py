@@ -26,13 +26,20 @@ _SHARES = ("left_out", "flat", "all_right", "all_wrong")
 class _Outcome(NamedTuple):
     rewards: np.ndarray
     num_passed: int
-    low: float
-    high: float
     left_out: bool
-    flat: bool
-    """All rewards are equal; a single sample has nothing to be compared with."""
-    all_right: bool
-    all_wrong: bool
+
+    @property
+    def flat(self) -> bool:
+        """All rewards are equal; a single sample has nothing to be compared with."""
+        return len(self.rewards) > 1 and bool(self.rewards.min() == self.rewards.max())
+
+    @property
+    def all_right(self) -> bool:
+        return self.num_passed == len(self.rewards)
+
+    @property
+    def all_wrong(self) -> bool:
+        return not self.num_passed
 
 
 class FinishedGroups:
@@ -51,12 +58,9 @@ class FinishedGroups:
         self._by_source.setdefault(source, deque(maxlen=KEPT)).append(mean)
         if not self._has_rewards:
             return
-        own = group.rollout_rewards()
-        rewards = own.astype(np.float64)
-        size, low, high = len(rewards), float(rewards.min()), float(rewards.max())
-        passed = int((own >= self._pass_reward).sum())
-        is_flat = size > 1 and low == high
-        found = _Outcome(rewards, passed, low, high, is_left_out, is_flat, passed == size, passed == 0)
+        rewards = group.rollout_rewards()
+        num_passed = int((rewards >= self._pass_reward).sum())
+        found = _Outcome(rewards.astype(np.float64), num_passed, is_left_out)
         self._since_step.append(found)
         self._newest.append(found)
 
@@ -89,8 +93,12 @@ class FinishedGroups:
         if not groups:
             return {}
         figures = {name: count / len(groups) for name, count in _counts(groups).items()}
-        low, high = min(group.low for group in groups), max(group.high for group in groups)
-        figures |= {"groups": float(len(groups)), "reward_min": low, "reward_max": high}
+        rewards = np.concatenate([group.rewards for group in groups])
+        figures |= {
+            "groups": float(len(groups)),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+        }
         return {f"buffer/newest/{name}": value for name, value in figures.items()}
 
 
@@ -111,7 +119,6 @@ _DTYPES = {
     "token_rewards": np.float32,
     "loss_weights": np.float32,
 }
-_OPTIONAL = frozenset({"reference_logprobs", "token_rewards", "loss_weights"})
 
 
 def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
@@ -148,10 +155,8 @@ def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
         if sample.group_id != group_id:
             return f"sample {sample.name} belongs to group {sample.group_id}"
         for name, dtype in _DTYPES.items():
-            if name in _OPTIONAL and getattr(sample, name) is None:
-                continue
             array = getattr(sample, name)
-            if array.ndim != 1 or array.dtype != dtype:
+            if array is not None and (array.ndim != 1 or array.dtype != dtype):
                 return f"sample {sample.name}: {name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}[n]"
         if sample.loss_mask.size and int(sample.loss_mask.max()) > 1:
             return (
@@ -162,10 +167,6 @@ def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
         except ValueError as error:
             return str(error)
     return None
-
-
-def num_response_tokens(group: Group) -> int:
-    return num_tokens_of(group.samples)
 
 
 def num_tokens_of(samples: Sequence[Sample]) -> int:
