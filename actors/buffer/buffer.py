@@ -85,9 +85,6 @@ MAX_SAMPLES = 8192
 """In one message, which holds at most 65,536 arrays."""
 CANARY_ID = -1_000_000
 """Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
-_NO_STATS = BufferStats(
-    states={}, drawn=0, trained=0, dropped={}, slots_total=0, slots_used=0, max_staleness=0, policy=""
-)
 
 
 class Buffer(OwnsKnobs, DataContract, BufferContract):
@@ -126,7 +123,9 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         """All that is made from the ledger, each time that it is opened; None: before the start, and while the disk
         refuses."""
         self._refused: DiskRefused | None = None
-        self._last_stats: BufferStats | None = None
+        self._last_stats = BufferStats(
+            states={}, drawn=0, trained=0, dropped={}, slots_total=0, slots_used=0, max_staleness=0, policy=""
+        )
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
 
@@ -147,19 +146,19 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._dumps = BufferDumps(self._ledger_path, self._run, self.ctx, self._tell)
         is_new = not self._ledger_path.exists()
         try:
-            opened = self._open()
+            await self._begin(waits=has_begun)
         except LedgerError as error:
             if is_new or refusal(error) is None:
                 raise
             self._close_for(refused(self._ledger_path, error))
-        else:
-            await self._begin_with(opened, waits=has_begun)
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
-    def _open(self) -> Groups:
+    async def _begin(self, *, waits: bool) -> None:
+        """Open the ledger and make all that is made from it; use it once it knows what was decided about knobs. Where
+        that fails, the ledger is closed."""
         clock, limits = self.ctx.clock, self._limits
         ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
         try:
@@ -168,22 +167,14 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 filters=tuple(self._filters.by_name), limits=limits, telemetry=self._telemetry,
             )  # fmt: skip
             knobs.add(process_knobs(self._pace))
-            groups = Groups(
+            opened = Groups(
                 self._source, knobs, self._filters, limits,
                 finished=self._finished, log=self.ctx.log, started_s=clock.monotonic(),
             )  # fmt: skip
+            knobs.use = partial(self._retune, opened)
+            await catch_up(self.ctx, knobs, waits=waits)
         except BaseException:
             ledger.close()
-            raise
-        knobs.use = partial(self._retune, groups)  # also while they are not in use yet: they catch up first
-        return groups
-
-    async def _begin_with(self, opened: Groups, *, waits: bool) -> None:
-        """Use them, once they know what was decided about knobs. Where that fails, the ledger is closed."""
-        try:
-            await catch_up(self.ctx, opened.knobs, waits=waits)
-        except BaseException:
-            opened.ledger.close()
             raise
         self._opened, self._refused = opened, None
         self._book_waiting()
@@ -231,19 +222,15 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             if not may_have_room(self._ledger_path.parent):
                 continue
             try:
-                opened = self._open()
+                await self._begin(waits=True)
+            except CallError as error:  # the coordinator is away too
+                self.ctx.log.warning("the ledger can be written again, but %s", error)
+                continue
             except LedgerError as error:
                 if refusal(error) is None:
                     self.ctx.fail(error)
                     return
                 self._refused = refused(self._ledger_path, error)
-                continue
-            try:
-                await self._begin_with(opened, waits=True)
-            except CallError as error:  # the coordinator is away too
-                self.ctx.log.warning("the ledger can be written again, but %s", error)
-                continue
-            except LedgerError:
                 continue
             self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run continues")
             return
@@ -322,15 +309,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
 
     def _mind_losses(self) -> None:
-        for text in self._groups.poison.take_news():
-            self._tell("group-suspected", text)
-        for kind, text in self._groups.cursor.take_news():
+        for kind, text in self._groups.take_news():
             self._tell(kind, text)
-        starvation = self._groups.starvation
-        if (error := starvation.verdict) is not None:
+        if (error := self._groups.starvation.verdict) is not None:
             self.ctx.fail(error)
-        elif text := starvation.news():
-            self._tell("all-left-out", text)
 
     async def return_group(self, returned: GroupReturned) -> None:
         was_suspect = self._groups.poison.must_be_alone(returned.group_id)
@@ -446,8 +428,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def stats(self) -> BufferStats:
         if self._refused is None:
             return self._groups.stats()
-        last, why = self._last_stats or _NO_STATS, str(self._refused)
-        return msgspec.structs.replace(last, complaint=why, disk=why)
+        why = str(self._refused)
+        return msgspec.structs.replace(self._last_stats, complaint=why, disk=why)
 
     async def num_held_out(self, name: str = "") -> int:
         return self._source.num_held_out(name)

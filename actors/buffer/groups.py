@@ -407,7 +407,13 @@ class Groups:
         for item in overdue:
             self.poison.forget(item.group_id)
 
-    # ---- figures
+    # ---- for people
+
+    def take_news(self) -> list[tuple[str, str]]:
+        """(kind of event, words) of what happened to groups and prompts since the last look."""
+        suspected = [("group-suspected", text) for text in self.poison.take_news()]
+        left_out = [("all-left-out", text)] if (text := self.starvation.news()) else []
+        return [*suspected, *self.cursor.take_news(), *left_out]
 
     def stats(self) -> BufferStats:
         tally, states = self.ledger.tally, self.ledger.tally.states

@@ -62,7 +62,6 @@ class PoisonTracker:
         self._ledger = ledger
         self._max_deaths = max(max_deaths, SUSPECT_AFTER + 1)
         self._deaths = msgspec.json.decode(ledger.recall(_KEY) or "{}", type=dict[int, int])
-        self._suspects = {group_id for group_id, deaths in self._deaths.items() if deaths >= SUSPECT_AFTER}
         self._barren: dict[int, int] = {}
         """Tokens at dispatch of groups whose present attempt brought none so far, the oldest attempt first."""
         self._excused: set[int] = set()
@@ -80,11 +79,11 @@ class PoisonTracker:
 
     def __bool__(self) -> bool:
         """Whether any group is to be served alone."""
-        return bool(self._suspects)
+        return any(map(self.must_be_alone, self._deaths))
 
     def must_be_alone(self, group_id: int) -> bool:
         """Whether it was there at too many deaths to share an engine."""
-        return group_id in self._suspects
+        return self._deaths.get(group_id, 0) >= SUSPECT_AFTER
 
     def has_tokens(self, group_id: int, num_tokens: int) -> None:
         """So many its present attempt has saved; more than it began with clear it."""
@@ -94,7 +93,6 @@ class PoisonTracker:
     def forget(self, group_id: int) -> None:
         self._barren.pop(group_id, None)
         self._excused.discard(group_id)
-        self._suspects.discard(group_id)
         if self._deaths.pop(group_id, 0):
             self._save()
 
@@ -115,7 +113,6 @@ class PoisonTracker:
         if barren:
             under_way = {row.group_id for row in self._ledger.rows(State.DISPATCHED, State.REQUEUED)}
             self._deaths = {group_id: deaths for group_id, deaths in self._deaths.items() if group_id in under_way}
-            self._suspects &= under_way
             self._save()
         return convicted
 
@@ -125,7 +122,6 @@ class PoisonTracker:
         if num_new >= MAX_NEW_SUSPECTS:
             return False
         self._num_new[actor] = num_new + 1
-        self._suspects.add(group_id)
         self._news.append(
             f"group {group_id} was running at {SUSPECT_AFTER} deaths of its actor in a row and brought no token: "
             "it is served alone from now on"
