@@ -66,16 +66,15 @@ from ..contracts import BufferContract, DataContract, MonitorContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import OwnsKnobs, catch_up
 from ..knobs.process import process_knobs
+from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger
-from ..ledger.resume import continue_ledger, copy_ledger
 from ..telemetry import ReportPace, report_forever
 from ..weights.engine_versions import ServedWeights
 from .dumps import BufferDumps
 from .filters import GroupFilters
-from .finished_groups import FinishedGroups
+from .finished_groups import FinishedGroups, RecentGroups, SampleLog
 from .groups import Groups
 from .knobs import BufferKnobs, BufferLimits, BufferValues
-from .recent_groups import RecentGroups, SampleLog
 from .sources import Sources
 
 LONGEST_WAIT_S = 600.0

@@ -30,7 +30,7 @@ from ...core.errors import BadRequest, DataError, MyxaError
 from ...core.messages import DumpReport, Record
 from ...core.samples import Group, Sample
 from ..daemon_thread import in_daemon_thread
-from ..ledger.resume import entries
+from ..ledger.file import entries
 from ..ledger.states import Row, State, Terms
 
 FOLDER = "dumps"

@@ -21,7 +21,7 @@ import msgspec
 from ...core.errors import TrainError
 from ...core.files import FileEntry, describe_file, read_regular, write_durably
 from ...core.knobs import LiveKnobs
-from ..ledger.resume import LEDGER
+from ..ledger.file import LEDGER
 
 RUN_FILE = "run.json"
 FORMAT = 1

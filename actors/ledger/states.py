@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from ...algos.staleness import STALE, STALE_AFTER_RETUNE, STALE_STAMP
 from ...core.errors import LedgerError
 from ...core.messages import Record, SamplingParams
 from ...core.samples import Group, Sample
+
+T = TypeVar("T")
 
 
 class Terms(Record, frozen=True):
@@ -168,15 +170,16 @@ def encode(value: Group | tuple[Sample, ...]) -> bytes:
 
 def decode_group(group_id: int, data: bytes) -> Group:
     """A group back from its bytes. Raises LedgerError naming the group when they are damaged."""
-    try:
-        return _groups.decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise LedgerError(f"payload of group {group_id} is damaged: {error}") from error
+    return _decoded(_groups, data, f"payload of group {group_id}")
 
 
 def decode_partial(group_id: int, data: bytes) -> tuple[Sample, ...]:
     """Unfinished samples back from their bytes. Raises LedgerError naming the group when they are damaged."""
+    return _decoded(_partials, data, f"unfinished samples of group {group_id}")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
     try:
-        return _partials.decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise LedgerError(f"unfinished samples of group {group_id} are damaged: {error}") from error
+        raise LedgerError(f"{what} is damaged: {error}") from error

@@ -45,7 +45,7 @@ from ..checkpoints.folder import (
 )
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
-from ..ledger.resume import LEDGER
+from ..ledger.file import LEDGER
 
 RETRY_S = 30.0
 """After one by schedule that failed, before the next attempt; doubled each time up to `RETRY_LIMIT_S`. By time: a disk

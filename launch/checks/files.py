@@ -25,8 +25,7 @@ from ...actors.data.prompts import held_out_layout, layout_of, open_data
 from ...actors.data.row_file import Row, RowError
 from ...actors.data.row_set import chosen_rows, encode_item
 from ...actors.engines.sglang.server_args import check_sizes
-from ...actors.ledger.file import is_in_use
-from ...actors.ledger.resume import LEDGER, dataset_of
+from ...actors.ledger.file import LEDGER, dataset_of, is_in_use
 from ...actors.models.chat_template import PlainText, template_of
 from ...actors.models.hf_folder import check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig

@@ -38,8 +38,7 @@ from ...actors.checkpoints.folder import (
     read_manifest,
 )
 from ...actors.checkpoints.run_part import START_FILE, ledger_in, writing_run
-from ...actors.ledger.file import is_in_use, lock_ledger
-from ...actors.ledger.resume import LEDGER, adopt_copy, begin_life, continue_ledger, floor_of
+from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledger, floor_of, is_in_use, lock_ledger
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, LedgerError, MyxaError
 from ..run_dir import RunDir, is_run_folder

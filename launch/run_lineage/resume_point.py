@@ -26,8 +26,7 @@ from ...actors.checkpoints.folder import (
     whole_ones,
 )
 from ...actors.checkpoints.run_part import is_kept, ledger_in
-from ...actors.ledger.file import is_in_use
-from ...actors.ledger.resume import LEDGER, LedgerFacts, read_facts
+from ...actors.ledger.file import LEDGER, LedgerFacts, is_in_use, read_facts
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, LedgerError, TornCheckpoint, TrainError
 from .origin import CHECKPOINTS, RunOrigin

@@ -12,7 +12,7 @@ import pytest
 from tests.buffer.conftest import make_group, make_sample
 from tests.harness.dumps import read_groups
 
-from myxa.actors.buffer import dumps, recent_groups
+from myxa.actors.buffer import dumps, finished_groups
 from myxa.actors.buffer.dumps import read_header
 from myxa.actors.data.recorded import RecordedGroups
 from myxa.actors.data.row_file import RowError
@@ -149,11 +149,11 @@ async def test_the_newest_groups_are_shown_with_what_became_of_them(shop: Any, m
         assert found[0].wall_s >= found[3].wall_s > 0
         assert [f.group.group_id for f in await desk.ref.recent(2)] == [3, 2]
         assert await desk.ref.recent(0) == ()
-        monkeypatch.setattr(recent_groups, "ANSWER_TOKENS", 21)  # two groups of two samples of five tokens
+        monkeypatch.setattr(finished_groups, "ANSWER_TOKENS", 21)  # two groups of two samples of five tokens
         assert len(await desk.ref.recent(10)) == 2
-        monkeypatch.setattr(recent_groups, "MAX_TOKENS", 30)
+        monkeypatch.setattr(finished_groups, "MAX_TOKENS", 30)
         await desk.fill(max_groups=1)
-        monkeypatch.setattr(recent_groups, "ANSWER_TOKENS", 10**9)
+        monkeypatch.setattr(finished_groups, "ANSWER_TOKENS", 10**9)
         assert [f.group.group_id for f in await desk.ref.recent(10)] == [4, 3, 2]
 
 
@@ -164,7 +164,7 @@ def score(group_id: int, index: int, length: int = 5, logprob: float = -0.25) ->
 async def test_trained_groups_come_back_with_the_trainer_s_log_probs(
     shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recent_groups, "MAX_GROUPS", 3)
+    monkeypatch.setattr(finished_groups, "MAX_GROUPS", 3)
     async with shop.open(max_staleness=9, batch_size=4) as desk:
         await desk.fill(max_groups=4)
         length = len((await desk.ref.recent(1))[0].group.samples[0].response_ids)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.harness.ledger_audit import audit_ledger
 
+from myxa.actors.ledger.file import read_facts
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.resume import read_facts
 from myxa.actors.ledger.states import Row
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError

@@ -18,7 +18,7 @@ from tests.harness.run_job import Job, audit, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.resume import entries
+from myxa.actors.ledger.file import entries
 from myxa.actors.ledger.states import State
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.samples import Group

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk
 
-from myxa.actors.ledger import resume as copy_module
-from myxa.actors.ledger.file import is_in_use, lock_ledger
-from myxa.actors.ledger.resume import LEDGER, copy_ledger, read_facts
+from myxa.actors.ledger import file as copy_module
+from myxa.actors.ledger.file import LEDGER, copy_ledger, is_in_use, lock_ledger, read_facts
 from myxa.core.errors import LedgerError
 from myxa.core.files import FileEntry, describe_file
 from myxa.launch.run_lineage.resume_point import choose_point

@@ -15,7 +15,7 @@ from tests.harness.waiting import wait_until
 
 from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.checkpoints.run_part import ledger_in, read_run_part
-from myxa.actors.ledger.resume import read_facts
+from myxa.actors.ledger.file import read_facts
 from myxa.core.config import load_config
 from myxa.launch.run_lineage.origin import RunOrigin
 

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
 
-from myxa.actors.ledger.file import lock_ledger
-from myxa.actors.ledger.resume import LEDGER
+from myxa.actors.ledger.file import LEDGER, lock_ledger
 from myxa.core.config import RunConfig, dump_config, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch import launcher

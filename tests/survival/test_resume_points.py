@@ -18,9 +18,8 @@ from tests.survival.checkpoint_maker import DATASET, RunOnDisk, flip, garble, ha
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import being_read, look_at, newest_whole, take_away_unread
 from myxa.actors.checkpoints.run_part import RUN_FILE
-from myxa.actors.ledger.file import lock_ledger
+from myxa.actors.ledger.file import LEDGER, lock_ledger
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.resume import LEDGER
 from myxa.core.errors import LaunchError, LedgerError
 from myxa.launch.cli import main
 from myxa.launch.run_dir import RunDir
