@@ -269,7 +269,7 @@ class GroupRunner:
             samples = await self._referenced(self.reference, task, samples)
         if self._scorer.judges_groups or outcome is not None:
             return samples, outcome
-        completion = self._completion(task.assignment.prompt, samples[-1], task.made)
+        completion = self._completion(task.assignment.prompt, samples[-1])
         return samples, await self._rewarded(self._scorer.score(completion), task.made)
 
     async def _tried(self, task: _Task) -> Rollout:
@@ -340,7 +340,7 @@ class GroupRunner:
         """Of all members: their own, or those of the group that they are."""
         if not self._scorer.judges_groups:
             return [outcome for _, outcome in finished if outcome is not None]
-        scoring = self._scorer.score_group([self._completion(prompt, samples[-1], made) for samples, _ in finished])
+        scoring = self._scorer.score_group([self._completion(prompt, samples[-1]) for samples, _ in finished])
         judged = await self._rewarded(scoring, made)
         return [own or of_group for (_, own), of_group in zip(finished, judged, strict=True)]
 
@@ -444,7 +444,7 @@ class GroupRunner:
         self._load.place = places.most_common(1)[0][0] if places else self._workflow.name
         self._on_load(self._load)
 
-    def _completion(self, prompt: Prompt, sample: Sample, made: GroupSoFar) -> Completion:
+    def _completion(self, prompt: Prompt, sample: Sample) -> Completion:
         return Completion(
             group_id=prompt.group_id,
             index=sample.index,
@@ -459,21 +459,15 @@ class GroupRunner:
             num_tokens=len(sample.response_ids),
             reward=sample.reward,
             sample_metadata=sample.metadata,
-            begins_in_thought=self._begins_in_thought(made, sample),
+            begins_in_thought=self._begins_in_thought(sample),
         )
 
-    def _begins_in_thought(self, made: GroupSoFar, sample: Sample) -> bool:
-        """Whether the last ids that the model was given open one. A prompt is looked at once for all its answers."""
+    def _begins_in_thought(self, sample: Sample) -> bool:
+        """Whether the last ids that the model was given open one."""
         mask = sample.loss_mask.tobytes()
         start = mask.rfind(0, 0, mask.rfind(1) + 1) + 1
-        is_shared = not start and sample.prompt_ids is made.prompt_ids
-        if is_shared and made.opens_thought is not None:
-            return made.opens_thought
         given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
-        opens = opens_thought(self._tokenizer.decode(given[-MARK_IDS:].tolist(), skip_special=False))
-        if is_shared:
-            made.opens_thought = opens
-        return opens
+        return opens_thought(self._tokenizer.decode(given[-MARK_IDS:].tolist(), skip_special=False))
 
     async def _rewarded(self, scoring: Awaitable[T], made: GroupSoFar) -> T:
         began_s = self._clock.monotonic()
@@ -538,8 +532,6 @@ class GroupSoFar:
     def __init__(self, prompt_ids: I32, partial: Sequence[Sample], clock: Clock) -> None:
         """`partial`: what an earlier attempt left."""
         self.prompt_ids = prompt_ids
-        self.opens_thought: bool | None = None
-        """Whether the prompt ends inside a thought; None: it is not known yet."""
         self.recorded: dict[int, Rollout] = {}
         for sample in partial:
             self.recorded[sample.index] = (*self.recorded.get(sample.index, ()), sample)

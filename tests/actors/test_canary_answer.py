@@ -59,7 +59,7 @@ async def test_a_canary_in_an_actor_that_drains_says_so(tmp_path: Path) -> None:
         engine = await floor.add("rollout/0")
         asking = asyncio.ensure_future(floor.ref().answer(question()))
         await until(lambda: engine.open == 2, "it answers")
-        floor.rollouts["rollout/0"]._pull.end()
+        floor.rollouts["rollout/0"]._end()
         await engine.abort()
         with pytest.raises((CallError, EngineError), match="stop in the middle of a canary"):
             await asking

@@ -163,7 +163,7 @@ async def test_the_groups_of_a_liar_go_on_elsewhere_with_their_sound_tokens(tmp_
         async with asyncio.timeout(30):
             while (await floor.buffer.stats()).states.get("REQUEUED") != 2:
                 await asyncio.sleep(0.01)
-        assert floor.rollouts["rollout/0"]._pull.counts["num_lies"] >= 1
+        assert floor.rollouts["rollout/0"].counts["num_lies"] >= 1
         await floor.add("rollout/1", engine=honest, max_groups=2)
         await until(lambda: honest.open == 4, "the same groups")
         assert {int(request.input_ids[-1]) for request in honest.requests} == {7}, "each begins with the sound token"

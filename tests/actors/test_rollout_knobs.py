@@ -90,7 +90,7 @@ async def test_a_sample_that_takes_too_long_is_judged_by_the_value_in_force_when
         assert (await floor.change("rollout/0", 2, max_error_rate=1.5)).accepted is False
         assert (await floor.change("rollout/0", 3, max_error_rate=0.5, workflow_timeout_s=9.0)).accepted
         rollout = floor.rollouts["rollout/0"]
-        assert (rollout._pull._budget.lost.max_rate, rollout._options.workflow_timeout_s) == (0.5, 9.0)
+        assert (rollout._budget.lost.max_rate, rollout._options.workflow_timeout_s) == (0.5, 9.0)
 
 
 async def test_samples_keep_their_temperature_in_another_engine(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(tm
         assert first.attempt == 2 and [s.response_ids.size for s in first.group.samples] == [6, 6]
         again = [request for request in engine.requests if ".a2.0." in request.request_id]
         assert again and all(int(request.input_ids[-1]) == 7 for request in again), "it began with what it had"
-        assert floor.rollouts["rollout/0"]._pull.counts["num_breaks"] == 1
+        assert floor.rollouts["rollout/0"].counts["num_breaks"] == 1
         assert not (await floor.buffer.stats()).dropped
 
 
@@ -109,7 +109,7 @@ def mute(engine: Any, *, for_group: str) -> Any:
 
 async def test_a_group_that_breaks_all_streams_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engine goes on, and finishes others in between."""
-    monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.05)
+    monkeypatch.setattr("myxa.actors.rollout.rollout.LOSS_S", 0.05)
     async with data_floor(tmp_path) as floor:
         await floor.add(engine=sick(GateEngine(), for_group="0"), max_groups=2)
         async with asyncio.timeout(30):
@@ -122,7 +122,7 @@ async def test_a_group_that_breaks_all_streams_is_given_up(tmp_path: Path, monke
 async def test_an_engine_that_breaks_all_streams_ends_its_actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.02)
+    monkeypatch.setattr("myxa.actors.rollout.rollout.LOSS_S", 0.02)
     async with data_floor(tmp_path) as floor:
         await floor.add(engine=sick(GateEngine(), for_group=r"\d+"), max_groups=2)
         async with asyncio.timeout(30):
@@ -140,7 +140,7 @@ async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
         await until(lambda: doomed.open == 4 and saved(floor, 0) == saved(floor, 1) == [1, 1], "all four tokens saved")
         assert (await floor.states()) == {"DISPATCHED": 2}, "and the groups go on"
         epoch = floor.rollouts["rollout/0"].ctx.epoch
-        floor.rollouts["rollout/0"]._pull.is_draining = True
+        floor.rollouts["rollout/0"].is_draining = True
         assert await floor.buffer.rollout_gone("rollout/0", epoch) == 2
         heir = await floor.add("rollout/1", max_groups=2)
         await until(lambda: heir.open == 4, "the same groups")

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from myxa.actors.data import jsonl, open_prompts, prompts, row_set
-from myxa.actors.rollout.group_pull import DRAW_AT_ONCE
+from myxa.actors.rollout.rollout import DRAW_AT_ONCE
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
 from myxa.transport.session.frames import FrameLimits

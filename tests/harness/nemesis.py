@@ -43,7 +43,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "buffer.durable": (f"before {_BUFFER}.durable",),
     "rollout.partial": ("before actors.stream_checks:_Stream.wrong",),  # tokens of an answer are there
     "rollout.reward": ("before actors.rollout.group_runner:GroupRunner._rewarded",),
-    "rollout.put": ("before actors.rollout.group_pull:GroupPull._deliver",),
+    "rollout.put": ("before actors.rollout.rollout:Rollout._deliver",),
     "rollout.prepare": ("before actors.weights.receive:EngineWeights.prepare",),
     "rollout.commit": ("before actors.weights.receive:EngineWeights.commit",),
     "trainer.claim": ("before actors.trainer.step_plan:ClaimedBatch.check",),
