@@ -2,8 +2,7 @@
 finished, or all of them together once the last one is.
 
 A built-in workflow runs in the actor's loop: it does nothing but wait for the engine. All others run in the processes
-of a `WorkflowPool`; what they return is checked. `GroupSoFar` is what a running group has at any moment, for another
-actor that must continue it, and when its first and last member reached each stage, for the trace.
+of a `WorkflowPool`; what they return is checked.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -56,9 +54,6 @@ T = TypeVar("T")
 
 Rollout = tuple[Sample, ...]
 """The samples of one member of a group; the last one is judged."""
-Member = tuple[Rollout, RewardOutcome | None] | Interrupted | MemberFailed
-"""The end of one member of a group. No outcome: it is judged together with the others; MemberFailed: its environment
-failed for good, and the group continues without it."""
 MAX_LOST = 10
 """Processes that a member may lose to others."""
 RETRY_AFTER_S = 0.5
@@ -129,22 +124,67 @@ class Partial(Exception):
     """What the engine failed with; None: it had to stop."""
 
 
-class _Task(msgspec.Struct, frozen=True):
-    """One member of a group."""
+@dataclass(slots=True, eq=False)
+class GroupMember:
+    """One rollout of a running group, as far as it is."""
 
-    assignment: Assignment
+    group: RunningGroup
     index: int
-    made: GroupSoFar
     recorded: Rollout
+    """What an earlier attempt left."""
     num_retries: int = 0
     """Attempts of this actor that its environment failed."""
     num_before: int = 0
     """Attempts of this actor before this one, whatever ended them."""
+    so_far: Callable[[], Rollout] = tuple
+    """Samples of the attempt that runs."""
+    finished: Rollout = ()
+    """The last one is judged."""
+    outcome: RewardOutcome | None = None
+    """None: it is not judged yet."""
+
+    @property
+    def samples(self) -> Rollout:
+        return self.finished or self.so_far() or self.recorded
+
+    def again(self, recorded: Rollout = ()) -> None:
+        """It starts over, with those tokens."""
+        self.recorded, self.so_far = recorded, tuple
+        self.num_before += 1
 
     @property
     def where(self) -> str:
-        prompt = self.assignment.prompt
+        prompt = self.group.prompt
         return f"(group {prompt.group_id}, sample {self.index}, row {prompt.row} of {prompt.source})"
+
+
+class RunningGroup:
+    """What there is of a group at any moment, for another actor that must continue it; and when its first and last
+    member reached each stage, for the trace."""
+
+    def __init__(self, assignment: Assignment, prompt_ids: I32, clock: Clock) -> None:
+        self.assignment = assignment
+        self.prompt = assignment.prompt
+        self.prompt_ids = prompt_ids
+        recorded = defaultdict[int, list[Sample]](list)
+        for sample in assignment.partial:
+            recorded[sample.index].append(sample)
+        self.members = [GroupMember(self, index, tuple(recorded[index])) for index in range(assignment.num_samples)]
+        self.stretches: dict[Hop, tuple[float, float]] = {}
+        """Hop -> begin of the first member and end of the last, on the monotonic clock."""
+        self._clock = clock
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Those with at least one token, finished or not."""
+        return tuple(one for member in self.members for one in member.samples if one.response_ids.size)
+
+    def reached(self, hop: Hop, began_s: float) -> float:
+        """A member is through with that; returns the time."""
+        now_s = self._clock.monotonic()
+        first_s = self.stretches.get(hop, (began_s, 0.0))[0]
+        self.stretches[hop] = (min(first_s, began_s), now_s)
+        return now_s
 
 
 class GroupRunner:
@@ -184,8 +224,7 @@ class GroupRunner:
         self.failures = Counter[str]({f"rollout/{name}": 0 for name in names})
         """Of workflows, since the actor began, by the names of their gauges."""
         self._load = GroupLoad()
-        self._made: dict[int, GroupSoFar] = {}
-        """Of groups that run."""
+        self._running: dict[int, RunningGroup] = {}
         self.sums = defaultdict[str, float](float)
         """Since they were cleared last: tokens, samples, truncated, reward_s; env_s that workflows took beside waiting
         for the model, and max_env_s of one sample."""
@@ -200,175 +239,169 @@ class GroupRunner:
         return other
 
     def so_far(self, group_id: int) -> tuple[Sample, ...]:
-        made = self._made.get(group_id)
-        return () if made is None else made.samples()
+        return self._running[group_id].samples if group_id in self._running else ()
 
     def has(self, group_id: int) -> bool:
-        return group_id in self._made
+        return group_id in self._running
 
     async def run(self, assignment: Assignment) -> Group:
         """All members of one group, rewarded. Raises Partial when generation was interrupted or the engine failed,
         PromptTooLong for a prompt that does not fit, DataError for one that cannot be rendered, TemplateError for a
         reply that the chat template cannot write, UserCodeError for a workflow or reward that failed, MemberFailed if
         no member is left or the policy made one fail, RequestRefused for a request that no engine can serve."""
-        group_id, num_samples = assignment.prompt.group_id, assignment.num_samples
-        made = GroupSoFar(self._renderer.prompt(assignment.prompt), assignment.partial, self._clock)
-        self._made[group_id] = made
-        outcomes: Sequence[RewardOutcome] = ()
+        group_id = assignment.prompt.group_id
+        group = self._running[group_id] = RunningGroup(
+            assignment, self._renderer.prompt(assignment.prompt), self._clock
+        )
         try:
-            tasks = [_Task(assignment, index, made, made.recorded.get(index, ())) for index in range(num_samples)]
-            done: list[Member] = await all_or_first_error([self._member(task) for task in tasks])
-            finished = [one for one in done if isinstance(one, tuple)]
-            interrupted = [sample for one in done if isinstance(one, Interrupted) for sample in one.partial]
-            masked = [one for one in done if isinstance(one, MemberFailed)]
-            if masked and not finished and not interrupted:
+            ends = await all_or_first_error([self._ran(member) for member in group.members])
+            finished = [member for member in group.members if member.finished]
+            masked = [end for end in ends if isinstance(end, MemberFailed)]
+            if any(isinstance(end, Interrupted) for end in ends):
+                raise Partial(group.samples)
+            if not finished:
                 raise masked[0]
-            if not interrupted:
-                outcomes = await self._outcomes(assignment.prompt, finished, made)
+            await self._judge_together(group, finished)
         except RequestRefused:
             raise
         except EngineError as err:
-            raise Partial(made.samples(), err) from err
+            raise Partial(group.samples, err) from err
         finally:
-            if self._made.get(group_id) is made:  # held-out prompts may be answered twice at a time
-                del self._made[group_id]
+            if self._running.get(group_id) is group:  # held-out prompts may be answered twice at a time
+                del self._running[group_id]
             wall_s = self._clock.wall() - self._clock.monotonic()
-            for hop, (began_s, ended_s) in made.stretches.items():
+            for hop, (began_s, ended_s) in group.stretches.items():
                 self._on_hop(hop, group_id, wall_s + began_s, ended_s - began_s)
-        if interrupted:
-            raise Partial((*(sample for samples, _ in finished for sample in samples), *interrupted))
-        judged = [(outcome, k + 1 == len(samples)) for (samples, _), outcome in zip(finished, outcomes, strict=True)
-                  for k in range(len(samples))]  # fmt: skip
+        judged = [(sample, one.outcome) for one in finished if one.outcome is not None for sample in one.finished]
+        last = {id(member.finished[-1]) for member in finished}
         return Group(
             prompt=assignment.prompt,
-            samples=tuple(sample for samples, _ in finished for sample in samples),
-            rewards=np.asarray([outcome.value for outcome, _ in judged], dtype=np.float32),
-            reward_parts=tuple(dict(outcome.parts) if is_last else {} for outcome, is_last in judged),
+            samples=tuple(sample for sample, _ in judged),
+            rewards=np.asarray([outcome.value for _, outcome in judged], dtype=np.float32),
+            reward_parts=tuple(dict(outcome.parts) if id(sample) in last else {} for sample, outcome in judged),
             knobs=assignment.knobs,
             num_masked=len(masked),
         )
 
-    async def _member(self, task: _Task) -> Member:
-        outcome: RewardOutcome | None = None
+    async def _ran(self, member: GroupMember) -> Interrupted | MemberFailed | None:
+        """Generate a member, and judge it unless the group is judged at once. Returns why it is not finished."""
         began_s = self._clock.monotonic()
         try:
-            samples = await self._tried(task)
+            member.finished = await self._tried(member)
         except Interrupted as interrupted:
+            member.again(interrupted.partial)
             return interrupted
         except MemberFailed as failed:
-            if not (samples := self._settled(task, failed)):
+            self._settle(member, failed)
+            if not member.finished:
                 return failed
-            outcome = RewardOutcome(0.0)
         finally:
-            task.made.reached("generate", began_s)
-        for sample in samples:
+            member.group.reached("generate", began_s)
+        for sample in member.finished:
             self.sums["tokens"] += int(sample.loss_mask.sum())
             self.sums["samples"] += 1
             self.sums["truncated"] += sample.finish == "length"
         if self.reference is not None:
-            samples = await self._referenced(self.reference, task, samples)
-        if self._scorer.judges_groups or outcome is not None:
-            return samples, outcome
-        completion = self._completion(task.assignment.prompt, samples[-1])
-        return samples, await self._rewarded(self._scorer.score(completion), task.made)
+            member.finished = await self._referenced(self.reference, member)
+        if not self._scorer.judges_groups and member.outcome is None:
+            completion = self._completion(member.group.prompt, member.finished[-1])
+            member.outcome = await self._rewarded(self._scorer.score(completion), member.group)
+        return None
 
-    async def _tried(self, task: _Task) -> Rollout:
+    async def _tried(self, member: GroupMember) -> Rollout:
         """The member's samples. A member whose environment failed is tried again, without its tokens. A member whose
         process was ended by another member's workflow continues from its tokens, and that does not count."""
         num_lost = 0
         while True:
             try:
-                return await self._produce(task)
+                return await self._produce(member)
             except MemberFailed as failed:
                 if failed.is_bystander and num_lost < MAX_LOST:
                     num_lost += 1
-                    task = replace(task, recorded=task.made.of(task.index), num_before=task.num_before + 1)
+                    member.again(member.so_far())
                     continue
-                if failed.kind not in RETRIED or task.num_retries >= self.options.max_retries:
+                if failed.kind not in RETRIED or member.num_retries >= self.options.max_retries:
                     raise
                 self._failed(failed, f"it is tried again: {failed.message}")
                 self.failures["rollout/num_retried"] += 1
             except UserCodeError as error:
                 self._failed(error, f"its group is dropped: {error.message}")
                 raise
-            task.made.again(task.index)
-            pause_s = RETRY_AFTER_S * 2**task.num_retries
-            task = replace(task, recorded=(), num_retries=task.num_retries + 1, num_before=task.num_before + 1)
-            await asyncio.sleep(pause_s)
+            member.again()
+            member.num_retries += 1
+            await asyncio.sleep(RETRY_AFTER_S * 2 ** (member.num_retries - 1))
 
-    def _settled(self, task: _Task, failed: MemberFailed) -> Rollout:
-        """The samples, which get reward 0, of a member whose workflow failed for good; (): it is masked. Raises
+    def _settle(self, member: GroupMember, failed: MemberFailed) -> None:
+        """What becomes of a member whose workflow failed for good: it is masked, or its samples get reward 0. Raises
         `failed` where it costs the group."""
         if failed.kind in RETRIED:
             self._failed(failed, f"it is masked: {failed.message}")
             self.failures["rollout/num_masked"] += 1
-            task.made.again(task.index)
-            return ()
-        samples = tuple(one for one in task.made.of(task.index) if one.loss_mask.any())
+            member.again()
+            return
+        samples = tuple(one for one in member.so_far() if one.loss_mask.any())
         if not self.options.zero_on_error or not samples:
             self._failed(failed, f"its group is dropped: {failed.message}")
             raise failed
         self._failed(failed, f"it gets reward 0: {failed.message}")
-        return task.made.finished(replace(one, finish="stop", reward=0.0) for one in samples)
+        member.finished = tuple(replace(one, finish="stop", reward=0.0) for one in samples)
+        member.outcome = RewardOutcome(0.0)
 
     def _failed(self, error: MemberFailed | UserCodeError, words: str) -> None:
         kind = error.kind if isinstance(error, MemberFailed) else "user-code"
         self.failures[f"rollout/failures/{kind}"] += 1
         self.on_failure(kind, words)
 
-    async def _referenced(self, reference: Reference, task: _Task, samples: Rollout) -> Rollout:
+    async def _referenced(self, reference: Reference, member: GroupMember) -> Rollout:
         """With the log-probs of the reference model: those of an earlier attempt, if it was as far with a sample."""
-        recorded = {one.branch: one for one in task.recorded if one.reference_logprobs is not None}
+        recorded = {one.branch: one for one in member.recorded if one.reference_logprobs is not None}
 
         async def with_logprobs(sample: Sample) -> Sample:
             known = recorded.get(sample.branch)
             if known is not None and _is_same(known, sample):
                 return replace(sample, reference_logprobs=known.reference_logprobs)
-            return await reference.judged(task.assignment.prompt, sample)
+            return await reference.judged(member.group.prompt, sample)
 
         began_s = self._clock.monotonic()
         self._note(rewarding=1)
         try:
-            return task.made.finished(await all_or_first_error([with_logprobs(one) for one in samples]))
+            return tuple(await all_or_first_error([with_logprobs(one) for one in member.finished]))
         finally:
-            task.made.reached("reward", began_s)
+            member.group.reached("reward", began_s)
             self._note(rewarding=-1)
 
-    async def _outcomes(
-        self, prompt: Prompt, finished: Sequence[tuple[Rollout, RewardOutcome | None]], made: GroupSoFar
-    ) -> Sequence[RewardOutcome]:
-        """Of all members: their own, or those of the group that they are."""
-        if not self._scorer.judges_groups:
-            return [outcome for _, outcome in finished if outcome is not None]
-        scoring = self._scorer.score_group([self._completion(prompt, samples[-1]) for samples, _ in finished])
-        judged = await self._rewarded(scoring, made)
-        return [own or of_group for (_, own), of_group in zip(finished, judged, strict=True)]
+    async def _judge_together(self, group: RunningGroup, members: Sequence[GroupMember]) -> None:
+        """Of all members that have no outcome of their own."""
+        if self._scorer.judges_groups:
+            scoring = self._scorer.score_group([self._completion(group.prompt, one.finished[-1]) for one in members])
+            for member, outcome in zip(members, await self._rewarded(scoring, group), strict=True):
+                member.outcome = member.outcome or outcome
 
-    async def _produce(self, task: _Task) -> Rollout:
-        attempt, number = task.assignment.attempt, task.num_before
+    async def _produce(self, member: GroupMember) -> Rollout:
+        assignment, number = member.group.assignment, member.num_before
         model = replace(
             self.model,
-            sampling=task.assignment.sampling,
-            request_prefix=f"{self.model.request_prefix}a{attempt}.{f'r{number}.' if number else ''}",
+            sampling=assignment.sampling,
+            request_prefix=f"{self.model.request_prefix}a{assignment.attempt}.{f'r{number}.' if number else ''}",
         )
         if isinstance(self._workflow, WorkflowPool):
-            return task.made.finished(await self._in_worker(self._workflow, task, model))
-        return task.made.finished(await self._in_loop(self._workflow, task, model))
+            return await self._in_worker(self._workflow, member, model)
+        return await self._in_loop(self._workflow, member, model)
 
-    async def _in_loop(self, workflow: Workflow, task: _Task, model: ModelAccess) -> Rollout:
-        prompt = task.assignment.prompt
+    async def _in_loop(self, workflow: Workflow, member: GroupMember, model: ModelAccess) -> Rollout:
+        prompt = member.group.prompt
         episode = Episode(
             prompt=prompt,
-            index=task.index,
+            index=member.index,
             tokenizer=self._tokenizer,
             model=model,
             renderer=self._renderer,
-            prompt_ids=task.made.prompt_ids,
-            recorded=task.recorded,
+            prompt_ids=member.group.prompt_ids,
+            recorded=member.recorded,
         )
-        task.made.begun(task.index, episode.so_far)
+        member.so_far = episode.so_far
         context = WorkflowContext(
-            episode=episode, tokenizer=self._tokenizer, max_turns=self.options.max_turns, index=task.index
+            episode=episode, tokenizer=self._tokenizer, max_turns=self.options.max_turns, index=member.index
         )
         timeout_s = self.options.workflow_timeout_s
         self._note(generating=1)
@@ -378,14 +411,14 @@ class GroupRunner:
                 return (made,) if isinstance(made, Sample) else tuple(made)
         except TimeoutError as late:
             raise UserCodeError(
-                f"workflow did not finish within {timeout_s:g} s {task.where}", remedy="raise rollout.timeout_s"
+                f"workflow did not finish within {timeout_s:g} s {member.where}", remedy="raise rollout.timeout_s"
             ) from late
         finally:
             self._note(generating=-1)
 
-    async def _in_worker(self, pool: WorkflowPool, task: _Task, model: ModelAccess) -> Rollout:
-        record, began_s, model_s = TokensSoFar(task.recorded), self._clock.monotonic(), 0.0
-        task.made.begun(task.index, record.so_far)
+    async def _in_worker(self, pool: WorkflowPool, member: GroupMember, model: ModelAccess) -> Rollout:
+        record, began_s, model_s = TokensSoFar(member.recorded), self._clock.monotonic(), 0.0
+        member.so_far = record.so_far
 
         async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
             nonlocal model_s
@@ -399,30 +432,30 @@ class GroupRunner:
                 model_s += self._clock.monotonic() - asked_s
                 self._note(generating=-1, waiting=1)
 
-        assignment, prompt = task.assignment, task.assignment.prompt
+        assignment, prompt = member.group.assignment, member.group.prompt
         kind = "" if assignment.attempt >= 0 else f"eval{-assignment.attempt}."
         start = StartEpisode(
             prompt=prompt,
-            index=task.index,
-            prompt_ids=task.made.prompt_ids,
+            index=member.index,
+            prompt_ids=member.group.prompt_ids,
             sampling=model.sampling,
             context_length=model.context_length,
             request_prefix=model.request_prefix,
-            session_id=f"{Path(self.options.run_dir).name}.{kind}{prompt.group_id}.{task.index}",
-            attempt=max(assignment.attempt - 1, 0) + task.num_before,
-            recorded=task.recorded,
+            session_id=f"{Path(self.options.run_dir).name}.{kind}{prompt.group_id}.{member.index}",
+            attempt=max(assignment.attempt - 1, 0) + member.num_before,
+            recorded=member.recorded,
         )
         self._note(waiting=1)
         try:
             access, run_s = replace(model, generate=generate), self.options.workflow_timeout_s
             samples, temperatures = await pool.play(start, run_s, access, record)
         except MemberFailed as failed:
-            words = f"{failed.message} {task.where}"
+            words = f"{failed.message} {member.where}"
             raise MemberFailed(
                 words, kind=failed.kind, remedy=failed.remedy, is_bystander=failed.is_bystander
             ) from failed
         except UserCodeError as error:
-            raise UserCodeError(f"{error.message} {task.where}", remedy=error.remedy) from error
+            raise UserCodeError(f"{error.message} {member.where}", remedy=error.remedy) from error
         finally:
             self._note(waiting=-1)
             env_s = self._clock.monotonic() - began_s - model_s
@@ -431,7 +464,7 @@ class GroupRunner:
         return checked_rollout(
             samples,
             prompt,
-            task.index,
+            member.index,
             temperatures=temperatures,
             vocab_size=self._vocab_size,
             loss_parts=self.options.loss_parts,
@@ -469,7 +502,7 @@ class GroupRunner:
         given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
         return opens_thought(self._tokenizer.decode(given[-MARK_IDS:].tolist(), skip_special=False))
 
-    async def _rewarded(self, scoring: Awaitable[T], made: GroupSoFar) -> T:
+    async def _rewarded(self, scoring: Awaitable[T], group: RunningGroup) -> T:
         began_s = self._clock.monotonic()
         self._note(rewarding=1)
         try:
@@ -479,7 +512,7 @@ class GroupRunner:
         except UserCodeError as err:
             raise RewardError(err.message, remedy=err.remedy) from err
         finally:
-            self.sums["reward_s"] += made.reached("reward", began_s) - began_s
+            self.sums["reward_s"] += group.reached("reward", began_s) - began_s
             self._note(rewarding=-1)
 
     def _note(self, *, generating: int = 0, rewarding: int = 0, waiting: int = 0) -> None:
@@ -524,49 +557,3 @@ def drop_reason(error: MyxaError) -> DropReason:
     if isinstance(error, MemberFailed) and error.kind not in RETRIED:
         return "policy-error"
     return next(reason for kind, reason in _REASONS if isinstance(error, kind))
-
-
-class GroupSoFar:
-    """See the module's head."""
-
-    def __init__(self, prompt_ids: I32, partial: Sequence[Sample], clock: Clock) -> None:
-        """`partial`: what an earlier attempt left."""
-        self.prompt_ids = prompt_ids
-        self.recorded: dict[int, Rollout] = {}
-        for sample in partial:
-            self.recorded[sample.index] = (*self.recorded.get(sample.index, ()), sample)
-        self.stretches: dict[Hop, tuple[float, float]] = {}
-        """Hop -> begin of the first member and end of the last, on the monotonic clock."""
-        self._clock = clock
-        self._begun: dict[int, Callable[[], Rollout]] = {}
-        self._finished: dict[int, Rollout] = {}
-
-    def begun(self, index: int, so_far: Callable[[], Rollout]) -> None:
-        self._begun[index] = so_far
-
-    def finished(self, samples: Iterable[Sample]) -> Rollout:
-        rollout = tuple(samples)
-        self._finished[rollout[0].index] = rollout
-        return rollout
-
-    def reached(self, hop: Hop, began_s: float) -> float:
-        """A member is through with that; returns the time."""
-        now_s = self._clock.monotonic()
-        first_s = self.stretches.get(hop, (began_s, 0.0))[0]
-        self.stretches[hop] = (min(first_s, began_s), now_s)
-        return now_s
-
-    def again(self, index: int) -> None:
-        """That member starts over: its tokens are of no use."""
-        self.recorded.pop(index, None)
-        self._begun.pop(index, None)
-
-    def of(self, index: int) -> Rollout:
-        """What there is of an unfinished member."""
-        return self._begun[index]() if index in self._begun else ()
-
-    def samples(self) -> tuple[Sample, ...]:
-        """Those with at least one token, finished or not."""
-        begun = {i: rollout for i in self._begun.keys() - self._finished.keys() if (rollout := self.of(i))}
-        known = self.recorded | begun | self._finished
-        return tuple(one for index in sorted(known) for one in known[index] if one.response_ids.size)
