@@ -13,20 +13,17 @@ import inspect
 import itertools
 import os
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
-from contextvars import copy_context
 from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
-from ...core.errors import MyxaError, UserCodeError
+from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest, Tokenizer
 from ...core.samples import FinishReason, Message, Sample
-from ..daemon_thread import in_daemon_thread
 from ..models.chat_template import template_of
 from ..models.tokenizer import load_tokenizer
 from ..user_code.functions import is_async, what_was_raised
@@ -187,12 +184,12 @@ class Play(UserCall):
             draw=self.ask,
         )
 
-    async def _phases(self, methods: dict[str, Callable[..., Any]]) -> EpisodeDone | EpisodeFailed:
+    async def _phases(self, methods: dict[str, Callable[..., Any]]) -> EpisodeDone:
         start, limits = self._start, self._start.limits
         episode = self._episode()
         workflow, prompt = self._worker.workflow, start.prompt
         if workflow.is_class:
-            made = await self._phase_within("setup", self._in_thread(workflow.made), limits.setup_s)
+            made = await self._phase_within("setup", asyncio.to_thread(workflow.made), limits.setup_s)
         else:
             made = workflow.made()
         methods.update(made)
@@ -214,24 +211,20 @@ class Play(UserCall):
             sample = episode.sample()
         if "finalize" in methods:
             sample = await self._phase("finalize", methods, limits.finalize_s, context("finalize"), sample) or sample
-        samples, stranger = samples_of(sample)
-        if "score" in methods and stranger is None:
+        samples = samples_of(sample)
+        if "score" in methods:
             reward = await self._phase("score", methods, limits.score_s, context("score"), sample)
             samples = (*samples[:-1], msgspec.structs.replace(samples[-1], reward=reward))
-        if stranger is not None:
-            words = f"returned a value of type {stranger.__name__}, not a Sample"
-            return self._fault(words, "end it with `return ctx.episode.sample()`")
-        return self._done(samples, episode)
-
-    def _done(self, samples: tuple[Sample, ...], episode: Episode) -> EpisodeDone | EpisodeFailed:
         try:
             body = encoder.encode(samples)
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
-            words = f"returned a sample that cannot be checked: {what_was_raised(error)}"
-            return self._fault(words, "give its metadata JSON values, and its reward a number")
+            raise UserCodeError(
+                f"workflow returned a sample that cannot be checked: {what_was_raised(error)}",
+                remedy="give its metadata JSON values, and its reward a number",
+            ) from error
         if len(body) > MAX_FRAME_BYTES - FRAME_SLACK_BYTES:
-            return self._fault(f"returned a sample of {len(body):,} bytes", "return a smaller one")
-        return EpisodeDone(call=self._start.call, samples=msgspec.Raw(body), temperatures=episode.temperatures)
+            raise UserCodeError(f"workflow returned a sample of {len(body):,} bytes", remedy="return a smaller one")
+        return EpisodeDone(call=start.call, samples=msgspec.Raw(body), temperatures=episode.temperatures)
 
     async def _phase(self, name: str, methods: dict[str, Callable[..., Any]], limit_s: float, *args: object) -> Any:
         method = methods.get(name)
@@ -241,7 +234,7 @@ class Play(UserCall):
         async def call() -> Any:
             if is_async(method):
                 return await method(*args)
-            returned = await self._in_thread(lambda: method(*args))
+            returned = await asyncio.to_thread(method, *args)
             return await returned if inspect.isawaitable(returned) else returned
 
         return await self._phase_within(name, call(), limit_s)
@@ -259,33 +252,24 @@ class Play(UserCall):
         finally:
             timer.cancel()
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        context = copy_context()
-
-        def run() -> T:
-            self.threads.append(threading.current_thread())
-            return context.run(call)
-
-        return await in_daemon_thread(run, "workflow")
-
     def _failed(self, error: BaseException) -> EpisodeFailed:
+        kind: FailureKind = "user-code"
+        remedy = name = ""
+        words = str(error)
         if isinstance(error, MyxaError):
-            return self._fault(error.message, error.remedy, error=type(error).__name__)
-        if isinstance(error, _Late):
+            words, remedy, name = error.message, error.remedy, type(error).__name__
+        elif isinstance(error, _Late):
             kind = "user-code" if self.waits_for_model else "environment"
             remedy = "bound its waits, or raise rollout.timeout_s"
-            return EpisodeFailed(call=self._start.call, kind=kind, words=str(error), remedy=remedy)
-        if isinstance(error, Blocked):
+        elif isinstance(error, Blocked):
+            kind = "environment"
             remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
-            return EpisodeFailed(call=self._start.call, kind="environment", words=str(error), remedy=remedy)
-        if isinstance(error, asyncio.CancelledError):
-            return self._fault("was cancelled", "")
-        remedy = "mend the workflow function"
-        words = f"raised {what_was_raised(error)}"
-        return EpisodeFailed(call=self._start.call, kind=kind_of(error), words=words, remedy=remedy)
-
-    def _fault(self, words: str, remedy: str, *, error: str = "") -> EpisodeFailed:
-        return EpisodeFailed(call=self._start.call, kind="user-code", words=words, remedy=remedy, error=error)
+        elif isinstance(error, asyncio.CancelledError):
+            words = "was cancelled"
+        else:
+            kind, remedy = kind_of(error), "mend the workflow function"
+            words = f"raised {what_was_raised(error)}"
+        return EpisodeFailed(call=self._start.call, kind=kind, words=words, remedy=remedy, error=name)
 
     def place(self) -> str:
         """Where it waits for anything but the model; empty: it does not, or the place is unknown."""
@@ -303,16 +287,17 @@ def _no_engine(request: GenerateRequest) -> Any:
     raise NotImplementedError
 
 
-def samples_of(returned: object) -> tuple[tuple[Sample, ...], type | None]:
-    """What a workflow returned, a sample or several; or the type of what is none."""
-    if isinstance(returned, Sample):
-        return (returned,), None
-    kind: type[object] = type(returned)
-    if not isinstance(returned, list | tuple) or not returned:
-        return (), kind
-    several = cast("Sequence[object]", returned)
+def samples_of(returned: object) -> tuple[Sample, ...]:
+    """What a workflow returned, a sample or several. Raises UserCodeError naming the type of what is none."""
+    several = cast("Sequence[object]", returned if isinstance(returned, list | tuple) and returned else [returned])
     samples = tuple(one for one in several if isinstance(one, Sample))
-    return samples, next((type(one) for one in several if not isinstance(one, Sample)), None)
+    if len(samples) < len(several):
+        stranger = next(type(one).__name__ for one in several if not isinstance(one, Sample))
+        raise UserCodeError(
+            f"workflow returned a value of type {stranger}, not a Sample",
+            remedy="end it with `return ctx.episode.sample()`",
+        )
+    return samples
 
 
 class _EpisodeOver(BaseException):
