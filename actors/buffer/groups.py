@@ -113,21 +113,38 @@ class Groups:
 
     def draw(self, request: DrawRequest, now_s: float) -> tuple[list[Assignment], DrawBlock]:
         """Groups for the engine that asks: first what was handed back, then new draws. Or why there are none."""
+        self.cursor.is_searching = self.cursor.is_waiting = False  # no search while nothing is given
+        if self.is_finished:
+            return [], "finished"
+        if not self.knobs.serves(self.ledger.next_step):
+            return [], "paused"
         announced = ServedWeights(request.lineage, request.version)
         newest = self.admission.newest_version
         served = self.versions.serving(request.rollout, request.epoch, announced, newest)
-        given = [] if self.is_finished else self._give(request, served, now_s)
-        is_hungry = not given and (request.max_groups > 0 or self.is_finished)
-        return given, self.why_no_work(request, served.version, now_s) if is_hungry else ""
+        waiting, max_groups = self._turn(request, served.version, now_s)
+        if given := self._dispatch(request, served, waiting, max_groups, now_s):
+            self.shares.served(request.rollout)
+            num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
+            self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
+            return given, ""
+        if not request.max_groups or self.has_enough:
+            return [], "paused" if request.max_groups else ""
+        if not max_groups:
+            return [], "suspect"
+        if not self.cursor.has_next or self.cursor.is_waiting:
+            handed_back = self._handed_back(request, now_s)
+            if not handed_back:
+                return [], "data-exhausted"
+            if not waiting and self._dispatchable(handed_back, served.version):  # for others: its engine is in doubt
+                return [], "suspect"
+        return [], "weights" if served.version < newest and self.admission.may_dispatch(newest) else "staleness"
 
-    def _give(self, request: DrawRequest, served: JudgedVersion, now_s: float) -> list[Assignment]:
-        self.cursor.is_searching = self.cursor.is_waiting = False  # no search while nothing is given
+    def _dispatch(
+        self, request: DrawRequest, served: JudgedVersion, waiting: list[Row], max_groups: int, now_s: float
+    ) -> list[Assignment]:
         given: list[Assignment] = []
-        if not self.knobs.serves(self.ledger.next_step):
-            return given
         version, is_undone = served.version, served.is_undone
         theirs = {"rollout": request.rollout, "epoch": request.epoch}
-        waiting, max_groups = self._turn(request, version, now_s)
         with self.ledger.together():
             for row in waiting:
                 if len(given) < max_groups and self.admission.may_dispatch(version, row.group_id):
@@ -136,7 +153,7 @@ class Groups:
                     again = replace(row, version=self.admission.version_of(row.group_id), **theirs)
                     given += (self._assignment(one, prompt, partial) for one in self.ledger.dispatch([again]))
             num_groups = len(given) + min(max_groups - len(given), self._num_new(request, now_s))
-            while len(given) < num_groups and self.admission.may_dispatch(version) and not self._has_enough:
+            while len(given) < num_groups and self.admission.may_dispatch(version) and not self.has_enough:
                 drawn = self.cursor.draw(
                     self.knobs.values.num_samples,
                     version=min(version, self.admission.newest_version),
@@ -147,10 +164,6 @@ class Groups:
                     break
                 self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
                 given.append(self._assignment(*drawn))
-        if given:
-            self.shares.served(request.rollout)
-            num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
-            self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
         return given
 
     def _assignment(self, row: Row, prompt: Prompt, partial: tuple[Sample, ...] = ()) -> Assignment:
@@ -171,23 +184,6 @@ class Groups:
         free_at_s = self.shares.next_change_s(request.rollout, now_s)
         return math.inf if free_at_s is None else free_at_s
 
-    def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
-        if self.is_finished:
-            return "finished"
-        if not self.knobs.serves(self.ledger.next_step) or self._has_enough:
-            return "paused"
-        allowed, max_groups = self._turn(request, version, now_s)
-        handed_back = self._handed_back(request, now_s)
-        if not max_groups:
-            return "suspect"
-        if not self.cursor.has_next or self.cursor.is_waiting:
-            if not handed_back:
-                return "data-exhausted"
-            if not allowed and self._dispatchable(handed_back, version):  # for others: its engine is in doubt
-                return "suspect"
-        newest = self.admission.newest_version
-        return "weights" if version < newest and self.admission.may_dispatch(newest) else "staleness"
-
     def _turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
         """Groups handed back that this actor may get, and how many groups in all."""
         rollout, rows = request.rollout, self._handed_back(request, now_s)
@@ -206,7 +202,7 @@ class Groups:
         return self.shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held_by, now_s)
 
     @property
-    def _has_enough(self) -> bool:
+    def has_enough(self) -> bool:
         """Paused, and all groups of the steps that are still to be made are drawn."""
         if (until := self.knobs.until_step) is None:
             return False

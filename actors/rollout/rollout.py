@@ -543,9 +543,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         try:
             self._budget.note(broke)
         except EngineError as err:
-            num_groups = await self._hand_back(err)
-            self.ctx.log.warning("the engine is given up, %d groups go elsewhere: %s", num_groups, err)
-            raise
+            await self._give_engine_up(err)
 
     async def _take(self, assignment: Assignment, runner: GroupRunner) -> None:
         group_id = assignment.prompt.group_id

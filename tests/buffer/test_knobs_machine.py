@@ -222,9 +222,7 @@ class KnobsMachine(RuleBasedStateMachine):
         num_open = len(self.ledger.rows(*OPEN))
         assert num_open == self.groups.admission.num_open, "ledger and admission know the same groups"
         if self.rests_at is not None and num_open < (self.rests_at - self.ledger.next_step) * BATCH:
-            assert self.groups.why_no_work(self._asks(self.step), self.step, 0.0) != "paused", (
-                "not before it has all that it needs"
-            )
+            assert not self.groups.has_enough, "not before it has all that it needs"
         open_now = {row.group_id for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}
         dropped = {gid for gid in self.out if gid not in open_now}
         assert all(self.ledger.find(gid).state is State.DROPPED for gid in dropped)  # type: ignore[union-attr]

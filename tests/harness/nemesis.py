@@ -36,7 +36,7 @@ _COORDINATOR = "actors.coordinator.coordinator:Coordinator"
 _STEP = "actors.backends.trained_model:Learner"
 _CHECKPOINT = "actors.backends.checkpoint"
 POINTS: dict[str, tuple[str, ...]] = {
-    "buffer.dispatch": ("after actors.buffer.groups:Groups._give",),  # written down as given, not answered
+    "buffer.dispatch": ("after actors.buffer.groups:Groups._dispatch",),  # written down as given, not answered
     "buffer.put": (f"before {_BUFFER}.put_groups",),
     "buffer.claim": ("after actors.buffer.groups:Groups.claim",),  # written down as formed, not answered
     "buffer.trained": (f"before {_BUFFER}.trained",),
