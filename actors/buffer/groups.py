@@ -415,7 +415,7 @@ class Groups:
         tally, states = self.ledger.tally, self.ledger.tally.states
         return BufferStats(
             states=states,
-            drawn=self.ledger.next_draw,
+            drawn=self.ledger.draws.next_draw,
             trained=states.get(State.TRAINED, 0) + states.get(State.DURABLE, 0),
             dropped=tally.dropped,
             slots_total=self.admission.slots_total,
@@ -458,7 +458,7 @@ class Groups:
         dropped = self.ledger.tally.dropped
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
         left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
-        return f"{self.ledger.next_draw} prompts drawn{left_out}"
+        return f"{self.ledger.draws.next_draw} prompts drawn{left_out}"
 
 
 class StarvationCheck:

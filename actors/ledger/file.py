@@ -51,30 +51,50 @@ CREATE TABLE transitions(
 CREATE INDEX transitions_by_group ON transitions(group_id, seq);
 CREATE TABLE terms(id INTEGER PRIMARY KEY, data TEXT NOT NULL UNIQUE);
 """
-_INVARIANTS: tuple[tuple[str, str], ...] = (
-    ("is at rest in a passing state", f"state NOT IN ({', '.join(repr(str(s)) for s in sorted(AT_REST))})"),
-    (
-        "has no whole payload",
-        "state IN ('READY', 'CLAIMED', 'TRAINED') AND group_id NOT IN (SELECT group_id FROM payloads WHERE is_whole)",
+_MOVED = "(:since = 0 OR group_id IN (SELECT group_id FROM transitions WHERE seq > :since))"
+
+
+def _rows_where(where: str) -> str:
+    return f"SELECT group_id, state FROM groups WHERE {where} LIMIT 1"
+
+
+_INVARIANTS: dict[str, str] = {
+    "is at rest in a passing state": _rows_where(f"state NOT IN ({', '.join(repr(str(s)) for s in sorted(AT_REST))})"),
+    "has no whole payload": _rows_where(
+        "state IN ('READY', 'CLAIMED', 'TRAINED') AND group_id NOT IN (SELECT group_id FROM payloads WHERE is_whole)"
     ),
-    ("has a step although it was not claimed", "step >= 0 AND state NOT IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
-    ("has no step although it was claimed", "step < 0 AND state IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
-    ("is dropped without a reason, or has one and is not dropped", "(state = 'DROPPED') != (reason != '')"),
-    ("was never dispatched", f"attempt < 1 AND reason NOT IN ({', '.join(repr(r) for r in PASSED_OVER)})"),
-    (
-        "is durable without a checkpoint that covers it",
-        "state = 'DURABLE' AND step >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'durable_version')",
+    "has a step although it was not claimed": _rows_where(
+        "step >= 0 AND state NOT IN ('CLAIMED', 'TRAINED', 'DURABLE')"
     ),
-    (
-        "repeats a draw that was not dropped",
-        (
-            "redraw_of >= 0 AND (redraw_of, draw, source, source_draw) NOT IN "
-            "(SELECT group_id, draw, source, source_draw FROM groups WHERE state = 'DROPPED')"
-        ),
+    "has no step although it was claimed": _rows_where("step < 0 AND state IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
+    "is dropped without a reason, or has one and is not dropped": _rows_where("(state = 'DROPPED') != (reason != '')"),
+    "was never dispatched": _rows_where(f"attempt < 1 AND reason NOT IN ({', '.join(repr(r) for r in PASSED_OVER)})"),
+    "is durable without a checkpoint that covers it": _rows_where(
+        "state = 'DURABLE' AND step >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'durable_version')"
     ),
-    ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
-)
-_MOVED = "group_id IN (SELECT group_id FROM transitions WHERE seq > ?)"
+    "repeats a draw that was not dropped": _rows_where(
+        "redraw_of >= 0 AND (redraw_of, draw, source, source_draw) NOT IN "
+        "(SELECT group_id, draw, source, source_draw FROM groups WHERE state = 'DROPPED')"
+    ),
+    "was dispatched under unknown terms": _rows_where("terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
+    "is in another state than its last transition says": _rows_where(
+        "state IS NOT (SELECT to_state FROM transitions WHERE group_id = groups.group_id ORDER BY seq DESC LIMIT 1) "
+        f"AND {_MOVED}"
+    ),
+    "has a gap in its transitions": (
+        "SELECT group_id, from_state FROM (SELECT group_id, from_state, LAG(to_state, 1, 'DRAWN') OVER "
+        f"(PARTITION BY group_id ORDER BY seq) AS before FROM transitions WHERE {_MOVED}) "
+        "WHERE from_state != before LIMIT 1"
+    ),
+    "repeats the same dropped group as another": (
+        "SELECT redraw_of, 'redrawn' FROM groups WHERE redraw_of >= 0 GROUP BY redraw_of HAVING COUNT(*) > 1"
+    ),
+    "is not numbered among its source's draws without a gap": (
+        "SELECT MAX(group_id), source FROM groups WHERE source != '' GROUP BY source "
+        "HAVING SUM(redraw_of < 0) != MAX(source_draw) + 1 OR COUNT(DISTINCT source_draw) != MAX(source_draw) + 1"
+    ),
+}
+"""What is wrong -> a group, and its state, of which it is so. `:since`: the newest transition checked before."""
 
 
 class LedgerReader:
@@ -95,9 +115,9 @@ class LedgerReader:
         self._db.close()
         self._traces.close()
 
-    def query(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
+    def query(self, sql: str, *args: Any, **named: Any) -> list[tuple[Any, ...]]:
         try:
-            return self._db.execute(sql, args).fetchall()
+            return self._db.execute(sql, named or args).fetchall()
         except sqlite3.Error as error:
             raise LedgerError(f"{self.path} cannot be read: {error}") from error
 
@@ -121,29 +141,12 @@ class LedgerReader:
     def check(self, since: int = 0) -> None:
         """Raise LedgerError naming the first broken invariant and a group that breaks it. `since`: the histories of
         groups that have not moved after that transition were checked before. All rows are looked at in any case."""
-        for text, where in _INVARIANTS:
-            self._forbid(text, f"SELECT group_id, state FROM groups WHERE {where} LIMIT 1")
-        moved, args = (_MOVED, (since,)) if since else ("TRUE", ())
-        self._forbid(
-            "is in another state than its last transition says",
-            "SELECT group_id, state FROM groups WHERE state IS NOT (SELECT to_state FROM transitions "
-            f"WHERE group_id = groups.group_id ORDER BY seq DESC LIMIT 1) AND {moved} LIMIT 1",
-            *args,
-        )
-        self._forbid(
-            "has a gap in its transitions",
-            "SELECT group_id, from_state FROM (SELECT group_id, from_state, LAG(to_state, 1, 'DRAWN') OVER "
-            f"(PARTITION BY group_id ORDER BY seq) AS before FROM transitions WHERE {moved}) "
-            "WHERE from_state != before LIMIT 1",
-            *args,
-        )
+        for text, sql in _INVARIANTS.items():
+            for group_id, state in self.query(sql, since=since):
+                raise LedgerError(f"{self.path} is damaged: group {group_id} ({state}) {text}")
         for source, target in self.query("SELECT DISTINCT from_state, to_state FROM transitions WHERE seq > ?", since):
             if not any(target in table.get(State(source), ()) for table in (TRANSITIONS, REWIND)):
                 raise LedgerError(f"{self.path} is damaged: it records a transition from {source} to {target}")
-        self._forbid(
-            "repeats the same dropped group as another",
-            "SELECT redraw_of, 'redrawn' FROM groups WHERE redraw_of >= 0 GROUP BY redraw_of HAVING COUNT(*) > 1",
-        )
         first, distinct, highest = self.query(
             "SELECT SUM(redraw_of < 0), COUNT(DISTINCT draw), COALESCE(MAX(draw), -1) FROM groups"
         )[0]
@@ -151,18 +154,6 @@ class LedgerReader:
             raise LedgerError(
                 f"{self.path} is damaged: draws up to {highest}, of which {distinct} are known and {first} drawn once"
             )
-
-        self._forbid(
-            "is not numbered among its source's draws without a gap",
-            "SELECT MAX(group_id), source FROM groups WHERE source != '' GROUP BY source "
-            "HAVING SUM(redraw_of < 0) != MAX(source_draw) + 1 OR COUNT(DISTINCT source_draw) != MAX(source_draw) + 1",
-        )
-
-    def _forbid(self, text: str, sql: str, *args: Any) -> None:
-        broken = self.query(sql, *args)
-        if broken:
-            group_id, state = broken[0]
-            raise LedgerError(f"{self.path} is damaged: group {group_id} ({state}) {text}")
 
 
 def _reading(path: Path, traces: ExitStack) -> str:

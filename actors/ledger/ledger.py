@@ -123,7 +123,7 @@ class Stretch:
 
 
 class Draws:
-    """What was drawn so far, and what is to be drawn once more."""
+    """What was drawn so far, and what is to be drawn once more. `next_draw` is the cursor."""
 
     def __init__(self, file: LedgerReader) -> None:
         """Count what the file holds. Raises LedgerError if it cannot be read."""
@@ -268,15 +268,6 @@ class Ledger(LedgerReader):
             change.meta[LIVE + _CHECKED] = str(self.newest_transition())
             for row in self.rows(State.DISPATCHED):
                 change.move(row, State.REQUEUED, detail="the buffer was restarted")
-
-    @property
-    def next_group_id(self) -> int:
-        return self.draws.next_id
-
-    @property
-    def next_draw(self) -> int:
-        """The cursor: the first draw that was not dispatched yet."""
-        return self.draws.next_draw
 
     def redraw(self) -> tuple[int, int] | None:
         """(dropped group, its draw number) of the first prompt that is to be drawn once more."""

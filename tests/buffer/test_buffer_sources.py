@@ -132,12 +132,12 @@ async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch)
             while not store.cursor.is_searching:
                 await asyncio.sleep(0.001)
             await desk.ref.set_paused(True)
-        looks, num_draws = 0, store.ledger.next_draw
+        looks, num_draws = 0, store.ledger.draws.next_draw
         await asyncio.sleep(0.3)
-        assert looks <= 1 and store.ledger.next_draw == num_draws and not held.done()
+        assert looks <= 1 and store.ledger.draws.next_draw == num_draws and not held.done()
         await desk.ref.set_paused(False)
         await asyncio.sleep(0.1)
-        assert store.ledger.next_draw > num_draws, "it goes on where it was"
+        assert store.ledger.draws.next_draw > num_draws, "it goes on where it was"
         held.cancel()
 
 

@@ -99,8 +99,8 @@ def test_a_window_that_leaves_nothing_waits_for_what_is_under_way_and_then_ends_
     desk.finish(last, EASY)
     assert desk.draw(1) == []
     assert desk.cursor.is_waiting and desk.cursor.has_next
-    num_draws = desk.ledger.next_draw
-    assert desk.draw(1) == [] and desk.ledger.next_draw == num_draws, "it does not go round and round"
+    num_draws = desk.ledger.draws.next_draw
+    assert desk.draw(1) == [] and desk.ledger.draws.next_draw == num_draws, "it does not go round and round"
     desk.finish(again, GOOD)
     assert rows_of(desk.draw(1)) == [3], "what was learnt meanwhile opens it"
     desk.finish(_newest(desk), EASY)
@@ -133,7 +133,7 @@ def test_a_few_prompts_inside_are_found_in_every_order_of_the_passes(
 
 
 def _newest(desk: Desk) -> Row:
-    row = desk.ledger.find(desk.ledger.next_group_id - 1)
+    row = desk.ledger.find(desk.ledger.draws.next_id - 1)
     assert row is not None
     return row
 
@@ -148,7 +148,7 @@ def test_passes_are_not_gone_through_while_groups_under_way_may_open_the_window(
     for _ in range(3):
         assert desk.draw(1) == []
     assert desk.cursor.is_waiting and desk.cursor.has_next
-    assert desk.ledger.next_draw == 8 + 7, "every row was looked at"
+    assert desk.ledger.draws.next_draw == 8 + 7, "every row was looked at"
     desk.finish(last, reward)
     (found,) = desk.draw(1)
     assert found.draw == (15 if reward == GOOD else 4 * 51), "what is known now, or what is tried again"

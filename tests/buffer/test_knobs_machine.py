@@ -217,7 +217,7 @@ class KnobsMachine(RuleBasedStateMachine):
             assert getattr(values, name) == value
         assert self.knobs.terms_epoch == self.knobs.epoch == max(self.force_epochs.values(), default=0)
         states = self.ledger.tally.states
-        assert sum(states.values()) == self.ledger.next_group_id == len(self.first_terms)
+        assert sum(states.values()) == self.ledger.draws.next_id == len(self.first_terms)
         assert states.get(State.TRAINED, 0) == len(self.trained)
         num_open = len(self.ledger.rows(*OPEN))
         assert num_open == self.groups.admission.num_open, "ledger and admission know the same groups"

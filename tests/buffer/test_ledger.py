@@ -33,9 +33,10 @@ def ledger(path: Path) -> Iterator[Ledger]:
 
 
 def draw(ledger: Ledger, count: int, version: int = 0, rollout: str = "rollout/0") -> list[int]:
-    first = ledger.next_group_id
+    first = ledger.draws.next_id
     rows = [
-        Row(first + i, ledger.next_draw + i, -1, 2, rollout=rollout, epoch=1, version=version) for i in range(count)
+        Row(first + i, ledger.draws.next_draw + i, -1, 2, rollout=rollout, epoch=1, version=version)
+        for i in range(count)
     ]
     ledger.dispatch(rows)
     return [row.group_id for row in rows]

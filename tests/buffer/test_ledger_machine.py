@@ -236,7 +236,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         ledger = self.ledger
-        assert (ledger.next_group_id, ledger.next_draw) == (len(self.groups), self.next_draw)
+        assert (ledger.draws.next_id, ledger.draws.next_draw) == (len(self.groups), self.next_draw)
         assert (ledger.newest_version, ledger.next_step) == (self.newest, self.next_step)
         counts: dict[str, int] = {}
         for group_id, known in self.groups.items():

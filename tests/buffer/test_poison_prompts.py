@@ -23,7 +23,7 @@ MAX_DEATHS = 3
 
 def open_ledger(folder: Path, num_groups: int) -> Ledger:
     ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
-    if not ledger.next_group_id:
+    if not ledger.draws.next_id:
         ledger.dispatch([Row(number, number, -1, 2, rollout="a", epoch=1, version=0) for number in range(num_groups)])
     return ledger
 

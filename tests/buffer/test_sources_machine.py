@@ -96,7 +96,7 @@ class SourcesMachine(RuleBasedStateMachine):
     @invariant()
     def draws_keep_their_meaning(self) -> None:
         for desk in getattr(self, "desks", ()):
-            rows: list[Any] = [desk.ledger.find(group_id) for group_id in range(desk.ledger.next_group_id)]
+            rows: list[Any] = [desk.ledger.find(group_id) for group_id in range(desk.ledger.draws.next_id)]
             for row in rows:
                 if row.group_id in desk.told:
                     assert desk.cursor.sources.prompt(row) == desk.told[row.group_id]

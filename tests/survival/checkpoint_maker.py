@@ -74,8 +74,8 @@ class RunOnDisk:
         return Ledger(self.ledger, run=self.path.name, fingerprint=DATASET, wall=time.time)
 
     def draw(self, ledger: Ledger) -> int:
-        number = ledger.next_group_id
-        row = Row(number, ledger.next_draw, -1, 1, rollout="rollout/0", epoch=1, version=0)
+        number = ledger.draws.next_id
+        row = Row(number, ledger.draws.next_draw, -1, 1, rollout="rollout/0", epoch=1, version=0)
         ledger.dispatch([row])
         return number
 

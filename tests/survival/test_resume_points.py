@@ -162,11 +162,11 @@ def looks_as_it_should(run: RunOnDisk, version: int) -> None:
     try:
         ledger.rewind(version)
         assert (ledger.newest_version, ledger.next_step) == (version, version)
-        drawn = [ledger.find(number) for number in range(ledger.next_group_id)]
+        drawn = [ledger.find(number) for number in range(ledger.draws.next_id)]
         assert all(row is not None for row in drawn)
         trained = [row for row in drawn if row is not None and str(row.state) in ("TRAINED", "DURABLE")]
         assert sorted(row.step for row in trained) == [step for step in range(version) for _ in range(2)]
-        if ledger.next_group_id > run.half_done:
+        if ledger.draws.next_id > run.half_done:
             assert ledger.payload(run.half_done) == b"some tokens", "what was half done goes on"
     finally:
         ledger.close()
