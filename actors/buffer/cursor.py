@@ -14,7 +14,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.errors import DataError
-from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger, Stretch
 from ..ledger.states import OUT_OF_WINDOW, QUARANTINED, Row, State
@@ -36,8 +35,8 @@ MAX_LOOKS = 1000
 class PromptCursor:
     """Prompts as the groups they become. Raises what the sources raise (DataError)."""
 
-    def __init__(self, source: PromptSource | MixedSources, ledger: Ledger, quarantine: Quarantine) -> None:
-        self.sources = Sources(source)
+    def __init__(self, sources: Sources, ledger: Ledger, quarantine: Quarantine) -> None:
+        self.sources = sources
         self.ledger = ledger
         self.quarantine = quarantine
         self.difficulty = Difficulty(ledger, self.sources)

@@ -29,7 +29,8 @@ from .cursor import PromptCursor
 from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
 from .finished_groups import INVALID, FinishedGroups, num_tokens_of, wrong_in_group, wrong_in_partial
 from .knobs import BufferKnobs, BufferLimits
-from .quarantine import POISON, PoisonTracker, open_quarantine
+from .quarantine import POISON, PoisonTracker, Quarantine
+from .sources import Sources
 
 REATTACH_S = 10.0
 """After a restart of the buffer, a group waits so long for the actor that still holds it."""
@@ -69,8 +70,9 @@ class Groups:
         self.ledger = ledger = knobs.ledger
         self.admission = knobs.admission
         self.versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
-        quarantine = open_quarantine(ledger.path.parent, source, ledger, limits.quarantine_after, log)
-        self.cursor = PromptCursor(source, ledger, quarantine)
+        sources = Sources(source)
+        quarantine = Quarantine(ledger.path.parent, sources, ledger, limits.quarantine_after, log)
+        self.cursor = PromptCursor(sources, ledger, quarantine)
         self.cursor.use(knobs.values.mix, knobs.values.difficulty)
         self.poison = PoisonTracker(ledger, limits.max_deaths)
         self.shares = FairShare()

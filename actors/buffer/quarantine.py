@@ -24,14 +24,13 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from ...core.errors import DataError
 from ...core.files import sync_folder
-from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger
 from ..ledger.states import State
@@ -185,9 +184,6 @@ COUNTED = ("reward-error", "reference-error", "workflow-error", "data-error", *A
 """Reasons for which a group was dropped that are held against its prompt."""
 MAX_DETAIL = 500
 
-Failure = tuple[Prompt, int, str]
-"""Prompt, draw number and reason of a dropped group."""
-
 
 class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the file. Fields that a person adds are not refused."""
@@ -204,9 +200,9 @@ class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 class Quarantine:
     """The list. One per buffer; `after` = 0 keeps no list and heeds none."""
 
-    def __init__(self, path: Path, *, after: int, failures: Iterable[Failure], log: logging.Logger) -> None:
-        """`after`: failures of one prompt. `failures`: those that the ledger knows."""
-        self._path = path
+    def __init__(self, folder: Path, sources: Sources, ledger: Ledger, after: int, log: logging.Logger) -> None:
+        """That of the run in this folder. `after`: failures of one prompt."""
+        self._path = folder / _FILE
         self._after = after
         self._log = log
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -216,8 +212,9 @@ class Quarantine:
         if not after:
             return
         is_known = self._found()
-        for prompt, draw, reason in failures:
-            self._note(prompt, draw, reason, "", may_list=not is_known)
+        for row in ledger.given_up(COUNTED):
+            if sources.has(row.source, row.draw_of_source):
+                self._note(sources.prompt(row), row.draw, row.reason, "", may_list=not is_known)
         if not is_known:
             self._append(*self._listed.values())
 
@@ -323,16 +320,3 @@ class Quarantine:
             self._refresh()
         except OSError as error:
             self._log.warning("%s cannot be written: %s", self._path, error)
-
-
-def open_quarantine(
-    folder: Path, source: PromptSource | MixedSources, ledger: Ledger, after: int, log: logging.Logger
-) -> Quarantine:
-    """The list of the run in that folder."""
-    return Quarantine(folder / _FILE, after=after, failures=_failures(Sources(source), ledger), log=log)
-
-
-def _failures(sources: Sources, ledger: Ledger) -> Iterator[Failure]:
-    for row in ledger.given_up(COUNTED):
-        if sources.has(row.source, row.draw_of_source):
-            yield sources.prompt(row), row.draw, row.reason

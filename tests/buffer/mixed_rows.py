@@ -11,6 +11,7 @@ from tests.buffer.conftest import NumberedRows
 
 from myxa.actors.buffer.cursor import PromptCursor
 from myxa.actors.buffer.quarantine import Quarantine
+from myxa.actors.buffer.sources import Sources
 from myxa.actors.data.prompts import RowOrder
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
@@ -58,11 +59,9 @@ class Desk:
 
     def open(self) -> None:
         self.ledger = Ledger(self.path, run="r", fingerprint=self.source.fingerprint, wall=lambda: 0.0)
-        self.cursor = PromptCursor(
-            self.source,
-            self.ledger,
-            Quarantine(self.path.with_suffix(".jsonl"), after=0, failures=(), log=logging.getLogger("myxa.test")),
-        )
+        sources = Sources(self.source)
+        quarantine = Quarantine(self.path.parent, sources, self.ledger, 0, logging.getLogger("myxa.test"))
+        self.cursor = PromptCursor(sources, self.ledger, quarantine)
 
     def restart(self) -> None:
         self.ledger.close()

@@ -17,7 +17,8 @@ from tests.harness.run_job import audit, events, make_job, metrics
 
 from myxa.actors.buffer import cursor as buffer_cursor
 from myxa.actors.buffer.cursor import PromptCursor
-from myxa.actors.buffer.quarantine import Quarantine, open_quarantine
+from myxa.actors.buffer.quarantine import Quarantine
+from myxa.actors.buffer.sources import Sources
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import QUARANTINED, Row, State
 from myxa.core.errors import DataError
@@ -29,8 +30,9 @@ LOG = logging.getLogger("test")
 class Shop:
     def __init__(self, folder: Path, source: NumberedRows, after: int) -> None:
         self.ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
-        self.quarantine = open_quarantine(folder, source, self.ledger, after, LOG)
-        self.cursor = PromptCursor(source, self.ledger, self.quarantine)
+        sources = Sources(source)
+        self.quarantine = Quarantine(folder, sources, self.ledger, after, LOG)
+        self.cursor = PromptCursor(sources, self.ledger, self.quarantine)
 
     def draw(self, num_groups: int) -> list[Row]:
         new: list[Row] = []
@@ -180,8 +182,11 @@ def test_what_a_person_writes_into_the_list_stays(shop: Open, tmp_path: Path) ->
 
 
 def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = Quarantine(tmp_path / "gone" / "q.jsonl", after=1, failures=(), log=LOG)
-    prompt = NumberedRows(4, name="rows.jsonl").prompt(1)
+    rows = NumberedRows(4, name="rows.jsonl")
+    ledger = Ledger(tmp_path / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
+    made = Quarantine(tmp_path / "gone", Sources(rows), ledger, 1, LOG)
+    ledger.close()
+    prompt = rows.prompt(1)
     assert prompt is not None
     made.failed(prompt, 1, "reward-error", "it raised")
     assert made.holds(prompt)
