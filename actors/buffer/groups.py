@@ -437,7 +437,7 @@ class Groups:
             "buffer/slots_used": float(stats.slots_used),
             "buffer/slots_total": float(stats.slots_total),
             "buffer/drawn": float(stats.drawn),
-            "buffer/quarantined": float(len(self.cursor.quarantine or ())),
+            "buffer/quarantined": float(len(self.cursor.quarantine)),
         }
         if self.cursor.chooses:
             values |= self._gauges_of_sources()
