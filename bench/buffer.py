@@ -80,7 +80,14 @@ class Store:
             "buffer", self.ledger, admission, first, sampling, filters=tuple(filters.by_name), limits=limits
         )
         self.groups = Groups(
-            Rows(), knobs, filters, limits, finished=FinishedGroups(), log=logging.getLogger("bench"), started_s=-1e6
+            Rows(),
+            knobs,
+            filters,
+            limits,
+            finished=FinishedGroups(),
+            tell=lambda kind, text: None,
+            log=logging.getLogger("bench"),
+            started_s=-1e6,
         )
 
     def train(self, num_groups: int, step: int = 0) -> float:

@@ -168,7 +168,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             knobs.add(process_knobs(self._pace))
             opened = Groups(
                 self._source, knobs, self._filters, limits,
-                finished=self._finished, log=self.ctx.log, started_s=clock.monotonic(),
+                finished=self._finished, tell=self._tell, log=self.ctx.log, started_s=clock.monotonic(),
             )  # fmt: skip
             knobs.use = partial(self._retune, opened)
             await catch_up(self.ctx, knobs, waits=waits)
@@ -243,7 +243,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         try:
             with self._at_work("draw"):
                 self._groups.hear(request)
-                self._mind_losses()
+                self._end_if_starved()
             return await self._answer(request, until_s)
         except DiskRefused:
             if request.blocked_by == "disk":
@@ -307,9 +307,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if is_done:
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
 
-    def _mind_losses(self) -> None:
-        for kind, text in self._groups.take_news():
-            self._tell(kind, text)
+    def _end_if_starved(self) -> None:
         if (error := self._groups.starvation.verdict) is not None:
             self.ctx.fail(error)
 
@@ -317,7 +315,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         was_suspect = self._groups.poison.must_be_alone(returned.group_id)
         with self._at_work("return"):
             self._groups.take_back(returned, self.ctx.clock.monotonic())
-        self._mind_losses()
+        self._end_if_starved()
         if was_suspect or not returned.goes_on:  # else no actor may get more than before
             self._polls.ring()
 
@@ -479,7 +477,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         """The same, of a call after which those that wait look again."""
         with self._at_work(name):
             yield
-        self._mind_losses()
+        self._end_if_starved()
         self._polls.ring()
 
     def _tell(self, kind: str, text: str) -> None:

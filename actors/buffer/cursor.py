@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.errors import DataError
+from ...core.files import Tell
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger, Stretch
 from ..ledger.states import OUT_OF_WINDOW, QUARANTINED, Row, State
@@ -35,7 +36,8 @@ MAX_LOOKS = 1000
 class PromptCursor:
     """Prompts as the groups they become. Raises what the sources raise (DataError)."""
 
-    def __init__(self, sources: Sources, ledger: Ledger, quarantine: Quarantine) -> None:
+    def __init__(self, sources: Sources, ledger: Ledger, quarantine: Quarantine, tell: Tell) -> None:
+        """`tell` (kind, text): what happens to sources."""
         self.sources = sources
         self.ledger = ledger
         self.quarantine = quarantine
@@ -50,7 +52,7 @@ class PromptCursor:
         self._shares: dict[tuple[str, ...], dict[str, int]] = {}
         self._off: set[str] = {name for name in self.sources.names if not self._has(name)}
         """Sources that had nothing more at the last look."""
-        self._news: list[tuple[str, str]] = []
+        self._tell = tell
 
     def use(self, mix: str, window: Window) -> None:
         """Draw by these from now on. `mix` was judged before, and is empty where there is nothing to choose."""
@@ -84,11 +86,6 @@ class PromptCursor:
 
     def failed(self, row: Row, reason: str, detail: str) -> None:
         self.quarantine.failed(self.sources.prompt(row), row.draw, reason, detail)
-
-    def take_news(self) -> list[tuple[str, str]]:
-        """(kind of event, words) of what happened to prompts and sources since the last look."""
-        news, self._news = self._news, []
-        return [*news, *(("prompt-quarantined", text) for text in self.quarantine.take_news())]
 
     @property
     def has_next(self) -> bool:
@@ -167,8 +164,8 @@ class PromptCursor:
     def _tell_of(self, off: set[str], dry: Sequence[str], *, rest: str) -> None:
         for name in sorted(off - self._off) if self._weights else ():
             if name in dry:
-                self._news.append(("source-outside", f"{self.difficulty.in_words([name])}{rest}"))
+                self._tell("source-outside", f"{self.difficulty.in_words([name])}{rest}")
             else:
                 num_draws = self.ledger.draws.taken[name]
-                self._news.append(("source-ended", f"{name} has no more prompts after {num_draws} draws{rest}"))
+                self._tell("source-ended", f"{name} has no more prompts after {num_draws} draws{rest}")
         self._off = off

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from ...algos.staleness import LinePlace, LineStage, Overdue
 from ...core.errors import DataError, LedgerError
+from ...core.files import Tell
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupReturned, PutResult
 from ...core.protocols import MixedSources, PromptSource
@@ -62,21 +63,23 @@ class Groups:
         limits: BufferLimits,
         *,
         finished: FinishedGroups,
+        tell: Tell,
         log: logging.Logger,
         started_s: float,
     ) -> None:
-        """Of the ledger and admission of `knobs`. `finished`: gets what is known of finished groups."""
+        """Of the ledger and admission of `knobs`. `finished`: gets what is known of finished groups. `tell`: what happens
+        to groups and prompts."""
         self.knobs = knobs
         self.ledger = ledger = knobs.ledger
         self.admission = knobs.admission
         self.versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
         sources = Sources(source)
-        quarantine = Quarantine(ledger.path.parent, sources, ledger, limits.quarantine_after, log)
-        self.cursor = PromptCursor(sources, ledger, quarantine)
+        quarantine = Quarantine(ledger.path.parent, sources, ledger, limits.quarantine_after, tell, log)
+        self.cursor = PromptCursor(sources, ledger, quarantine, tell)
         self.cursor.use(knobs.values.mix, knobs.values.difficulty)
-        self.poison = PoisonTracker(ledger, limits.max_deaths)
+        self.poison = PoisonTracker(ledger, limits.max_deaths, tell)
         self.shares = FairShare()
-        self.starvation = StarvationCheck(self.admission.batch_size)
+        self.starvation = StarvationCheck(self.admission.batch_size, tell)
         self.finished = finished
         self.is_finished = False
         """No batch will ever come again."""
@@ -407,12 +410,6 @@ class Groups:
 
     # ---- for people
 
-    def take_news(self) -> list[tuple[str, str]]:
-        """(kind of event, words) of what happened to groups and prompts since the last look."""
-        suspected = [("group-suspected", text) for text in self.poison.take_news()]
-        left_out = [("all-left-out", text)] if (text := self.starvation.news()) else []
-        return [*suspected, *self.cursor.take_news(), *left_out]
-
     def stats(self) -> BufferStats:
         tally, states = self.ledger.tally, self.ledger.tally.states
         return BufferStats(
@@ -468,7 +465,8 @@ class StarvationCheck:
     run whose groups are all left out would generate for ever and only look slow. It is not stopped: a model may yet
     learn to solve a task. Prompts that cannot be used at all are another matter: training makes them no shorter."""
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, tell: Tell) -> None:
+        self._tell = tell
         self._limit = NUM_BATCHES * batch_size
         self._reasons: Counter[str] = Counter()
         self._last_detail = ""
@@ -482,6 +480,9 @@ class StarvationCheck:
         is_known = reason in self._reasons or len(self._reasons) < _MAX_REASONS
         self._reasons[reason if is_known else "other"] += 1
         self._last_detail = detail
+        if self._reasons.total() >= self._tell_at:  # at the limit, then whenever the number has doubled
+            self._tell_at = 2 * self._reasons.total()
+            self._tell("all-left-out", self.complaint)
 
     @property
     def complaint(self) -> str:
@@ -492,13 +493,6 @@ class StarvationCheck:
         counts = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
         remedy = REMEDIES.get(self._reasons.most_common(1)[0][0], OTHER_REMEDY)
         return f"the last {num} groups in a row were all left out ({counts}) -- {remedy}"
-
-    def news(self) -> str:
-        """The complaint when it is due: first at the limit, then whenever the number has doubled; else nothing."""
-        if self._reasons.total() < self._tell_at:
-            return ""
-        self._tell_at = 2 * self._reasons.total()
-        return self.complaint
 
     @property
     def verdict(self) -> DataError | None:

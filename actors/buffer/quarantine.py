@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import DataError
-from ...core.files import sync_folder
+from ...core.files import Tell, sync_folder
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger
 from ..ledger.states import State
@@ -56,8 +56,9 @@ ActorKey = tuple[str, int]
 class PoisonTracker:
     """Counts deaths against groups. One per buffer."""
 
-    def __init__(self, ledger: Ledger, max_deaths: int) -> None:
+    def __init__(self, ledger: Ledger, max_deaths: int, tell: Tell) -> None:
         """`max_deaths`: at the last of so many a group is given up; the ones before it are borne."""
+        self._tell = tell
         self._ledger = ledger
         self._max_deaths = max(max_deaths, SUSPECT_AFTER + 1)
         self._deaths = msgspec.json.decode(ledger.recall(_KEY) or "{}", type=dict[int, int])
@@ -71,7 +72,6 @@ class PoisonTracker:
         self._in_doubt_until_s: dict[ActorKey, float] = {}
         self._num_new: dict[ActorKey, int] = {}
         """PoisonTracker that an engine in doubt has made."""
-        self._news: list[str] = []
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._deaths
@@ -121,9 +121,10 @@ class PoisonTracker:
         if num_new >= MAX_NEW_SUSPECTS:
             return False
         self._num_new[actor] = num_new + 1
-        self._news.append(
+        self._tell(
+            "group-suspected",
             f"group {group_id} was running at {SUSPECT_AFTER} deaths of its actor in a row and brought no token: "
-            "it is served alone from now on"
+            "it is served alone from now on",
         )
         return True
 
@@ -150,10 +151,6 @@ class PoisonTracker:
 
     def why(self) -> str:
         return f"{self._max_deaths} actors or engines in a row ended while they ran it, the last one ran it alone"
-
-    def take_news(self) -> list[str]:
-        news, self._news = self._news, []
-        return news
 
     def turn(
         self, actor: ActorKey, holding: Collection[int], waiting: Sequence[int], max_groups: int, now_s: float
@@ -200,14 +197,16 @@ class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 class Quarantine:
     """The list. One per buffer; `after` = 0 keeps no list and heeds none."""
 
-    def __init__(self, folder: Path, sources: Sources, ledger: Ledger, after: int, log: logging.Logger) -> None:
+    def __init__(
+        self, folder: Path, sources: Sources, ledger: Ledger, after: int, tell: Tell, log: logging.Logger
+    ) -> None:
         """That of the run in this folder. `after`: failures of one prompt."""
+        self._tell = tell
         self._path = folder / _FILE
         self._after = after
         self._log = log
         self._counts: Counter[tuple[str, int]] = Counter()
         self._listed: dict[tuple[str, int], QuarantinedPrompt] = {}
-        self._news: list[str] = []
         self._read_at_ns = 0
         if not after:
             return
@@ -231,14 +230,11 @@ class Quarantine:
             return
         self._append(entry)
         times = "once" if entry.count == 1 else f"{entry.count} times"
-        self._news.append(
+        self._tell(
+            "prompt-quarantined",
             f"row {entry.row} of {entry.source} is not drawn again: {entry.reason} {times}; the last one: "
-            f"{entry.detail} -- mend it and take its line out of {self._path}"
+            f"{entry.detail} -- mend it and take its line out of {self._path}",
         )
-
-    def take_news(self) -> list[str]:
-        news, self._news = self._news, []
-        return news
 
     def holds(self, prompt: Prompt) -> bool:
         """Whether it is on the list. A person may have taken it out of the file a moment ago."""
@@ -273,7 +269,7 @@ class Quarantine:
             aside = self._path.with_name(f"{self._path.name}.bad")
             text = f"{error}; it is now {aside.name}, and a new one was made of what the ledger counted"
             self._log.warning("%s", text)
-            self._news.append(text)
+            self._tell("prompt-quarantined", text)
             with contextlib.suppress(OSError):
                 self._path.replace(aside)
             return False

@@ -53,6 +53,7 @@ class Desk:
     source: MixedRows | NumberedRows
     told: dict[int, Prompt] = field(default_factory=dict)
     """Group -> the prompt that it was given out with."""
+    news: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.open()
@@ -60,8 +61,15 @@ class Desk:
     def open(self) -> None:
         self.ledger = Ledger(self.path, run="r", fingerprint=self.source.fingerprint, wall=lambda: 0.0)
         sources = Sources(self.source)
-        quarantine = Quarantine(self.path.parent, sources, self.ledger, 0, logging.getLogger("myxa.test"))
-        self.cursor = PromptCursor(sources, self.ledger, quarantine)
+        quarantine = Quarantine(self.path.parent, sources, self.ledger, 0, self._tell, logging.getLogger("myxa.test"))
+        self.cursor = PromptCursor(sources, self.ledger, quarantine, self._tell)
+
+    def _tell(self, kind: str, text: str) -> None:
+        self.news.append((kind, text))
+
+    def take_news(self) -> list[tuple[str, str]]:
+        news, self.news = self.news, []
+        return news
 
     def restart(self) -> None:
         self.ledger.close()

@@ -162,7 +162,7 @@ def test_a_source_whose_groups_may_open_the_window_leaves_the_others_their_turn(
     (last,) = [row for row in desk.draw(2) if row.source == "easy"]
     desk.cursor.use("easy:1,good:1", Window(low=0.2, high=0.8, skips=50))
     assert [row.source for row in desk.draw(6)] == ["good"] * 6
-    assert desk.ledger.tally.dropped[OUT_OF_WINDOW] == 5 and desk.cursor.take_news() == []
+    assert desk.ledger.tally.dropped[OUT_OF_WINDOW] == 5 and desk.take_news() == []
     desk.finish(last, GOOD)
     drawn = desk.draw(6)
     assert sorted(row.source for row in drawn) == ["easy"] * 3 + ["good"] * 3
@@ -175,7 +175,7 @@ def test_the_other_sources_go_on_without_one_that_has_nothing_inside(tmp_path: P
         desk.finish(row, EASY if row.source == "easy" else GOOD)
     desk.cursor.use("easy:1,good:1", HALF)
     assert {row.source for row in desk.draw(6)} == {"good"}
-    ((kind, text),) = desk.cursor.take_news()
+    ((kind, text),) = desk.take_news()
     assert kind == "source-outside" and "all 3 prompts of easy" in text
     assert desk.ledger.draws.stretch.mix == "good:1"
     desk.cursor.use("easy:1,good:1", Window(low=0.2, high=1.0, skips=0))
@@ -190,12 +190,12 @@ def test_a_source_that_ends_is_told_once_and_the_others_go_on_by_their_ratios(tm
     assert [drawn.count(name) for name in "abc"] == [4, 6, 6]
     assert sorted(drawn[:4]) == ["a", "a", "b", "c"] and sorted(drawn[4:8]) == ["a", "a", "b", "c"]
     assert drawn[8:] == ["b", "c"] * 4
-    assert [kind for kind, _ in desk.cursor.take_news()] == ["source-ended"]
+    assert [kind for kind, _ in desk.take_news()] == ["source-ended"]
     desk.draw(4)
     desk.restart()
     desk.cursor.use("a:2,b:1,c:1", NO_WINDOW)
     desk.draw(1)
-    assert desk.cursor.take_news() == [], "once, also over a restart"
+    assert desk.take_news() == [], "once, also over a restart"
     desk.cursor.use("a:1,b:0,c:0", NO_WINDOW)
     assert desk.draw(1) == [] and not desk.cursor.has_next
     desk.ledger.close()

@@ -72,7 +72,7 @@ class KnobsMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.groups = Groups(
             NumberedRows(7), self.knobs, GroupFilters("none", GROUP_FILTERS), BufferLimits(),
-            finished=FinishedGroups(), log=logging.getLogger("myxa.test"), started_s=-100.0,
+            finished=FinishedGroups(), tell=lambda kind, text: None, log=logging.getLogger("myxa.test"), started_s=-100.0,
         )  # fmt: skip
         self.knobs.use = self.groups.retune
         kept = ((name, value, self.force_epochs[name]) for name, value in self.in_force.items())

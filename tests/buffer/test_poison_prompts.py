@@ -21,6 +21,10 @@ from myxa.core.messages import Assignment
 MAX_DEATHS = 3
 
 
+def ignore(kind: str, text: str) -> None:
+    """Of what it tells."""
+
+
 def open_ledger(folder: Path, num_groups: int) -> Ledger:
     ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
     if not ledger.draws.next_id:
@@ -36,13 +40,14 @@ def killed(tracker: PoisonTracker, group_ids: Sequence[int], *, num_tokens: int 
 
 def test_only_a_death_alone_convicts_and_a_token_clears(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
-    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    told: list[str] = []
+    tracker = PoisonTracker(ledger, MAX_DEATHS, lambda kind, text: told.append(text))
     assert not killed(tracker, [0, 1, 2]) and not tracker.must_be_alone(0) and not tracker
     tracker.dispatched(("a", 1), {2: 0}, 0.0)
     tracker.has_tokens(2, 1)
     assert not killed(tracker, [0, 1, 2], num_tokens=1) and tracker
     assert [tracker.must_be_alone(group_id) for group_id in range(4)] == [True, True, False, False]
-    assert [text.partition(" was")[0] for text in tracker.take_news()] == ["group 0", "group 1"]
+    assert [text.partition(" was")[0] for text in told] == ["group 0", "group 1"]
     assert killed(tracker, [0]) == [0]
     ledger.close()
 
@@ -51,7 +56,7 @@ def test_one_death_makes_few_suspects_those_in_hand_longest(tmp_path: Path) -> N
     """And the others are next, whichever way they were lost."""
     num = 3 * MAX_NEW_SUSPECTS
     ledger = open_ledger(tmp_path, num)
-    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    tracker = PoisonTracker(ledger, MAX_DEATHS, ignore)
     order = list(reversed(range(num)))
 
     def alone() -> list[int]:
@@ -76,12 +81,12 @@ def test_one_death_makes_few_suspects_those_in_hand_longest(tmp_path: Path) -> N
 
 def test_what_is_counted_outlives_the_buffer_and_not_the_group(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 3)
-    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    tracker = PoisonTracker(ledger, MAX_DEATHS, ignore)
     for _ in range(SUSPECT_AFTER):
         killed(tracker, [0, 1])
     ledger.close()
     ledger = open_ledger(tmp_path, 3)
-    again = PoisonTracker(ledger, MAX_DEATHS)
+    again = PoisonTracker(ledger, MAX_DEATHS, ignore)
     assert again.must_be_alone(0) and again.must_be_alone(1)
     ledger.drop([(0, "workflow-error")])
     again.finished(("a", 1), 1)
@@ -92,7 +97,7 @@ def test_what_is_counted_outlives_the_buffer_and_not_the_group(tmp_path: Path) -
 
 def test_a_suspect_is_served_to_one_that_has_nothing_else_and_one_runs_dry_for_it(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
-    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    tracker = PoisonTracker(ledger, MAX_DEATHS, ignore)
     assert tracker.turn(("a", 1), (), (2, 3), 8, 0.0) == ((2, 3), 8)
     for _ in range(SUSPECT_AFTER):
         killed(tracker, [0, 1])
@@ -148,7 +153,7 @@ async def test_groups_of_an_actor_that_is_killed_over_and_over_are_kept(shop: An
 
 def test_an_engine_that_fails_one_after_another_convicts_nobody(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
-    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    tracker = PoisonTracker(ledger, MAX_DEATHS, ignore)
     tracker.dispatched(("a", 1), {0: 0, 1: 0}, 0.0)
     for group_id in (0, 1):
         tracker.broke(("a", 1), 1.0)

@@ -31,8 +31,16 @@ class Shop:
     def __init__(self, folder: Path, source: NumberedRows, after: int) -> None:
         self.ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
         sources = Sources(source)
-        self.quarantine = Quarantine(folder, sources, self.ledger, after, LOG)
-        self.cursor = PromptCursor(sources, self.ledger, self.quarantine)
+        self.news: list[tuple[str, str]] = []
+        self.quarantine = Quarantine(folder, sources, self.ledger, after, self._tell, LOG)
+        self.cursor = PromptCursor(sources, self.ledger, self.quarantine, self._tell)
+
+    def _tell(self, kind: str, text: str) -> None:
+        self.news.append((kind, text))
+
+    def take_news(self) -> list[tuple[str, str]]:
+        news, self.news = self.news, []
+        return news
 
     def draw(self, num_groups: int) -> list[Row]:
         new: list[Row] = []
@@ -74,13 +82,13 @@ def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_pat
     for number in range(2):
         for row in here.draw(4):
             here.drop(row, "reward-error" if row.draw % 4 == 2 else "engine-error", f"pass {number}")
-    ((kind, news),) = here.cursor.take_news()
+    ((kind, news),) = here.take_news()
     assert kind == "prompt-quarantined"
     assert news == (
         "row 2 of rows.jsonl is not drawn again: reward-error 2 times; the last one: pass 1 -- mend it and take its line "
         f"out of {tmp_path / 'quarantine.jsonl'}"
     )
-    assert here.cursor.take_news() == []
+    assert here.take_news() == []
     assert row_numbers(here.draw(4)) == [0, 1, 3, 0]
     assert row_numbers(here.draw(2)) == [1, 3]
     assert here.ledger.tally.dropped[QUARANTINED] == 2
@@ -100,7 +108,7 @@ def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_pat
 def test_one_that_ended_its_worker_gets_no_second_chance(shop: Open) -> None:
     here = shop(after=5)
     here.drop(here.draw(1)[0], "reward-crash")
-    assert "reward-crash once" in here.cursor.take_news()[0][1]
+    assert "reward-crash once" in here.take_news()[0][1]
     assert row_numbers([row for _ in range(8) for row in here.draw(1)]) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
@@ -118,13 +126,13 @@ def test_without_its_line_it_is_free_and_has_one_more_try(shop: Open, tmp_path: 
     here = shop()
     for row in here.draw(8):
         here.drop(row, "reward-error" if row.draw % 4 == 0 else "engine-error")
-    here.cursor.take_news()
+    here.take_news()
     (tmp_path / "quarantine.jsonl").write_text("\n")
     here = here if while_it_runs else shop()
     (row, *_) = here.draw(4)
     assert row.draw == 8, "row 0 is back"
     here.drop(row, "reward-error")
-    assert "reward-error 3 times" in here.cursor.take_news()[0][1]
+    assert "reward-error 3 times" in here.take_news()[0][1]
 
 
 def test_zero_heeds_no_list(shop: Open, tmp_path: Path) -> None:
@@ -160,7 +168,7 @@ def test_a_line_that_is_none_is_named_and_the_next_buffer_makes_a_new_list(
     assert f"{file}:2 is no quarantined prompt" in caplog.text
     torn = file.read_bytes()
     here = shop(after=1)
-    ((_, news),) = here.cursor.take_news()
+    ((_, news),) = here.take_news()
     assert f"{file}:2 is no quarantined prompt" in news and "take out whole lines" in news and ".bad" in news
     assert (tmp_path / "quarantine.jsonl.bad").read_bytes() == torn
     assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == [0]
@@ -184,7 +192,7 @@ def test_what_a_person_writes_into_the_list_stays(shop: Open, tmp_path: Path) ->
 def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = NumberedRows(4, name="rows.jsonl")
     ledger = Ledger(tmp_path / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
-    made = Quarantine(tmp_path / "gone", Sources(rows), ledger, 1, LOG)
+    made = Quarantine(tmp_path / "gone", Sources(rows), ledger, 1, lambda kind, text: None, LOG)
     ledger.close()
     prompt = rows.prompt(1)
     assert prompt is not None
