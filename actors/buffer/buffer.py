@@ -301,9 +301,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def drop_group(self, dropped: GroupDropped) -> None:
         with self._changing("drop"):
-            is_done = self._groups.give_up(
-                dropped.group_id, dropped.attempt, dropped.rollout, dropped.reason, dropped.detail
-            )
+            is_done = self._groups.give_up(dropped)
         if is_done:
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
 

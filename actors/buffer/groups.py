@@ -20,7 +20,7 @@ from ...algos.staleness import LinePlace, LineStage, Overdue
 from ...core.errors import DataError, LedgerError
 from ...core.files import Tell
 from ...core.knobs import KnobValue
-from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupReturned, PutResult
+from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupDropped, GroupReturned, PutResult
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Prompt, Sample
 from ..ledger.ledger import masked_text
@@ -67,8 +67,8 @@ class Groups:
         log: logging.Logger,
         started_s: float,
     ) -> None:
-        """Of the ledger and admission of `knobs`. `finished`: gets what is known of finished groups. `tell`: what happens
-        to groups and prompts."""
+        """Of the ledger and admission of `knobs`. `finished` gets what is known of finished groups, `tell` the
+        events of groups and prompts."""
         self.knobs = knobs
         self.ledger = ledger = knobs.ledger
         self.admission = knobs.admission
@@ -276,12 +276,12 @@ class Groups:
             return PutResult(outcome="duplicate", reason=f"is {row.state}")
         return PutResult(outcome="stale-attempt", reason=f"is {row.state} in attempt {row.attempt} of {row.rollout!r}")
 
-    def give_up(self, group_id: int, attempt: int, rollout: str, reason: str, detail: str) -> bool:
+    def give_up(self, dropped: GroupDropped) -> bool:
         """A rollout actor gives a group up; False if it is not (any more) its to give up."""
-        if (row := self._held(group_id, attempt, rollout)) is None:
-            return False
-        self._give_up(row, reason, detail)
-        return True
+        row = self._held(dropped.group_id, dropped.attempt, dropped.rollout)
+        if row is not None:
+            self._give_up(row, dropped.reason, dropped.detail)
+        return row is not None
 
     def _give_up(self, row: Row, reason: str, detail: str) -> None:
         self.ledger.drop([(row.group_id, reason)], detail)
