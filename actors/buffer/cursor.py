@@ -81,12 +81,6 @@ class PromptCursor:
         self.is_searching = True
         return None
 
-    def finished(self, row: Row, reward: float) -> None:
-        self.difficulty.judged(row, reward)
-
-    def failed(self, row: Row, reason: str, detail: str) -> None:
-        self.quarantine.failed(self.sources.prompt(row), row.draw, reason, detail)
-
     @property
     def has_next(self) -> bool:
         return self.ledger.redraw() is not None or any(map(self._has, self._wanted))

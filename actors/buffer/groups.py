@@ -262,7 +262,7 @@ class Groups:
             self.admission.filtered(group_id)
             self.starvation.left_out(reason, detail)
         if reward is not None:
-            self.cursor.finished(row, reward)
+            self.cursor.difficulty.judged(row, reward)
             self.finished.add(row.source, group, reward, is_left_out=reason is not None)
         if reason is None:
             return PutResult(outcome="ready"), kept
@@ -288,7 +288,7 @@ class Groups:
         self.admission.filtered(row.group_id)
         self.poison.forget(row.group_id)
         self.starvation.left_out(reason, detail)
-        self.cursor.failed(row, reason, detail)
+        self.cursor.quarantine.failed(self.cursor.sources.prompt(row), row.draw, reason, detail)
 
     def take_back(self, returned: GroupReturned, now_s: float) -> bool:
         """A rollout actor returns a group with its tokens, or reports the tokens and keeps the group; False if the

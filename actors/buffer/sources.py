@@ -43,14 +43,10 @@ class Sources:
         return name in self._by_name and self._by_name[name].row_of(draw) is not None
 
     def place(self, name: str, draw: int) -> tuple[int, int]:
-        """(pass, row of the pass) of a draw from a source. Raises LedgerError if the source does not have it."""
-        source = self._by_name.get(name)
-        row = None if source is None else source.row_of(draw)
-        if source is None or row is None:
-            raise LedgerError(
-                f"draw {draw} of {f'source {name}' if name else 'the data'} was made, but the data no longer has it",
-                remedy="was max_passes lowered for a run that continues?",
-            )
+        """(pass, row of the pass) of a draw that the source has."""
+        source = self._by_name[name]
+        row = source.row_of(draw)
+        assert row is not None, f"draw {draw} of {name or 'the data'}"
         return draw // len(source), row
 
     def prompt(self, row: Row) -> Prompt:

@@ -90,4 +90,4 @@ class Desk:
             self.ledger.finish(row.group_id, b"whole", version=0, num_tokens=1, reward=reward)
         else:
             self.ledger.refuse(row.group_id, "zero_variance", detail="", num_tokens=1, reward=reward)
-        self.cursor.finished(row, reward)
+        self.cursor.difficulty.judged(row, reward)

@@ -50,7 +50,7 @@ class Shop:
 
     def drop(self, row: Row, reason: str, detail: str = "it raised") -> None:
         self.ledger.drop([(row.group_id, reason)], detail)
-        self.cursor.failed(row, reason, detail)
+        self.quarantine.failed(self.cursor.sources.prompt(row), row.draw, reason, detail)
 
     def close(self) -> None:
         self.ledger.close()
