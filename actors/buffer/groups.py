@@ -149,6 +149,8 @@ class Groups:
     ) -> list[Assignment]:
         given: list[Assignment] = []
         version, is_undone = served.version, served.is_undone
+        if not waiting and not self.admission.may_dispatch(version):  # most looks of draws that wait
+            return given
         theirs = {"rollout": request.rollout, "epoch": request.epoch}
         with self.ledger.together():
             for row in waiting:
@@ -362,12 +364,11 @@ class Groups:
             )
         if self.is_finished:
             return {}
-        with ledger.together():
-            selection = self.admission.select(step)
-            self._drop_overdue(selection.overdue)
-            if selection.claim is not None:
-                ledger.claim(step, selection.claim)
-                return {row.group_id: row.version for row in ledger.claim_of(step)}
+        selection = self.admission.select(step)
+        self._drop_overdue(selection.overdue)
+        if selection.claim is not None:
+            ledger.claim(step, selection.claim)
+            return {row.group_id: row.version for row in ledger.claim_of(step)}
         if self.admission.num_open < self.admission.batch_size and not self.cursor.has_next:
             leftovers = ledger.rows(*OPEN)
             ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
