@@ -79,6 +79,22 @@ def test_c_a_batch_and_what_is_drawn_again_are_in_the_order_of_draws(ledger: Led
     assert [(row.group_id, row.draw) for row in ledger.claim_of(0)] == [(4, 0), (1, 1)]
 
 
+def test_changes_made_together_are_kept_up_to_an_error_that_is_not_the_files(ledger: Ledger, path: Path) -> None:
+    ids = draw(ledger, 3)
+    with pytest.raises(LedgerError, match="group 0 .* cannot go from READY to FINISHED"), ledger.together():
+        for group_id in (ids[0], ids[1], ids[0], ids[2]):
+            ledger.finish(group_id, b"whole", version=0, num_tokens=3)
+            with sqlite3.connect(path) as other:
+                assert other.execute("SELECT COUNT(*) FROM payloads").fetchone() == (0,), "no commit of its own"
+            other.close()
+    states = {"READY": 2, "DISPATCHED": 1}
+    assert (ledger.tally.states, ledger.is_broken) == (states, False)
+    ledger.close()
+    again = open_ledger(path)
+    assert again.tally.states == {"READY": 2, "REQUEUED": 1}
+    again.close()
+
+
 def test_a_ledger_in_use_or_of_another_run_or_dataset_is_refused(ledger: Ledger, path: Path) -> None:
     with pytest.raises(LedgerError, match="in use by another process"):
         open_ledger(path)

@@ -41,6 +41,9 @@ def fails(group):
 def shrugs(group):
     return 7
 
+def mumbles(group):
+    return "\\ud800"
+
 def spread(group, *, least):
     return float(np.ptp(group.rewards)) >= least
 """
@@ -95,6 +98,7 @@ FAILING = [
     ("verdicts", 'sample filter ".*:verdicts" returned 1 verdicts for 2 samples'),
     ("fails", 'group filter ".*:fails" raised ZeroDivisionError'),
     ("shrugs", 'group filter ".*:shrugs" returned a value of type int'),
+    ("mumbles", 'group filter ".*:mumbles" returned a value of type str'),
 ]
 
 
