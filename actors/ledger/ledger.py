@@ -250,7 +250,9 @@ class Ledger(LedgerReader):
     def _load(self) -> None:
         meta = self.meta()
         self._durable, self._floor = int(meta["durable_version"]), int(meta["payload_floor"])
-        self._rows = {row.group_id: row for row in self.select(f"state NOT IN ({_marks(_IN_FILE)})", *_IN_FILE)}
+        self._rows: dict[State, dict[int, Row]] = {state: {} for state in State if state not in _IN_FILE}
+        for row in self.select(f"state NOT IN ({_marks(_IN_FILE)})", *_IN_FILE):
+            self._rows[row.state][row.group_id] = row
         self.draws = Draws(self)
         """What was drawn from which source. To be looked at only."""
         newest = self.query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('TRAINED', 'DURABLE')")
@@ -275,8 +277,11 @@ class Ledger(LedgerReader):
 
     def find(self, group_id: int) -> Row | None:
         """Where a group is; None if it was never drawn."""
-        if group_id in self._rows or not 0 <= group_id < self.draws.next_id:
-            return self._rows.get(group_id)
+        for rows in self._rows.values():
+            if group_id in rows:
+                return rows[group_id]
+        if not 0 <= group_id < self.draws.next_id:
+            return None
         return next(iter(self.select("group_id = ?", group_id)), None)
 
     def given_up(self, reasons: Sequence[str]) -> list[Row]:
@@ -291,7 +296,8 @@ class Ledger(LedgerReader):
 
     def rows(self, *states: State) -> list[Row]:
         """Groups in these states (not TRAINED, DURABLE or DROPPED), oldest first."""
-        return sorted((row for row in self._rows.values() if row.state in states), key=lambda row: row.group_id)
+        found = (row for state in states for row in self._rows[state].values())
+        return sorted(found, key=lambda row: row.group_id)
 
     def claim_of(self, step: int) -> list[Row]:
         """Groups claimed for a step and not trained yet, in the order of their draws, also after a resumption."""
@@ -565,12 +571,13 @@ class Ledger(LedgerReader):
                 if values:
                     self._db.executemany(sql, values)
         for group_id, row in change.rows.items():
-            self.tally.change(before[group_id], row)
-            self.draws.note(before[group_id], row)
-            if row.state in _IN_FILE:
-                self._rows.pop(group_id, None)
-            else:
-                self._rows[group_id] = row
+            was = before[group_id]
+            self.tally.change(was, row)
+            self.draws.note(was, row)
+            if was is not None and was.state in self._rows:
+                self._rows[was.state].pop(group_id, None)
+            if row.state in self._rows:
+                self._rows[row.state][group_id] = row
 
     @contextmanager
     def _writing(self) -> Generator[None]:
