@@ -214,7 +214,7 @@ def roles_that_know_adapters(root: Path) -> list[str]:
 
 
 def package_of(module: str) -> str:
-    """`actors.buffer.store` -> `actors.buffer`; a module that lies directly on a floor stands for itself."""
+    """`actors.buffer.groups` -> `actors.buffer`; a module that lies directly on a floor stands for itself."""
     return ".".join(module.split(".")[:2])
 
 

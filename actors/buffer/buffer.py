@@ -365,7 +365,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         with self._at_work("fetch"):
-            groups = self._groups.fetch(group_ids)
+            groups = tuple(map(self._groups.ledger.group, group_ids))
         num_samples = sum(len(group.samples) for group in groups)
         if num_samples > MAX_SAMPLES and len(groups) > 1:
             raise MessageTooLarge(f"a reply of {num_samples} samples is over the limit", remedy="ask for fewer groups")
@@ -377,7 +377,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             batch = [row.group_id for row in groups.ledger.claim_of(step)]
             if groups.trained(step):
                 with suppress(LedgerError):  # damaged: nothing that training depends on is looked at here
-                    self._samples.trained(groups.fetch(batch[: self._samples.num_wanted(step)]), step)
+                    shown = map(groups.ledger.group, batch[: self._samples.num_wanted(step)])
+                    self._samples.trained(list(shown), step)
                 if metrics := self._finished.take_step():
                     self._telemetry.metric(step + 1, metrics)
             self._recent.scored(scores, groups.ledger)

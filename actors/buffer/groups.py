@@ -10,7 +10,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -188,8 +188,7 @@ class Groups:
         """That draw is held. When to look again even if nothing happens."""
         is_suspect = blocked_by == "suspect"  # it gets nothing new, however much there is
         self.shares.waits(request.rollout, 0 if is_suspect else request.room or request.max_groups)
-        free_at_s = self.shares.next_change_s(request.rollout, now_s)
-        return math.inf if free_at_s is None else free_at_s
+        return self.shares.next_change_s(request.rollout, now_s)
 
     def _turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
         """Groups handed back that this actor may get, and how many groups in all."""
@@ -377,10 +376,6 @@ class Groups:
             self.is_finished = True
         return {}
 
-    def fetch(self, group_ids: Iterable[int]) -> tuple[Group, ...]:
-        """Payloads in the order asked for. Raises LedgerError naming the first group that has none."""
-        return tuple(self.ledger.group(group_id) for group_id in group_ids)
-
     def trained(self, step: int) -> bool:
         """The batch of `step` was trained; False if that was known."""
         is_new = self.ledger.trained(step)
@@ -549,10 +544,10 @@ class FairShare:
                 self._reserved_since_s.setdefault(name, now_s)
         return num_free - sum(kept.values())
 
-    def next_change_s(self, rollout: str, now_s: float) -> float | None:
-        """When something that is kept for others becomes free for `rollout`; None: nothing is kept."""
-        since = [self._reserved_since_s.get(name) for name in self._others(rollout, now_s)]
-        return min((at_s + RESERVED_S for at_s in since if at_s is not None), default=None)
+    def next_change_s(self, rollout: str, now_s: float) -> float:
+        """When something that is kept for others becomes free for `rollout`; infinite: nothing is kept."""
+        since = [self._reserved_since_s.get(name, math.inf) for name in self._others(rollout, now_s)]
+        return min(since, default=math.inf) + RESERVED_S
 
     def _others(self, rollout: str, now_s: float) -> dict[str, int]:
         """For whom something is kept, if they have less than `rollout`, and their rooms."""

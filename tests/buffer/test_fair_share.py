@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
     assert shares.next_change_s("rollout/0", 5.0) == 5.0 + RESERVED_S
     shares.waits("rollout/1", 100)  # it asks again and again
     assert shares.limit("rollout/0", 100, FREE, dict, 5.0 + RESERVED_S) == FREE
-    assert shares.next_change_s("rollout/0", 5.0 + RESERVED_S) is None
+    assert shares.next_change_s("rollout/0", 5.0 + RESERVED_S) == math.inf
     shares.follows("rollout/1")
     assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + RESERVED_S) == FREE // 2
     shares.served("rollout/1")
@@ -35,7 +36,7 @@ def test_nothing_is_kept_for_one_that_left_or_may_take_none():
     assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE // 2
     shares.leaves("rollout/1")
     assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE
-    assert shares.next_change_s("rollout/0", 0.0) is None
+    assert shares.next_change_s("rollout/0", 0.0) == math.inf
 
 
 @settings(max_examples=40)

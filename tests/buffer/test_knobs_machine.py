@@ -195,7 +195,7 @@ class KnobsMachine(RuleBasedStateMachine):
         if not batch:
             return
         assert len(batch) == BATCH
-        for group, oldest in zip(self.groups.fetch(batch), batch.values(), strict=True):
+        for group, oldest in zip(map(self.ledger.group, batch), batch.values(), strict=True):
             assert self.step - oldest <= self.knobs.values.max_staleness
             assert len(group.rewards) == self.first_terms[group.group_id][2]
         ids = list(batch)
