@@ -529,8 +529,6 @@ class Ledger(LedgerReader):
     def together(self) -> Generator[None]:
         """What is changed meanwhile, up to an error that is not the file's, becomes durable by one commit at the end.
         Where that cannot be written, nothing of it is: this ledger `is_broken`, and counts what the file has."""
-        if self.is_broken:
-            raise LedgerError(f"{self.path} could not be written before", remedy=UNWRITABLE)
         try:
             with self._writing():
                 self._db.execute("BEGIN IMMEDIATE")
@@ -581,6 +579,8 @@ class Ledger(LedgerReader):
 
     @contextmanager
     def _writing(self) -> Generator[None]:
+        if self.is_broken:
+            raise LedgerError(f"{self.path} could not be written before", remedy=UNWRITABLE)
         try:
             yield
         except sqlite3.Error as error:

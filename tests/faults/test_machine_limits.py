@@ -48,7 +48,10 @@ try:
         ledger.finish(number, b"x" * 5000, version=0, num_tokens=1)
         acked.append(number)
 except LedgerError as error:
-    print(json.dumps([str(error), acked, ledger.is_broken]))
+    try:
+        ledger.remember("a", "b")
+    except LedgerError as later:
+        print(json.dumps([str(error), acked, ledger.is_broken, str(later)]))
 ledger.close()
 """
 
@@ -56,10 +59,11 @@ ledger.close()
 def test_a_full_disk_stops_the_ledger_with_a_clear_error_and_what_was_acknowledged_is_there(tmp_path):
     path = tmp_path / "ledger.sqlite"
     (line,) = run(LEDGER, str(path))
-    error, acked, is_broken = json.loads(line)
+    error, acked, is_broken, later = json.loads(line)
     assert "cannot be written" in error
     assert "is the disk full" in error
     assert is_broken
+    assert "could not be written before" in later
     assert 10 < len(acked) < 200
     ledger = Ledger(path, run="full", fingerprint="d", wall=lambda: 0.0)  # there is room again
     assert {row.group_id for row in ledger.rows(State.READY)} == set(acked)
