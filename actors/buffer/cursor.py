@@ -49,7 +49,6 @@ class PromptCursor:
         self.is_waiting = False
         """The last look found nothing inside the window, and groups are under way that may change that."""
         self._weights = parse_mix(mix_text(self.sources.weights), self.sources.names) if self.sources.weights else {}
-        self._shares: dict[tuple[str, ...], dict[str, int]] = {}
         self._off: set[str] = {name for name in self.sources.names if not self._has(name)}
         """Sources that had nothing more at the last look."""
         self._tell = tell
@@ -58,7 +57,6 @@ class PromptCursor:
         """Draw by these from now on. `mix` was judged before, and is empty where there is nothing to choose."""
         self.difficulty.use(window)
         self._weights = parse_mix(mix, self.sources.names) if mix else {}
-        self._shares.clear()
 
     def draw(self, num_samples: int, **given: Any) -> tuple[Row, Prompt] | None:
         """The next group, of so many samples, which the ledger has now, with the fields of its row that are `given`,
@@ -109,7 +107,7 @@ class PromptCursor:
             return None, stretch
         name = names[0]
         if self.chooses:  # by the shares of the sources that there are, counted from the draw that first went by them
-            shares = self._shares_of(tuple(names))
+            shares = shares_of({name: self._weights[name] for name in names})
             mix = ",".join(f"{name}:{share}" for name, share in shares.items())
             is_same = mix == stretch.mix
             stretch = stretch if is_same else Stretch(mix, draws.next_draw)
@@ -117,18 +115,14 @@ class PromptCursor:
         number = draws.taken[name] if name else -1
         return Row(draws.next_id, draws.next_draw, -1, num_samples, source=name, source_draw=number), stretch
 
-    def _shares_of(self, names: tuple[str, ...]) -> dict[str, int]:
-        if names not in self._shares:
-            self._shares[names] = shares_of({name: self._weights[name] for name in names})
-        return self._shares[names]
-
     def _names(self) -> list[str]:
         """Sources to draw from; empty: there is none, or none yet. One that has nothing inside the window is left out:
         for good, or with `skips` while groups of its own are under way, whose rewards might be informative. Raises
         DataError if no prompt is inside for good, and no group is under way."""
         names = [name for name in self._wanted if self._has(name)]
         outside = [name for name in names if self.difficulty.is_outside(name)]
-        busy = self._under_way() if outside else set[str]()
+        under_way = self.ledger.rows(State.DISPATCHED, State.REQUEUED) if outside else []
+        busy = {row.source for row in under_way}
         can_rest = self.difficulty.window.skips > 0
         found = [name for name in names if name not in outside or (can_rest and name not in busy)]
         dry = [] if can_rest else outside
@@ -139,9 +133,6 @@ class PromptCursor:
             if not self.is_waiting:
                 raise DataError(self.difficulty.in_words(dry), remedy=NOTHING_INSIDE)
         return found
-
-    def _under_way(self) -> set[str]:
-        return {row.source for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}
 
     def _is_quarantined(self, prompt: Prompt) -> bool:
         """Whether a prompt is on that list. Raises DataError if nothing else came for long."""
