@@ -210,7 +210,7 @@ class Quarantine:
         self._read_at_ns = 0
         if not after:
             return
-        is_known = self._found()
+        is_known = self._refresh(is_start=True)
         for row in ledger.given_up(COUNTED):
             if sources.has(row.source, row.draw_of_source):
                 self._note(sources.prompt(row), row.draw, row.reason, "", may_list=not is_known)
@@ -258,14 +258,19 @@ class Quarantine:
         )
         return entry
 
-    def _found(self) -> bool:
-        """At the start: whether there is a list, and it was read. An unreadable one (power loss, an editing mistake) is
-        renamed and kept for its author."""
+    def _refresh(self, *, is_start: bool = False) -> bool:
+        """Read what was written from outside since the last look; whether there is a list. One that cannot be read (a
+        line that an editor tore) changes nothing; at the start (power loss) it is renamed and kept for its author."""
         try:
-            self._read()
+            at_ns = self._path.stat().st_mtime_ns
+            if at_ns != self._read_at_ns:
+                self._listed, self._read_at_ns = self._read(), at_ns
         except FileNotFoundError:
             return False
         except (OSError, DataError) as error:
+            if not is_start:
+                self._log.warning("%s; the list stays as it was", error)
+                return True
             aside = self._path.with_name(f"{self._path.name}.bad")
             text = f"{error}; it is now {aside.name}, and a new one was made of what the ledger counted"
             self._log.warning("%s", text)
@@ -275,18 +280,7 @@ class Quarantine:
             return False
         return True
 
-    def _refresh(self) -> None:
-        """Read again what was written from outside. A line that an editor tore is reported, not fatal."""
-        try:
-            if self._path.stat().st_mtime_ns != self._read_at_ns:
-                self._read()
-        except FileNotFoundError:
-            return
-        except (OSError, DataError) as error:
-            self._log.warning("%s; the list stays as it was", error)
-
-    def _read(self) -> None:
-        at_ns = self._path.stat().st_mtime_ns
+    def _read(self) -> dict[tuple[str, int], QuarantinedPrompt]:
         listed: dict[tuple[str, int], QuarantinedPrompt] = {}
         for number, line in enumerate(self._path.read_bytes().splitlines(), start=1):
             if not line.strip():
@@ -299,7 +293,7 @@ class Quarantine:
                     remedy="take out whole lines only; an empty file sets all prompts free",
                 ) from error
             listed[(entry.source, entry.row)] = entry
-        self._listed, self._read_at_ns = listed, at_ns
+        return listed
 
     def _append(self, *entries: QuarantinedPrompt) -> None:
         """Durably. A disk that refuses is reported: the ledger still has it."""
