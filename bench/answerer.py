@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from myxa.core.actor import Actor, MailboxPolicy
+from myxa.core.actor import Actor
 from myxa.core.handlers import call
 
 
@@ -17,7 +17,7 @@ class AnswererContract(Actor):
 class Answerer(AnswererContract):
     """Answers at once, and counts."""
 
-    mailbox = MailboxPolicy(size=16384)
+    mailbox_size = 16384
 
     def __init__(self) -> None:
         self.num_answered = 0

@@ -10,6 +10,7 @@ import heapq
 import json
 import math
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,11 @@ import msgspec
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
-from myxa.core.clock import ManualClock
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
 from myxa.core.sink import SinkContext
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.harness.manual_clock import ManualClock
 
 CONFIG = """# resolved by myxa
 [run]

@@ -2,89 +2,23 @@
 
 Nothing here uses sockets or a loop. Background tasks (`ctx.spawn`) end with the actor; an error in one fails it.
 
-The mailbox is a bounded first-in-first-out queue. A full mailbox refuses the sender; it never drops a message
-silently. `asyncio.Queue` was considered: it has no second, unbounded class of items, and it cannot count what was
-taken and is unfinished (re-entrant handlers), which the bound must include.
+A mailbox is bounded and first in, first out. A full one refuses the sender; it never drops a message silently. What is
+being handled counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from .clock import Clock
-from .errors import Overloaded
 from .refs import ActorGroup
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class MailboxPolicy:
-    """How much an actor lets others put before it."""
-
-    size: int = 1024
-    """Messages waiting or running at most; further ones are refused with `Overloaded`."""
-    retry_after_s: float = 0.1
-    """When a refused sender may try again."""
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a mailbox needs room for one message, not {self.size}")
-
-
-class Mailbox(Generic[T]):
-    """Bounded queue of one actor. Items of the house itself (peer events) are never refused."""
-
-    def __init__(self, owner: str, policy: MailboxPolicy) -> None:
-        self._owner = owner
-        self._policy = policy
-        self.waiting: deque[T] = deque()
-        """Oldest first. Only this class changes it."""
-        self.num_held = 0
-        self.num_refused = 0
-
-    def __len__(self) -> int:
-        return len(self.waiting)
-
-    def admit(self) -> None:
-        """Count one more message, or raise Overloaded. Every admitted one is given back by `release`."""
-        if self.num_held >= self._policy.size:
-            self.num_refused += 1
-            raise Overloaded(
-                f"{self._owner}: mailbox is full ({self._policy.size} messages)",
-                retry_after_s=self._policy.retry_after_s,
-                remedy="come back later, or give it a larger MailboxPolicy",
-            )
-        self.num_held += 1
-
-    def release(self) -> None:
-        self.num_held -= 1
-
-    def put(self, item: T) -> None:
-        self.waiting.append(item)
-
-    def take(self) -> T | None:
-        return self.waiting.popleft() if self.waiting else None
-
-    def remove(self, item: T) -> bool:
-        """Take a waiting message out; False if it is not waiting (any more). The caller releases it."""
-        for place, waiting in enumerate(self.waiting):
-            if waiting is item:
-                del self.waiting[place]
-                return True
-        return False
-
-    def clear(self) -> list[T]:
-        """Take everything; counted messages still have to be released."""
-        items = list(self.waiting)
-        self.waiting.clear()
-        return items
 
 
 A = TypeVar("A")
@@ -172,7 +106,8 @@ class ActorContext(Protocol):
 class Actor:
     """Base of contracts and roles. `ctx` is set before `on_start`."""
 
-    mailbox: ClassVar[MailboxPolicy] = MailboxPolicy()
+    mailbox_size: ClassVar[int] = 1024
+    """Messages waiting or running at most; further ones are refused with `Overloaded`."""
     ctx: ActorContext
 
     async def on_start(self) -> None:

@@ -19,6 +19,11 @@ class MyxaError(Exception):
         self.message = message
         self.remedy = remedy
 
+    def facts(self) -> dict[str, str | int]:
+        """For programs: `type` (of this tree), `message`, `remedy`, `exit_code`."""
+        kind = next(c.__name__ for c in type(self).__mro__ if c.__module__ == __name__)
+        return {"type": kind, "message": self.message, "remedy": self.remedy, "exit_code": self.exit_code}
+
 
 class ConfigError(MyxaError):
     """The run file, a flag or a path named in it is wrong."""
@@ -155,17 +160,9 @@ class NotExecuted(CallError):
 class Overloaded(NotExecuted):
     """The callee's mailbox is full."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 0.1, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.retry_after_s = retry_after_s
-
 
 class Draining(NotExecuted):
     """The callee is shutting down and takes no new calls."""
-
-    def __init__(self, message: str, *, retry_after_s: float = 0.5, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.retry_after_s = retry_after_s
 
 
 class NotReady(NotExecuted):

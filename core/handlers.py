@@ -5,20 +5,14 @@
 
 A method that overrides a declared one inherits the declaration: a contract class declares, a role implements.
 
-`fingerprint` is a short digest of a type as it travels: two processes with different code notice it when they connect.
-It covers field names, their types and whether they are required; defaults and docstrings do not count.
-`msgspec.json.schema` was considered: it refuses numpy arrays and ignores the order of a tuple.
-
-`CallScope` is what a handler inherits from its caller: the time left, the callers that wait, the trace. It travels in a
+`CallScope` is what a handler inherits from its caller: the time left, the callers that wait. It travels in a
 context variable, so nested calls inherit it. Tasks that outlive the handler (`ctx.spawn`) start with an empty scope.
 """
 
 from __future__ import annotations
 
 import contextvars
-import enum
 import functools
-import hashlib
 import inspect
 import typing
 from collections.abc import Callable
@@ -83,8 +77,6 @@ class HandlerSpec:
     request: type[msgspec.Struct]
     """Struct of the parameters."""
     reply: Any
-    schema: str
-    """Fingerprint of both."""
 
 
 class HandlerTable:
@@ -93,11 +85,8 @@ class HandlerTable:
     def __init__(self, specs: tuple[HandlerSpec, ...]) -> None:
         self.specs = specs
         self.by_name = {spec.name: spec for spec in specs}
-
-    @property
-    def schema(self) -> dict[str, str]:
-        """Handler name -> fingerprint, in the order of the indexes."""
-        return {spec.name: spec.schema for spec in self.specs}
+        self.names = tuple(self.by_name)
+        """In the order of the indexes."""
 
 
 @functools.cache
@@ -135,8 +124,7 @@ def _compile(cls: type, index: int, declarer: Callable[..., Any]) -> HandlerSpec
             raise TypeError(f"{place}: cannot travel: {error}") from error
     if not inspect.iscoroutinefunction(implementation):
         raise TypeError(f"{place}: a handler is `async def`")
-    schema = fingerprint(declaration.kind, name, *(x for f in fields for x in (f[0], f[1])), reply)
-    return HandlerSpec(name, index, declaration, request, reply, schema)
+    return HandlerSpec(name, index, declaration, request, reply)
 
 
 def _parameters(place: str, fn: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -147,43 +135,6 @@ def _parameters(place: str, fn: Callable[..., Any]) -> list[inspect.Parameter]:
     return parameters
 
 
-def fingerprint(*parts: Any) -> str:
-    """Eight hexadecimal digits over types and strings."""
-    text = "|".join(part if isinstance(part, str) else describe(part) for part in parts)
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-
-
-def describe(kind: Any, seen: frozenset[type] = frozenset()) -> str:
-    """One line of text that changes whenever the wire form of `kind` changes."""
-    origin = typing.get_origin(kind)
-    if origin is not None:
-        args = ",".join(describe(a, seen) for a in typing.get_args(kind))
-        return f"{_name(origin)}[{args}]"
-    if not isinstance(kind, type):
-        return repr(kind)
-    if kind in seen:
-        return _name(kind)
-    inner = seen | {kind}
-    if issubclass(kind, msgspec.Struct):
-        fields = ",".join(_field(f, inner) for f in msgspec.structs.fields(kind))
-        return f"{_name(kind)}({fields})"
-    if hasattr(typing.cast("Any", kind), "__dataclass_fields__"):
-        hints = typing.get_type_hints(typing.cast("Any", kind))
-        fields = ",".join(f"{name}:{describe(hint, inner)}" for name, hint in sorted(hints.items()))
-        return f"{_name(kind)}({fields})"
-    if issubclass(kind, enum.Enum):
-        return f"{_name(kind)}({','.join(repr(m.value) for m in kind)})"
-    return _name(kind)
-
-
-def _field(field: msgspec.structs.FieldInfo, seen: frozenset[type]) -> str:
-    return f"{field.encode_name}{'!' if field.required else ''}:{describe(field.type, seen)}"
-
-
-def _name(kind: Any) -> str:
-    return getattr(kind, "__qualname__", None) or repr(kind)
-
-
 class CallScope(msgspec.Struct, frozen=True, gc=False):
     """The call being handled in this task, if any."""
 
@@ -191,8 +142,6 @@ class CallScope(msgspec.Struct, frozen=True, gc=False):
     """Seconds on the node's monotonic clock; None: no limit."""
     chain: tuple[str, ...] = ()
     """Actors ("name@epoch") that are held up, handling a call serially, until this one returns; oldest first."""
-    trace: bytes = b""
-    """24 bytes (W3C trace id, span id) or nothing."""
     caller: PeerKey | None = None
     """Incarnation that made the call, as its connection proved it."""
 

@@ -39,16 +39,11 @@ def parent_mark() -> str:
 
 def start_time(pid: int) -> int:
     """Clock ticks since boot at which the process began; 0 if it is gone or cannot be seen."""
-    return _field(pid, 19)
-
-
-def _field(pid: int, number: int) -> int:
-    """A number of `/proc/<pid>/stat`, counted from the state, which follows the name (that may hold anything)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0
-    return int(text.rpartition(")")[2].split()[number])
+    return int(text.rpartition(")")[2].split()[19])  # counted behind the name, which may hold anything
 
 
 _PR_SET_PDEATHSIG = 1

@@ -71,18 +71,12 @@ def ref_class(contract: type) -> type[Ref]:
 def _method(spec: HandlerSpec) -> Callable[..., Any]:
     declared_s, make_request = spec.declaration.deadline_s, spec.request
 
-    def bind(ref: Ref, args: tuple[Any, ...], kwargs: dict[str, Any]) -> msgspec.Struct:
-        try:
-            return spec.request(*args, **kwargs)
-        except TypeError as error:
-            raise BadRequest(f"{ref.ref_target}.{spec.name}: {error}", remedy="see the handler's signature") from error
-
     def request(ref: Ref, *args: Any, **kwargs: Any) -> Any:
-        deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
         try:
             bound = make_request(*args, **kwargs)
-        except TypeError:
-            bound = bind(ref, args, kwargs)
+        except TypeError as error:
+            raise BadRequest(f"{ref.ref_target}.{spec.name}: {error}", remedy="see the handler's signature") from error
+        deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
         return ref.ref_caller.request(ref.ref_target, spec, bound, deadline_s)
 
     request.__name__ = spec.name  # what tracebacks show

@@ -10,6 +10,7 @@ that is continued by another engine is cut where it would have been cut in one p
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,35 +120,29 @@ def _type_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
             yield f"{name} is {repr(values)[:80]}", f"use a tuple of {words}"
 
 
+_RANGES: tuple[tuple[str, float, float, float | None, str], ...] = (
+    ("max_new_tokens", 1, MAX_TOKENS, None, f"1 up to {MAX_TOKENS}"),
+    ("temperature", MIN_FACTOR, MAX_TEMPERATURE, 0, f"0 (greedy), or {MIN_FACTOR:g} up to {MAX_TEMPERATURE:g}"),
+    ("top_p", math.ulp(0.0), 1, None, "a number above 0 and at most 1"),
+    ("top_k", 1, MAX_TOP_K, -1, f"-1 (no limit), or 1 up to {MAX_TOP_K}"),
+    ("min_p", 0, 1, None, "0 (all tokens) up to 1"),
+    ("repetition_penalty", MIN_FACTOR, MAX_PENALTY, None, f"{MIN_FACTOR:g} up to {MAX_PENALTY:g}; 1 = none"),
+    ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY, None, f"-{MAX_PENALTY:g} up to {MAX_PENALTY:g}; 0 = none"),
+    ("presence_penalty", -MAX_PENALTY, MAX_PENALTY, None, f"-{MAX_PENALTY:g} up to {MAX_PENALTY:g}; 0 = none"),
+)
+"""Name, least, most, a value that is right beside them, and what to use. The bounds of penalties are SGLang's."""
+
+
 def _range_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
-    if not 1 <= sampling.max_new_tokens <= MAX_TOKENS:
-        yield f"max_new_tokens is {sampling.max_new_tokens}", f"use 1 up to {MAX_TOKENS}"
-    if sampling.temperature != 0 and not MIN_FACTOR <= sampling.temperature <= MAX_TEMPERATURE:
-        yield f"temperature is {sampling.temperature}", f"use 0 (greedy), or {MIN_FACTOR:g} up to {MAX_TEMPERATURE:g}"
-    if not 0 < sampling.top_p <= 1:
-        yield f"top_p is {sampling.top_p}", "use a number above 0 and at most 1"
-    if sampling.top_k != -1 and not 1 <= sampling.top_k <= MAX_TOP_K:
-        yield f"top_k is {sampling.top_k}", f"use -1 (no limit), or 1 up to {MAX_TOP_K}"
-    if not 0 <= sampling.min_p <= 1:
-        yield f"min_p is {sampling.min_p}", "use 0 (all tokens) up to 1"
+    for name, least, most, beside, right in _RANGES:
+        value: float = getattr(sampling, name)
+        if value != beside and not least <= value <= most:
+            yield f"{name} is {value}", f"use {right}"
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
         yield f"min_new_tokens is {sampling.min_new_tokens}", f"use 0 up to {sampling.max_new_tokens}"
-    yield from _penalty_faults(sampling)
     if sampling.seed is not None and not MIN_SEED <= sampling.seed <= MAX_SEED:
         yield f"seed has {sampling.seed.bit_length()} bits", "use a number of at most 64 bits"
     yield from _stop_faults(sampling)
-
-
-def _penalty_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
-    """The bounds are SGLang's."""
-    if not MIN_FACTOR <= sampling.repetition_penalty <= MAX_PENALTY:
-        yield (
-            f"repetition_penalty is {sampling.repetition_penalty}",
-            f"use {MIN_FACTOR:g} up to {MAX_PENALTY:g}; 1 = none",
-        )
-    for name in ("frequency_penalty", "presence_penalty"):
-        if not -MAX_PENALTY <= getattr(sampling, name) <= MAX_PENALTY:
-            yield f"{name} is {getattr(sampling, name)}", f"use -{MAX_PENALTY:g} up to {MAX_PENALTY:g}; 0 = none"
 
 
 def _stop_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:

@@ -90,8 +90,6 @@ class ChildSpec:
     """False: it is never started again, whatever its status."""
     when_hung: WhenHung = "wait"
     """wait: it is left alone until it answers again or ends; kill: it is killed, and its role decides."""
-    grace_s: float = 10.0
-    """Between the request to end and the kill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +106,10 @@ class RoleSpec:
     quorum: int = 0
     """So many are enough: one that may not be restarted is given up while that many are left. 0: as many as it began
     with."""
+
+
+MATES_GRACE_S: Final = 0.5
+"""Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,8 +131,7 @@ class _Ending:
 
     @property
     def grace_s(self) -> float:
-        """Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
-        return 0.5 if self.then == "restart" and self.is_gang else math.inf
+        return MATES_GRACE_S if self.then == "restart" and self.is_gang else math.inf
 
     @property
     def is_gentle(self) -> bool:
@@ -160,10 +161,10 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Ask these children to end, at the same time, and kill those that are still there after their grace."""
+    """Ask these children to end, at the same time, and kill those that are still there after `grace_s`."""
 
     children: tuple[str, ...]
-    graces_s: tuple[float, ...]
+    grace_s: float
     reason: str
 
 
@@ -361,14 +362,6 @@ class _Role:
     """The children that a role has now, in start order."""
 
     def __init__(self, spec: RoleSpec) -> None:
-        if not spec.children:
-            raise SupervisionError(f"role {spec.name} has no children")
-        if not 0 <= spec.quorum <= len(spec.children) or (spec.is_gang and spec.quorum):
-            raise SupervisionError(f"role {spec.name}: {spec.quorum} of {len(spec.children)} is no quorum")
-        if spec.max_restarts < 0 or spec.period_s <= 0:
-            raise SupervisionError(f"role {spec.name}: {spec.max_restarts} restarts in {spec.period_s:g} s")
-        if spec.is_gang and not all(child.may_restart for child in spec.children):
-            raise SupervisionError(f"gang {spec.name}: all its children may be restarted")
         self.spec = spec
         self._gang_budget = self._budget()
         self.children: dict[str, _Child] = {}
@@ -384,15 +377,20 @@ class _Role:
 
 
 class Supervisor:
-    """Decides over the children of a run. `roles` are in start order."""
+    """Decides over the children of a run. `roles` are in start order, `grace_s` is what a child has between the request
+    to end and the kill."""
 
     def __init__(
-        self, roles: Sequence[RoleSpec], *, jitter: Callable[[], float], backoff: Backoff | None = None
+        self,
+        roles: Sequence[RoleSpec],
+        *,
+        jitter: Callable[[], float],
+        grace_s: float = 10.0,
+        backoff: Backoff | None = None,
     ) -> None:
         self._roles = {spec.name: _Role(spec) for spec in roles}
         names = [child.name for spec in roles for child in spec.children]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise SupervisionError(f"children named twice: {', '.join(twice)}")
+        self._grace_s = grace_s
         self._jitter = jitter
         self._backoff = backoff or Backoff()
         self._attempts = dict.fromkeys(names, 0)
@@ -484,7 +482,7 @@ class Supervisor:
         if ending is None or found is None or found.state != "draining":
             return []
         found.move("end")
-        return [End((child,), (found.spec.grace_s,), ending.reason)]
+        return [End((child,), self._grace_s, ending.reason)]
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -634,9 +632,9 @@ class Supervisor:
             child.move("drain")
         for child in rest:
             child.move("end")
-        graces = tuple(min(ending.grace_s, child.spec.grace_s) for child in rest)
+        grace_s = min(ending.grace_s, self._grace_s)
         orders: list[Instruction] = [Drain(_names(drained), ending.reason)] if drained else []
-        return orders + ([End(_names(rest), graces, ending.reason)] if rest else [])
+        return orders + ([End(_names(rest), grace_s, ending.reason)] if rest else [])
 
     def _close(self, ending: _Ending) -> None:
         """Children that have no process and will have none are done with."""

@@ -73,8 +73,7 @@ def make_parser() -> Parser:
 
 def _tell(error: MyxaError, *, is_json: bool) -> int:
     if is_json:
-        facts = {"type": type(error).__name__, "message": error.message, "remedy": error.remedy}
-        print(json.dumps({"error": {**facts, "exit_code": error.exit_code}}), flush=True)
+        print(json.dumps({"error": error.facts()}), flush=True)
     print(f"myxa: {error}", file=sys.stderr)
     return error.exit_code
 

@@ -16,18 +16,17 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from msgspec.structs import replace
 
-from .. import __version__
 from ..actors.contracts import CoordinatorContract, RolloutContract
+from ..actors.daemon_thread import in_daemon_thread
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
-from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaError, NoSuchMethod
+from ..core.errors import CallError, LaunchError, MyxaError
 from ..core.messages import EngineStatus, RunStatus
 from ..core.refs import with_deadline
 from ..core.samples import NO_VERSION
@@ -222,7 +221,7 @@ async def rollout_in(
     node = await attach_to(place, "embed", timeout_s)
     try:
         await _check_run(node, place, timeout_s)
-        config = _config(place)
+        config = load_config(place.config)
         if takes_turns(config):
             raise LaunchError(
                 f"the run in {place.path} gives its devices to its trainer and its own engines in turns",
@@ -240,13 +239,11 @@ async def rollout_in(
 
 
 async def _check_run(node: Node, place: RunDir, timeout_s: float) -> None:
-    """The run is there, not over, and speaks as we do."""
+    """The run is there, and not over."""
     await node.wait_for("coordinator", "buffer", timeout_s=timeout_s)
     coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), timeout_s)
     try:
         status = await coordinator.status()
-    except (BadRequest, NoSuchMethod) as error:
-        raise _other_version(place, error) from error
     except CallError as error:
         raise LaunchError(f"the run in {place.path} does not answer: {error}", remedy="see its logs") from error
     if end := _end_of(status):
@@ -256,20 +253,6 @@ async def _check_run(node: Node, place: RunDir, timeout_s: float) -> None:
 def _end_of(status: RunStatus) -> str:
     """Why the run is over; empty while it is not."""
     return f"the run {status.phase}: {status.reason}" if status.phase in ("finished", "failed") else ""
-
-
-def _config(place: RunDir) -> RunConfig:
-    try:
-        return load_config(place.config)
-    except ConfigError as error:
-        raise _other_version(place, error) from error
-
-
-def _other_version(place: RunDir, error: MyxaError) -> LaunchError:
-    return LaunchError(
-        f"the run in {place.path} is not one of myxa {__version__}: {error.message}",
-        remedy="install the version of myxa that started the run in this program's environment",
-    )
 
 
 # -- the actor -------------------------------------------------------------------------------------------------------
@@ -304,13 +287,10 @@ def _taken(name: str, node: Node) -> LaunchError:
 
 async def _build(spec: ActorSpec, config: RunConfig, place: RunDir) -> Actor:
     """In its own thread: the first import of torch takes seconds, in which the host's loop has to answer."""
-    worker = ThreadPoolExecutor(1, thread_name_prefix=f"{spec.name} build")
     try:
-        return await asyncio.get_running_loop().run_in_executor(worker, build_actor, spec, config, place.path)
+        return await in_daemon_thread(lambda: build_actor(spec, config, place.path), name=f"{spec.name} build")
     except ImportError as error:
         raise LaunchError(
             f"{spec.name} cannot be built in this program: {error}",
             remedy="install what the run uses here too, e.g. `pip install 'myxa[cpu]'`",
         ) from error
-    finally:
-        worker.shutdown(wait=False)

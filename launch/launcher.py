@@ -43,7 +43,7 @@ from .nodes.follower import follow, follow_late
 from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, with_start
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
-from .nodes.stop_signals import StopSignals
+from .nodes.stop_signals import stop_signals
 from .run_dir import RunDir
 from .run_lineage.origin import RunOrigin
 from .run_lineage.resume_point import kept_meanwhile
@@ -229,8 +229,8 @@ async def _conduct(
                 screen.say(f"dashboard: {note.dashboard}")
             files = [rendezvous.rdzv_path, runtime.path / NOTE]
             async with runtime.kept(files):
-                with StopSignals(asked) as signals:
-                    ending = await _until_forced(lead, rendezvous, signals)
+                with stop_signals(asked) as forced:
+                    ending = await _until_forced(lead, rendezvous, forced)
     except LaunchError as error:
         ending = RunEnd(error.exit_code, str(error))
         raise
@@ -240,13 +240,13 @@ async def _conduct(
     return ending
 
 
-async def _until_forced(lead: Lead, rendezvous: NodeRendezvous, signals: StopSignals) -> RunEnd:
+async def _until_forced(lead: Lead, rendezvous: NodeRendezvous, forced: asyncio.Future[int]) -> RunEnd:
     """The run to its end, or to the second signal, or to a failure of this launcher itself."""
-    run = await race(lead.run(), signals.forced, rendezvous.node.failed)
+    run = await race(lead.run(), forced, rendezvous.node.failed)
     if not run.cancelled():
         return run.result()
-    if signals.forced.done():
-        return RunEnd(128 + signals.forced.result(), "ended at once")
+    if forced.done():
+        return RunEnd(128 + forced.result(), "ended at once")
     raise LaunchError(
         f"the launcher itself failed: {rendezvous.node.failed.result()}", remedy="this is a bug; report it"
     )

@@ -52,6 +52,10 @@ class NodePlace:
         return self.num_nodes == 1 and self.max_nodes <= 1
 
 
+ALONE = NodePlace(0, 1, Endpoint("127.0.0.1", 0))
+"""Of a run on one machine."""
+
+
 def parse_endpoint(text: str, *, where: str) -> Endpoint:
     """`host:port`, `host`, `[v6]:port`, `tcp://host:port`; ConfigError naming `where` for anything else."""
     match = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s\[\]:/]+))(?::(\d{1,5}))?", text.strip())

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, TypeVar
 
 import msgspec
 
-from ..core.actor import Actor, Mailbox, PeerEvent
-from ..core.errors import BadRequest, CallError, Draining, MyxaError, PeerDied, UserCodeError, WouldDeadlock
+from ..core.actor import Actor, PeerEvent
+from ..core.errors import BadRequest, CallError, Draining, MyxaError, Overloaded, PeerDied, UserCodeError, WouldDeadlock
 from ..core.handlers import NO_SCOPE, CallScope, HandlerSpec, enter_scope, fresh_context, handlers_of
-from ..core.ids import PeerKey
 from .codec import Codecs, UndecodableError, codecs_of
 from .session.links import Arrival
 from .session.serving import Serving
@@ -55,8 +55,6 @@ class Delivery(msgspec.Struct, eq=False):
     spec: HandlerSpec
     chain: tuple[str, ...]
     deadline_at: float | None
-    trace: bytes
-    caller: PeerKey
     arrival: Arrival
     codecs: Codecs
     callee: str
@@ -104,7 +102,9 @@ class ActorRunner:
         self.error: BaseException | None = None
         self._log = log
         self._on_failed = on_failed
-        self._mailbox: Mailbox[Delivery | PeerEvent] = Mailbox(name, actor.mailbox)
+        self._waiting: deque[Delivery | PeerEvent] = deque()
+        self.num_held = 0
+        """Messages that wait or are being handled, without events."""
         self._running: dict[int, tuple[Delivery | PeerEvent, asyncio.Task[None]]] = {}
         """By the identity of the message."""
         self._is_busy = False
@@ -113,11 +113,6 @@ class ActorRunner:
         self._background: dict[asyncio.Task[Any], None] = {}  # in order: a simulated run repeats itself
         self._quiet = asyncio.Event()
         self._has_ended = asyncio.Event()
-
-    @property
-    def num_held(self) -> int:
-        """Messages that wait or are being handled."""
-        return self._mailbox.num_held
 
     # -- start and end
 
@@ -182,7 +177,8 @@ class ActorRunner:
             self._has_ended.set()
 
     async def _wind_up(self, why: str, *, has_started: bool) -> None:
-        for item in (*self._mailbox.clear(), *(item for item, _ in self._running.values())):
+        waiting, self._waiting = self._waiting, deque()
+        for item in (*waiting, *(item for item, _ in self._running.values())):
             if not isinstance(item, PeerEvent) and not item.arrival.has_begun:
                 item.fail(Draining(f"{self.name} stopped before it came to {item.spec.name}: {why}"))
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._running.values()]
@@ -234,9 +230,14 @@ class ActorRunner:
                 f"{self.name}.{inbound.spec.name} was called by an actor that {self.name} itself waits for: {path}",
                 remedy="make the handler reentrant, or answer before calling back",
             )
-        self._mailbox.admit()
+        if self.num_held >= self.actor.mailbox_size:
+            raise Overloaded(
+                f"{self.name}: mailbox is full ({self.num_held} messages)",
+                remedy="come back later, or give its class a larger mailbox_size",
+            )
+        self.num_held += 1
         if is_serial or self.state is not RunnerState.RUNNING:
-            self._mailbox.put(inbound)
+            self._waiting.append(inbound)
             self._next()
         else:
             self._run(inbound)
@@ -244,23 +245,24 @@ class ActorRunner:
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused before the actor stops."""
         if self.state in (RunnerState.STARTING, RunnerState.RUNNING):
-            self._mailbox.put(event)
+            self._waiting.append(event)
             self._next()
 
     def abandon(self, inbound: Delivery) -> None:
         inbound.is_abandoned = True
         if not inbound.spec.declaration.is_cancellable:
             return
-        if self._mailbox.remove(inbound):
-            self._mailbox.release()
+        if inbound in self._waiting:
+            self._waiting.remove(inbound)
+            self.num_held -= 1
             self._note_quiet()
         elif inbound.arrival.has_begun and (found := self._running.get(id(inbound))) is not None:
             found[1].cancel()
 
     def _next(self) -> None:
         """Begin what may begin of what waits."""
-        while not self._is_busy and self.state in _TAKES and (item := self._mailbox.take()) is not None:
-            self._run(item)
+        while not self._is_busy and self.state in _TAKES and self._waiting:
+            self._run(self._waiting.popleft())
 
     def _run(self, item: Delivery | PeerEvent) -> None:
         if isinstance(item, PeerEvent):
@@ -268,7 +270,7 @@ class ActorRunner:
         else:
             name, is_serial = item.spec.name, not item.spec.declaration.is_reentrant
             chain = (*item.chain, self.tag) if is_serial else item.chain
-            scope = CallScope(item.deadline_at, chain, item.trace, item.caller)
+            scope = CallScope(item.deadline_at, chain, item.arrival.link.key)
             work = self._serve(item, is_serial)
         self._is_busy = self._is_busy or is_serial
         context = self._context.copy()
@@ -279,14 +281,14 @@ class ActorRunner:
     def _finish(self, item: Delivery | PeerEvent, is_serial: bool) -> None:
         del self._running[id(item)]
         if type(item) is not PeerEvent:
-            self._mailbox.release()
+            self.num_held -= 1
         if is_serial:
             self._is_busy = False
             self._next()
         self._note_quiet()
 
     def _note_quiet(self) -> None:
-        if not self._running and not (len(self._mailbox) and self.state in _TAKES):
+        if not self._running and not (self._waiting and self.state in _TAKES):
             self._quiet.set()
 
     async def _tell(self, event: PeerEvent) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import LaunchError
+from ..core.files import write_durably
 from .wire import Endpoints
 
 MAX_IPC_PATH = 106
@@ -37,9 +38,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return cls(endpoints=endpoints, key_file=key_file)
 
     def save(self, path: Path) -> None:
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(msgspec.json.encode(self))
-        draft.replace(path)
+        write_durably(path, msgspec.json.encode(self))
 
     @classmethod
     def load(cls, path: Path) -> Rendezvous:

@@ -7,6 +7,7 @@ cancellation.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
 from .codec import UndecodableError, codecs_of
 from .session.calls import Calls
 from .session.frames import Envelope
-from .session.pending import CallOrder, Route
+from .session.pending import CallOrder, Outcome, Route
 
 
 class Finder(Protocol):
@@ -45,17 +46,17 @@ class CallClient:
             route = await self._finder.find(target, spec, left_s)
         if isinstance(route, CallError):
             raise _named(route, target)
-        future = self._new_future()
-        waiter = _Waiter(future)
+        future: asyncio.Future[Envelope | None] = self._new_future()
         try:
-            corr = self._calls.submit(order, route, waiter)
+            corr = self._calls.submit(order, route, partial(_settle, future))
         except CallError as error:
             raise _named(error, target) from None
         try:
             envelope = await future
         except asyncio.CancelledError:
             self._calls.cancel(corr)
-            waiter.forget()
+            if future.done() and not future.cancelled():
+                future.exception()  # it came in the same turn of the loop, and is of no use to anybody
             raise
         return None if envelope is None else _decoded(envelope, target, spec)
 
@@ -71,26 +72,17 @@ class CallClient:
         return CallOrder(
             target=target, method=spec.name, kind=kind, body=body, frames=frames,
             deadline_at=None if left_s is None else now + left_s,
-            chain=scope.chain if waits else NO_SCOPE.chain, trace=scope.trace,
+            chain=scope.chain if waits else NO_SCOPE.chain,
         )  # fmt: skip
 
 
-class _Waiter(msgspec.Struct, eq=False):
-    future: asyncio.Future[Envelope | None]
-
-    def done(self, outcome: Envelope | MyxaError | None) -> None:
-        future = self.future
-        if future.done():
-            return
-        if type(outcome) is Envelope or not isinstance(outcome, MyxaError):
-            future.set_result(outcome)
-        else:
-            future.set_exception(outcome)
-
-    def forget(self) -> None:
-        """The caller was cancelled; an error that came in the same turn of the loop is of no use to anybody."""
-        if self.future.done() and not self.future.cancelled():
-            self.future.exception()
+def _settle(future: asyncio.Future[Envelope | None], outcome: Outcome) -> None:
+    if future.done():
+        return
+    if type(outcome) is Envelope or not isinstance(outcome, MyxaError):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
 
 
 def _decoded(envelope: Envelope, target: str, spec: HandlerSpec) -> Any:

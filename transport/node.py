@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import logging
 import os
 import weakref
@@ -41,14 +42,14 @@ from .actor_runner import STOP_LIMIT_S, ActorRunner, Delivery
 from .address import Rendezvous
 from .call_client import CallClient
 from .registry.bootstrap import Mirror, host_registry, join
-from .registry.directory import HostedActor
+from .registry.directory import HostedActor, keys_of
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
 from .session.calls import TICK_S
 from .session.heartbeat import Verdict
 from .session.links import Arrival
 from .session.session import LOOPBACK, Session
-from .socket_transport import Opened, open_transport
+from .socket_transport import open_transport
 from .wire import Lane, Transport
 from .zeromq import TURN_S, TurnBudget
 
@@ -65,7 +66,7 @@ _log = logging.getLogger("myxa.transport")
 class Node:
     """Use `await Node.attach(...)`; the constructor is internal."""
 
-    def __init__(self, *, name: str, key: PeerKey, rdzv: Rendezvous, opened: Opened, clock: Clock) -> None:
+    def __init__(self, *, name: str, key: PeerKey, rdzv: Rendezvous, transport: Transport, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
         self.rendezvous = rdzv
@@ -74,17 +75,14 @@ class Node:
         self.clock = clock
         self.epoch = key.epoch
         self._key = key
-        self._opened = opened
+        self._transport = transport
         self._hosting = Hosting(self)
-        self._session = Session(
-            own=key, name=name, transport=opened.transport, host=self._hosting, clock=clock, door=opened.door
-        )
+        self._session = Session(own=key, name=name, transport=transport, host=self._hosting, clock=clock)
         self._hosting.session = self._session
         self._mirror = Mirror(rdzv, self._session, clock, self._hosting.tell, self.node_failed)
         self._call_client = CallClient(self._session.calls, self._mirror, clock)
         self._mirror.call_with(self._call_client)
-        if (door := opened.guard) is not None:
-            self._mirror.on_update = lambda directory: door.follow(directory.nodes())
+        self._mirror.on_update = lambda directory: transport.follow(keys_of(directory.nodes()))
         self._registry: RegistryActor | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order: a simulated run repeats itself
         self._endings: set[asyncio.Task[None]] = set()
@@ -123,19 +121,19 @@ class Node:
         """
         check_name(name)
         clock = clock or SystemClock()
-        opened = open_transport(
+        transport = open_transport(
             rdzv=rdzv, run_dir=Path(run_dir) if run_dir else None, node_rank=node_rank, key=key, listen=tcp,
             network=network, turn=TurnBudget(turn_budget_s),
         )  # fmt: skip
         registry: RegistryActor | None = None
         try:
             if rdzv is None:
-                registry, record, rdzv = host_registry(name, opened)
+                registry, record, rdzv = host_registry(name, transport)
             else:
-                record = await join(rdzv, name, opened.transport, clock, timeout_s, opened.door)
-            node = cls(name=name, key=record.key, rdzv=rdzv, opened=opened, clock=clock)
+                record = await join(rdzv, name, transport, clock, timeout_s)
+            node = cls(name=name, key=record.key, rdzv=rdzv, transport=transport, clock=clock)
         except BaseException:
-            await opened.close(0.0)
+            await transport.close(0.0)
             raise
         try:
             node._registry = registry
@@ -150,13 +148,13 @@ class Node:
     def _run(self) -> None:
         guard(self)
         guard(self._call_client)
-        self._opened.joined()
-        self._opened.transport.start(self._session)
+        self._transport.joined()
+        self._transport.start(self._session)
         self._tick()
         self._spawn(self._mirror.follow(), "the registry's updates")
 
     async def _in_step(self, epoch: int, timeout_s: float) -> None:
-        if not await self._mirror.wait_until(lambda: self._mirror.directory.epoch_of(self.name) >= epoch, timeout_s):
+        if not await self._mirror.changes.until(lambda: self._mirror.directory.epoch_of(self.name) >= epoch, timeout_s):
             raise CallError(f"{self.name}: the registry sends no updates")
 
     async def close(self, grace_s: float = 5.0) -> None:
@@ -178,14 +176,14 @@ class Node:
         if self._timer is not None:
             self._timer.cancel()
         self._session.close()
-        await self._opened.close(LINGER_S)
+        await self._transport.close(LINGER_S)
 
     async def _drain(self, grace_s: float) -> None:
         give_up_at = self.clock.monotonic() + grace_s
         if self._endings:
             await asyncio.wait(self._endings, timeout=grace_s + STOP_LIMIT_S)
         if self._registry is None:  # of that one the others still take their leave
-            self._hosting.retry_after_s = grace_s
+            self._hosting.is_draining = True
         for cell in reversed(self._hosting.cells()):
             if cell.name != REGISTRY:
                 await cell.drain(max(0.0, give_up_at - self.clock.monotonic()))
@@ -283,7 +281,7 @@ class Node:
 
     def counters(self) -> dict[str, int]:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
-        return failure_counters(self._opened, self._session)
+        return {**self._transport.counters, **self._session.counters}
 
     def peer_unreachable(self, key: PeerKey, why: str) -> None:
         _log.warning("%s: gave up %s: %s", self.name, key, why)
@@ -339,9 +337,10 @@ class Hosting:
         self._next_index = 0
         self.session: Session  # set by the node
         self._watched: list[tuple[str, ActorRunner]] = []
-        self._node = node
-        self.retry_after_s: float | None = None
-        """Set: this process is shutting down, calls of others are refused with this advice."""
+        self.is_draining = False
+        """This process is shutting down: calls of others are refused."""
+        self.judged, self.unreachable = node.peer_judged, node.peer_unreachable
+        self.fenced = self.crashed = node.node_failed
 
     def add(self, cell: ActorRunner) -> None:
         """Give an actor a number; it is never given again in this incarnation."""
@@ -359,7 +358,7 @@ class Hosting:
 
     def records(self) -> tuple[HostedActor, ...]:
         return tuple(
-            HostedActor(name=cell.name, index=index, handlers=cell.table.schema) for index, cell in self._cells.items()
+            HostedActor(name=cell.name, index=index, handlers=cell.table.names) for index, cell in self._cells.items()
         )
 
     def watch(self, cell: ActorRunner, prefix: str) -> None:
@@ -386,11 +385,10 @@ class Hosting:
         if arrival.is_cast != (kind == "cast"):
             sent = "cast" if arrival.is_cast else "call"
             raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
-        if self.retry_after_s is not None and arrival.peer != session.own:
-            why = f"{cell.name}: its process is shutting down and takes no {spec.name}"
-            raise Draining(why, retry_after_s=self.retry_after_s)
+        if self.is_draining and arrival.peer != session.own:
+            raise Draining(f"{cell.name}: its process is shutting down and takes no {spec.name}")
         delivery = arrival.handle = Delivery(
-            spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival, cell.codecs[method],
+            spec, envelope.chain, arrival.deadline_at, arrival, cell.codecs[method],
             cell.name, session.serving,
         )  # fmt: skip
         cell.accept(delivery)
@@ -405,18 +403,6 @@ class Hosting:
 
     def num_waiting(self) -> int:
         return sum(cell.num_held for cell in self._cells.values())
-
-    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        self._node.peer_judged(key, verdict, reason)
-
-    def unreachable(self, key: PeerKey, why: str) -> None:
-        self._node.peer_unreachable(key, why)
-
-    def fenced(self, error: MyxaError) -> None:
-        self._node.node_failed(error)
-
-    def crashed(self, error: BaseException) -> None:
-        self._node.node_failed(error)
 
 
 T = TypeVar("T")
@@ -434,34 +420,12 @@ class NodeContext:
         self.group = node.group
         self.peers = node.peers
         self.wait_for = node.wait_for
-        self._node = node
-        self._cell = cell
-
-    def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        return self._cell.spawn(coro, name)
-
-    def fail(self, error: BaseException) -> None:
-        self._cell.fail(error)
-
-    def watch(self, prefix: str) -> None:
-        self._node.watch(self._cell, prefix)
+        self.spawn, self.fail = cell.spawn, cell.fail
+        self.watch = functools.partial(node.watch, cell)
+        self.busy = functools.partial(node.busy, cell.name)
 
     def deadline(self) -> float | None:
-        return remaining_s(None, self._node.clock.monotonic())
-
-    def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
-        return self._node.busy(self._cell.name, limit_s, why)
-
-
-def failure_counters(opened: Opened, session: Session) -> dict[str, int]:
-    return {
-        **opened.counters,
-        **session.counters,
-        "late_answers": session.calls.num_late,
-        "casts_refused": session.calls.num_casts_refused,
-        "calls_copied": session.serving.num_copies,
-        "calls_wrong": session.serving.num_wrong,
-    }
+        return remaining_s(None, self.clock.monotonic())
 
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -19,8 +19,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import zmq
@@ -40,7 +39,7 @@ from .outbox import Outbox
 from .registry.registry import REGISTRY_KEY
 from .security import CurveKeys, JobKey, KeyPair
 from .session.guard import PeerGuard
-from .wire import ConnectionGuard, Endpoints, InboundSink, Lane, Parcel, Transport
+from .wire import Endpoints, InboundSink, Lane, Parcel, Transport
 from .zeromq import (
     HandshakeWatch,
     Inbox,
@@ -72,8 +71,8 @@ class _Peer:
         self.outboxes: list[Outbox | None] = [None, None]
 
 
-class SocketTransport:
-    """Implements `wire.Transport` and `wire.ConnectionGuard`. `bind` first; everything else on the running loop."""
+class SocketTransport(Transport):
+    """`bind` first; everything else on the running loop."""
 
     def __init__(
         self,
@@ -84,13 +83,18 @@ class SocketTransport:
         keys: CurveKeys | None,
         guard: PeerGuard | None = None,
         turn: TurnBudget | None = None,
+        key_file: str = "",
+        is_own_folder: bool = False,
     ) -> None:
+        """`is_own_folder`: it goes with this."""
+        self.socket_dir, self.key_file = str(folder), key_file
+        self._is_own_folder = is_own_folder
         self._node_rank = node_rank
         self._turn = turn or TurnBudget()
         self._folder = folder
         self._listen = listen
         self._keys = keys
-        self._guard = guard
+        self.guard = guard
         self._has_joined = False
         self.counters: Counter[str] = Counter()
         self._other_threads = thread_ids()
@@ -110,15 +114,23 @@ class SocketTransport:
         self._is_closed = False
 
     def bind(self) -> None:
-        """Open the endpoints; raises LaunchError naming the one that cannot be bound."""
+        """Open the endpoints. Raises LaunchError naming the one that cannot be bound; then nothing is left of this."""
+        try:
+            self._open()
+        except BaseException:
+            self._close_inboxes()
+            self._context.destroy(linger=0)
+            raise
+
+    def _open(self) -> None:
         self._paths = list(socket_paths(self._folder))
         control, bulk = self._paths
         ipc = self._bind(Lane.CONTROL, f"ipc://{control}", None), self._bind(Lane.BULK, f"ipc://{bulk}", None)
         tcp = ("", "")
         curve = ""
-        if self._listen and self._keys is not None and self._guard is not None:
+        if self._listen and self._keys is not None and self.guard is not None:
             host, _, port = self._listen.rpartition(":")
-            self._zap_handler = ZapHandler(self._context, self._guard, self.counters, self._note)
+            self._zap_handler = ZapHandler(self._context, self.guard, self.counters, self._note)
             own, curve = self._keys.own, self._keys.own.public
             first = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
             tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
@@ -168,20 +180,18 @@ class SocketTransport:
         _log.warning("%s was removed under this process; it is there again", self._folder)
 
     def joined(self) -> None:
-        """The registry knows our own key now; from here on we speak under it."""
         self._has_joined = True
 
+    def follow(self, members: Mapping[str, tuple[PeerKey, str]]) -> None:
+        if self.guard is not None:
+            self.guard.follow(members)
+
     def objection(self, lane: Lane, peer: PeerKey, name: str) -> str:
-        return "" if self._guard is None else self._guard.objection(self._proof(lane), peer, name)
-
-    def ban(self, lane: Lane) -> None:
-        proof = self._proof(lane)
-        if proof and self._guard is not None:
-            self._guard.ban(proof, asyncio.get_running_loop().time())
-
-    def _proof(self, lane: Lane) -> str:
-        """Public key that was shown by the sender of what is being handled now."""
-        return next((inbox.proof for at, inbox in self._inboxes if at is lane and inbox.proof), "")
+        if self.guard is None:
+            return ""
+        # The public key that was shown by the sender of what is being handled now.
+        proof = next((inbox.proof for at, inbox in self._inboxes if at is lane and inbox.proof), "")
+        return self.guard.objection(proof, peer, name)
 
     def _note(self, what: str, whom: str, remedy: str) -> None:
         if self.counters[what] == 1:
@@ -266,10 +276,6 @@ class SocketTransport:
         self._close_inboxes()
         await self._terminate()
 
-    def abort(self) -> None:
-        self._close_inboxes()
-        self._context.destroy(linger=0)
-
     def _close_inboxes(self) -> None:
         for timer in (self._lowering, self._looking):
             if timer is not None:
@@ -284,6 +290,8 @@ class SocketTransport:
             self._zap_handler.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
+        if self._is_own_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _terminate(self) -> None:
         """`term` waits for the sockets' linger, so it must not run on the loop."""
@@ -343,33 +351,6 @@ def lower_bulk_thread(others: frozenset[int]) -> None:
                 os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
 
 
-@dataclass(slots=True)
-class Opened:
-    """A transport and what was made for it."""
-
-    transport: Transport
-    socket_dir: str = ""
-    key_file: str = ""
-    made_dir: Path | None = None
-    guard: PeerGuard | None = None
-    """Who may speak over tcp, if that is listened on."""
-    door: ConnectionGuard | None = None
-
-    def joined(self) -> None:
-        if isinstance(self.transport, SocketTransport):
-            self.transport.joined()
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return dict(self.transport.counters) if isinstance(self.transport, SocketTransport) else {}
-
-    async def close(self, linger_s: float) -> None:
-        """Close the transport and remove the directory, if we made it."""
-        await self.transport.close(linger_s)
-        if self.made_dir is not None:
-            shutil.rmtree(self.made_dir, ignore_errors=True)
-
-
 def open_transport(
     *,
     rdzv: Rendezvous | None,
@@ -379,10 +360,10 @@ def open_transport(
     listen: str,
     network: Callable[[], Transport] | None,
     turn: TurnBudget,
-) -> Opened:
+) -> Transport:
     """See `Node.attach`. Raises LaunchError."""
     if network is not None:
-        return Opened(network())
+        return network()
     if key is None and rdzv is not None and rdzv.key_file:
         key = JobKey.load(Path(rdzv.key_file))
     if not listen and key is not None and rdzv is not None and (registry := rdzv.endpoints.tcp[0]):
@@ -390,26 +371,19 @@ def open_transport(
     if listen and key is None:
         raise LaunchError("listening on tcp needs the job's key", remedy="give key=JobKey.load(path)")
     if rdzv is not None and rdzv.endpoints.node_rank == node_rank and rdzv.socket_dir:
-        folder, made = check_socket_dir(Path(rdzv.socket_dir)), None
+        folder, is_own = check_socket_dir(Path(rdzv.socket_dir)), False
     else:
-        folder = made = make_socket_dir(run_dir)
+        folder, is_own = make_socket_dir(run_dir), True
     keys, guard = _keys_and_guard(rdzv, key) if key is not None and listen else (None, None)
     try:
-        transport = _bound(
-            SocketTransport(node_rank=node_rank, folder=folder, listen=listen, keys=keys, guard=guard, turn=turn)
-        )
-    except BaseException:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-        raise
-    return Opened(transport, str(folder), rdzv.key_file if rdzv is not None else "", made, guard, transport)
-
-
-def _bound(transport: SocketTransport) -> SocketTransport:
-    try:
+        transport = SocketTransport(
+            node_rank=node_rank, folder=folder, listen=listen, keys=keys, guard=guard, turn=turn,
+            key_file=rdzv.key_file if rdzv is not None else "", is_own_folder=is_own,
+        )  # fmt: skip
         transport.bind()
     except BaseException:
-        transport.abort()
+        if is_own:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return transport
 

@@ -7,12 +7,15 @@ with the session's greeting, and says when connections come and go. It does not 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Protocol
 
 import msgspec
 
 from ..core.ids import PeerKey
+from .session.guard import PeerGuard
 
 
 class Lane(IntEnum):
@@ -33,18 +36,6 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __str__(self) -> str:
         return self.inproc or self.tcp[0] or self.ipc[0] or "nowhere"
-
-
-class ConnectionGuard(Protocol):
-    """Who may come in; a transport that can tell connections apart by proof implements it."""
-
-    def objection(self, lane: Lane, peer: PeerKey, name: str) -> str:
-        """Why the connection whose message is being handled may not speak as `peer`; "" if it may."""
-        ...
-
-    def ban(self, lane: Lane) -> None:
-        """The connection whose message is being handled sends nonsense: do not let its like in for a while."""
-        ...
 
 
 class Parcel(msgspec.Struct, eq=False, gc=False):
@@ -106,12 +97,30 @@ class InboundSink(Protocol):
 class Transport(Protocol):
     """Moves envelopes."""
 
-    @property
-    def endpoints(self) -> Endpoints: ...
+    socket_dir: str = ""
+    """Where nodes of this host put their ipc sockets; empty: there are none."""
+    key_file: str = ""
+    guard: PeerGuard | None = None
+    """Of a process that listens on tcp."""
+    counters: Counter[str]
+    """What was refused."""
+    endpoints: Endpoints
 
     def start(self, sink: InboundSink) -> None:
         """Report to `sink` from now on; may be called again with another one."""
         ...
+
+    def joined(self) -> None:
+        """The registry knows our own key now; from here on we speak under it."""
+
+    def follow(self, members: Mapping[str, tuple[PeerKey, str]]) -> None:
+        """Who may speak: public keys, and the incarnation and name of each. A transport that can tell connections apart
+        by proof takes note of it."""
+
+    def objection(self, lane: Lane, peer: PeerKey, name: str) -> str:
+        """Why the connection whose message is being handled may not speak as `peer`; "" if it may."""
+        del lane, peer, name
+        return ""
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
         """Begin to connect; sending may begin at once. Again for a known peer: only its endpoints are taken note of.

@@ -400,18 +400,15 @@ NOTE_ADDRESS_CHARS = 64
 _STATUS: dict[KeyVerdict, tuple[bytes, bytes]] = {
     KeyVerdict.ADMIT: (b"200", b"OK"),
     KeyVerdict.UNKNOWN: (b"400", b"not of this job"),
-    KeyVerdict.BANNED: (b"400", b"banned for a while"),
     KeyVerdict.OVER: (b"500", b"this incarnation is over"),
 }
 _ZAP_REMEDIES: dict[str, str] = {
     "key_unknown": "has it the job's key of this run, and was it registered? a process that joins needs both",
-    "key_banned": "it sent nonsense; is it of another version?",
     "key_over": "that process was replaced or reported dead; it must end",
     "key_malformed": "only CURVE is spoken here",
 }
 _COUNTED: dict[KeyVerdict, str] = {
     KeyVerdict.UNKNOWN: "key_unknown",
-    KeyVerdict.BANNED: "key_banned",
     KeyVerdict.OVER: "key_over",
 }
 
@@ -476,7 +473,7 @@ class ZapHandler:
 
     def _judge(self, question: _Question) -> None:
         now = asyncio.get_running_loop().time()
-        verdict = self._guard.verdict(question.key, now)
+        verdict = self._guard.verdict(question.key)
         if verdict is KeyVerdict.UNKNOWN and now < question.until and len(self._held) < MAX_HELD:
             self._held.append(question)
             self._wake_at(question.until)

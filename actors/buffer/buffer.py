@@ -22,7 +22,7 @@ import msgspec
 
 from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
+from ...core.actor import ActorContext, PeerEvent
 from ...core.errors import (
     BadRequest,
     CallError,
@@ -89,7 +89,7 @@ CANARY_ID = -1_000_000
 class Buffer(OwnsKnobs, DataContract, BufferContract):
     """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
 
-    mailbox = MailboxPolicy(size=4096)
+    mailbox_size = 4096
 
     def __init__(
         self,

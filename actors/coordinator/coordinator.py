@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.errors import LaunchError, LedgerError, MyxaError
 from ...core.knobs import (
@@ -48,7 +48,7 @@ from .run_state import NEXT_PHASES, RunState
 class Coordinator(OwnsKnobs, CoordinatorContract):
     """The run state machine and the parts that it is made of."""
 
-    mailbox = MailboxPolicy(size=4096)
+    mailbox_size = 4096
 
     def __init__(self, *, options: CoordinatorOptions, clock: Clock) -> None:
         self._options = replace(options)

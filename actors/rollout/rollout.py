@@ -34,7 +34,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import (
@@ -135,7 +135,7 @@ class _Held:
 class Rollout(OwnsKnobs, RolloutContract):
     """One engine and the groups that use it. See the module's head."""
 
-    mailbox = MailboxPolicy(size=4096)
+    mailbox_size = 4096
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import (
     DeviceMeter,
@@ -65,7 +65,7 @@ class ManagerOptions:
 class MemoryManager(MemoryContract):
     """See the module's head."""
 
-    mailbox = MailboxPolicy(size=4096)
+    mailbox_size = 4096
 
     def __init__(self, *, meter: DeviceMeter, options: ManagerOptions, clock: Clock) -> None:
         self._meter_of_devices = meter

@@ -11,7 +11,7 @@ import os
 import select
 from collections.abc import Callable, Collection, Mapping
 
-from ...core.actor import ActorContext, MailboxPolicy
+from ...core.actor import ActorContext
 from ...core.device_memory import DeviceMeter, DeviceReading, DeviceUse, WatchedProcess
 from ...core.errors import MemoryFault, MyxaError
 from ...core.process import start_time
@@ -22,7 +22,7 @@ from ..daemon_thread import in_daemon_thread
 class NodeAgent(NodeAgentContract):
     """One on each node with shared devices; the manager hosts that of its own node itself."""
 
-    mailbox = MailboxPolicy(size=1024)
+    mailbox_size = 1024
 
     def __init__(self, *, meter: DeviceMeter) -> None:
         self._meter = meter

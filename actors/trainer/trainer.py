@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
@@ -64,7 +64,7 @@ class TrainerOptions:
 class Trainer(OwnsKnobs, TrainerContract):
     """One rank. See the module's head."""
 
-    mailbox = MailboxPolicy(size=256)
+    mailbox_size = 256
 
     def __init__(
         self,

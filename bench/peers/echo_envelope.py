@@ -76,7 +76,7 @@ class Asker(Echo):
 
 
 def opened(folder: str) -> SocketTransport:
-    transport = SocketTransport(node_rank=0, folder=Path(folder), listen="", keys=None)
+    transport = SocketTransport(keys=None, node_rank=0, folder=Path(folder), listen="")
     transport.bind()
     return transport
 

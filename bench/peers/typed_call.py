@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 from meter import PAYLOAD, as_our_workers, async_client, say
 
-from myxa.core.actor import Actor, MailboxPolicy
+from myxa.core.actor import Actor
 from myxa.core.handlers import call
 from myxa.transport.node import Node, Rendezvous
 
@@ -40,7 +40,7 @@ class EchoContract(Actor):
 class Echo(EchoContract):
     """Answers with what it was given."""
 
-    mailbox = MailboxPolicy(size=4096)
+    mailbox_size = 4096
 
     async def echo(self, report: Report) -> Report:
         return report

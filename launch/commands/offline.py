@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
-from .parser import Command, Parser, add_json_flag, show
+from .parser import Command, Parser, add_json_flag, at_least, positive, show
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,26 +21,13 @@ def _add_plan(plan: Parser) -> None:
     plan.add_argument("file", nargs="+", metavar="RUN.TOML", help="run file; of several, later ones win key by key")
     plan.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
                       help="overrule a value of the file; may be repeated")  # fmt: skip
-    plan.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="number of machines (%(default)s)")
-    plan.add_argument("--device-gib", type=_gib, default=0.0, metavar="GIB",
+    plan.add_argument("--nnodes", type=at_least(1), default=1, metavar="N", help="number of machines (%(default)s)")
+    plan.add_argument("--device-gib", type=positive("GiB"), default=0.0, metavar="GIB",
                       help="memory of one GPU (what NVML says, where there is one)")  # fmt: skip
     plan.add_argument("--elsewhere", action="store_true",
                       help="the run will be started on another machine: do not look at this one's packages, "
                       "interpreters, devices, ports and disk")  # fmt: skip
     add_json_flag(plan)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of machines")
-    return int(text)
-
-
-def _gib(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a size in GiB")
-    return value
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -174,6 +174,18 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
+def positive(unit: str) -> Callable[[str], float]:
+    """The same for a number of `unit`, above 0."""
+
+    def read(text: str) -> float:
+        value = float(text)
+        if not 0 < value < 1e6:
+            raise argparse.ArgumentTypeError(f"{text} is not a number of {unit}")
+        return value
+
+    return read
+
+
 _STRETCH = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>s|sec|m|min|h)?")
 _SECONDS = {None: 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -245,9 +257,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
     return drawn
 
 
-def client_of(options: argparse.Namespace, *, changes: bool = False, view: bool = False) -> ControlClient:
+def client_of(options: argparse.Namespace, *, changes: bool = False) -> ControlClient:
     """Of the run that the command means. `changes`: the command changes the run. Raises LaunchError."""
-    return ControlClient(note_of(options, changes=changes), view=view)
+    return ControlClient(note_of(options, changes=changes))
 
 
 def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNote:
@@ -257,10 +269,10 @@ def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNot
     return note
 
 
-def client_or_folder(options: argparse.Namespace, *, view: bool = False) -> ControlClient | Path:
+def client_or_folder(options: argparse.Namespace) -> ControlClient | Path:
     """The run's client; of a run that has ended its folder, whose files answer. Raises LaunchError."""
     try:
-        return client_of(options, view=view)
+        return client_of(options)
     except LaunchError as error:
         folder = options.run_path if options.run_path is not None else RUNS / "latest"
         if not (folder / CONFIG).is_file() or isinstance(error, SeveralLiveRuns):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+from ...core.errors import ConfigError, LaunchError, PeerDied
 from ..control import verbs
 from ..control.client import find_run
 from .parser import (
@@ -14,7 +16,6 @@ from .parser import (
     Parser,
     add_run_flags,
     arguments_of,
-    client_of,
     client_or_folder,
     say_now,
     show,
@@ -52,23 +53,37 @@ def state_of(answer: dict[str, Any]) -> str:
     return "\ndone" if answer["is_done"] else "\nunder way; `myxa ps` shows it"
 
 
+FOLLOW_S = 0.5
+"""Between two looks at a log that is followed."""
+
+
+def _add_logs(parser: Parser) -> None:
+    parser.add_argument("-f", "--follow", action="store_true", help="also what is added, until Ctrl-C")
+
+
 def _logs(options: argparse.Namespace) -> int:
     found = client_or_folder(options)
     if isinstance(found, Path):
         show(options, _logs_from_files(found, options), _logs_words)
         return 0
-    arguments = arguments_of(options, verbs.LOGS)
+    asked = arguments_of(options, verbs.LOGS)
+    chunks = found.ask("logs", **asked)
     if not options.follow:
-        show(options, found.ask("logs", **arguments), _logs_words)
+        show(options, chunks, _logs_words)
         return 0
     say_now()
-    names: set[str] = set()
-    for chunk in found.follow("logs", **arguments):
-        names.add(chunk["name"])
-        text = json.dumps(chunk) if options.json else _logs_lines(chunk, is_one_of_several=len(names) > 1)
-        if text:
-            print(text, flush=True)
-    return 0
+    after: dict[str, tuple[str, int]] = {}
+    while True:
+        after |= {chunk["name"]: (chunk["file"], chunk["offset"]) for chunk in chunks}
+        for chunk in chunks:
+            if chunk["lines"]:
+                print(json.dumps(chunk) if options.json else _logs_lines(chunk, len(after) > 1), flush=True)
+        if not any(chunk["is_more"] for chunk in chunks):
+            threading.Event().wait(FOLLOW_S)
+        try:
+            chunks = found.ask("logs", **asked, after=after)
+        except (LaunchError, PeerDied, ConfigError):  # the run is over, or these logs are gone
+            return 0
 
 
 def _logs_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -89,10 +104,10 @@ def _logs_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str
 
 
 def _logs_words(chunks: list[dict[str, Any]]) -> str:
-    return "\n".join(filter(None, (_logs_lines(chunk, is_one_of_several=len(chunks) > 1) for chunk in chunks)))
+    return "\n".join(filter(None, (_logs_lines(chunk, len(chunks) > 1) for chunk in chunks)))
 
 
-def _logs_lines(chunk: dict[str, Any], *, is_one_of_several: bool) -> str:
+def _logs_lines(chunk: dict[str, Any], is_one_of_several: bool) -> str:
     before = f"{chunk['name']}: " if is_one_of_several else ""
     return "\n".join(f"{before}{line}" for line in chunk["lines"])
 
@@ -116,9 +131,8 @@ def _add_profile(parser: Parser) -> None:
     parser.set_defaults(kind="stacks")
 
 
-def _profile(options: argparse.Namespace) -> int:
-    answer = client_of(options).ask("profile", **arguments_of(options, verbs.PROFILE))
-    show(options, answer, _profile_words)
+def _is_whole(options: argparse.Namespace, answer: list[dict[str, Any]]) -> int:
+    del options
     return 1 if any(each["refused"] for each in answer) else 0
 
 
@@ -150,8 +164,8 @@ COMMANDS = (
         verbs.RESTART, lambda facts: f"restarting: {', '.join(facts['restarting'])}{state_of(facts)}", check=_is_done
     ),
     verb_command(verbs.KILL, lambda reply: f"SIG{reply['signal']} to {', '.join(reply['sent']) or 'no process'}"),
-    verb_command(verbs.LOGS, _logs_words, run=_logs),
+    verb_command(verbs.LOGS, _logs_words, add=_add_logs, run=_logs),
     verb_command(verbs.STACK, _stack_words),
-    verb_command(verbs.PROFILE, _profile_words, add=_add_profile, run=_profile),
+    verb_command(verbs.PROFILE, _profile_words, add=_add_profile, check=_is_whole),
 )
 WHERE = Command("where", "where the sockets of the run are, for curl", _where, _add_where)

@@ -15,7 +15,7 @@ from ..control import verbs
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
 from ..supervisor.timeouts import RunTimeouts
-from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, show, table, verb_command
+from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, positive, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,19 +40,14 @@ def add_common_flags(parser: Parser) -> None:
     parser.add_argument("--program", default="", metavar="MODULE:FUNCTION",
                         help="your own composition root: (ActorSpec, RunConfig, run directory) -> Actor")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only how the run ended")
-    parser.add_argument("--start-timeout", type=seconds, default=PATIENCE.start_s, metavar="S",
-                        help="seconds an actor may take to start (%(default)g)")  # fmt: skip
-    parser.add_argument("--finish-timeout", type=seconds, default=PATIENCE.finish_s, metavar="S",
-                        help="seconds for a clean end after Ctrl-C or SIGTERM (%(default)g)")  # fmt: skip
-    parser.add_argument("--stop-timeout", type=seconds, default=PATIENCE.end_s, metavar="S",
-                        help="seconds a process may take to end before it is killed (%(default)g)")  # fmt: skip
+    add_timeout(parser, "start", PATIENCE.start_s, "an actor may take to start")
+    add_timeout(parser, "finish", PATIENCE.finish_s, "for a clean end after Ctrl-C or SIGTERM")
+    add_timeout(parser, "stop", PATIENCE.end_s, "a process may take to end before it is killed")
 
 
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return value
+def add_timeout(parser: Parser, name: str, default_s: float, what: str) -> None:
+    parser.add_argument(f"--{name}-timeout", type=positive("seconds"), default=default_s, metavar="S",
+                        help=f"seconds {what} (%(default)g)")  # fmt: skip
 
 
 def start(options: argparse.Namespace, base: LaunchOptions) -> int:
@@ -77,9 +72,8 @@ def chosen_by(options: argparse.Namespace, base: LaunchOptions) -> LaunchOptions
 
 def _up(options: argparse.Namespace) -> int:
     from ..launcher import LaunchOptions
-    from ..node_place import find_place
 
-    return start(options, LaunchOptions(place=find_place(1, 0, None, {})))
+    return start(options, LaunchOptions())
 
 
 def _add_launch(parser: Parser) -> None:
@@ -95,10 +89,8 @@ def add_node_flags(spread: Parser) -> None:
     spread.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 is met (on node 0: port 0 = any free port)")
     spread.add_argument("--rdzv-file", type=Path, metavar="FILE",
                         help="node 0 writes its HOST:PORT there, the others read it there")  # fmt: skip
-    spread.add_argument("--rdzv-timeout", type=seconds, default=PATIENCE.gather_s, metavar="S",
-                        help="seconds to wait for the other machines (%(default)g)")  # fmt: skip
-    spread.add_argument("--lost-timeout", type=seconds, default=PATIENCE.lost_s, metavar="S",
-                        help="seconds of silence after which another machine is lost (%(default)g)")  # fmt: skip
+    add_timeout(spread, "rdzv", PATIENCE.gather_s, "to wait for the other machines")
+    add_timeout(spread, "lost", PATIENCE.lost_s, "of silence after which another machine is lost")
     spread.add_argument("--job-key", type=Path, metavar="FILE",
                         help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
 
@@ -157,13 +149,12 @@ def _join(options: argparse.Namespace) -> int:
             f"--join {options.join}: that is a run file, not where the run is met",
             remedy="name the run's directory, HOST:PORT or the rendezvous file; a run file goes before --join",
         )
-    if options.rollouts < 0:
-        raise ConfigError(f"--rollouts is {options.rollouts}", remedy="give a positive number, or leave it out")
     if options.overrides and not options.file:
         raise ConfigError("--set without a run file", remedy="leave it out: the run's own configuration is taken")
-    met = find_late_rendezvous(options.join or options.rdzv or "", options.rdzv_file, options.job_key, os.environ)
+    where = options.join or options.rdzv or ""
+    place, rdzv_file, job_key = find_late_rendezvous(where, options.rdzv_file, options.job_key, os.environ)
     late = LateWish(num_rollouts=options.rollouts, devices=options.devices)
-    base = LaunchOptions(place=met.place, rdzv_file=met.rdzv_file, job_key=met.job_key, late=late)
+    base = LaunchOptions(place=place, rdzv_file=rdzv_file, job_key=job_key, late=late)
     config = load_config(options.file, options.overrides) if options.file else None
     return launch(config, chosen_by(options, base)).exit_code
 
@@ -255,13 +246,11 @@ def _only_live_run(options: argparse.Namespace) -> ControlNote:
 def start_again(named: Path, options: argparse.Namespace) -> int:
     """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
     from ..launcher import LaunchOptions
-    from ..node_place import find_place
     from ..run_dir import RunDir
     from ..run_lineage.next_run import no_longer_alive
     from ..run_lineage.resume_point import choose_point
 
-    several = is_on_several(options)
-    base = options_of_node(options) if several else LaunchOptions(place=find_place(1, 0, None, {}))
+    base = options_of_node(options) if is_on_several(options) else LaunchOptions()
     run_dir = RunDir(named.resolve())
     if base.place.rank:  # node 0 chooses, and makes the directory ready; checkpoint and ledger are its business
         return _resume_launch(run_dir, None, options, base)
@@ -340,7 +329,6 @@ def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     """What can be seen to be wrong before a directory is made: all, or only what does not depend on the machine."""
     from ..checks.all_checks import RESUME_CHECKS, check_node
     from ..launcher import LaunchOptions
-    from ..node_place import find_place
     from ..nodes.launch_options import check_own
     from ..run_lineage.origin import RunOrigin
     from ..supervisor.placement import place
@@ -351,7 +339,7 @@ def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
             check_node(config, actors, RESUME_CHECKS)
             return
         program = options.program or RunOrigin.load(options.run_dir).program
-        check_own(config, actors, LaunchOptions(place=find_place(1, 0, None, {}), program=program), 0)
+        check_own(config, actors, LaunchOptions(program=program), 0)
 
     return check
 

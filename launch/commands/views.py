@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
 from ..control import verbs
+from ..memory_part import size_text
 from .parser import (
     Command,
     Parser,
@@ -29,7 +30,7 @@ from .parser import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...core.device_memory import DeviceView, MemoryView, TagReport
+    from ...core.device_memory import DeviceView
     from ..tui.feed import Feed
 
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
@@ -55,7 +56,7 @@ def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
         (
             row["name"], row["state"], row["pid"] or "", row["node"], row["host"], row["attempt"], row["epoch"] or "",
             duration(row["uptime_s"]) if row["uptime_s"] else "",
-            f"{row['memory_bytes'] / MIB:.0f} MiB" if row["memory_bytes"] else "", row["doing"],
+            size_text(row["memory_bytes"]) if row["memory_bytes"] else "", row["doing"],
         )
         for row in rows
     ]  # fmt: skip
@@ -184,14 +185,6 @@ def _named(options: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
-def _mem_page(view: Any) -> str:
-    import msgspec
-
-    from ...core.device_memory import MemoryView
-
-    return memory_text(msgspec.convert(view, MemoryView)).rstrip("\n")
-
-
 def _trace_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     del options
     path = folder / "trace.json"
@@ -201,8 +194,7 @@ def _trace_from_files(folder: Path, options: argparse.Namespace) -> dict[str, An
 
 
 def _trace_words(facts: dict[str, Any]) -> str:
-    size = f"{facts['num_bytes'] / MIB:.1f} MiB"
-    return f"{size} in {facts['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
+    return f"{size_text(facts['num_bytes'])} in {facts['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
 DASHBOARD = "dashboard.json"
@@ -244,11 +236,8 @@ def _grafana_words(facts: dict[str, Any]) -> str:
     )
 
 
-MIB = 1 << 20
-GIB = 1 << 30
 MAX_EVENTS = 20
-ON_DEVICE = frozenset({"mapped_dirty", "mapped_clean", "copy_out", "copy_in", "poisoned"})
-WORDS = {
+PLACES = {
     "mapped_dirty": "on the device",
     "mapped_clean": "on the device, copy kept",
     "copy_out": "leaving",
@@ -259,59 +248,48 @@ WORDS = {
 }
 
 
-def size(num_bytes: int) -> str:
-    """1536 MiB -> "1.5 GiB"."""
-    return f"{num_bytes / GIB:.1f} GiB" if abs(num_bytes) >= GIB else f"{num_bytes / MIB:.1f} MiB"
+def memory_page(facts: Any) -> RenderableType:
+    import msgspec
+    from rich.console import Group
+    from rich.text import Text
 
+    from ...core.device_memory import MemoryView
 
-def memory_text(view: MemoryView, *, num_events: int = MAX_EVENTS) -> str:
-    return "\n".join(_lines(view, num_events)) + "\n"
-
-
-def _lines(view: MemoryView, num_events: int) -> Iterator[str]:
+    view = msgspec.convert(facts, MemoryView)
     doing = f"switching: {view.switching}" if view.switching else "nothing is being switched"
-    yield f"{view.manager}, epoch {view.epoch}: {doing}"
+    parts: list[RenderableType] = [Text(f"{view.manager}, epoch {view.epoch}: {doing}")]
     for device in view.devices:
-        yield ""
-        yield from _device(device)
-    if view.timeline:
-        yield ""
-        yield f"the last {min(num_events, len(view.timeline))} events"
-        for wall_s, device, tenant, what in view.timeline[-num_events:]:
-            clock = datetime.fromtimestamp(wall_s).strftime("%H:%M:%S.%f")[:-3]
-            yield f"  {clock}  {' '.join(filter(None, (device, tenant)))}  {what}"
+        parts += [Text(""), *_device(device)]
+    if events := view.timeline[-MAX_EVENTS:]:
+        clocks = (datetime.fromtimestamp(event[0]).strftime("%H:%M:%S.%f")[:-3] for event in events)
+        lines = [(clock, *event[1:]) for clock, event in zip(clocks, events, strict=True)]
+        parts += [Text(f"\nthe last {len(events)} events"), table(("time", "device", "tenant", "event"), lines)]
+    return Group(*parts)
 
 
-def _device(device: DeviceView) -> Iterator[str]:
+def _device(device: DeviceView) -> Iterator[RenderableType]:
+    """Parts of one tag that are in the same place are one row."""
+    from rich.text import Text
+
+    from ...core.device_memory import whole_of
+
     at = f" on node {device.node}" if device.node else ""
-    line = f"{device.device}{at}: {size(device.capacity_bytes)}, free {size(device.free_bytes)}"
-    if device.unattributed_bytes > 0:
-        line += f", unattributed {size(device.unattributed_bytes)}"
-    yield line
+    line = f"{device.device}{at}: {size_text(device.capacity_bytes)}, free {size_text(device.free_bytes)}"
+    more = f", unattributed {size_text(device.unattributed_bytes)}" if device.unattributed_bytes > 0 else ""
+    yield Text(line + more)
+    sizes: dict[tuple[str, ...], list[int]] = {}
     for tenant in device.tenants:
-        held = sum(tag.num_bytes for tag in tenant.tags if tag.backing in ON_DEVICE)
-        yield f"  {tenant.tenant} ({tenant.gang}): {tenant.state}, {size(held)}"
-        for parts in _alike(tenant.tags):
-            yield f"    {_tag(parts)}"
-
-
-def _alike(tags: Sequence[TagReport]) -> list[list[TagReport]]:
-    """Parts of one tag that are in the same place together, in the order of the first of each."""
-    from ...core.device_memory import whole_of
-
-    found: dict[tuple[str, str, str], list[TagReport]] = {}
-    for tag in tags:
-        found.setdefault((whole_of(tag.tag), tag.backing, tag.policy), []).append(tag)
-    return list(found.values())
-
-
-def _tag(parts: Sequence[TagReport]) -> str:
-    from ...core.device_memory import whole_of
-
-    first, on_host = parts[0], sum(part.host_bytes for part in parts)
-    copy = f", {size(on_host)} on the host" if on_host and first.backing != "host" else ""
-    total = size(sum(part.num_bytes for part in parts))
-    return f"{whole_of(first.tag):<11}{total:>11}  {WORDS[first.backing]}{copy} [{first.policy}]"
+        who = f"{tenant.tenant} ({tenant.gang})", tenant.state
+        for tag in tenant.tags:
+            size = sizes.setdefault((*who, whole_of(tag.tag), PLACES[tag.backing], tag.policy), [0, 0])
+            size[0] += tag.num_bytes
+            size[1] += tag.host_bytes
+    rows = [
+        (*key[:3], size_text(size), *key[3:], size_text(host) if host else "") for key, (size, host) in sizes.items()
+    ]
+    yield table(
+        ("tenant", "state", "tag", "size", "where", "policy", "on the host"), rows, right=("size", "on the host")
+    )
 
 
 PS = verb_command(verbs.PS, _ps_page, from_files=_ps_from_files)
@@ -327,5 +305,5 @@ DASHBOARD_COMMAND = Command(
 WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
 TRACE = verb_command(verbs.TRACE, _trace_words, from_files=_trace_from_files)
 GRAFANA = Command("grafana", "a Grafana dashboard and a Prometheus configuration for a run", _grafana, _add_grafana)
-MEM = verb_command(verbs.MEM, _mem_page, add=_add_mem, more=_named)
+MEM = verb_command(verbs.MEM, memory_page, add=_add_mem, more=_named)
 REPORT = Command("report", "write report.html of a run", _report, _add_report)

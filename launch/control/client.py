@@ -1,4 +1,4 @@
-"""The command line's side of the control socket: finds the run, asks a verb, follows a stream. Synchronous.
+"""The command line's side of the control socket: finds the run and asks a verb. Synchronous.
 
 A run is found by the note `control.json` that each launcher leaves. Imports neither zmq nor asyncio: commands start
 fast.
@@ -7,23 +7,25 @@ fast.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import socket
 import stat
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...core import errors
 from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied
+from ...core.files import write_durably
 from ..run_dir import is_run_folder
 from ..runtime_dir import PREFIX, short_base
 from .verbs import BY_NAME, HOST, SPARE_S
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 RUNS = Path("runs")
 """Where run directories are looked for first when none is named."""
@@ -55,9 +57,7 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, folder: Path) -> None:
         """Write it in one step: a reader sees all of it or no file."""
-        draft = folder / f".{NOTE}.{os.getpid()}"
-        draft.write_bytes(msgspec.json.encode(self))
-        draft.replace(folder / NOTE)
+        write_durably(folder / NOTE, msgspec.json.encode(self))
 
     @classmethod
     def load(cls, folder: Path) -> ControlNote | None:
@@ -148,13 +148,11 @@ def _is_ours(folder: Path) -> bool:
 
 
 CONNECT_S = 5.0
-CHUNK_BYTES = 1 << 16
+OK = 200
 
 
 class ControlClient:
-    """Asks one run. Each call has its own connection, so a client may be kept for any time. Speaks HTTP/1.0, where an
-    answer ends with its connection: the standard library's client takes longer to import than a command takes to
-    run."""
+    """Asks one run. Each call has its own connection, so a client may be kept for any time."""
 
     def __init__(self, note: ControlNote, *, view: bool = False) -> None:
         self.note = note
@@ -176,43 +174,19 @@ class ControlClient:
         run ended meanwhile."""
         if timeout_s is None:
             timeout_s = BY_NAME[verb].patience_s(arguments) if verb in BY_NAME else SPARE_S
-        with self._asked(verb, arguments, time.monotonic() + timeout_s) as (status, chunks):
-            answer = msgspec.json.decode(b"".join(chunks))
-        if status != OK:
+        with self._asked(verb, arguments, timeout_s) as response:
+            answer = msgspec.json.decode(response.read())
+        if response.status != OK:
             raise error_of(answer["error"])
         return answer
 
-    def follow(self, verb: str, **arguments: Any) -> Generator[Any]:
-        """The verb's items as they come, until it ends or the run does. Close the iterator to stop."""
-        with self._asked(verb, arguments, None) as (_, chunks):
-            for line in _lines(chunks):
-                item: Any = msgspec.json.decode(line)
-                if list(item) == ["error"]:
-                    raise error_of(item["error"])
-                yield item
-
     @contextmanager
-    def _asked(
-        self, verb: str, arguments: dict[str, Any], deadline: float | None
-    ) -> Generator[tuple[int, Iterator[bytes]]]:
-        """Status and body, as it comes."""
-        body = msgspec.json.encode(arguments)
-        head = f"POST /{verb} HTTP/1.0\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        with self._connected(verb, head.encode() + b"\r\n\r\n" + body) as link:
-            chunks = _chunks(link, deadline, verb)
-            found = bytearray()
-            while (end := found.find(b"\r\n\r\n")) < 0:
-                chunk = next(chunks, b"")
-                if not chunk:
-                    raise _ended(verb)
-                found += chunk
-            length = _LENGTH.search(found, 0, end)
-            body = bytes(found[end + 4 :])
-            yield int(found.split(maxsplit=2)[1]), _whole(body, chunks, verb, int(length[1]) if length else None)
+    def _asked(self, verb: str, arguments: dict[str, Any], timeout_s: float | None) -> Generator[HTTPResponse]:
+        from http.client import HTTPConnection
 
-    @contextmanager
-    def _connected(self, verb: str, request: bytes) -> Generator[socket.socket]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        connection = HTTPConnection(HOST)
+        connection.sock = link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
             link.settimeout(CONNECT_S)
             try:
                 link.connect(self.path)
@@ -221,53 +195,28 @@ class ControlClient:
                     f"the run in {self.note.run_dir} does not answer at {self.path}: {error.strerror or error}",
                     remedy="is it over? sockets belong to the user that started the run",
                 ) from error
-            with suppress(OSError):  # it may have answered without reading everything
-                link.sendall(request)
-            yield link
-
-
-OK = 200
-_LENGTH = re.compile(rb"^Content-Length: *(\d+)", re.IGNORECASE | re.MULTILINE)
-
-
-def _chunks(link: socket.socket, deadline: float | None, verb: str) -> Iterator[bytes]:
-    """What comes until the other side closes."""
-    while True:
-        try:
-            link.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
-            chunk = link.recv(CHUNK_BYTES)
+            link.settimeout(timeout_s)
+            with suppress(ConnectionError):  # it may have answered without reading everything
+                body, head = msgspec.json.encode(arguments), {"Content-Type": "application/json"}
+                connection.request("POST", f"/{verb}", body, head)
+            yield connection.getresponse()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the run did not answer {verb} in time; it may still do it", remedy="see `myxa history`"
             ) from None
-        except ConnectionError:
-            return
-        if not chunk:
-            return
-        yield chunk
+        except _broken():
+            raise PeerDied(
+                f"the run ended before it answered {verb}", remedy="`myxa report RUN` shows how it ended"
+            ) from None
+        finally:
+            connection.close()
 
 
-def _whole(first: bytes, chunks: Iterator[bytes], verb: str, length: int | None) -> Iterator[bytes]:
-    """A body; raises PeerDied where it is shorter than its head said."""
-    got = len(first)
-    yield first
-    for chunk in chunks:
-        got += len(chunk)
-        yield chunk
-    if length is not None and got < length:
-        raise _ended(verb)
+def _broken() -> tuple[type[Exception], ...]:
+    """What is raised where a connection ends too soon."""
+    from http.client import HTTPException  # commands that ask nothing start without it
 
-
-def _ended(verb: str) -> PeerDied:
-    return PeerDied(f"the run ended before it answered {verb}", remedy="`myxa report RUN` shows how it ended")
-
-
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    kept = b""
-    for chunk in chunks:
-        *whole, kept = (kept + chunk).split(b"\n")
-        yield from filter(None, whole)
-    yield from filter(None, (kept,))
+    return HTTPException, ConnectionError
 
 
 def error_of(facts: dict[str, Any]) -> MyxaError:

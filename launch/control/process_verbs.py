@@ -7,7 +7,7 @@ its own stacks; its node's agent finds out those of a process that does not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from ...actors.contracts import RolloutContract
@@ -30,7 +30,7 @@ from ..contracts import (
 from ..supervisor.placement import START_ORDER, check_leaver, staff
 from ..supervisor.run_actors import ActorStatus
 from . import verbs
-from .server import Answer, Handler, VerbContext
+from .server import Handler, VerbContext
 from .targets import find_targets, node_of
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
         check_leaver(context.config, role, len({r.name for r in staying} - {r.name for r in meant}))
     names = [record.name for record in meant]
     if is_node and node is not None:
-        supervisor.dismiss(node, _why(who, arguments.reason))
+        await supervisor.leave_node(node, _why(who, arguments.reason))
     else:
         for name in reversed(names):
             supervisor.retire(name, _why(who, arguments.reason))
@@ -181,8 +181,6 @@ async def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
 
 LIVE_S = 2.0
 """How long a process may take to report its own stacks."""
-FOLLOW_S = 0.5
-"""Between two looks at a log that is followed."""
 WRITE_S = 60.0
 """A profile may take so much longer than it lasts, to be written."""
 ENGINE_WRITE_S = 80.0
@@ -190,49 +188,17 @@ ENGINE_WRITE_S = 80.0
 LAUNCHER = "launcher"
 
 
-def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Operator) -> Answer:
-    return _follow(context, arguments) if arguments.follow else _tails(context, arguments)
-
-
-async def _tails(context: VerbContext, arguments: verbs.LogsArguments) -> list[LogChunk]:
-    return [chunk for _, chunk in await _first_chunks(context, arguments)]
-
-
-async def _follow(context: VerbContext, arguments: verbs.LogsArguments) -> AsyncIterator[LogChunk]:
-    """The last lines, then what is added, until the caller goes away."""
-    held = dict(await _first_chunks(context, arguments))
-    for chunk in held.values():
-        yield chunk
-    while True:
-        is_more = False
-        for (node, name), last in list(held.items()):
-            request = LogRequest(
-                name=name, grep=arguments.grep, engine=arguments.engine, file=last.file, offset=last.offset
-            )
-            try:
-                chunk = held[node, name] = await context.supervisor.agent(node).read_log(request)
-            except MyxaError:  # the node is lost, or the log is; the others are still followed
-                del held[node, name]
-                continue
-            is_more = is_more or chunk.is_more
-            if chunk.lines:
-                yield chunk
-        if not held:
-            return
-        if not is_more:
-            await asyncio.sleep(FOLLOW_S)
-
-
-async def _first_chunks(context: VerbContext, arguments: verbs.LogsArguments) -> list[tuple[tuple[int, str], LogChunk]]:
-    meant = _log_owners(context, arguments.target)
-    requests = [
-        context.supervisor.agent(node).read_log(
-            LogRequest(name=name, num_lines=arguments.num_lines, grep=arguments.grep, engine=arguments.engine)
-        )
-        for node, name in meant
-    ]
+async def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Operator) -> list[LogChunk]:
+    requests: list[Awaitable[LogChunk]] = []
+    for node, name in _log_owners(context, arguments.target):
+        file, offset = arguments.after.get(name, ("", 0))
+        request = LogRequest(
+            name=name, num_lines=arguments.num_lines, grep=arguments.grep, engine=arguments.engine, file=file,
+            offset=offset,
+        )  # fmt: skip
+        requests.append(context.supervisor.agent(node).read_log(request))
     answers = await asyncio.gather(*requests, return_exceptions=True)
-    found = [(owner, answer) for owner, answer in zip(meant, answers, strict=True) if isinstance(answer, LogChunk)]
+    found = [answer for answer in answers if isinstance(answer, LogChunk)]
     if not found:  # of several, those without a log are left out
         raise next(answer for answer in answers if isinstance(answer, BaseException))
     return found

@@ -4,7 +4,7 @@
     view.sock      verbs that only read; with `control.view_group` in its own folder, which the group may enter
 
 HTTP by aiohttp, whose limits are used as they are: POST /<verb> with a JSON body, GET /<verb>?name=value for verbs
-that only read. An answer is JSON; one that is a stream is a line of JSON for each item. One request a connection.
+that only read. An answer is JSON. One request a connection.
 
 The kernel keeps other users out. The user of each connection is checked again (this user, root, or of the group), and
 its name goes into the audit log. Forwarded by `ssh -L`, a socket can be reached by web pages, so host, origin and
@@ -22,8 +22,7 @@ import re
 import socket
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 from aiohttp import web
 
+from ...actors.daemon_thread import in_daemon_thread
 from ...actors.http_guard import Head, HttpAccess
 from ...core.config import RunConfig
 from ...core.errors import CallError, ConfigError, DeadlineExceeded, LaunchError, MyxaError, NotExecuted, Overloaded
@@ -67,9 +67,8 @@ class VerbContext:
 
 
 T = TypeVar("T")
-Answer = Awaitable[Any] | AsyncIterator[Any]
-Handler = Callable[[VerbContext, Any, Operator], Answer]
-"""Carries a verb out: answers with JSON types or msgspec structs, or yields them; raises MyxaError."""
+Handler = Callable[[VerbContext, Any, Operator], Awaitable[Any]]
+"""Carries a verb out: answers with JSON types or msgspec structs; raises MyxaError."""
 
 
 async def answer_or_none(question: Awaitable[T]) -> T | None:
@@ -88,7 +87,6 @@ class ServerLimits:
     num_requests: int = 64
     """That are carried out at the same time, also for callers that left."""
     request_s: float = 20.0
-    read_s: float = 30.0
     close_s: float = 1.0
     """For running requests to end when the run ends."""
 
@@ -129,8 +127,7 @@ class AuditNotes:
     def __init__(self, wall: Callable[[], float], append: Callable[[AuditRecord], object]) -> None:
         self._wall = wall
         self._append = append
-        # Not the loop's own threads: verbs that only read may keep all of those busy.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
+        self._turn = asyncio.Lock()
 
     async def note(self, verb: Verb[Any], who: Operator, arguments: Record | None, result: str, detail: str) -> None:
         """Log what the audit log does not take: the caller gets the verb's own outcome."""
@@ -140,12 +137,10 @@ class AuditNotes:
             detail=detail[:MAX_NOTED_CHARS], reason=str(asked.get("reason", "")),
         )  # fmt: skip
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._append, record)
+            async with self._turn:  # not in the loop's own threads: verbs that only read may keep all of those busy
+                await in_daemon_thread(partial(self._append, record), name="audit")
         except (OSError, MyxaError) as error:
             _log.error("the audit log did not take %s: %s", verb.name, error)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
 
 
 def _noted_arguments(arguments: Record) -> dict[str, Any]:
@@ -251,7 +246,7 @@ class VerbDoor:
         return server()
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _guarded(self, request: web.Request, handler: Any) -> web.Response:
         try:
             response = await self._judged(request, handler)
         except web.HTTPException as error:
@@ -259,7 +254,7 @@ class VerbDoor:
         response.force_close()
         return response
 
-    async def _judged(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _judged(self, request: web.Request, handler: Any) -> web.Response:
         who = caller_of(request)
         if not (is_ours(who) or self._gid >= 0):
             self._counters["strangers"] += 1
@@ -280,7 +275,7 @@ class VerbDoor:
         finally:
             self._served.discard(request.protocol)
 
-    async def _verb(self, request: web.Request) -> web.StreamResponse:
+    async def _verb(self, request: web.Request) -> web.Response:
         name, who = request.match_info["verb"], caller_of(request)
         verb = self._verbs.get(name)
         try:
@@ -299,11 +294,8 @@ class VerbDoor:
             if verb is not None and verb.effect == "change" and self._may_change:
                 await self._audit.note(verb, who, None, "refused", str(error))
             return _error(404 if verb is None else _status(error), error)
-        answer = self._handlers[verb](self._context, arguments, who)
-        if isinstance(answer, AsyncIterator):
-            return await self._stream(request, answer)
         try:
-            result = await self._to_its_end(self._carried_out(verb, arguments, who, answer))
+            result = await self._to_its_end(self._carried_out(verb, arguments, who))
         except Exception as error:  # noqa: BLE001 - it is in the log; every error is an answer to the caller
             return _error(_status(error), error)
         return _response(200, result)
@@ -318,11 +310,11 @@ class VerbDoor:
         if method != "POST":
             raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
 
-    async def _carried_out(self, verb: Verb[Any], arguments: Record, who: Operator, answer: Awaitable[Any]) -> Any:
+    async def _carried_out(self, verb: Verb[Any], arguments: Record, who: Operator) -> Any:
         is_change = verb.effect == "change"
         is_noted_here = is_change and not verb.by
         try:
-            result = await answer
+            result = await self._handlers[verb](self._context, arguments, who)
         except MyxaError as error:
             self._counters["failed"] += 1
             # The coordinator notes what it refuses, but not what never reached it.
@@ -351,37 +343,6 @@ class VerbDoor:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # the caller has the error, if it is still there
-
-    async def _stream(self, request: web.Request, items: Any) -> web.StreamResponse:
-        """A line for each item, until the verb ends or the caller goes (aiohttp cancels this then)."""
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
-        task: Any = asyncio.current_task()
-        self._running.add(task)
-        try:
-            async with contextlib.aclosing(items):
-                first = await anext(items, None)  # its error has a status
-                await response.prepare(request)
-                if first is not None:
-                    await self._send(response, first)
-                async for item in items:
-                    await self._send(response, item)
-        except (ConnectionError, TimeoutError):
-            self._counters["slow_reader"] += 1
-            if request.transport is not None:
-                request.transport.abort()
-        except Exception as error:  # noqa: BLE001 - every error is an answer to the caller
-            if not isinstance(error, MyxaError):
-                _log.exception("%s failed", request.path)
-            if not response.prepared:
-                return _error(_status(error), error)
-            await response.write(encode({"error": error_answer(error)}))
-        finally:
-            self._running.discard(task)
-        return response
-
-    async def _send(self, response: web.StreamResponse, item: Any) -> None:
-        async with asyncio.timeout(self._limits.read_s):
-            await response.write(encode(item))
 
     def _malformed(self, status: int, what: str) -> web.Response:
         self._counters["malformed"] += 1
@@ -427,15 +388,6 @@ MAX_QUOTED_CHARS = 200
 """Of what a caller sent, in an answer to it."""
 _BEYOND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+) - at `\$\.(\w+)`")
 _RELATIONS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
-
-
-class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as the caller gets it."""
-
-    type: str
-    message: str
-    remedy: str
-    exit_code: int
 
 
 def arguments_from_body(verb: Verb[Any], body: bytes, who: Operator) -> Record:
@@ -485,17 +437,12 @@ def _in_words(text: str) -> str:
     return text if found is None else f"{found[3]} must be {_RELATIONS[found[1]]} {found[2]}"
 
 
-def error_answer(error: BaseException) -> ErrorAnswer:
+def error_answer(error: BaseException) -> dict[str, str | int]:
     """The error as the caller gets it. Of an unexpected one the caller gets the name without the details."""
-    if isinstance(error, MyxaError):
-        kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == MyxaError.__module__)
-        return ErrorAnswer(type=kind, message=error.message, remedy=error.remedy, exit_code=error.exit_code)
-    return ErrorAnswer(
-        type="MyxaError",
-        message=f"the launcher failed at this: {type(error).__name__}",
-        remedy="this is a bug; the launcher's log has the rest",
-        exit_code=1,
-    )
+    if not isinstance(error, MyxaError):
+        what = f"the launcher failed at this: {type(error).__name__}"
+        error = MyxaError(what, remedy="this is a bug; the launcher's log has the rest")
+    return error.facts()
 
 
 def encode(answer: Any) -> bytes:
@@ -520,7 +467,7 @@ class ControlServer:
         limits: ServerLimits | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """Absent in a healthy run: "malformed", "refused", "failed", "bug", "strangers", "shown_out", "slow_reader"."""
+        """Absent in a healthy run: "malformed", "refused", "failed", "bug", "strangers", "shown_out"."""
         self._audit = AuditNotes(context.node.clock.wall, append)
         limits = limits or ServerLimits()
         door = partial(VerbDoor, context, handlers, self._audit, limits=limits, counters=self.counters)
@@ -538,7 +485,6 @@ class ControlServer:
             self._watch.cancel()
         for door in self._doors:
             await door.close()
-        self._audit.close()
         if self.counters:
             _log.info("control sockets: %s", ", ".join(f"{name} {n}" for name, n in sorted(self.counters.items())))
 

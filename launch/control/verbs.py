@@ -195,15 +195,21 @@ class WhyArguments(Arguments, frozen=True, kw_only=True):
     ] = 60.0
 
 
+LogFile = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
+
+
 class LogsArguments(TargetArguments, frozen=True, kw_only=True):
     """Of `logs`. Targets are also "launcher" and "launcher/1"."""
 
     num_lines: Annotated[
         int, argument("so many of the last lines (100)", "N", flag="--lines", short="-n", ge=0, le=10_000)
     ] = 100
-    follow: Annotated[bool, argument("also what is added, until the caller leaves (Ctrl-C)", short="-f")] = False
     grep: Annotated[str, argument("only lines that hold this text", "TEXT", max_length=200)] = ""
     engine: Annotated[bool, argument("of the server that the actor launched")] = False
+    after: Annotated[
+        dict[str, tuple[LogFile, Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]]],
+        argument("name -> `file` and `offset` of an earlier answer: of that log what was added since", flag=""),
+    ] = {}
 
 
 class ProfileArguments(TargetArguments, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ quarter of the prompts, so every group of samples has spread and reinforcement c
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +20,6 @@ import orjson
 from ...core.config import RunConfig, load_config
 from ..first_failure import RunEnd
 from ..launcher import LaunchOptions, launch
-from ..node_place import find_place
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 3, 7
@@ -112,19 +110,11 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    started = time.monotonic()
-    warm = warm_up(options)
-    if warm.exit_code or not (options.folder / "sft").exists():  # it was stopped
-        return warm.exit_code
-    sft_s = time.monotonic() - started
+    code = warm_up(options).exit_code
+    if code or not (options.folder / "sft").exists():  # it was stopped
+        return code
     next_steps = tuple(step.format(folder=options.folder) for step in _NEXT_STEPS)
-    learnt = _launch(options, "rl", [f"roles.rollout.count={options.engines}"], next_steps)
-    if learnt.exit_code or learnt.run_dir is None:
-        return learnt.exit_code
-    wall_s = time.monotonic() - started
-    if learnt.version > 0:
-        _write_summary(options.folder, learnt.run_dir, sft_s=sft_s, wall_s=wall_s)
-    return 0
+    return _launch(options, "rl", [f"roles.rollout.count={options.engines}"], next_steps).exit_code
 
 
 def warm_up(options: DemoOptions) -> RunEnd:
@@ -140,8 +130,7 @@ def warm_up(options: DemoOptions) -> RunEnd:
 
 def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> RunEnd:
     config = _config(options, stage, overrides)
-    place = find_place(1, 0, None, {})
-    return launch(config, LaunchOptions(place=place, is_quiet=options.is_quiet, next_steps=next_steps))
+    return launch(config, LaunchOptions(is_quiet=options.is_quiet, next_steps=next_steps))
 
 
 def _config(options: DemoOptions, stage: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -151,28 +140,3 @@ def _config(options: DemoOptions, stage: str, overrides: Sequence[str] = ()) -> 
         f"roles.trainer.count={options.ranks}",
     ]
     return load_config([options.folder / f"{stage}.toml"], [*always, *overrides])
-
-
-def _write_summary(folder: Path, run_dir: Path, *, sft_s: float, wall_s: float) -> None:
-    """`summary.json`: what `bench/demo_seeds.py` judges."""
-    rewards: list[float] = []
-    lags: list[float] = []
-    steps = 0
-    for line in (run_dir / "metrics.jsonl").read_bytes().splitlines():
-        values = orjson.loads(line)["values"]
-        if "eval/reward" in values:
-            rewards.append(values["eval/reward"])
-        if "lag/max" in values:
-            lags.append(values["lag/max"])
-            steps += 1
-    summary = {
-        "eval_start": rewards[0],
-        "eval_end": rewards[-1],
-        "max_lag": max(lags),
-        "steps": steps,
-        "sft_s": sft_s,
-        "rl_s": wall_s - sft_s,
-        "wall_s": wall_s,
-        "run_dir": str(run_dir),
-    }
-    (folder / "summary.json").write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2) + b"\n")

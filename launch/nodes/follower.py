@@ -32,7 +32,7 @@ from ..supervisor.placement import place as place_actors
 from .agent import Agent
 from .launch_options import LaunchOptions, agent_options, check_own, facts_of
 from .rendezvous import NodeRendezvous, join_rendezvous
-from .stop_signals import CTRL_C, StopSignals
+from .stop_signals import CTRL_C, stop_signals
 
 _log = logging.getLogger("myxa.launcher")
 
@@ -168,11 +168,11 @@ async def _lend(agent: Agent, stop: Stop) -> RunEnd:
             Console(stderr=True).print(Text(f"node 0 does not release this node: {error}"), soft_wrap=True)
 
     async with asyncio.TaskGroup() as group:
-        with StopSignals(lambda reason, number: asks.add(group.create_task(ask(reason, number)))) as signals:
-            await asyncio.wait({agent.left, signals.forced}, return_when=asyncio.FIRST_COMPLETED)
+        with stop_signals(lambda reason, number: asks.add(group.create_task(ask(reason, number)))) as forced:
+            await asyncio.wait({agent.left, forced}, return_when=asyncio.FIRST_COMPLETED)
             await agent.kill_all()
             for asking in asks:
                 asking.cancel()  # the answer is not needed any more
             if agent.left.done():
                 return agent.left.result()
-            return RunEnd(128 + signals.forced.result(), "ended at once")
+            return RunEnd(128 + forced.result(), "ended at once")

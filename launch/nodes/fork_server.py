@@ -394,7 +394,7 @@ class ForkServer:
     async def start(
         self, name: str, attempt: int, *, env: Mapping[str, str], log_path: Path, on_exit: OnExit
     ) -> Child | None:
-        """Like `start_child`; None: there is no process, start it otherwise. OSError: no log can be written."""
+        """Like `start_child`; None: there is no process, start it otherwise."""
         # The specification first: /proc may have no room for the rest.
         spec_first = sorted(env.items(), key=lambda item: item[0] != SPEC_VARIABLE)
         wanted = ForkRequest(
@@ -406,7 +406,7 @@ class ForkServer:
             if not self._refused:
                 await asyncio.wait({self.warm()})
             return await self._fork(wanted, log_path, attempt, on_exit)
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:
             level = logging.DEBUG if self._refused else logging.WARNING  # it was logged already
             self._log.log(level, "%s is started with its own interpreter: %s", name, error)
             return None
@@ -433,7 +433,7 @@ class ForkServer:
                     raise LaunchError(problem)
         except TimeoutError:
             self._refuse(f"the fork server still imports after {IMPORT_S:g} s")
-        except MyxaError as error:
+        except (MyxaError, OSError) as error:
             self._refuse(str(error))
         if self._refused:
             self._end()
@@ -441,22 +441,18 @@ class ForkServer:
     def _make(self) -> tuple[Child, socket.socket]:
         ours, theirs = _pair()
         command = (sys.executable, "-m", SERVER_MODULE, str(os.getpid()), str(theirs.fileno()), *self._modules)
-        try:
-            with theirs:
-                child = start_child(
-                    "fork server",
-                    0,
-                    command,
-                    env=server_env(os.environ),
-                    log_path=self.log_path,
-                    on_exit=self.on_end,
-                    pass_fds=(theirs.fileno(),),
-                )
-        except BaseException as error:
-            ours.close()
-            if isinstance(error, OSError):
-                raise LaunchError(f"no fork server can be started: {error}") from error
-            raise
+        with theirs, contextlib.ExitStack() as stack:
+            stack.enter_context(ours)  # closed if there is no process
+            child = start_child(
+                "fork server",
+                0,
+                command,
+                env=server_env(os.environ),
+                log_path=self.log_path,
+                on_exit=self.on_end,
+                pass_fds=(theirs.fileno(),),
+            )
+            stack.pop_all()
         return child, ours
 
     def _end(self) -> None:
@@ -473,13 +469,13 @@ class ForkServer:
             self._end()
 
     async def _fork(self, wanted: ForkRequest, log_path: Path, attempt: int, on_exit: OnExit) -> Child:
-        """Raises LaunchError: there is no process, and none will come later. OSError if the log cannot be written."""
+        """Raises LaunchError or OSError: there is no process, and none will come later."""
         if self._refused or self._link is None:
             raise LaunchError(self._refused or "this node's fork server has ended")
-        with log_path.open("wb") as log:
-            ours, theirs = _pair()
-            self._num_forks += 1
-            try:
+        ours, theirs = _pair()
+        self._num_forks += 1
+        try:
+            with ours, log_path.open("wb") as log:
                 with theirs:
                     socket.send_fds(self._link, [pack(wanted)], [theirs.fileno(), log.fileno()])
                 try:
@@ -494,34 +490,23 @@ class ForkServer:
                 child = adopt(wanted.name, attempt, reply.pid, log_path, on_exit)
                 with contextlib.suppress(OSError):  # it has ended already, which its pidfd reports
                     ours.send(GO)
-            except OSError as error:
-                raise LaunchError(f"the fork server cannot be reached: {error}") from error
-            finally:
-                ours.close()
-                self._num_forks -= 1
+        finally:
+            self._num_forks -= 1
         return child
 
 
 async def _receive(link: socket.socket) -> ForkReply:
-    """Raises LaunchError if the other side ended or cannot be understood."""
-    try:
-        data = await asyncio.get_running_loop().sock_recv(link, MAX_BYTES)
-    except OSError as error:
-        raise LaunchError(f"the fork server cannot be read: {error}") from error
-    if not data:
-        raise LaunchError("the fork server ended")
+    """Raises LaunchError if the other side ended or cannot be understood, OSError if it cannot be read."""
+    data = await asyncio.get_running_loop().sock_recv(link, MAX_BYTES)
     try:
         return unpack_reply(data)
     except msgspec.DecodeError as error:
-        raise LaunchError(f"the fork server sent invalid data: {error}") from error
+        raise LaunchError(f"the fork server sent invalid data: {error}" if data else "the fork server ended") from error
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
     """Our end, which does not block, and theirs."""
-    try:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError as error:
-        raise LaunchError(f"no socket can be made: {error.strerror}") from error
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
 

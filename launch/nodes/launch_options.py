@@ -18,7 +18,7 @@ from ..actor_spec import ActorSpec
 from ..checks.all_checks import check_node
 from ..composition.weight_channels import choose_channel
 from ..contracts import LateWish, NodeFacts
-from ..node_place import NodePlace
+from ..node_place import ALONE, NodePlace
 from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
 from ..supervisor.timeouts import RunTimeouts
@@ -35,7 +35,7 @@ NCCL_WITHIN_HOST = {"NCCL_SOCKET_IFNAME": "lo"}
 class LaunchOptions:
     """How to launch; what to launch is the run's configuration."""
 
-    place: NodePlace
+    place: NodePlace = ALONE
     rdzv_file: Path | None = None
     job_key: Path | None = None
     program: str = DEFAULT_PROGRAM

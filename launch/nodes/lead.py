@@ -51,6 +51,7 @@ class Lead:
         tell: Callable[[FirstFailure], None],
     ) -> None:
         self._supervisor = supervisor
+        self._failures = supervisor.failures
         self._watch = watch
         self._clock = clock
         self._timeouts = timeouts
@@ -68,23 +69,22 @@ class Lead:
         await self._report()
         await self._watch.close_monitor(CLOSE_MONITOR_S)
         await self._supervisor.stop_all(ending.reason)
-        failure = self._supervisor.first_failure if ending.exit_code else None
+        failure = self._failures.first if ending.exit_code else None
         return RunEnd(ending.exit_code, ending.reason, self._watch.last.status, failure)
 
     async def _start(self) -> None:
-        await self._supervisor.gather()
+        await self._supervisor.membership.gather(self._timeouts.gather_s)
         await self._supervisor.start_all()
 
     async def _report(self) -> None:
         """Report a failure now: an orderly end takes longer than a person should wait for the reason."""
-        if not self._supervisor.has_failed:
+        if self._failures.first is None:
             return
         await asyncio.sleep(CONSEQUENCES_S)
         status = self._watch.last.status
         if status is not None and status.phase == "failed" and status.error:
-            self._supervisor.add_consequence(f"the coordinator ended the run: {status.error}")
-        if (failure := self._supervisor.first_failure) is not None:
-            self._tell(failure)
+            self._failures.add(f"the coordinator ended the run: {status.error}", self._clock.monotonic())
+        self._tell(self._failures.first)
 
     def _stopped_early(self) -> RunEnd:
         wish = self._supervisor.stop_requested.result()
@@ -144,7 +144,8 @@ class Lead:
             verdict = self._supervisor.failed.result()
             return RunEnd(verdict.exit_code, ending.reason)
         name = ending.reason.partition(":")[0]
-        self._supervisor.blame(name if self._supervisor.knows(name) else "coordinator", ending.reason)
+        name = name if name in self._supervisor.actors else "coordinator"
+        self._failures.blame(name, ending.reason, self._clock.monotonic())
         return ending
 
     def _note(self) -> str:

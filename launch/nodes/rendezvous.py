@@ -235,33 +235,25 @@ async def _until_there(path: Path, deadline: float, what: str) -> None:
         await asyncio.sleep(POLL_S)
 
 
-@dataclass(frozen=True, slots=True)
-class LateRendezvous:
-    """Arguments of `launch` for a node that joins late."""
-
-    place: NodePlace
-    rdzv_file: Path | None
-    job_key: Path | None
+Late = tuple[NodePlace, Path | None, Path | None]
+"""Of a node that joins late: its place, the file with node 0's address if the place has none, the job's key."""
 
 
-def find_late_rendezvous(
-    where: str, rdzv_file: Path | None, job_key: Path | None, env: Mapping[str, str]
-) -> LateRendezvous:
-    """Rendezvous of a late node. `where`: a run directory (it names address and key), HOST:PORT, a file with that, or
-    empty: `rdzv_file`, else the scheduler's variables. Raises ConfigError and LaunchError."""
+def find_late_rendezvous(where: str, rdzv_file: Path | None, job_key: Path | None, env: Mapping[str, str]) -> Late:
+    """`where`: a run directory (it names address and key), HOST:PORT, a file with that, or empty: `rdzv_file`, else the
+    scheduler's variables. Raises ConfigError and LaunchError."""
     path = Path(where)
     if where and path.is_dir():
         return _of_run(RunDir(path.resolve()), job_key)
-    if where and path.is_file():
-        return LateRendezvous(NodePlace(-1, 0, None), path, job_key)
+    file = path if where and path.is_file() else None if where else rdzv_file
+    if file is not None:
+        return NodePlace(-1, 0, None), file, job_key
     if "/" in where.removeprefix("tcp://"):
         raise ConfigError(f"--join: there is no {where}", remedy="name the directory of a live run, or HOST:PORT")
-    if not where and rdzv_file is not None:
-        return LateRendezvous(NodePlace(-1, 0, None), rdzv_file, job_key)
-    return LateRendezvous(find_late_place(where, env), None, job_key)
+    return find_late_place(where, env), None, job_key
 
 
-def _of_run(run_dir: RunDir, job_key: Path | None) -> LateRendezvous:
+def _of_run(run_dir: RunDir, job_key: Path | None) -> Late:
     if not run_dir.rdzv.exists():
         raise LaunchError(f"no live run in {run_dir.path}", remedy="name the directory of a live run")
     record = Rendezvous.load(run_dir.rdzv)
@@ -271,7 +263,7 @@ def _of_run(run_dir: RunDir, job_key: Path | None) -> LateRendezvous:
             remedy="start it with `myxa launch --nnodes 1:MAX --rdzv HOST:PORT` to admit other nodes",
         )
     key = Path(record.key_file) if record.key_file else None
-    return LateRendezvous(find_late_place(record.endpoints.tcp[0], {}), None, job_key or key)
+    return find_late_place(record.endpoints.tcp[0], {}), None, job_key or key
 
 
 PORTS = range(10_000, 30_000)

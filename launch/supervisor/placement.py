@@ -219,7 +219,7 @@ def staff(
     """How to reach `count` actors of the role in the whole run. `devices`: GPUs of each node, beside the role's own,
     that new actors may use. `attach`: servers for new actors, "URL,URL,...". Raises ConfigError with the reason."""
     there = [actor for actor in present.actors if actor.role == role]
-    _check(config, role, count, len(there))
+    check_leaver(config, role, count)
     if count <= len(there):
         ordered = sorted(there, key=lambda actor: actor.index, reverse=True)
         return Staffing(leaving=tuple(actor.name for actor in ordered[: len(there) - count]))
@@ -261,7 +261,8 @@ def check_leaver(config: RunConfig, role: RoleName, num_left: int) -> None:
     """Check that the role may shrink to that number. Raises ConfigError."""
     settings = config.roles.rollout
     if role != "rollout":
-        raise ConfigError(f"{role} cannot leave a run: {WHY_FIXED.get(role, 'a run has exactly one')}")
+        why = WHY_FIXED.get(role, "a run has exactly one")
+        raise ConfigError(f"no {role} can join or leave a run: {why}", remedy="only rollout actors join and leave")
     if settings.restart == "gang":
         raise ConfigError(
             'the rollout actors are a gang (roles.rollout.restart = "gang"): none of them can join or leave alone',
@@ -275,13 +276,6 @@ def check_leaver(config: RunConfig, role: RoleName, num_left: int) -> None:
     if num_left < max(1, settings.quorum):
         why = f"roles.rollout.quorum = {settings.quorum}" if settings.quorum > 1 else "a run needs one that generates"
         raise ConfigError(f"{num_left} rollout actors are too few: {why}", remedy="`myxa pause` stops generation")
-
-
-def _check(config: RunConfig, role: RoleName, count: int, num_there: int) -> None:
-    if role != "rollout":
-        why = WHY_FIXED.get(role, "a run has exactly one")
-        raise ConfigError(f"the number of {role} actors is fixed: {why}", remedy="only rollout actors join and leave")
-    check_leaver(config, role, count)
 
 
 def _check_growth(config: RunConfig, devices: str) -> None:

@@ -62,7 +62,7 @@ from ..contracts import (
     SupervisorContract,
     agent_name,
 )
-from ..first_failure import CAUSE, Failures, FirstFailure
+from ..first_failure import CAUSE, Failures
 from ..run_dir import RunDir
 from .membership import Membership, SilenceCheck
 from .placement import Present
@@ -121,17 +121,20 @@ class RunSupervisor(SupervisorContract):
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
         self.stop_requested: asyncio.Future[StopRequest] = asyncio.get_running_loop().create_future()
-        self._failures = Failures()
+        self.failures = Failures()
+        """The first failure with the end of its log and its consequences; complete once the process has ended."""
         self._setup = setup
         self._timeouts = timeouts
-        self._actors = RunActors((actor.name, RunActor(actor)) for actor in setup.actors)
-        self._rules = Supervisor(roles_of(setup.actors, timeouts.end_s), jitter=jitter)
-        self._nodes = Membership(setup.num_nodes, setup.version, setup.config, run=setup.run, max_nodes=setup.max_nodes)
+        self.actors = RunActors((actor.name, RunActor(actor)) for actor in setup.actors)
+        self._rules = Supervisor(roles_of(setup.actors), jitter=jitter, grace_s=timeouts.end_s)
+        self.membership = Membership(
+            setup.num_nodes, setup.version, setup.config, run=setup.run, max_nodes=setup.max_nodes
+        )
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
         self._gone = asyncio.Event()
         self._work = WorkSeen()
         self._has_started = False
-        self._silent = SilenceCheck(self._actors, self._rules, timeouts)
+        self._silent = SilenceCheck(self.actors, self._rules, timeouts)
         ranks = [(spec.rank.gang, spec.node) for spec in setup.actors if spec.rank is not None]
         self._gang_hosts = dict(reversed(ranks))
         self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
@@ -144,7 +147,7 @@ class RunSupervisor(SupervisorContract):
         self.ctx.spawn(self._watch_silence(), name="watch silence")
 
     async def on_peer(self, event: PeerEvent) -> None:
-        if event.name in self._actors:
+        if event.name in self.actors:
             self._on_actor(event)
         elif event.kind in ("down", "restarted") and event.name in self._others:
             self._lose_node(self._others[event.name], event.reason)
@@ -161,11 +164,11 @@ class RunSupervisor(SupervisorContract):
                 self.ctx.spawn(ending, name=f"end of {event.name}")
         elif self._rules.state(event.name) == "starting":
             self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
-            self._actors[event.name].epoch = event.epoch
+            self.actors[event.name].epoch = event.epoch
             self._rules.on_up(event.name)
-            if self._actors[event.name].spec.role == "coordinator":
+            if self.actors[event.name].spec.role == "coordinator":
                 self._work.on_coordinator()
-            if self._actors[event.name].spec.role not in SEEN_IN_STATUS:
+            if self.actors[event.name].spec.role not in SEEN_IN_STATUS:
                 self._rules.on_work(event.name, self._now())
 
     async def _publish_health(self, event: PeerEvent) -> None:
@@ -186,18 +189,13 @@ class RunSupervisor(SupervisorContract):
         """The registry has ended this incarnation. If its process does not exit, perhaps because it cannot be reached,
         it is ended, since it is in the way of the next one."""
         await asyncio.sleep(self._timeouts.leave_s if event.is_own_word else self._timeouts.over_s)
-        if event.name not in self._actors or self._rules.attempt(event.name) != attempt:
+        if event.name not in self.actors or self._rules.attempt(event.name) != attempt:
             return
-        member = self._actors[event.name]
+        member = self.actors[event.name]
         if member.pid and member.epoch == event.epoch:
             self._carry_out(self._rules.on_health(event.name, "given up", event.reason, self._now()))
 
     # -- for the launcher ---------------------------------------------------------------------------------------
-
-    async def gather(self) -> None:
-        """Wait until all nodes joined. LaunchError names the missing ones and the reasons of refusals; it comes at once
-        if a node reports that it cannot take part."""
-        await self._nodes.gather(self._timeouts.gather_s)
 
     async def start_all(self) -> None:
         """Prepare every node, then start every actor in order; a slow start delays no other. Starts continue if this is
@@ -217,50 +215,31 @@ class RunSupervisor(SupervisorContract):
     async def stop_all(self, reason: str) -> None:
         """End all actors, last started role first, and wait until they are gone."""
         self._carry_out(self._rules.stop(reason, self._now()))
-        roles = len({actor.role for actor in self._actors.specs})
+        roles = len({actor.role for actor in self.actors.specs})
         try:
             await asyncio.wait_for(self._gone.wait(), (self._timeouts.end_s + 10.0) * roles)
         except TimeoutError:
-            left = ", ".join(self._actors[name].process for name in self._rules.alive)
+            left = ", ".join(self.actors[name].process for name in self._rules.alive)
             raise LaunchError(f"these did not end: {left}", remedy="check on those nodes where they hang") from None
 
     async def kill_all(self, reason: str) -> None:
         self._rules.stop(reason, self._now())
-        await self._end_at_once(self._rules.alive)
+        await self._end_all(self._rules.alive)
 
     def on_status(self, status: RunStatus) -> None:
         """The coordinator's status shows which actors are at work."""
-        for name in self._work.seen(status, self._actors.specs):
+        for name in self._work.seen(status, self.actors.specs):
             self._rules.on_work(name, self._now())
-
-    def blame(self, name: str, reason: str) -> None:
-        self._failures.blame(name, reason, self._now())
-
-    def add_consequence(self, text: str) -> None:
-        """Record a consequence of the first failure, for the report."""
-        self._failures.add(text, self._now())
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failures.first is not None
-
-    @property
-    def first_failure(self) -> FirstFailure | None:
-        """The first failure with the end of its log and its consequences; complete once the process has ended."""
-        return self._failures.first
 
     @property
     def starting(self) -> tuple[str, ...]:
         """Actors that have a process and did not register yet."""
         return tuple(name for name in self._rules.alive if self._rules.state(name) == "starting")
 
-    def knows(self, name: str) -> bool:
-        return name in self._actors
-
     # -- for the operator ---------------------------------------------------------------------------------------
 
     def statuses(self) -> tuple[ActorStatus, ...]:
-        return tuple(self._status(name, actor) for name, actor in self._actors.items())
+        return tuple(self._status(name, actor) for name, actor in self.actors.items())
 
     def _status(self, name: str, actor: RunActor) -> ActorStatus:
         spec, state = actor.spec, self._rules.state(name)
@@ -268,7 +247,7 @@ class RunSupervisor(SupervisorContract):
             name=name,
             role=spec.role,
             node=spec.node,
-            host=self._nodes.host(spec.node),
+            host=self.membership.host(spec.node),
             state=state,
             attempt=self._rules.attempt(name),
             pid=actor.pid if state in ALIVE else 0,
@@ -281,10 +260,10 @@ class RunSupervisor(SupervisorContract):
 
     def present(self) -> Present:
         """Actors, nodes and free devices: the input of scaling decisions."""
-        specs = {spec.name: spec for spec in self._actors.specs}
-        return Present.of(self.statuses(), specs, self.nodes, self.foreign_names, self._nodes.late)
+        specs = {spec.name: spec for spec in self.actors.specs}
+        return Present.of(self.statuses(), specs, self.nodes, self.foreign_names, self.membership.late)
 
-    def dismiss(self, node: int, reason: str) -> None:
+    async def leave_node(self, node: int, reason: str) -> None:
         """Have all actors of a node hand their work back and end for good, then have its launcher leave. Raises
         ConfigError if one of them cannot; then none of them does."""
         if node == 0 or node not in self.nodes:
@@ -294,26 +273,22 @@ class RunSupervisor(SupervisorContract):
                 self._rules.check_retire(name)
         except SupervisionError as error:
             raise ConfigError(f"node {node} cannot leave: {error}", remedy="`myxa down` ends the run") from error
-        if self._nodes.leave(node, reason):
+        if self.membership.leave(node, reason):
             self.ctx.log.info("node %d leaves: %s", node, reason)
             for name in reversed(self._on_node(node)):
                 self._carry_out(self._rules.retire(name, reason, self._now()))
-            if not any(spec.role == "rollout" and spec.node != node for spec in self._actors.specs):
+            if not any(spec.role == "rollout" and spec.node != node for spec in self.actors.specs):
                 self.ctx.log.error("no rollout actor is left: `myxa scale rollout=N` starts some")
             self._release_nodes()
 
     @property
-    def actors(self) -> RunActors:
-        return self._actors
-
-    @property
     def nodes(self) -> tuple[int, ...]:
-        return self._nodes.nodes
+        return self.membership.nodes
 
     @property
     def foreign_names(self) -> frozenset[str]:
         """Names of rollout actors that other programs host."""
-        return frozenset({*self.ctx.peers("rollout/")} - self._actors.keys())
+        return frozenset({*self.ctx.peers("rollout/")} - self.actors.keys())
 
     def agent(self, node: int) -> AgentContract:
         return self.ctx.ref(AgentContract, agent_name(node))
@@ -323,10 +298,10 @@ class RunSupervisor(SupervisorContract):
         if not self._has_started:
             raise ConfigError(f"{actor.name} cannot join: the run is being started", remedy="try again when it runs")
         try:
-            self._rules.grow(actor.role, _child(actor, self._timeouts.end_s))
+            self._rules.grow(actor.role, _child(actor))
         except SupervisionError as error:
             raise ConfigError(f"{actor.name} cannot join: {error}") from error
-        self._actors[actor.name] = RunActor(actor)
+        self.actors[actor.name] = RunActor(actor)
         self._rules.on_launch(actor.name)
         self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
@@ -335,7 +310,7 @@ class RunSupervisor(SupervisorContract):
         that got it. `who`: who asked for it, and why, for the report if it ends the run. Raises LaunchError if a node
         could not be asked."""
         sent: list[str] = []
-        for node, names in self._actors.by_node([record.name for record in meant]):
+        for node, names in self.actors.by_node([record.name for record in meant]):
             for actor in names:
                 self._note_signal(actor, SIGNALS[name], who)
             try:
@@ -346,8 +321,8 @@ class RunSupervisor(SupervisorContract):
 
     def _note_signal(self, name: str, number: signal.Signals, who: str) -> None:
         """For the report, before it is sent."""
-        if name in self._actors:
-            self._failures.signalled(name, self._rules.attempt(name), number, who)
+        if name in self.actors:
+            self.failures.signalled(name, self._rules.attempt(name), number, who)
 
     def retire(self, name: str, reason: str) -> None:
         """Have an actor hand its work back and end for good. Raises ConfigError for one that cannot."""
@@ -366,8 +341,8 @@ class RunSupervisor(SupervisorContract):
     # -- for nodes and other programs ---------------------------------------------------------------------------
 
     async def join(self, facts: NodeFacts) -> JoinReply:
-        is_new = facts.node not in self._nodes.nodes
-        reply = self._nodes.join(facts)
+        is_new = facts.node not in self.membership.nodes
+        reply = self.membership.join(facts)
         if not reply.accepted or not is_new:
             return reply
         if facts.node:
@@ -379,29 +354,26 @@ class RunSupervisor(SupervisorContract):
 
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
         is_open = self._has_started and not self.stop_requested.done() and self._rules.verdict is None
-        reply = self._nodes.enlist(facts, self.present, is_open)
+        reply = self.membership.enlist(facts, self.present, is_open)
         if reply.reason and not reply.is_early:
             self.ctx.log.error("%s may not join the run: %s", facts.host, reply.reason)
         return reply
 
-    async def leave_node(self, node: int, reason: str) -> None:
-        self.dismiss(node, reason)
-
     async def decline(self, node: int, host: str, reason: str) -> None:
-        self._nodes.decline(node, host, reason)
+        self.membership.decline(node, host, reason)
 
     async def child_ended(self, end: ChildEnd) -> None:
-        if end.name not in self._actors or end.attempt != self._rules.attempt(end.name):
+        if end.name not in self.actors or end.attempt != self._rules.attempt(end.name):
             return  # reported twice, or an attempt before a lost node's
         if end.name not in self._rules.alive:
             return
-        self._failures.note_end(end, describe_status(end.status), self._now())
+        self.failures.note_end(end, describe_status(end.status), self._now())
         level = logging.INFO if self._rules.state(end.name) == "ending" else logging.WARNING
         self.ctx.log.log(level, "%s ended: %s", end.name, describe_status(end.status))
         self._carry_out(self._rules.on_exit(end.name, end.status, self._now()))
 
     async def ping(self, node: int) -> bool:
-        if node not in self._nodes.nodes:
+        if node not in self.membership.nodes:
             return False
         self._silent.heard(node, self._now())
         return True
@@ -418,7 +390,7 @@ class RunSupervisor(SupervisorContract):
         """Start the actors of a late node that has joined."""
         try:
             await self.agent(node).prepare(self._setup.plan)
-            for actor in self._nodes.staff(node, self.present()):
+            for actor in self.membership.staff(node, self.present()):
                 self.hire(actor)
         except MyxaError as error:
             self.ctx.log.warning("node %d has to leave: %s", node, error)
@@ -428,7 +400,7 @@ class RunSupervisor(SupervisorContract):
 
     def _release_nodes(self) -> None:
         """Leaving nodes whose last actor has ended may leave."""
-        for node, reason in self._nodes.released(lambda node: bool(self._on_node(node))):
+        for node, reason in self.membership.released(lambda node: bool(self._on_node(node))):
             self.ctx.spawn(self.release_node(node, 0, reason), name=f"release node {node}")
 
     async def release_node(self, node: int, exit_code: int, reason: str) -> None:
@@ -442,7 +414,7 @@ class RunSupervisor(SupervisorContract):
         """The node is gone or considered lost, and its actors with it. It is ordered to leave: it may be alive, and its
         processes must not continue without the run. No effect if this is known, or nothing was on the node yet."""
         was_here = self._forget_node(node)
-        if not was_here and not any(name in self._rules.alive for name in self._actors.on_node(node)):
+        if not was_here and not any(name in self._rules.alive for name in self.actors.on_node(node)):
             return
         why = why or "no sign of life"
         reason = f"the launcher of node {node} is gone ({why})"
@@ -458,11 +430,11 @@ class RunSupervisor(SupervisorContract):
 
     def _on_node(self, node: int) -> list[str]:
         """Its actors that have a process or will get one."""
-        return [name for name in self._actors.on_node(node) if self._rules.state(name) not in OVER]
+        return [name for name in self.actors.on_node(node) if self._rules.state(name) not in OVER]
 
     def _forget_node(self, node: int) -> bool:
         self._silent.forget(node)
-        return self._nodes.lose(node)
+        return self.membership.lose(node)
 
     async def _order_leave(self, node: int, exit_code: int, reason: str) -> None:
         agent = with_deadline(self.agent(node), LEAVE_S)
@@ -488,16 +460,16 @@ class RunSupervisor(SupervisorContract):
 
     async def _start(self, name: str, attempt: int) -> None:
         """Start that attempt; returns when its process is there, or the rules know why it is not."""
-        if name not in self._actors:
+        if name not in self.actors:
             return  # it left before
-        actor = self._actors[name]
+        actor = self.actors[name]
         actor.pid = 0
         reply = await self._order_start(actor.spec, attempt)
         actor.pid = reply.pid
         actor.started_s, actor.started_wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         if reply.problem:
             await self.child_ended(self._failed_start(actor.spec, attempt, reply))
-        elif name in self._actors and self._rules.state(name) == "ending":  # it was ended while it started
+        elif name in self.actors and self._rules.state(name) == "ending":  # it was ended while it started
             await self._end_on(actor.spec.node, (name,), self._timeouts.end_s)
 
     async def _order_start(self, actor: ActorSpec, attempt: int) -> StartReply:
@@ -563,39 +535,20 @@ class RunSupervisor(SupervisorContract):
         else:
             log.info("%s handed back %d groups (%s)", actor.name, num_groups, reason)
 
-    async def _end(self, order: End) -> None:
-        """End all of them at the same time, each with its grace."""
-        graces = dict(zip(order.children, order.graces_s, strict=True))
-        waits = [
-            self._end_on(node, tuple(name for name in names if graces[name] == grace_s), grace_s)
-            for node, names in self._actors.by_node(order.children)
-            for grace_s in sorted({graces[name] for name in names})
-        ]
-        await asyncio.gather(*waits)
+    async def _end_all(self, names: Sequence[str], grace_s: float = 0.0, *, is_hung: bool = False) -> None:
+        """At the same time. `is_hung`: they do not react; their stacks go to their logs first."""
+        parts = self.actors.by_node(names)
+        await asyncio.gather(*(self._end_on(node, there, grace_s, is_hung=is_hung) for node, there in parts))
 
-    async def _end_at_once(self, names: Sequence[str]) -> None:
-        await asyncio.gather(*(self._end_on(node, there, 0.0) for node, there in self._actors.by_node(names)))
-
-    async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float) -> None:
+    async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float, *, is_hung: bool = False) -> None:
         agent = with_deadline(self.agent(node), grace_s + ANSWER_S)
         try:
-            await agent.end_actors(names, grace_s)
+            await (agent.kill_hung(names) if is_hung else agent.end_actors(names, grace_s))
         except MyxaError as error:
-            self._not_ended(node, names, error)
-
-    async def _kill_hung(self, names: Sequence[str]) -> None:
-        """Kill actors that do not react; their stacks go to their logs first."""
-        for node, there in self._actors.by_node(names):
-            try:
-                await self.agent(node).kill_hung(there)
-            except MyxaError as error:
-                self._not_ended(node, there, error)
-
-    def _not_ended(self, node: int, names: Sequence[str], error: MyxaError) -> None:
-        if isinstance(error, NODE_IS_GONE):
-            self._lose_node(node, str(error))
-        else:  # processes that do not end are found by their time limit
-            self.ctx.log.error("node %d did not end %s: %s", node, ", ".join(names), error)
+            if isinstance(error, NODE_IS_GONE):
+                self._lose_node(node, str(error))
+            else:  # processes that do not end are found by their time limit
+                self.ctx.log.warning("node %d did not end %s: %s", node, ", ".join(names), error)
 
     # -- carrying out -------------------------------------------------------------------------------------------
 
@@ -606,14 +559,15 @@ class RunSupervisor(SupervisorContract):
                     self.ctx.spawn(self._restart(instruction), name=f"restart {instruction.children[0]}")
                 case Drain():
                     for name in instruction.children:
-                        drained = self._drain(self._actors[name].spec, instruction.reason)
+                        drained = self._drain(self.actors[name].spec, instruction.reason)
                         self.ctx.spawn(drained, name=f"drain {name}")
                 case End():
-                    self.ctx.spawn(self._end(instruction), name=f"end {len(instruction.children)} actors")
+                    ending = self._end_all(instruction.children, instruction.grace_s)
+                    self.ctx.spawn(ending, name=f"end {len(instruction.children)} actors")
                 case Kill():
                     self._kill_now(instruction)
                 case FailRun():
-                    self.blame(instruction.culprit, instruction.reason)
+                    self.failures.blame(instruction.culprit, instruction.reason, self._now())
                     if not self.failed.done():
                         self.failed.set_result(instruction)
                 case GiveUp() | Retired() | AllEnded():
@@ -623,13 +577,13 @@ class RunSupervisor(SupervisorContract):
         self.ctx.log.error("%s: killed", kill.reason)
         for name in kill.children:
             self._note_signal(name, signal.SIGKILL, f"the launcher, since {kill.reason}")
-        self.ctx.spawn(self._kill_hung(kill.children), name=f"kill {kill.children[0]}")
+        self.ctx.spawn(self._end_all(kill.children, is_hung=True), name=f"kill {kill.children[0]}")
 
     def _on_end(self, news: GiveUp | Retired | AllEnded) -> None:
         if isinstance(news, Retired):
             for name in news.children:
                 self.ctx.log.info("%s has left the run", name)
-                self._actors.pop(name, None)
+                self.actors.pop(name, None)
             self._release_nodes()
         elif isinstance(news, GiveUp):
             text = "%s; the run continues without it: %d are left, %d must be"
@@ -654,18 +608,17 @@ class RunSupervisor(SupervisorContract):
                 self._note_signal(name, signal.SIGKILL, why)
                 self._kill(name)
             for name in self._silent.undead(now):
-                if name in self._actors:  # it may have left with the previous one
+                if name in self.actors:  # it may have left with the previous one
                     self._lose_actor(name)
             for node in self._silent.lost_nodes(now):
                 self._lose_node(node, f"no sign of life for {self._timeouts.lost_s:g} s")
 
     def _kill(self, name: str) -> None:
-        node = self._actors[name].spec.node
-        self.ctx.spawn(self._end_on(node, (name,), 0.0), name=f"kill {name}")
+        self.ctx.spawn(self._end_all((name,)), name=f"kill {name}")
 
     def _lose_actor(self, name: str) -> None:
         """Its process holds what another attempt would need, so there is no other attempt."""
-        member = self._actors[name]
+        member = self.actors[name]
         reason = (
             f"{member.process} is still there {self._timeouts.gone_s:g} s after it had to end: it survives "
             "SIGKILL, so it hangs in the kernel"
@@ -681,18 +634,18 @@ class RunSupervisor(SupervisorContract):
 # -- roles to supervise, actors at work (no IO) ---------------------------------------------------------------------
 
 
-def roles_of(actors: Sequence[ActorSpec], grace_s: float) -> list[RoleSpec]:
+def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
     """What the rules must know. `actors` are in start order, the actors of a role together."""
     found: list[RoleSpec] = []
     for role, mates in groupby(actors, key=lambda actor: actor.role):
         first, *others = mates
-        children = tuple(_child(actor, grace_s) for actor in (first, *others))
+        children = tuple(_child(actor) for actor in (first, *others))
         found.append(RoleSpec(role, children, first.restart == "gang", first.max_restarts, quorum=first.quorum))
     return found
 
 
-def _child(actor: ActorSpec, grace_s: float) -> ChildSpec:
-    return ChildSpec(actor.name, actor.restart != "never", actor.when_hung, grace_s)
+def _child(actor: ActorSpec) -> ChildSpec:
+    return ChildSpec(actor.name, actor.restart != "never", actor.when_hung)
 
 
 class WorkSeen:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 
 from myxa.actors.buffer.groups import REATTACH_S
-from myxa.core.clock import ManualClock
 from myxa.core.errors import LedgerError
 
 

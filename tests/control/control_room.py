@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +39,6 @@ class Put(Arguments, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Count(Arguments, frozen=True, kw_only=True):
-    until: int = 3
-    bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 0
-    fails: bool = False
-
-
 @dataclass
 class Bench:
     """The server, its sockets, and everything that its verbs did."""
@@ -54,7 +48,6 @@ class Bench:
     server: ControlServer
     audit: list[AuditRecord]
     value: int = 0
-    streams: int = 0
     gazes: int = 0
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
@@ -92,17 +85,6 @@ def handlers_of(bench: Bench) -> dict[Verb[Any], Handler]:
         bench.value = arguments.value
         return arguments.value
 
-    async def count(context: VerbContext, arguments: Count, who: Operator) -> AsyncIterator[Any]:
-        bench.streams += 1
-        try:
-            for number in range(arguments.until):
-                yield {"number": number, "fill": "x" * arguments.bytes}
-                await asyncio.sleep(0 if arguments.until < 1000 else 0.01)
-            if arguments.fails:
-                raise ConfigError("no more", remedy="stop")
-        finally:
-            bench.streams -= 1
-
     return {
         Verb("echo", "read", Echo, "says it again"): echo, Verb("put", "change", Put, "sets the value"): put,
         Verb("refuse", "change", Put, "says no"): refuse,
@@ -110,7 +92,7 @@ def handlers_of(bench: Bench) -> dict[Verb[Any], Handler]:
         Verb("elsewhere-refuse", "change", Put, "noted elsewhere", by=COORDINATOR): refuse,
         Verb("elsewhere-unsure", "change", Put, "noted elsewhere", by=COORDINATOR): unsure,
         Verb("crash", "read", Arguments, "has a bug"): crash, Verb("slow", "change", Put, "waits"): slow,
-        Verb("gaze", "read", Arguments, "looks for long"): gaze, Verb("count", "read", Count, "counts"): count,
+        Verb("gaze", "read", Arguments, "looks for long"): gaze,
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from myxa.launch.control.client import ControlClient, ControlNote
 from myxa.launch.control.server import ServerLimits
 
 SLOW = request("POST /slow", b'{"value": 1}')
-ENDLESS = request("GET /count?until=1000000")
+GAZE = request("GET /gaze")
 
 
 # -- requests and answers ------------------------------------------------------------------------------------------
@@ -54,27 +54,6 @@ async def test_curl_is_a_client(tmp_path: Path, arguments: list[str]):
         assert json.loads(out)["text"] == "a"
 
 
-async def test_a_stream_is_chunks_of_a_line_each_and_ends_with_its_error(tmp_path: Path):
-    async with control_bench(tmp_path) as bench:
-        answer = await speak(bench.control, request("GET /count"))
-        assert b"Transfer-Encoding: chunked" in answer and answer.endswith(b"0\r\n\r\n")
-        assert [f'"number":{n},'.encode() in answer for n in range(4)] == [True, True, True, False]
-        answer = await speak(bench.control, request("POST /count", b'{"until": 1, "fails": true}'))
-        assert answer.index(b'"number":0') < answer.index(b'{"error":{"type":"ConfigError","message":"no more"')
-        assert (await http(bench.control, "POST /count", b'{"until": 0, "fails": true}'))[0] == 400
-        await until(lambda: bench.streams == 0, "the streams end")
-
-
-async def test_a_stream_ends_when_the_caller_goes(tmp_path: Path):
-    async with control_bench(tmp_path) as bench:
-        reader, writer = await asyncio.open_unix_connection(str(bench.control))
-        writer.write(ENDLESS)
-        assert await reader.read(10)
-        await until(lambda: bench.streams == 1, "the stream goes")
-        writer.close()
-        await until(lambda: bench.streams == 0, "the stream ends")
-
-
 async def test_the_client_of_the_commands(tmp_path: Path):
     async with control_bench(tmp_path) as bench:
         note = ControlNote(run_dir=str(tmp_path), control=str(bench.control), view=str(bench.view), pid=1)
@@ -82,10 +61,6 @@ async def test_the_client_of_the_commands(tmp_path: Path):
         assert (await asyncio.to_thread(client.ask, "echo", 20.0, text="x" * 900_000))["text"] == "x" * 900_000
         with pytest.raises(ConfigError, match="1: must be nice -- be nice"):
             await asyncio.to_thread(client.ask, "refuse", value=1)
-        items = await asyncio.to_thread(lambda: list(client.follow("count", until=50, bytes=10_000)))
-        assert [item["number"] for item in items] == list(range(50))
-        with pytest.raises(ConfigError, match="no more"):
-            await asyncio.to_thread(lambda: list(client.follow("count", fails=True)))
         with pytest.raises(MyxaError, match="did not answer gaze in time"):
             await asyncio.to_thread(client.ask, "gaze", 0.1)
         ending = asyncio.create_task(asyncio.to_thread(client.ask, "slow", 20.0, value=1))
@@ -193,14 +168,15 @@ async def test_sockets_are_for_their_owner_or_a_group_that_may_look(tmp_path: Pa
 
 async def test_a_socket_whose_file_is_removed_is_made_again(tmp_path: Path):
     async with control_bench(tmp_path) as bench:
-        stream = connect(bench.control)
-        stream.sendall(ENDLESS)
-        await until(lambda: bench.streams == 1, "the stream")
+        caller = connect(bench.control)
+        caller.sendall(GAZE)
+        await until(lambda: bench.gazes == 1, "the caller")
         bench.control.unlink()
         await until(bench.control.exists, "a new socket")
         assert (await ask(bench.control, "echo", text="again"))["text"] == "again"
-        assert bench.streams == 1, "a caller that is in stays"
-        stream.close()
+        bench.leave.set()
+        assert b" 200 OK" in await asyncio.to_thread(caller.recv, 100), "a caller that is in stays"
+        caller.close()
 
 
 async def test_what_changes_something_is_noted_whatever_became_of_it(tmp_path: Path):
@@ -233,19 +209,19 @@ async def test_a_change_is_made_to_its_end_although_the_caller_went(tmp_path: Pa
 async def test_closing_ends_everything_that_is_being_served(tmp_path: Path):
     async with control_bench(tmp_path) as bench:
         links = [connect(bench.control) for _ in range(2)]
-        links[0].sendall(ENDLESS)
+        links[0].sendall(GAZE)
         links[1].sendall(SLOW)
         await bench.entered.wait()
-        await until(lambda: bench.streams == 1, "the stream")
+        await until(lambda: bench.gazes == 1, "the look")
         await asyncio.wait_for(bench.server.close(), 10)
-        assert (bench.streams, bench.value) == (0, 0)
+        assert bench.value == 0
         for link in links:
             link.close()
 
 
 # -- what callers may cost -----------------------------------------------------------------------------------------
 
-FEW = ServerLimits(num_connections=8, num_requests=4, request_s=1.0, read_s=0.5)
+FEW = ServerLimits(num_connections=8, num_requests=4, request_s=1.0)
 HALF_OPEN = [
     b"",
     b"GET /ec",
@@ -319,29 +295,10 @@ async def test_readers_leave_room_to_steer_and_room_is_free_once_the_work_is_don
         await until_served(bench.view)
 
 
-async def test_streams_take_room_and_give_it_back(tmp_path: Path):
-    async with control_bench(tmp_path, FEW) as bench:
-        async with callers(bench, bench.control, ENDLESS, 4):
-            await until(lambda: bench.streams == 4, "streams")
-            assert (await http(bench.control, "POST /put", b'{"value": 2}'))[1]["error"]["type"] == "Overloaded"
-            assert bench.noted == [("put", "refused")]
-            assert (await ask(bench.view, "echo", text="x"))["text"] == "x"
-        await until_served(bench.control)
-
-
 async def until_served(path: Path) -> None:
     deadline = time.monotonic() + 20
     while "error" in await ask(path, "echo"):
         assert time.monotonic() < deadline
-
-
-async def test_a_caller_that_does_not_read_its_stream_is_cut_off(tmp_path: Path):
-    async with control_bench(tmp_path, FEW) as bench:
-        link = connect(bench.control)
-        link.sendall(request("GET /count?until=999&bytes=1000000"))
-        await until(lambda: bench.server.counters["slow_reader"] == 1, "cut off")
-        await until(lambda: bench.streams == 0, "the stream ends")
-        link.close()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.core.actor import Mailbox, MailboxPolicy
-from myxa.core.errors import ConfigError, Overloaded
+from myxa.core.errors import ConfigError
 from myxa.core.ids import check_name
 from myxa.core.import_path import load_callable
 
@@ -20,36 +19,6 @@ def test_a_name_is_taken_whole_or_refused(text):
         return
     assert text[0].islower()
     assert "\n" not in text
-
-
-def test_a_mailbox_is_bounded_but_takes_events():
-    box: Mailbox[str] = Mailbox("buffer", MailboxPolicy(size=2, retry_after_s=0.3))
-    for text in ("a", "b"):
-        box.admit()
-        box.put(text)
-    with pytest.raises(Overloaded, match=r"buffer: mailbox is full \(2 messages\)") as full:
-        box.admit()
-    assert full.value.retry_after_s == 0.3
-    box.put("event")
-    assert [box.take(), box.take(), box.take(), box.take()] == ["a", "b", "event", None]
-    assert box.num_held == 2  # taken is not done
-    box.release()
-    box.admit()
-    assert box.num_refused == 1
-    with pytest.raises(ValueError, match="room for one"):
-        MailboxPolicy(size=0)
-
-
-def test_a_waiting_message_can_be_taken_out():
-    box: Mailbox[list[int]] = Mailbox("x", MailboxPolicy())
-    first, second = [1], [1]
-    for item in (first, second):
-        box.admit()
-        box.put(item)
-    assert box.remove(second)
-    assert not box.remove(second)
-    assert box.clear() == [first]
-    assert len(box) == 0
 
 
 def test_code_is_found_by_module_and_attribute():

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from myxa.core.supervision import (
     ALIVE,
+    MATES_GRACE_S,
     AllEnded,
     Backoff,
     ChildSpec,
@@ -31,6 +32,8 @@ from myxa.core.supervision import (
 PERIOD_S = 300.0
 HEALTHS: tuple[Health, ...] = ("suspect", "hung", "hung", "recovered", "given up")
 
+GRACE_S = 10.0
+
 
 @st.composite
 def roles_drawn(draw: st.DrawFn) -> list[RoleSpec]:
@@ -42,7 +45,6 @@ def roles_drawn(draw: st.DrawFn) -> list[RoleSpec]:
         children = tuple(
             ChildSpec(
                 f"c{next(numbers)}", is_gang or draw(st.integers(0, 3)) > 0, draw(st.sampled_from(("wait", "kill"))),
-                draw(st.floats(0, 20)),
             )
             for _ in range(size)
         )  # fmt: skip
@@ -61,8 +63,7 @@ class Histories(RuleBasedStateMachine):
         self.roles = {role.name: role for role in roles}
         self.members = {role.name: [child.name for child in role.children] for role in roles}
         self.extra: set[str] = set()
-        self.specs = {child.name: child for role in roles for child in role.children}
-        self.supervisor = Supervisor(roles, jitter=lambda: 0.5, backoff=Backoff())
+        self.supervisor = Supervisor(roles, jitter=lambda: 0.5, grace_s=GRACE_S, backoff=Backoff())
         self.processes: dict[str, int] = {}  # name -> attempt
         self.told: set[str] = set()
         self.pauses: list[tuple[str, int]] = [(name, 0) for name in self.order]
@@ -149,9 +150,9 @@ class Histories(RuleBasedStateMachine):
     def check_end(self, end: End) -> None:
         assert set(end.children) <= set(self.processes)
         assert not set(end.children) & self.told, "told once"
-        for name, grace_s in zip(end.children, end.graces_s, strict=True):
-            own_s, is_rank = self.specs[name].grace_s, self.role_of(name).is_gang
-            assert grace_s == own_s or (is_rank and grace_s == min(0.5, own_s)), "mates of a broken gang end quickly"
+        for name in end.children:
+            is_quick = end.grace_s == MATES_GRACE_S and self.role_of(name).is_gang
+            assert end.grace_s == GRACE_S or is_quick, "mates of a broken gang end quickly"
         if not self.is_over:  # it ends one child or gang, which says nothing of the others
             return
         names = list(self.roles)
@@ -272,7 +273,6 @@ class Histories(RuleBasedStateMachine):
         self.gone.discard(name)
         self.members[role].append(name)
         self.extra.add(name)
-        self.specs[name] = child
         self.restarts.pop(name, None)
         self.attempts[name] = self.attempts.get(name, -1) + 1
         assert self.supervisor.attempt(name) == self.attempts[name], "no attempt comes twice"

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from myxa.core.actor import Actor, MailboxPolicy
+from myxa.core.actor import Actor
 from myxa.core.errors import LedgerError
 from myxa.core.handlers import call, cast
 from myxa.transport.node import JobKey, Node
@@ -59,7 +59,7 @@ class Depot(DepotContract):
     """`stock`: file with one line per effect, written before the answer; read again by the next incarnation. Beside it
     lies `<stock>.crates` with what was put."""
 
-    mailbox = MailboxPolicy(size=256)
+    mailbox_size = 256
 
     def __init__(self, stock: Path) -> None:
         self._stock = stock

@@ -76,7 +76,7 @@ class Wire:
 
 def detour(node: Node, wires: dict[str, Wire]) -> None:
     """From now on connections of `node` to a host of `wires` (an address such as "127.0.3.1") go over that wire."""
-    transport: Any = node._opened.transport
+    transport: Any = node._transport
     straight = transport._address
 
     def roundabout(*args: Any) -> str:

@@ -37,7 +37,7 @@ ways = pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 
 def wires_of(node: Node) -> Any:
     """The transport, to break it from inside."""
-    return node._opened.transport
+    return node._transport
 
 
 def test_what_we_never_use_is_not_used():

@@ -18,7 +18,6 @@ from myxa.transport.codec import codecs_of
 from myxa.transport.session.faults import encode_fault
 from myxa.transport.session.frames import (
     HEADER_BYTES,
-    TRACE_BYTES,
     Envelope,
     Kind,
     batch,
@@ -50,7 +49,7 @@ class Corpus:
         rng = self._rng
         fields: dict[str, Any] = {
             "kind": kind, "src_node": self.me.node_id, "src_epoch": self.me.epoch, "dst_epoch": self.to.epoch,
-            "corr": rng.randrange(1, CORRS), "trace": rng.randbytes(TRACE_BYTES) if rng.random() < 0.2 else b"",
+            "corr": rng.randrange(1, CORRS),
             "ttl_ms": rng.choice((0xFFFFFFFF, 0, 5, 1000)),
         }  # fmt: skip
         return Envelope(**{**fields, **more})
@@ -71,7 +70,7 @@ class Corpus:
     def _other(self) -> bytes:
         rng = self._rng
         kind = rng.choice([k for k in Kind if k not in (Kind.CALL, Kind.CAST, Kind.HELLO, Kind.GOODBYE)])
-        error = rng.choice((EngineError("no"), Overloaded("full", retry_after_s=0.0)))
+        error = rng.choice((EngineError("no"), Overloaded("full")))
         body = rng.choice((b"[1]", b"[null]", encode_fault(error), b""))
         return bytes(encode(self._head(kind, actor=rng.randrange(40), body=body)))
 
@@ -86,7 +85,7 @@ class Corpus:
 
     def hello(self, endpoints: Endpoints, attempt: int, name: str = "rogue") -> bytes:
         body = write_hello(Hello(
-            name=name, protocol=PROTOCOL, wire=1, to_node=self.to.node_id, to_epoch=self.to.epoch, endpoints=endpoints,
+            name=name, protocol=PROTOCOL, to_node=self.to.node_id, to_epoch=self.to.epoch, endpoints=endpoints,
             attempt=attempt,
         ))  # fmt: skip
         envelope = Envelope(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tests.fuzz.typed_values import fits, learn
 
-from myxa.core.actor import Actor, MailboxPolicy
+from myxa.core.actor import Actor
 from myxa.core.handlers import call, cast, handlers_of
 
 executed: Counter[str] = Counter()
@@ -51,7 +51,7 @@ class MixedContract(Actor):
 @functools.cache
 def stub_of(contract: type[Actor]) -> type[Actor]:
     """A class whose handlers check their arguments, count and return nothing."""
-    methods: dict[str, Any] = {"mailbox": MailboxPolicy(size=4096)}
+    methods: dict[str, Any] = {"mailbox_size": 4096}
     for spec in handlers_of(contract).specs:
         declared = getattr(contract, spec.name)
         methods[spec.name] = _stub(f"{contract.__name__}.{spec.name}", declared)

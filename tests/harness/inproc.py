@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from myxa.core.errors import LaunchError
 from myxa.core.ids import PeerKey
-from myxa.transport.wire import Endpoints, InboundSink, Lane, Parcel
+from myxa.transport.wire import Endpoints, InboundSink, Lane, Parcel, Transport
 
 RECONNECT_S = 0.05
 UNREACHABLE_S = 1.0
@@ -90,20 +90,17 @@ class _Outlet:
         self.lost_at: float | None = None
 
 
-class InprocTransport:
-    """One node's end. Implements `wire.Transport`."""
+class InprocTransport(Transport):
+    """One node's end."""
 
     def __init__(self, network: InprocNetwork, address: str) -> None:
         self._network = network
-        self._endpoints = Endpoints(inproc=address)
+        self.endpoints = Endpoints(inproc=address)
+        self.counters: Counter[str] = Counter()
         self._sink: InboundSink | None = None
         self._outlets: dict[PeerKey, _Outlet] = {}
         self._open: set[bytes] = set()
         self.is_dead = False
-
-    @property
-    def endpoints(self) -> Endpoints:
-        return self._endpoints
 
     def start(self, sink: InboundSink) -> None:
         self._sink = sink
@@ -113,7 +110,7 @@ class InprocTransport:
             raise LaunchError(
                 f"{peer} listens at {endpoints}, not in this process", remedy="use the transport over sockets"
             )
-        if peer not in self._outlets and endpoints.inproc != self._endpoints.inproc:
+        if peer not in self._outlets and endpoints.inproc != self.endpoints.inproc:
             self._outlets[peer] = _Outlet(endpoints.inproc)
             self._soon(self._try, peer)
 

@@ -223,7 +223,7 @@ def cut_off(node: Any, name: str, for_s: float) -> None:
 
     A network is gone when both sides cut: each sends on connections that it made itself. Connections break and cannot be
     made; what was on its way already still arrives."""
-    transport, node_id = node._opened.transport, node._mirror.directory.find(name).node.node_id
+    transport, node_id = node._transport, node._mirror.directory.find(name).node.node_id
     _cut_until[id(transport), node_id] = time.monotonic() + for_s
     for peer, known in list(transport._peers.items()):
         for outbox in known.outboxes:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from tests.harness.decider import news
+from tests.harness.manual_clock import ManualClock
 from tests.knobs.knob_maker import TUNABLES, make_desk
 
 from myxa.actors.knobs.owner import Knob, KnobOwner
 from myxa.core.activity import TelemetryBuffer
-from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import KnobValue, LiveKnobs
 

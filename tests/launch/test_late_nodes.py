@@ -133,9 +133,9 @@ def who_may_not_come_is_told_why(stage: Stage, stranger) -> None:
 def test_where_a_run_is_met(tmp_path: Path):
     file = tmp_path / "rdzv"
     file.write_text("h:5")
-    assert find_late_rendezvous(str(file), None, None, {}).rdzv_file == file
-    assert find_late_rendezvous("", file, None, {}).rdzv_file == file
-    assert str(find_late_rendezvous("h:6", file, None, {}).place.endpoint) == "h:6"
+    assert find_late_rendezvous(str(file), None, None, {})[1] == file
+    assert find_late_rendezvous("", file, None, {})[1] == file
+    assert str(find_late_rendezvous("h:6", file, None, {})[0].endpoint) == "h:6"
     with pytest.raises(ConfigError, match="there is no /no/run"):
         find_late_rendezvous("/no/run", None, None, {})
     with pytest.raises(LaunchError, match="no live run"):
@@ -144,8 +144,8 @@ def test_where_a_run_is_met(tmp_path: Path):
     with pytest.raises(LaunchError, match="was started for one machine"):
         find_late_rendezvous(str(tmp_path), None, None, {})
     Rendezvous(endpoints=Endpoints(tcp=("tcp://10.0.0.1:7", "")), key_file="/k").save(tmp_path / "rdzv.json")
-    met = find_late_rendezvous(str(tmp_path), None, None, {})
-    assert (str(met.place.endpoint), met.job_key) == ("10.0.0.1:7", Path("/k"))
+    place, _, job_key = find_late_rendezvous(str(tmp_path), None, None, {})
+    assert (str(place.endpoint), job_key) == ("10.0.0.1:7", Path("/k"))
 
 
 def launcher_log(node0) -> str:

@@ -197,7 +197,7 @@ def test_a_late_node_needs_a_way_for_new_weights(tmp_path: Path, channel: str, i
 
 def test_only_rollout_actors_can_be_drained(tmp_path: Path):
     run = config(tmp_path)
-    with pytest.raises(ConfigError, match="buffer cannot leave a run"):
+    with pytest.raises(ConfigError, match="no buffer can join or leave a run"):
         check_leaver(run, "buffer", 0)
 
 

@@ -242,7 +242,7 @@ def test_a_missing_program_fails_the_run_at_once_and_a_full_machine_when_the_res
         await asyncio.sleep(30)
         assert stage.supervisor.failed.result().exit_code == exit_code
         assert [attempt for _, attempt in stage.hands[0].started] == attempts
-        failure = stage.supervisor.first_failure
+        failure = stage.supervisor.failures.first
         assert failure is not None and "no memory" in failure.report()
 
     staged(body, rollout(0), at_once=False)
@@ -339,9 +339,9 @@ async def test_e07_the_report_names_the_operator_who_killed_an_actor(stage: Stag
     supervisor = stage.supervisor
     await stage.on_0(lambda: supervisor.send_signal(supervisor.statuses(), "KILL", "`myxa kill` by alice (a drill)"))
     assert supervisor.failed.result().exit_code == 4
-    assert supervisor.first_failure is not None
-    assert "`myxa kill` by alice (a drill)" in supervisor.first_failure.report()
-    assert "kernel" not in supervisor.first_failure.report()
+    assert supervisor.failures.first is not None
+    assert "`myxa kill` by alice (a drill)" in supervisor.failures.first.report()
+    assert "kernel" not in supervisor.failures.first.report()
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from myxa.core.clock import Clock, ManualClock
+from tests.harness.manual_clock import ManualClock
+
+from myxa.core.clock import Clock
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
 from myxa.core.sink import SinkContext
 

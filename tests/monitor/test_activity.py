@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.manual_clock import ManualClock
 
 from myxa.core.activity import ACTIVITY_KINDS, ActivityMeter, TelemetryBuffer
-from myxa.core.clock import ManualClock
 from myxa.core.messages import Telemetry
 
 

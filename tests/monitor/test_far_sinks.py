@@ -10,13 +10,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 from tests.monitor.otlp_receiver import receiver
 from tests.monitor.sink_world import Told, context, hop, point, span
 
 from myxa.actors.sinks.otlp import OtlpSink
 from myxa.actors.sinks.registry import make_sink
 from myxa.actors.sinks.wandb_sink import WandbSink
-from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
 from myxa.core.messages import Event, Telemetry
 

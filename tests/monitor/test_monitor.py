@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 
 from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
-from myxa.core.clock import ManualClock
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
 from myxa.core.sink import Sink
 

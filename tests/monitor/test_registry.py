@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.registry import BUILT_IN, choose_sinks, make_sink
 from myxa.actors.sinks.tensorboard import TensorBoardSink
-from myxa.core.clock import ManualClock
 from myxa.core.config.run import MonitorSettings
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.messages import MetricPoint, Telemetry

@@ -8,12 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 from tests.monitor.sink_world import Told, context, hop, span, weights
 from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes
 from myxa.core.activity import FlowSampler, TelemetryBuffer
-from myxa.core.clock import ManualClock
 from myxa.core.messages import Event, Span, Telemetry
 
 HOPS = ("dispatch", "generate", "reward", "claim", "train")

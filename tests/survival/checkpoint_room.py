@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.harness.manual_clock import ManualClock
 from tests.survival.checkpoint_maker import make_checkpoint
 
 from myxa.actors.checkpoints.folder import Writer, begin, partial_of, version_in
 from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
-from myxa.core.clock import ManualClock
 from myxa.core.errors import GatherError, RemoteError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import LiveKnobs

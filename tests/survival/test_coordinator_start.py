@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 from tests.harness.waiting import until
 from tests.knobs.coordinator_room import make_coordinator
 
@@ -24,7 +25,6 @@ from myxa.actors.coordinator.journal import RunContext
 from myxa.actors.coordinator.rejoin import LeaderControl
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.monitor.monitor import Monitor
-from myxa.core.clock import ManualClock
 from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent
 from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from myxa.core.actor import Actor, MailboxPolicy, PeerEvent
+from myxa.core.actor import Actor, PeerEvent
 from myxa.core.errors import EngineError
 from myxa.core.handlers import call, cast
 
@@ -30,7 +30,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Echo(Actor):
     """Answers, and keeps a list of what happened to it."""
 
-    mailbox = MailboxPolicy(size=16)
+    mailbox_size = 16
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -135,7 +135,7 @@ class Blocker(Actor):
 class Keeper(Actor):
     """Works on large arrays."""
 
-    mailbox = MailboxPolicy(size=4096)
+    mailbox_size = 4096
 
     def __init__(self) -> None:
         self.arrays: list[F64] = []

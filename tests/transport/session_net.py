@@ -9,7 +9,7 @@ from myxa.core.handlers import HandlerKind
 from myxa.core.ids import PeerKey
 from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.session.session import LOOPBACK, Session
-from myxa.transport.wire import Endpoints, Lane
+from myxa.transport.wire import Endpoints, Lane, Transport
 
 
 class Net:
@@ -41,10 +41,11 @@ class Net:
         assert limit
 
 
-class End:
+class End(Transport):
     """Transport, host and session of one incarnation."""
 
     def __init__(self, net, key):
+        self.counters = Counter()
         self.net, self.key = net, key
         self.endpoints = Endpoints(inproc=str(key))
         self.up = {}
@@ -144,7 +145,7 @@ class End:
             deadline_at=None if deadline_s is None else now + deadline_s,
         )  # fmt: skip
         route = Route(peer=other.key, endpoints=other.endpoints, actor=0, method=0)
-        return self.session.calls.submit(order, route, sink)
+        return self.session.calls.submit(order, route, sink.done)
 
     def serve(self):
         """Execute what has arrived."""

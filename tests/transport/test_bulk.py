@@ -10,7 +10,7 @@ from tests.transport.cast_of_actors import Echo, Item, Keeper
 
 from myxa.core.errors import MessageTooLarge
 from myxa.core.refs import with_deadline
-from myxa.transport.session import frames
+from myxa.transport.session import frames, pending, serving
 from myxa.transport.wire import Lane
 
 pytestmark = [pytest.mark.timeout(60)]
@@ -64,9 +64,9 @@ async def test_credit_comes_back_for_large_messages_too(world):
 
 async def test_over_the_limit_is_refused_before_it_is_sent(world, monkeypatch):
     limits = frames.FrameLimits(message=8 << 20, body=100_000)
-    near, far = await world.pair(Echo())
-    for node in (near, far):
-        node._session.calls._limits = node._session.serving._limits = limits
+    for module in (pending, serving):
+        monkeypatch.setattr(module, "LIMITS", limits)
+    near, _ = await world.pair(Echo())
     ref = near.ref(Echo, "callee")
     with pytest.raises(MessageTooLarge, match="over the limit"):
         await ref.size(np.zeros(9 << 20, np.uint8))

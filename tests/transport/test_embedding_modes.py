@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tests.transport.cast_of_actors import Echo
 
-from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import ConfigError
 from myxa.transport.node import Node
 
@@ -183,7 +182,7 @@ async def test_a_burst_leaves_room_for_the_hosts_own_work():
     """A thousand casts arrive in a few batches; between two turns of a small budget the host's work runs."""
 
     class Slow(Echo):
-        mailbox = MailboxPolicy(size=4096)
+        mailbox_size = 4096
 
         async def note(self, text: str) -> None:
             self.log.append(text)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.timeout(60)]
 
 
 def cell_of(actor: Any) -> Any:
-    return actor.ctx._cell
+    return actor.ctx.fail.__self__
 
 
 def key_of(node):

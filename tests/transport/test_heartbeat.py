@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 from tests.transport.session_net import Net, Sink, link_of
 
-from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
 from myxa.transport.session.calls import TICK_S
 from myxa.transport.session.frames import Envelope, Kind, Malformed, decode, encode

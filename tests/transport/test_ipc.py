@@ -319,7 +319,7 @@ async def test_without_its_files_a_process_keeps_its_friends_and_is_soon_found_a
     near, far = await world.pair(Echo())
     ref = near.ref(Echo, "callee")
     await ref.ping()
-    for endpoint in far._opened.transport.endpoints.ipc:
+    for endpoint in far._transport.endpoints.ipc:
         Path(endpoint.removeprefix("ipc://")).unlink()
     for _ in range(20):
         assert await ref.ping() == os.getpid()

@@ -52,7 +52,6 @@ def test_every_class_of_the_tree_arrives_as_itself(kind):
 @pytest.mark.parametrize(
     ("error", "detail"),
     [
-        (errors.Overloaded("full", retry_after_s=0.7), "retry_after_s"),
         (errors.MemberFailed("no", kind="sandbox"), "kind"),
     ],
 )
@@ -112,7 +111,7 @@ def test_tracebacks_are_text_and_bounded():
 HERE = Endpoints(inproc="x")
 
 
-def actor(name: str, index: int = 0, **handlers: str) -> HostedActor:
+def actor(name: str, index: int = 0, *handlers: str) -> HostedActor:
     return HostedActor(name=name, index=index, handlers=handlers)
 
 

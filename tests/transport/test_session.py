@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.harness.manual_clock import ManualClock
 from tests.transport.session_net import Net, Sink, link_of
 
-from myxa.core.clock import ManualClock
 from myxa.core.errors import DeadlineExceeded, NotSent, PeerDied, StaleEpoch
 from myxa.transport.session.frames import Envelope, Kind, decode, encode
 from myxa.transport.wire import Lane

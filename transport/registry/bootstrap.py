@@ -23,30 +23,27 @@ from ..address import Rendezvous
 from ..call_client import CallClient
 from ..session.calls import TICK_S
 from ..session.guard import PROVISIONAL
-from ..session.heartbeat import Verdict
 from ..session.links import Arrival
 from ..session.pending import Route
-from ..session.session import Session
-from ..socket_transport import Opened
-from ..wire import ConnectionGuard, Lane, Transport
-from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord
-from .registry import REGISTRY, REGISTRY_KEY, RegistryActor, RegistryContract
+from ..session.session import Session, SessionHost
+from ..wire import Transport
+from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord, keys_of
+from .registry import REGISTRY, REGISTRY_KEY, Changes, RegistryActor, RegistryContract
 
 
 def registry_location(rdzv: Rendezvous) -> Location:
-    """The registry as the rendezvous record describes it; its handlers are those of our own code."""
+    """The registry as the rendezvous record describes it."""
     node_id, epoch = REGISTRY_KEY
     node = NodeRecord(name=REGISTRY, node_id=node_id, epoch=epoch, endpoints=rdzv.endpoints)
-    return Location(node, HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryContract).schema))
+    return Location(node, HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryContract).names))
 
 
-def host_registry(name: str, opened: Opened) -> tuple[RegistryActor, NodeRecord, Rendezvous]:
+def host_registry(name: str, transport: Transport) -> tuple[RegistryActor, NodeRecord, Rendezvous]:
     """The registry with this process as its first member, and how others find it."""
-    registry = RegistryActor(opened.guard)
-    record = registry.state.register(name, opened.transport.endpoints, os.getpid())
-    if opened.guard is not None:
-        opened.guard.follow(registry.state.nodes())
-    rdzv = Rendezvous(endpoints=record.endpoints, socket_dir=opened.socket_dir, key_file=opened.key_file)
+    registry = RegistryActor(transport.guard)
+    record = registry.state.register(name, transport.endpoints, os.getpid())
+    transport.follow(keys_of(registry.state.nodes()))
+    rdzv = Rendezvous(endpoints=record.endpoints, socket_dir=transport.socket_dir, key_file=transport.key_file)
     return registry, record, rdzv
 
 
@@ -54,18 +51,11 @@ PATIENCE_S = 2.0
 """With the first attempt to register; doubled with each."""
 
 
-async def join(
-    rdzv: Rendezvous,
-    name: str,
-    transport: Transport,
-    clock: Clock,
-    timeout_s: float,
-    door: ConnectionGuard | None = None,
-) -> NodeRecord:
+async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, timeout_s: float) -> NodeRecord:
     """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer."""
     stranger = _Stranger()
     own = PeerKey(PROVISIONAL | secrets.randbits(31), 0)
-    session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock, door=door)
+    session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock)
     transport.start(session)
     ticking = asyncio.get_running_loop().create_task(_tick(session), name=f"{name}: join")
     mirror = Mirror(rdzv, session, clock, lambda _: None, lambda _: None)
@@ -99,15 +89,12 @@ async def _tick(session: Session) -> None:
         session.tick()
 
 
-class _Stranger:
+class _Stranger(SessionHost):
     def __init__(self) -> None:
         self.trouble = ""
 
     def deliver(self, arrival: Arrival) -> None:
         raise NoSuchActor("this process has not joined yet")
-
-    def abandon(self, arrival: Arrival) -> None:
-        pass
 
     def unreachable(self, key: PeerKey, why: str) -> None:
         self.trouble = why
@@ -115,14 +102,8 @@ class _Stranger:
     def fenced(self, error: MyxaError) -> None:
         self.trouble = str(error)
 
-    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
-        pass
-
     def num_waiting(self) -> int:
         return 0
-
-    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        pass
 
     def crashed(self, error: BaseException) -> None:
         self.trouble = f"{type(error).__name__}: {error}"
@@ -153,7 +134,8 @@ class Mirror:
         self._clock = clock
         self._tell = tell
         self._fenced = fenced
-        self._changed: dict[asyncio.Event, None] = {}  # in order: a simulated run repeats itself
+        self.changes = Changes()
+        """Of the directory."""
         self._log = logging.getLogger("myxa.transport")
         self._caller: RequestSender | None = None
         self.on_update: Callable[[Directory], None] | None = None
@@ -191,7 +173,7 @@ class Mirror:
                 await asyncio.sleep(RETRY_S)
             else:
                 break
-        await self.wait_until(lambda: self.directory.version >= version, SEEN_S)
+        await self.changes.until(lambda: self.directory.version >= version, SEEN_S)
 
     def _take(self, update: DirectoryUpdate) -> bool:
         changes = self.directory.apply(update)
@@ -209,45 +191,24 @@ class Mirror:
             self._tell(event)
             if event.kind == "down":
                 self._session.calls.on_actor_gone(event.name, event.reason)
-        for changed in self._changed:
-            changed.set()
+        self.changes.tell()
         return True
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
-            return self.directory.route(target, spec.name, spec.schema)
-        return self._location.route(spec.name, spec.schema)
+            return self.directory.route(target, spec.name)
+        return self._location.route(spec.name)
 
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         if self.directory.has_ended(target):
             return self.directory.missing(target)
         wait_s = LOOKUP_WAIT_S if timeout_s is None else min(LOOKUP_WAIT_S, max(0.0, timeout_s / 2))
-        await self.wait_until(lambda: self.directory.find(target) is not None, wait_s)
-        return self.directory.route(target, spec.name, spec.schema) or self.directory.missing(target)
-
-    async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
-        """Until the mirror satisfies `is_met`; False after `timeout_s`."""
-        give_up_at = self._clock.monotonic() + timeout_s
-        changed = asyncio.Event()
-        self._changed[changed] = None
-        try:
-            while not is_met():
-                left_s = give_up_at - self._clock.monotonic()
-                if left_s <= 0:
-                    return False
-                changed.clear()
-                try:
-                    async with asyncio.timeout(left_s):
-                        await changed.wait()
-                except TimeoutError:
-                    return is_met()
-            return True
-        finally:
-            del self._changed[changed]
+        await self.changes.until(lambda: self.directory.find(target) is not None, wait_s)
+        return self.directory.route(target, spec.name) or self.directory.missing(target)
 
     async def wait_for(self, *names: str, timeout_s: float) -> None:
         """Until all these actors are registered; LaunchError naming the missing ones."""
-        if not await self.wait_until(lambda: all(self.directory.find(n) for n in names), timeout_s):
+        if not await self.changes.until(lambda: all(self.directory.find(n) for n in names), timeout_s):
             missing = ", ".join(n for n in names if self.directory.find(n) is None)
             raise LaunchError(
                 f"waited {timeout_s:g} s for {missing}", remedy="see their logs; were they started, did they fail?"

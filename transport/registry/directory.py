@@ -7,11 +7,12 @@ the mirror, so the data plane works on while the registry is away.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import msgspec
 
 from ...core.actor import PeerEvent
-from ...core.errors import BadRequest, CallError, NoSuchActor, NoSuchMethod
+from ...core.errors import CallError, NoSuchActor, NoSuchMethod
 from ...core.ids import PeerKey
 from ..session.pending import Route
 from ..wire import Endpoints
@@ -28,8 +29,8 @@ class HostedActor(DirectoryEntry, frozen=True):
 
     name: str
     index: int
-    handlers: dict[str, str]
-    """Handler name -> fingerprint of its types, in the order of the handlers' indexes."""
+    handlers: tuple[str, ...]
+    """Names, in the order of the handlers' indexes."""
 
 
 class NodeRecord(DirectoryEntry, frozen=True):
@@ -47,6 +48,11 @@ class NodeRecord(DirectoryEntry, frozen=True):
     @property
     def key(self) -> PeerKey:
         return PeerKey(self.node_id, self.epoch)
+
+
+def keys_of(nodes: Iterable[NodeRecord]) -> dict[str, tuple[PeerKey, str]]:
+    """Public key -> incarnation and name, of those that listen on tcp."""
+    return {node.endpoints.curve: (node.key, node.name) for node in nodes if node.endpoints.curve}
 
 
 class EndedNode(DirectoryEntry, frozen=True):
@@ -75,17 +81,12 @@ class Location(msgspec.Struct, frozen=True):
     node: NodeRecord
     actor: HostedActor
 
-    def route(self, method: str, schema: str) -> Route | CallError:
+    def route(self, method: str) -> Route | CallError:
         """The numbers for calling `method` there, or why that cannot be."""
         name, handlers = self.actor.name, self.actor.handlers
         if method not in handlers:
             return NoSuchMethod(f"{name} has no handler {method!r}", remedy=f"it has: {', '.join(handlers)}")
-        if handlers[method] != schema:
-            return BadRequest(
-                f"{name}.{method}: caller and callee were built from different declarations",
-                remedy="run the same version of the code in all processes",
-            )
-        index = list(handlers).index(method)
+        index = handlers.index(method)
         return Route(peer=self.node.key, endpoints=self.node.endpoints, actor=self.actor.index, method=index)
 
 
@@ -98,7 +99,7 @@ class Directory:
         self._nodes: dict[str, NodeRecord] = {}
         self._actors: dict[str, Location] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
-        self._routes: dict[tuple[str, str, str], Route] = {}
+        self._routes: dict[tuple[str, str], Route] = {}
         """What `route` found since the last update."""
 
     def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[EndedNode]] | None:
@@ -152,17 +153,17 @@ class Directory:
     def find(self, name: str) -> Location | None:
         return self._actors.get(name)
 
-    def route(self, name: str, method: str, schema: str) -> Route | CallError | None:
+    def route(self, name: str, method: str) -> Route | CallError | None:
         """How to call `method` of `name`, why that cannot be, or None: the name is unknown."""
-        cached = self._routes.get((name, method, schema))
+        cached = self._routes.get((name, method))
         if cached is not None:
             return cached
         location = self._actors.get(name)
         if location is None:
             return None
-        route = location.route(method, schema)
+        route = location.route(method)
         if isinstance(route, Route):
-            self._routes[name, method, schema] = route
+            self._routes[name, method] = route
         return route
 
     def nodes(self) -> tuple[NodeRecord, ...]:

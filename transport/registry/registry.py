@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -153,24 +154,50 @@ def _departure(node: NodeRecord, reason: str) -> EndedNode:
     return EndedNode(name=node.name, node_id=node.node_id, epoch=node.epoch, reason=reason)
 
 
+class Changes:
+    """Tells those who wait that something has changed."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Event, None] = {}  # in order: a simulated run repeats itself
+
+    def tell(self) -> None:
+        for changed in self._waiting:
+            changed.set()
+
+    async def until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until a change fulfils `is_met`; False: not within `timeout_s`."""
+        changed = asyncio.Event()
+        self._waiting[changed] = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not is_met():
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            return is_met()
+        finally:
+            del self._waiting[changed]
+        return True
+
+
 class RegistryActor(RegistryContract):
     """The registry of one system."""
 
     def __init__(self, guard: PeerGuard | None = None) -> None:
         self.state = RegistryState()
         self._rights = RegistryRights(self.state, guard)
-        self._sleepers: dict[asyncio.Event, None] = {}  # in order: a simulated run repeats itself
+        self._changes = Changes()
 
     async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
         role = self._rights.to_register(check_name(node), endpoints, current_caller())
         record = self.state.register(node, endpoints, pid, role)
-        self._wake()
+        self._changes.tell()
         return record
 
     async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
         self._rights.to_speak_for(node, current_caller())
         self.state.announce(node, epoch, actors, reasons)
-        self._wake()
+        self._changes.tell()
         return self.state.version
 
     async def leave(self, node: str, epoch: int, reason: str) -> None:
@@ -191,27 +218,14 @@ class RegistryActor(RegistryContract):
                 self._depart(record.name, record.epoch, why)
 
     async def updates(self, after: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
-        if not (found := self.state.since(after)):
-            changed = asyncio.Event()
-            self._sleepers[changed] = None
-            try:
-                async with asyncio.timeout(wait_s):
-                    await changed.wait()
-            except TimeoutError:
-                return ()
-            finally:
-                del self._sleepers[changed]
-        return found or self.state.since(after)
+        await self._changes.until(lambda: bool(self.state.since(after)), wait_s)
+        return self.state.since(after)
 
     def _depart(self, node: str, epoch: int, reason: str, pid: int = 0) -> bool:
         is_over = self.state.depart(node, epoch, reason, pid)
         if is_over:
-            self._wake()
+            self._changes.tell()
         return is_over
-
-    def _wake(self) -> None:
-        for changed in self._sleepers:
-            changed.set()
 
 
 class RegistryRights:

@@ -12,11 +12,13 @@ Deadlines are looked at every `TICK_S`: one `loop.call_later` per call costs mor
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 from ...core.clock import Clock
 from ...core.errors import (
     CallError,
     DeadlineExceeded,
-    MyxaError,
     NotExecuted,
     NotSent,
     Overloaded,
@@ -24,11 +26,13 @@ from ...core.errors import (
 )
 from ..wire import Lane
 from .faults import decode_fault
-from .frames import LIMITS, Envelope, FrameLimits, Kind
+from .frames import Envelope, Kind
 from .links import Link, Links
-from .pending import CallOrder, CallSink, PendingCall, Route, ttl_ms_of
+from .pending import CallOrder, Outcome, PendingCall, Route, ttl_ms_of
 
 TICK_S = 0.05
+FULL_S = 0.1
+"""For so long a callee that refused a cast gets no other one."""
 LAST_WORDS_S = 1.0  # grace for replies that arrive after the actor's end was reported
 _REPLY = Kind.REPLY  # members of an Enum are looked up in Python
 
@@ -36,28 +40,25 @@ _REPLY = Kind.REPLY  # members of an Enum are looked up in Python
 class Calls:
     """All calls of this process."""
 
-    def __init__(self, links: Links, clock: Clock, limits: FrameLimits = LIMITS) -> None:
+    def __init__(self, links: Links, clock: Clock, counters: Counter[str]) -> None:
         self._links = links
         self._now = clock.monotonic
-        self._limits = limits
+        self._counters = counters
         self._pending: dict[int, PendingCall] = {}
         self._next_corr = 1
         self._refused_until: dict[str, float] = {}
         """Callees that refused a cast a moment ago."""
-        self.num_casts_refused = 0
-        self.num_late = 0
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def submit(self, order: CallOrder, route: Route, sink: CallSink) -> int:
+    def submit(self, order: CallOrder, route: Route, tell: Callable[[Outcome], object]) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, no way), it never began."""
-        now = self._now()
-        if order.kind == "cast" and (left_s := self._refused_until.get(order.target, 0.0) - now) > 0:
-            raise Overloaded(f"{order.target} refused a cast a moment ago: its mailbox is full", retry_after_s=left_s)
+        if order.kind == "cast" and self._now() < self._refused_until.get(order.target, 0.0):
+            raise Overloaded(f"{order.target} refused a cast a moment ago: its mailbox is full")
         link = self._links.open(route.peer, route.endpoints)
-        call = PendingCall(self._next_corr, order, sink, due_at=order.deadline_at)
-        call.address(route, self._links.own, self._limits)
+        call = PendingCall(self._next_corr, order, tell, due_at=order.deadline_at)
+        call.address(route, self._links.own)
         self._next_corr += 1
         self._pending[call.corr] = link.pending[call.corr] = call
         queue = link.waiting[call.lane]
@@ -92,7 +93,7 @@ class Calls:
         call = link.pending.get(envelope.corr)
         self.settle(link, envelope.corr)
         if call is None:
-            self.num_late += 1
+            self._counters["late_answers"] += 1
         elif envelope.kind is _REPLY:
             self._end(call, envelope)
         else:
@@ -102,9 +103,9 @@ class Calls:
         order, is_refusal = call.order, envelope.kind is Kind.NACK
         error = decode_fault(envelope.body, order.target, order.method, is_refusal=is_refusal)
         if order.kind == "cast" and is_refusal:
-            self.num_casts_refused += 1
+            self._counters["casts_refused"] += 1
             if isinstance(error, Overloaded):
-                self._refused_until[order.target] = self._now() + error.retry_after_s
+                self._refused_until[order.target] = self._now() + FULL_S
         self._end(call, error)
 
     def on_credit(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
@@ -174,7 +175,7 @@ class Calls:
         call.envelope = None  # the parcel has it
         if order.kind == "cast":
             call.is_told = True
-            call.sink.done(None)
+            call.tell(None)
 
     def _withdraw(self, call: PendingCall) -> None:
         """Keep an unsent call from being sent; notify the callee of a sent one."""
@@ -189,7 +190,7 @@ class Calls:
         elif call in link.waiting[call.lane]:
             link.waiting[call.lane].remove(call)
 
-    def _end(self, call: PendingCall, outcome: Envelope | MyxaError | None, *, tell: bool = True) -> None:
+    def _end(self, call: PendingCall, outcome: Outcome, *, tell: bool = True) -> None:
         corr = call.corr
         self._pending.pop(corr, None)
         if (link := self._links.find(call.peer)) is not None:
@@ -197,4 +198,4 @@ class Calls:
         if type(outcome) is not Envelope and isinstance(outcome, CallError):
             outcome.callee = call.order.target
         if tell and not call.is_told:
-            call.sink.done(outcome)
+            call.tell(outcome)

@@ -16,13 +16,11 @@ from ...core import errors
 from ...core.errors import (
     CallError,
     DeadlineExceeded,
-    Draining,
     FailureKind,
     MemberFailed,
     MyxaError,
     NotExecuted,
     OutcomeUnknown,
-    Overloaded,
     RemoteError,
     WouldDeadlock,
 )
@@ -51,7 +49,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     remedy: str = ""
     remote_type: str = ""
     traceback: str = ""
-    retry_after_s: float = 0.0
     blame: FailureKind = "environment"
 
 
@@ -68,7 +65,6 @@ def fault_of(error: BaseException) -> Fault:
         remedy=error.remedy,
         remote_type=remote_type,
         traceback="" if isinstance(error, NotExecuted) else _traceback(error),
-        retry_after_s=error.retry_after_s if isinstance(error, Overloaded | Draining) else 0.0,
         blame=error.kind if isinstance(error, MemberFailed) else "environment",
     )
 
@@ -100,8 +96,6 @@ def _error_of(fault: Fault, callee: str, method: str) -> MyxaError:
     if issubclass(kind, RemoteError):
         message = f"{callee}.{method} raised {fault.remote_type or 'an error'}: {fault.message}"
         return RemoteError(message, remote_type=fault.remote_type, remote_traceback=fault.traceback)
-    if issubclass(kind, Overloaded | Draining):
-        return kind(fault.message, retry_after_s=fault.retry_after_s, remedy=fault.remedy)
     if issubclass(kind, MemberFailed):
         return kind(fault.message, kind=fault.blame, remedy=fault.remedy)
     error = kind(fault.message, remedy=fault.remedy)

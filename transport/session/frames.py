@@ -1,10 +1,10 @@
 """The wire: envelopes, batches of them, chunks of large ones. Sans-IO; decoding never raises on input.
 
-    envelope   header (48 bytes, little endian) | trace | chain | frame lengths | body | aligned raw frames
+    envelope   header (48 bytes, little endian) | chain | frame lengths | body | aligned raw frames
     batch      'B' count lengths envelopes        what leaves for one peer in one turn of the loop
     chunk      'C' index offset total bytes       a large envelope in pieces of 1 MiB; one at a time per connection
 
-Routing, expiry and staleness are decided from the header before any JSON is parsed. `struct` was preferred to msgpack
+Routing, expiry and staleness are decided from the header before any body is read. `struct` was preferred to msgpack
 because exact lengths make every disagreement visible. ZeroMQ multipart was considered for raw frames: it costs a
 getsockopt per part, and a part's address is odd, so arrays would have to be copied anyway.
 
@@ -30,7 +30,7 @@ from ..wire import InboundSink, Lane
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"my"
-VERSION = 1
+VERSION = 2
 NO_TTL = 0xFFFFFFFF
 
 _MAGIC = int.from_bytes(MAGIC, "little")  # a number costs less than two bytes, to make and to compare
@@ -55,9 +55,9 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 1 << 20
     """Piece of a large envelope on the bulk lane."""
     control_body: int = 1 << 20
-    """JSON of an envelope on the control lane. Senders put everything larger than `bulk_from` on the other lane."""
+    """Body of an envelope on the control lane. Senders put everything larger than `bulk_from` on the other lane."""
     body: int = 64 << 20
-    """JSON of an envelope on the bulk lane: groups and step plans of thousands of samples are some megabytes without
+    """Body of an envelope on the bulk lane: groups and step plans of thousands of samples are some megabytes without
     their arrays."""
     message: int = 1 << 30
     batch: int = 512
@@ -91,10 +91,9 @@ class Kind(IntEnum):
     __hash__ = int.__hash__  # Enum's own is written in Python, and every envelope is dispatched by its kind
 
 
-TRACE_BYTES = 24
-HAS_TRACE, HAS_CHAIN = 2, 4
-"""Flags of the header. Plain numbers: IntFlag costs a microsecond."""
-_UNKNOWN_FLAGS = 0xFFFF & ~(HAS_TRACE | HAS_CHAIN)
+HAS_CHAIN = 4
+"""Flag of the header. A plain number: IntFlag costs a microsecond."""
+_UNKNOWN_FLAGS = 0xFFFF & ~HAS_CHAIN
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -113,7 +112,6 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     ttl_ms: int = NO_TTL
     """Budget that was left at sending; relative, so clocks need not agree."""
     body: Buffer = b""
-    trace: bytes = b""
     chain: tuple[str, ...] = ()
     frames: tuple[Buffer, ...] = ()
 
@@ -143,8 +141,8 @@ def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
     """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. `ttl_ms`: what is known
     only at the moment of sending."""
     body, frames, extras, flags = envelope.body, envelope.frames, b"", 0
-    if envelope.trace or envelope.chain:  # most have none
-        extras, flags = options(envelope.trace, envelope.chain)
+    if envelope.chain:  # most have none
+        extras, flags = _chain_bytes(envelope.chain), HAS_CHAIN
     head = _HEADER.pack(
         _MAGIC, VERSION, envelope.kind, flags, envelope.method, envelope.actor, envelope.corr,
         envelope.src_node, envelope.src_epoch, envelope.dst_epoch, envelope.ttl_ms if ttl_ms is None else ttl_ms,
@@ -167,8 +165,8 @@ def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
 
 def encoded_bytes(envelope: Envelope) -> int:
     end = HEADER_BYTES + 4 * len(envelope.frames) + len(envelope.body)
-    if envelope.trace or envelope.chain:
-        end += len(options(envelope.trace, envelope.chain)[0])
+    if envelope.chain:
+        end += len(_chain_bytes(envelope.chain))
     for frame in envelope.frames:
         end = aligned(end, len(frame)) + len(frame)
     return end
@@ -191,13 +189,13 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
     if size == HEADER_BYTES + body_len and not (num_frames or flags):
         return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, data[HEADER_BYTES:])
     try:
-        trace, chain, offset = read_options(data, HEADER_BYTES, flags)
+        chain, offset = _read_chain(data, HEADER_BYTES) if flags else ((), HEADER_BYTES)
         body, frames = read_parts(data, offset, num_frames, body_len, LIMITS.arrays)
     except ValueError as error:
         return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
     return Envelope(
         kind=kind, src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
-        method=method, ttl_ms=ttl, trace=trace, chain=chain, body=body, frames=frames,
+        method=method, ttl_ms=ttl, chain=chain, body=body, frames=frames,
     )  # fmt: skip
 
 
@@ -320,28 +318,15 @@ def peek(data: bytes) -> tuple[int, int] | None:
 _CHAIN = struct.Struct("<H")
 
 
-def options(trace: bytes, chain: tuple[str, ...]) -> tuple[bytes, int]:
-    flags = 0
-    parts: list[bytes] = []
-    if trace:
-        flags |= HAS_TRACE
-        parts.append(trace)
-    if chain:
-        flags |= HAS_CHAIN
-        text = "\n".join(chain).encode()
-        parts += [_CHAIN.pack(len(text)), text]
-    return b"".join(parts), flags
+def _chain_bytes(chain: tuple[str, ...]) -> bytes:
+    text = "\n".join(chain).encode()
+    return _CHAIN.pack(len(text)) + text
 
 
-def read_options(data: memoryview, offset: int, flags: int) -> tuple[bytes, tuple[str, ...], int]:
-    trace, chain = b"", ()
-    if flags & HAS_TRACE:
-        trace, offset = _cut(data, offset, TRACE_BYTES)
-    if flags & HAS_CHAIN:
-        length, offset = _cut(data, offset, _CHAIN.size)
-        text, offset = _cut(data, offset, _CHAIN.unpack(length)[0])
-        chain = tuple(text.decode().split("\n"))
-    return trace, chain, offset
+def _read_chain(data: memoryview, offset: int) -> tuple[tuple[str, ...], int]:
+    length, offset = _cut(data, offset, _CHAIN.size)
+    text, offset = _cut(data, offset, _CHAIN.unpack(length)[0])
+    return tuple(text.decode().split("\n")), offset
 
 
 def _cut(data: memoryview, offset: int, length: int) -> tuple[bytes, int]:

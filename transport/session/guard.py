@@ -8,16 +8,12 @@ A connection without a proof came over ipc or within the process, where the oper
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, TypeVar
 
 from ...core.ids import PeerKey
-from ..registry.directory import NodeRecord
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 Role = Literal["keeper", "node"]
 """keeper: joined with the job's key, or is on the registry's host: may admit others and report their ends.
@@ -28,8 +24,6 @@ PROVISIONAL = 1 << 31
 MAX_CANDIDATES = 4096
 MAX_PAST = 4096
 MAX_STRANGERS = 1024
-MAX_BANS = 4096
-BAN_S = 60.0
 
 
 class KeyVerdict(Enum):
@@ -40,7 +34,6 @@ class KeyVerdict(Enum):
     """May become known in a moment: the directory may be behind."""
     OVER = "over"
     """Of an incarnation that was replaced or has ended."""
-    BANNED = "banned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +58,21 @@ class PeerGuard:
         self._root = root
         self._registry_node = registry_node
         self._is_registry = is_registry
-        self._members: dict[str, NodeRecord] = {}
-        self._past: OrderedDict[str, str] = OrderedDict()
+        self._members: Mapping[str, tuple[PeerKey, str]] = {}
+        self._past: OrderedDict[str, None] = OrderedDict()
+        """Keys that were dropped, oldest first."""
         self._candidates: OrderedDict[str, KeyRights] = OrderedDict()
         self._strangers: OrderedDict[PeerKey, KeyRights] = OrderedDict()
-        self._banned: OrderedDict[str, float] = OrderedDict()
         self.on_change: Callable[[], None] | None = None
 
-    def follow(self, nodes: Iterable[NodeRecord]) -> None:
+    def follow(self, members: Mapping[str, tuple[PeerKey, str]]) -> None:
         """The directory changed; at once this is the list."""
-        before = self._members
-        self._members = {node.endpoints.curve: node for node in nodes if node.endpoints.curve}
-        for key, node in before.items():
-            if key not in self._members:
-                _remember(self._past, key, node.name, MAX_PAST)
+        before, self._members = self._members, members
+        self._past |= dict.fromkeys(key for key in before if key not in self._members)
         for key in self._members:
             self._past.pop(key, None)
+        while len(self._past) > MAX_PAST:
+            self._past.popitem(last=False)
         self._changed()
 
     def expect(self, badge: KeyRights) -> None:
@@ -94,16 +86,8 @@ class PeerGuard:
         """That key has been used to join; it does so once."""
         self._candidates.pop(key, None)
 
-    def ban(self, key: str, now: float) -> None:
-        _remember(self._banned, key, now + BAN_S, MAX_BANS)
-
-    def verdict(self, key: str, now: float) -> KeyVerdict:
+    def verdict(self, key: str) -> KeyVerdict:
         """For ZeroMQ's authentication: may a connection with that key be made?"""
-        until = self._banned.get(key)
-        if until is not None:
-            if now < until:
-                return KeyVerdict.BANNED
-            del self._banned[key]
         if key == self._root or key in self._members or key in self._candidates:
             return KeyVerdict.ADMIT
         return KeyVerdict.OVER if key in self._past else KeyVerdict.UNKNOWN
@@ -121,8 +105,8 @@ class PeerGuard:
         member = self._members.get(proof)
         if member is None:
             return f"its key is not registered now, but it says it is {name}"
-        if member.key != peer or member.name != name:
-            return f"its key is that of {member.name} ({member.key}), but it says it is {name} ({peer})"
+        if member != (peer, name):
+            return f"its key is that of {member[1]} ({member[0]}), but it says it is {name} ({peer})"
         return ""
 
     def _welcome(self, proof: str, peer: PeerKey) -> str:
@@ -148,8 +132,13 @@ def is_provisional(peer: PeerKey) -> bool:
     return peer.epoch == 0 and bool(peer.node_id & PROVISIONAL)
 
 
-def _remember(known: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _remember(known: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    """The oldest goes for the newest."""
     known[key] = value
     known.move_to_end(key)
-    if len(known) > limit:
+    while len(known) > most:
         known.popitem(last=False)

@@ -27,7 +27,7 @@ from ...core.ids import PeerKey
 from ..wire import Lane
 from .calls import TICK_S
 from .frames import Envelope, Kind
-from .links import Link, Links, LinkState
+from .links import Link, Links
 
 Verdict = Literal["suspect", "hung", "recovered"]
 """What is reported of a peer."""
@@ -65,7 +65,8 @@ class HeartbeatHost(Protocol):
         """Messages waiting or running now."""
         ...
 
-    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None: ...
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+        """What became of a peer."""
 
 
 class _Heart:
@@ -266,7 +267,7 @@ class Heartbeat:
         return heart
 
     def _can_hear(self, link: Link) -> bool:
-        return link.state is LinkState.UP and link is not self._links.itself
+        return link.is_up and link is not self._links.itself
 
     def _send(self, link: Link, kind: Kind) -> None:
         self._links.send(link, kind, 0, msgspec.json.encode(self._vitals()))

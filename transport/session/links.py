@@ -1,15 +1,13 @@
 """Everything this process knows of one other incarnation, and the way envelopes leave for it. Sans-IO.
 
- OPENING --connected--> UP --lost--> LOST --connected--> UP
-any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
-DOWN --reopened--> OPENING  (it was only unreachable, and is wanted or heard of again)
+A link is down when its incarnation is gone (exit reported, replaced, said goodbye, unreachable, closed). One that was
+only unreachable is opened again when it is wanted or heard of.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -23,36 +21,14 @@ from .pending import CreditWindow, PendingCall
 STRANGER_LINGER_S = 1.0
 
 
-class LinkState(Enum):
-    """Of the connection on which we send."""
-
-    OPENING = "opening"
-    UP = "up"
-    LOST = "lost"
-    DOWN = "down"
-
-
-_TRANSITIONS: dict[tuple[LinkState, str], LinkState] = {
-    (LinkState.OPENING, "connected"): LinkState.UP,
-    (LinkState.UP, "connected"): LinkState.UP,
-    (LinkState.LOST, "connected"): LinkState.UP,
-    (LinkState.OPENING, "lost"): LinkState.OPENING,
-    (LinkState.UP, "lost"): LinkState.LOST,
-    (LinkState.LOST, "lost"): LinkState.LOST,
-    (LinkState.OPENING, "gone"): LinkState.DOWN,
-    (LinkState.UP, "gone"): LinkState.DOWN,
-    (LinkState.LOST, "gone"): LinkState.DOWN,
-    (LinkState.DOWN, "reopened"): LinkState.OPENING,
-}
-
-
 class Link:
     """One other incarnation."""
 
     def __init__(self, key: PeerKey, endpoints: Endpoints) -> None:
         self.key = key
         self.endpoints = endpoints
-        self.state = LinkState.OPENING
+        self.is_up = False
+        """The connection on which we send is there."""
         self.is_down = False
         self.windows = (CreditWindow(), CreditWindow())
         self.waiting: tuple[deque[PendingCall], deque[PendingCall]] = (deque(), deque())
@@ -68,14 +44,9 @@ class Link:
         self.broken: set[Lane] = set()
         """Lanes on which we cannot send at the moment."""
 
-    def on(self, event: str) -> None:
-        """Move to the next state; an event that the table does not know in this state is a bug."""
-        self.state = _TRANSITIONS[self.state, event]
-        self.is_down = self.state is LinkState.DOWN
-
     def reopen(self) -> None:
         """It was given up and is tried again: what we send begins again, what it sends continues where it was."""
-        self.on("reopened")
+        self.is_down = False
         self.windows = (CreditWindow(), CreditWindow())
         self.broken.clear()
         for queue in self.waiting:
@@ -106,7 +77,7 @@ class Links:
         """This process is going: no link is opened any more."""
         self.itself = Link(own, transport.endpoints)
         """The way to ourselves: always up, no transport between."""
-        self.itself.on("connected")
+        self.itself.is_up = True
         self._links[own] = self.itself
 
     def all(self) -> list[Link]:
@@ -154,14 +125,14 @@ class Links:
         self._over[key.node_id] = max(key.epoch, self._over.get(key.node_id, 0))
 
     def forget(self, link: Link, linger_s: float) -> None:
-        link.on("gone")
+        link.is_up, link.is_down = False, True
         del self._links[link.key]
         self._transport.disconnect(link.key, linger_s)
         self.forget_sources(link)
 
     def give_up(self, link: Link) -> None:
         """It cannot be reached. Whether it has ended is for others to say: `take_ended` then."""
-        link.on("gone")
+        link.is_up, link.is_down = False, True
         self._given_up[link.key] = self._links.pop(link.key)
         self._transport.disconnect(link.key, 0.0)
 

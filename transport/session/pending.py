@@ -8,7 +8,7 @@ keeps the count, and nothing has to be repaired. Answers need no credit: each wa
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,7 +16,7 @@ from ...core.errors import MessageTooLarge, MyxaError
 from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
-from .frames import NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes
+from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encoded_bytes
 
 WINDOW_UNITS = 1024
 UNIT_BYTES = 64 * 1024
@@ -71,15 +71,10 @@ class CallOrder(msgspec.Struct, frozen=True, gc=False):
     deadline_at: float | None = None
     frames: tuple[Buffer, ...] = ()
     chain: tuple[str, ...] = ()
-    trace: bytes = b""
 
 
-class CallSink(Protocol):
-    """Who waits for a call. Called at most once with `done`, and never after it."""
-
-    def done(self, outcome: Envelope | MyxaError | None) -> None:
-        """The reply, the error, or None for a cast that is on its way."""
-        ...
+Outcome = Envelope | MyxaError | None
+"""The reply, the error, or None for a cast that is on its way."""
 
 
 NO_PEER = PeerKey(0, 0)
@@ -90,7 +85,8 @@ class PendingCall(msgspec.Struct, eq=False):
 
     corr: int
     order: CallOrder
-    sink: CallSink
+    tell: Callable[[Outcome], object]
+    """Called at most once."""
     peer: PeerKey = NO_PEER
     cost: int = 0
     parcel: Parcel | None = None
@@ -105,21 +101,20 @@ class PendingCall(msgspec.Struct, eq=False):
     doom: str = ""
     """Why there will be no answer, if it is not on its way already."""
 
-    def address(self, route: Route, own: PeerKey, limits: FrameLimits) -> None:
+    def address(self, route: Route, own: PeerKey) -> None:
         """It goes there. Raises MessageTooLarge."""
         order = self.order
         envelope = self.envelope = Envelope(
             kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=self.corr,
             src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch,
-            actor=route.actor, method=route.method, trace=order.trace, chain=order.chain, body=order.body,
-            frames=order.frames,
+            actor=route.actor, method=route.method, chain=order.chain, body=order.body, frames=order.frames,
         )  # fmt: skip
         self.peer, num_bytes = route.peer, encoded_bytes(envelope)
-        self.lane = Lane.BULK if num_bytes > limits.bulk_from else Lane.CONTROL
+        self.lane = Lane.BULK if num_bytes > LIMITS.bulk_from else Lane.CONTROL
         self.cost = cost_of(num_bytes)
-        if num_bytes > limits.message or len(order.body) > limits.body:
+        if num_bytes > LIMITS.message or len(order.body) > LIMITS.body:
             raise MessageTooLarge(
-                f"{self}: {num_bytes} bytes are over the limit of {limits.message} (body: {limits.body})",
+                f"{self}: {num_bytes} bytes are over the limit of {LIMITS.message} (body: {LIMITS.body})",
                 remedy="send it in parts",
             )
 

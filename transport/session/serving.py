@@ -6,6 +6,7 @@ credit goes back).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 from ...core.clock import Clock
@@ -16,14 +17,13 @@ from ...core.errors import (
     MessageTooLarge,
     NoSuchActor,
     NoSuchMethod,
-    NotPermitted,
 )
 from ..wire import Lane
 from .faults import encode_fault
-from .frames import LIMITS, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes
+from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encoded_bytes
 from .links import Arrival, Link, Links
 
-_WRONG = (BadRequest, NoSuchActor, NoSuchMethod, NotPermitted)
+_WRONG = (BadRequest, NoSuchActor, NoSuchMethod)
 _CAST, _REPLY = Kind.CAST, Kind.REPLY  # members of an Enum are looked up in Python
 
 
@@ -36,27 +36,23 @@ class Host(Protocol):
 
     def abandon(self, arrival: Arrival) -> None:
         """The caller does not wait for the answer any more."""
-        ...
 
 
 class Serving:
     """All calls that this process answers."""
 
-    def __init__(self, links: Links, host: Host, clock: Clock, limits: FrameLimits = LIMITS) -> None:
+    def __init__(self, links: Links, host: Host, clock: Clock, counters: Counter[str]) -> None:
         self._links = links
         self._host = host
         self._clock = clock
         self._now = clock.monotonic
-        self._limits = limits
-        self.num_wrong = 0
-        """Calls to actors and handlers that are not here, with wrong types, or beyond the caller's role."""
-        self.num_copies = 0
+        self._counters = counters
 
     def on_call(self, link: Link, lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         corr = envelope.corr
         newest = link.newest_call
         if corr <= newest[lane]:  # numbers grow along a lane, and nothing is sent twice: this is a copy
-            self.num_copies += 1
+            self._counters["calls_copied"] += 1
             return
         newest[lane] = corr
         now, ttl_ms = self._now(), envelope.ttl_ms
@@ -94,16 +90,17 @@ class Serving:
         """The handler's result. Raises MessageTooLarge: then it is still unanswered."""
         if arrival.is_answered:
             return
-        if frames or len(body) > self._limits.bulk_from:
+        if frames or len(body) > LIMITS.bulk_from:
             num_bytes = len(body) + sum(map(len, frames))
-            if num_bytes > self._limits.message - (1 << 20) or len(body) > self._limits.body:
+            if num_bytes > LIMITS.message - (1 << 20) or len(body) > LIMITS.body:
                 raise MessageTooLarge(f"a reply of {num_bytes} bytes is over the limit", remedy="send it in parts")
         self._answer(arrival, _REPLY, body, frames)
 
     def fail(self, arrival: Arrival, error: BaseException) -> None:
         """It was refused, or the handler raised."""
         is_refusal = isinstance(error, CallError) and not error.callee and not arrival.has_begun
-        self.num_wrong += isinstance(error, _WRONG) and not error.callee
+        if isinstance(error, _WRONG) and not error.callee:
+            self._counters["calls_wrong"] += 1
         self._answer(arrival, Kind.NACK if is_refusal else Kind.ERROR, encode_fault(error))
 
     def refuse_unread(self, link: Link, corr: int, error: CallError) -> None:
@@ -128,5 +125,5 @@ class Serving:
             kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch,
             corr=arrival.envelope.corr, body=body, frames=frames,
         )  # fmt: skip
-        lane = Lane.BULK if encoded_bytes(envelope) > self._limits.bulk_from else Lane.CONTROL
+        lane = Lane.BULK if encoded_bytes(envelope) > LIMITS.bulk_from else Lane.CONTROL
         self._links.hand_over(link, lane, envelope)

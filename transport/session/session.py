@@ -3,37 +3,34 @@
 It runs unchanged over sockets, over the in-process transport, or in a test.
 The first envelope of a connection is HELLO; everything before it is dropped. What comes from a known peer for this
 incarnation goes to the handler of its kind. All else is counted, and refused or dropped: an envelope for another
-incarnation, or from one that is over, has no effect. A connection that sends nonsense too often is banned.
+incarnation, or from one that is over, has no effect.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from ...core.clock import Clock
-from ...core.errors import BadRequest, LaunchError, MyxaError, Overloaded, StaleEpoch
-from ...core.ids import PeerKey
-from ..wire import ConnectionGuard, Lane, Transport
+from ...core.errors import BadRequest, CallError, LaunchError, MyxaError, Overloaded, ProtocolMismatch, StaleEpoch
+from ...core.ids import MAX_NAME_LENGTH, PeerKey
+from ..wire import Endpoints, Lane, Transport
 from .calls import Calls
 from .faults import decode_fault, encode_fault
-from .frames import LIMITS, VERSION, Buffer, Envelope, FrameLimits, Kind, Malformed, decode, encode, peek
-from .handshake import PROTOCOL, Handshake, Hello, read_hello, write_hello
+from .frames import LIMITS, Buffer, Envelope, Kind, Malformed, decode, encode, peek
+from .handshake import PROTOCOL, Hello, read_hello, read_stranger, write_hello
 from .heartbeat import Heartbeat, HeartbeatHost
 from .links import Link, Links
 from .serving import Host, Serving
 
 LOOPBACK = b"self"
+_LIMITS = LIMITS.of_control(), LIMITS
 _HELLO = Kind.HELLO  # members of an Enum are looked up in Python
 
 Handler = Callable[[Link, Lane, Envelope, int], None]
 """Of one kind of envelope; the number is its length in bytes."""
 
-MAX_VIOLATIONS = 100
-"""Of the protocol; a connection with more of them is not listened to any more."""
-MAX_SOURCES = 4096
-"""Connections whose violations are remembered."""
 ANOTHER = "asked for another incarnation than"
 REPLACED = "was replaced, or was reported dead"
 GOODBYE_LINGER_S = 2.0
@@ -50,8 +47,6 @@ class Session:
         transport: Transport,
         host: SessionHost,
         clock: Clock,
-        limits: FrameLimits = LIMITS,
-        door: ConnectionGuard | None = None,
     ) -> None:
         self.own = own
         self._epoch = own.epoch
@@ -60,11 +55,9 @@ class Session:
         self._transport = transport
         self._host = host
         self._links = Links(own, transport, host.loop_back)
-        self.calls = Calls(self._links, clock, limits)
-        self.serving = Serving(self._links, host, clock, limits)
+        self.calls = Calls(self._links, clock, self.counters)
+        self.serving = Serving(self._links, host, clock, self.counters)
         self.heartbeat = Heartbeat(self._links, host, clock, self.counters)
-        self._door = door
-        self._handshake = Handshake(self._links, self.calls, self.counters, door, self.peer_over)
         self._num_greetings = 0
         self._handlers: dict[Kind, Handler] = {
             Kind.CALL: self.serving.on_call,
@@ -78,8 +71,6 @@ class Session:
             Kind.PONG: self.heartbeat.on_pong,
             Kind.GOODBYE: self._on_goodbye,
         }
-        self._limits = (limits.of_control(), limits)
-        self._violations: OrderedDict[bytes, int] = OrderedDict()
         self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
         for sources in self._sources:
             sources[LOOPBACK] = self._links.itself
@@ -90,9 +81,9 @@ class Session:
         return source in self._sources[lane]
 
     def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
-        if self._links.is_closed or (self._violations and self._is_banned(source)):
+        if self._links.is_closed:
             return
-        envelope = decode(data, self._limits[lane])
+        envelope = decode(data, _LIMITS[lane])
         link = self._sources[lane].get(source)
         if (
             link is None
@@ -123,41 +114,22 @@ class Session:
             self._on_stale(link, envelope)
 
     def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
-        del reason
-        if self._is_banned(source):
-            return
+        del source, lane, reason
         self.counters["malformed"] += 1
-        if source == LOOPBACK:
-            return
-        self._violations[source] = self._violations.get(source, 0) + 1
-        self._violations.move_to_end(source)
-        if len(self._violations) > MAX_SOURCES:
-            self._violations.popitem(last=False)
-        if self._violations[source] > MAX_VIOLATIONS:
-            self.counters["banned"] += 1
-            self._sources[lane].pop(source, None)
-            if self._door is not None:
-                self._door.ban(lane)
-
-    def _is_banned(self, source: bytes) -> bool:
-        if self._violations.get(source, 0) <= MAX_VIOLATIONS:
-            return False
-        self.counters["from_banned"] += 1
-        return True
 
     def overflowed(self, source: bytes, lane: Lane, head: bytes, total: int) -> None:
         del total
         self.counters["overflowed"] += 1
         link, known = self._sources[lane].get(source), peek(head)
         if link is not None and known is not None and known[0] in (Kind.CALL, Kind.CAST):
-            error = Overloaded("so much is being received that there is no memory for it", retry_after_s=1.0)
+            error = Overloaded("so much is being received that there is no memory for it")
             self.serving.refuse_unread(link, known[1], error)
 
     def greeting(self, peer: PeerKey, lane: Lane) -> bytes | bytearray:
         del lane
         self._num_greetings += 1
         hello = Hello(
-            name=self._name, protocol=PROTOCOL, wire=VERSION, to_node=peer.node_id, to_epoch=peer.epoch,
+            name=self._name, protocol=PROTOCOL, to_node=peer.node_id, to_epoch=peer.epoch,
             endpoints=self._transport.endpoints, attempt=self._num_greetings,
         )  # fmt: skip
         return encode(self._envelope(Kind.HELLO, peer, body=write_hello(hello)))
@@ -167,7 +139,7 @@ class Session:
         if link is None:
             return
         if lane is Lane.CONTROL:
-            link.on("connected")
+            link.is_up = True
             self.heartbeat.reconnected(link)
         if lane in link.broken:
             link.broken.discard(lane)
@@ -181,7 +153,7 @@ class Session:
         self.counters["lost"] += 1
         link.broken.add(lane)
         if lane is Lane.CONTROL:
-            link.on("lost")
+            link.is_up = False
 
     def turned_away(self, peer: PeerKey, why: str) -> None:
         if self._links.find(peer) is not None:
@@ -242,7 +214,7 @@ class Session:
         except ValueError as error:
             self.malformed(source, lane, f"HELLO: {error}")
             return
-        if self._door is not None and (objection := self._door.objection(lane, key, hello.name)):
+        if objection := self._transport.objection(lane, key, hello.name):
             self.counters["hello_in_anothers_name"] += 1
             self.malformed(source, lane, objection)
             return
@@ -271,7 +243,35 @@ class Session:
         known = self._sources[lane].get(source)
         if known is not None and known.key != key:
             return f"this connection is that of {known.key}"
-        return self._handshake.objection(lane, key, body)
+        return self._objection_to_version(lane, key, body)
+
+    def _objection_to_version(self, lane: Lane, key: PeerKey, body: Buffer) -> str:
+        """Why we cannot talk to the sender of this HELLO; "" if we can, or if it is no HELLO at all. Calls to it that
+        wait end as not executed: it takes nothing from us either."""
+        stranger = read_stranger(body)
+        if stranger is None or stranger.protocol in ("", PROTOCOL):
+            return ""
+        if objection := self._transport.objection(lane, key, stranger.name):
+            return objection
+        self.counters["hello_of_another_version"] += 1
+        error = ProtocolMismatch(
+            f"{stranger.name[:MAX_NAME_LENGTH]} speaks protocol {stranger.protocol[:16]}, this process {PROTOCOL}",
+            remedy="run the same version of myxa in all processes of a job",
+        )
+        if (link := self._links.find(key)) is not None:
+            self.calls.on_refused(link, error)
+            self.peer_over(key, error.message)
+        elif stranger.endpoints is not None:
+            self._tell_stranger(key, stranger.endpoints, error)
+        return error.message
+
+    def _tell_stranger(self, key: PeerKey, endpoints: Endpoints, error: CallError, to_node: int = 0) -> None:
+        """With our own HELLO in front, from which it sees the same."""
+        try:
+            refusal = self._envelope(Kind.NACK, key, body=encode_fault(error), actor=to_node)
+            self._links.tell_stranger(key, endpoints, encode(refusal))
+        except LaunchError:
+            self.counters["cannot_answer"] += 1
 
     def _adopt(self, link: Link, source: bytes, lane: Lane) -> None:
         """From now on that peer sends on that connection; the one before it is over."""
@@ -293,11 +293,7 @@ class Session:
         self.counters["hello_stale"] += 1
         if self._links.find(key) is not None:
             return  # it greets a former identity of ours (we have just joined) and knows the present one already
-        try:
-            refusal = self._envelope(Kind.NACK, key, body=encode_fault(error), actor=hello.to_node)
-            self._links.tell_stranger(key, hello.endpoints, encode(refusal))
-        except LaunchError:
-            self.counters["cannot_answer"] += 1
+        self._tell_stranger(key, hello.endpoints, error, hello.to_node)
 
     def _on_stale(self, link: Link, envelope: Envelope) -> None:
         self.counters["stale"] += 1
@@ -365,7 +361,6 @@ class SessionHost(Host, HeartbeatHost, Protocol):
 
     def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
         """Give an envelope back to `Session.received` as from LOOPBACK, in a later turn of the loop."""
-        ...
 
     def crashed(self, error: BaseException) -> None:
         """A bug in this layer; the node cannot be trusted any more."""
