@@ -24,7 +24,7 @@ import orjson
 from ..algos.rewards.outcome import outcome_of
 from ..core.errors import EngineError, EngineLied, UserCodeError
 from ..core.protocols import Delta, GenerateRequest
-from ..core.samples import LossPart, Prompt, Sample, check_sample
+from ..core.samples import LossPart, Prompt, Sample, check_sample, wrong_kept
 from .user_code.functions import what_was_raised, words_of
 from .workflows.episode import Generate, closed
 
@@ -145,7 +145,7 @@ def _wrong_values(delta: Delta, vocab_size: int) -> str:
         return "a log-prob is NaN or infinite"
     if float(logprobs.max()) > MAX_LOGPROB:
         return f"a log-prob is {float(logprobs.max()):g}, above 0"
-    return ""
+    return wrong_kept(delta.kept, ids, vocab_size)
 
 
 MAX_METADATA_BYTES = 64 << 10

@@ -44,6 +44,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [k]"""
     versions: I32
     """int32 [k]: stamped by the engine"""
+    kept: I32 | None = None
+    """int32 [k, any]: which tokens each was drawn from, filled up with -1; a row of -1: from all. None: all are."""
     finish: FinishReason | None = None
     matched: int | None = None
     """Token that stopped it, when finish == "stop". It is the last of the output ids."""

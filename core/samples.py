@@ -8,6 +8,7 @@ little-endian, C-contiguous; on the wire they travel as raw frames beside the JS
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -114,6 +115,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """uint8 [R]: 1 where the model generated the token."""
     versions: I32
     """int32 [R]: weight version stamped by the engine, `NO_VERSION` where no engine generated the token."""
+    kept: I32 | None = None
+    """int32 [R * any]: for each token those that `top_p`, `top_k` and `min_p` left when it was drawn, filled up with
+    -1; only -1: all. None: all, everywhere. `logprobs` and the trainer's softmax are over them
+    (`rollout.replay_sampling`)."""
     finish: FinishReason
     num_turns: int = 1
     text: str = ""
@@ -154,6 +159,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def num_tokens(self) -> int:
         return int(self.prompt_ids.shape[0] + self.response_ids.shape[0])
 
+    @property
+    def kept_rows(self) -> I32 | None:
+        """int32 [R, any]"""
+        return None if self.kept is None else self.kept.reshape(max(len(self.response_ids), 1), -1)
+
     def model_runs(self) -> list[tuple[int, int]]:
         """Beginning and end, in the response, of each run of tokens that the model generated."""
         edges = np.flatnonzero(np.diff(self.loss_mask, prepend=np.uint8(0), append=np.uint8(0))).tolist()
@@ -162,6 +172,34 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def name(self) -> str:
         return sample_name(self.group_id, self.index, self.branch)
+
+
+def joined_kept(parts: Sequence[tuple[I32 | None, int]]) -> I32 | None:
+    """One behind the other, int32 [sum of n, any]: (kept [n, any], n) of each part."""
+    width = max((kept.shape[1] for kept, _ in parts if kept is not None), default=0)
+    if not width:
+        return None
+    whole = np.full((sum(count for _, count in parts), width), -1, np.int32)
+    start = 0
+    for kept, count in parts:
+        if kept is not None:
+            whole[start : start + count, : kept.shape[1]] = kept
+        start += count
+    return whole
+
+
+def wrong_kept(kept: I32 | None, ids: I32, vocab_size: int) -> str:
+    """Why that cannot be what the tokens `ids` were drawn from; empty if it can."""
+    if kept is None:
+        return ""
+    if kept.ndim != 2 or len(kept) != len(ids):
+        return f"kept has shape {kept.shape} for {len(ids)} tokens"
+    if kept.size and (int(kept.min()) < -1 or int(kept.max()) >= vocab_size):
+        return f"kept holds a token id outside [0, {vocab_size})"
+    is_cut = (kept >= 0).any(axis=1)
+    if not bool((kept == ids[:, None]).any(axis=1)[is_cut].all()):
+        return "a token is not among those that it was drawn from"
+    return ""
 
 
 def sample_name(group_id: int, index: int, branch: int) -> str:
@@ -182,6 +220,11 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
         raise ValueError(f"sample {sample.name}: a behaviour log-prob is above 0")
     for name in ("token_rewards", "loss_weights", "reference_logprobs"):
         _check_optional(sample, name, getattr(sample, name))
+    largest = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    if sample.kept is not None and len(sample.kept) % max(length, 1):
+        raise ValueError(f"sample {sample.name}: kept has {len(sample.kept)} entries, response has {length} tokens")
+    if wrong := wrong_kept(sample.kept_rows, sample.response_ids, largest):
+        raise ValueError(f"sample {sample.name}: {wrong}")
     if vocab_size is not None:
         ids = np.concatenate([sample.prompt_ids, sample.response_ids])
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):

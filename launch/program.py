@@ -314,6 +314,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         num_threads=spec.threads,
         memory_share=memory_share(config),
         is_invariant=config.rollout.deterministic,
+        tells_kept=config.rollout.replay_sampling,
         name=spec.name,
     )
     return EmbeddedEngine(config.model.path, options, reader=ChannelReader(), memory=lent_memory(spec, config))

@@ -32,6 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from .torch_backend.tensors import recomputed
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -115,12 +117,41 @@ def score_rows(
 
 
 def score_tokens(
-    hidden_Mh: Tensor, head_Vh: Tensor, targets_M: Tensor, temperature: Temperature, *, needs_entropy_grad: bool = False
+    hidden_Mh: Tensor,
+    head_Vh: Tensor,
+    targets_M: Tensor,
+    temperature: Temperature,
+    *,
+    kept_MK: Tensor | None = None,
+    needs_entropy_grad: bool = False,
 ) -> TokenScores:
-    """The same with the whole vocabulary on this rank."""
+    """The same with the whole vocabulary on this rank. `kept_MK` (int64, filled up with -1): log-probs are those of a
+    softmax over these tokens, over all in a row of -1; entropies are of all tokens."""
     whole = VocabSlice(0, head_Vh.shape[0], None)
     scores_M2 = score_rows(hidden_Mh, head_Vh, targets_M, whole, temperature, needs_entropy_grad=needs_entropy_grad)
-    return TokenScores(*scores_M2.unbind(dim=1))
+    logprobs_M, entropy_M = scores_M2.unbind(dim=1)
+    if kept_MK is None:
+        return TokenScores(logprobs_M, entropy_M)
+    parts = [
+        recomputed(_kept_chunk, hidden_Mh[rows], head_Vh, targets_M[rows], kept_MK[rows], _in_rows(temperature, rows))
+        for rows in _chunks(hidden_Mh.shape[0], head_Vh.shape[0], head_Vh.device)
+    ]
+    return TokenScores(torch.cat(parts) if parts else logprobs_M, entropy_M)
+
+
+def _kept_chunk(
+    hidden_Ch: Tensor, head_Vh: Tensor, targets_C: Tensor, kept_CK: Tensor, temperature: Temperature
+) -> Tensor:
+    return kept_logprobs((hidden_Ch @ head_Vh.t()).float() / temperature, targets_C, kept_CK)
+
+
+def kept_logprobs(z_CV: Tensor, targets_C: Tensor, kept_CK: Tensor) -> Tensor:
+    """Log-probs of a softmax of the logits over the tokens kept in each row."""
+    z_CK = z_CV.gather(1, kept_CK.clamp(min=0)).masked_fill(kept_CK < 0, -torch.inf)
+    is_cut_C = (kept_CK >= 0).any(dim=1)
+    z_CK = torch.where(is_cut_C[:, None], z_CK, 0.0)  # no NaN in what is not chosen
+    log_z_C = torch.where(is_cut_C, z_CK.logsumexp(dim=1), z_CV.logsumexp(dim=1))
+    return z_CV.gather(1, targets_C[:, None]).squeeze(1) - log_z_C
 
 
 class _ScoreRows(Function):

@@ -125,6 +125,7 @@ _DTYPES = {
     "logprobs": np.float32,
     "loss_mask": np.uint8,
     "versions": np.int32,
+    "kept": np.int32,
     "reference_logprobs": np.float32,
     "token_rewards": np.float32,
     "loss_weights": np.float32,

@@ -113,11 +113,12 @@ class RecordedEngine:
                 await self._news.wait()
             self._check_started()
             if mine not in self._running:
-                rest = _Rest(rest.ids[:0], rest.logprobs[:0], "abort")
+                rest = _Rest(rest.ids[:0], rest.logprobs[:0], "abort", kept=None)
             stamps = np.full(len(rest.ids), self._version, np.int32)
             yield Delta(
-                output_ids=rest.ids, logprobs=rest.logprobs, versions=stamps, finish=rest.finish, matched=rest.matched
-            )
+                output_ids=rest.ids, logprobs=rest.logprobs, versions=stamps, finish=rest.finish, matched=rest.matched,
+                kept=rest.kept,
+            )  # fmt: skip
         finally:
             self._running.pop(mine, None)
 
@@ -219,6 +220,7 @@ class _Rest:
     logprobs: F32
     finish: FinishReason
     matched: int | None = None
+    kept: I32 | None = None
 
 
 def _rest(request: GenerateRequest, sample: Sample, end_ids: frozenset[int]) -> _Rest:
@@ -244,7 +246,7 @@ def _rest(request: GenerateRequest, sample: Sample, end_ids: frozenset[int]) -> 
     end = next((end for start, end in runs if start <= begun < end), None)
     if end is None:
         raise RowError(f"sample {sample.index} has no turn of the model that continues at token {len(given)}", REMEDY)
-    ids = sample.response_ids[begun:end]
+    ids, kept = sample.response_ids[begun:end], None if sample.kept_rows is None else sample.kept_rows[begun:end]
     if len(ids) > sampling.max_new_tokens:
         raise RowError(
             f"the turn of sample {sample.index} has {len(ids)} more tokens, {sampling.max_new_tokens} are asked for",
@@ -252,10 +254,10 @@ def _rest(request: GenerateRequest, sample: Sample, end_ids: frozenset[int]) -> 
         )
     last = int(ids[-1])
     if not sampling.ignore_eos and (last in end_ids or last in sampling.stop_token_ids):
-        return _Rest(ids, sample.logprobs[begun:end], "stop", last)
+        return _Rest(ids, sample.logprobs[begun:end], "stop", last, kept)
     # Only how the whole sample ended is recorded: an earlier turn that is not as long as it may be met a stop string.
     earlier: FinishReason = "length" if len(ids) == sampling.max_new_tokens else "stop"
-    return _Rest(ids, sample.logprobs[begun:end], sample.finish if end == runs[-1][1] else earlier)
+    return _Rest(ids, sample.logprobs[begun:end], sample.finish if end == runs[-1][1] else earlier, kept=kept)
 
 
 class RecordedReference(Reference):

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import F32, I32, NO_VERSION, FinishReason, LossPart, Message, Prompt, Sample
+from ...core.samples import F32, I32, NO_VERSION, FinishReason, LossPart, Message, Prompt, Sample, joined_kept
 from ...core.sampling import StopStrings, sampling_fault
 from .demonstrated import demonstrate
 from .turn_renderer import TurnRenderer
@@ -39,11 +39,14 @@ class TokenSegment(msgspec.Struct, frozen=True):
     logprobs: F32
     versions: I32
     is_model: bool
+    kept: I32 | None = None
+    """What each was drawn from (`Sample.kept`)."""
 
     def first(self, num_tokens: int) -> TokenSegment:
         """Its beginning."""
         part = slice(num_tokens)
-        return TokenSegment(self.ids[part], self.logprobs[part], self.versions[part], self.is_model)
+        kept = None if self.kept is None else self.kept[part]
+        return TokenSegment(self.ids[part], self.logprobs[part], self.versions[part], self.is_model, kept)
 
 
 def unstamped(ids: Sequence[int] | I32, *, is_model: bool) -> TokenSegment:
@@ -57,10 +60,16 @@ NOTHING = unstamped((), is_model=True)
 
 def split(sample: Sample) -> list[TokenSegment]:
     """Cut a recorded sample into runs of equal loss mask."""
-    mask = sample.loss_mask
+    mask, kept = sample.loss_mask, sample.kept_rows
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [
-        TokenSegment(sample.response_ids[a:b], sample.logprobs[a:b], sample.versions[a:b], bool(mask[a]))
+        TokenSegment(
+            sample.response_ids[a:b],
+            sample.logprobs[a:b],
+            sample.versions[a:b],
+            bool(mask[a]),
+            None if kept is None else kept[a:b],
+        )
         for a, b in pairwise(cuts)
         if b > a
     ]
@@ -81,7 +90,12 @@ def joined(parts: Sequence[TokenSegment]) -> TokenSegment:
         logprobs.astype(np.float32, copy=False),
         versions.astype(np.int32, copy=False),
         is_model=True,
+        kept=joined_kept([(part.kept, len(part.ids)) for part in parts]),
     )
+
+
+def _of(delta: Delta) -> TokenSegment:
+    return TokenSegment(delta.output_ids, delta.logprobs, delta.versions, is_model=True, kept=delta.kept)
 
 
 async def closed(stream: AsyncIterator[Delta]) -> None:
@@ -153,7 +167,7 @@ async def drawn(
     stream = generate(request)
     try:
         async for delta in stream:
-            under_way.append(TokenSegment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
+            under_way.append(_of(delta))
             finish = delta.finish
             if stops:
                 num_seen = len(ids)
@@ -471,6 +485,7 @@ class Episode:
             logprobs=whole.logprobs,
             loss_mask=np.concatenate(mask) if mask else np.zeros(0, np.uint8),
             versions=whole.versions,
+            kept=None if whole.kept is None else whole.kept.ravel(),
             finish=finish,
             num_turns=len(self._turns),
             text=self._turns[-1] if self._turns else "",

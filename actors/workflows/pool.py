@@ -20,7 +20,7 @@ from ...core import errors
 from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Tokenizer
-from ...core.samples import Sample
+from ...core.samples import Sample, joined_kept
 from ..user_code.process import Call, Lost, UserProcess, WorkerGone, WorkerPool
 from .episode import Interrupted, ModelAccess, TokenSegment, drawn, joined, stops_of
 from .worker_messages import (
@@ -67,12 +67,14 @@ class TokensSoFar:
         if before.branch not in self.under_way:
             return before
         turn = joined(self.under_way[before.branch])
+        kept = joined_kept([(before.kept_rows, len(before.response_ids)), (turn.kept, len(turn.ids))])
         return msgspec.structs.replace(
             before,
             response_ids=np.concatenate([before.response_ids, turn.ids]).astype(np.int32, copy=False),
             logprobs=np.concatenate([before.logprobs, turn.logprobs]).astype(np.float32, copy=False),
             loss_mask=np.concatenate([before.loss_mask, np.ones(len(turn.ids), np.uint8)]),
             versions=np.concatenate([before.versions, turn.versions]).astype(np.int32, copy=False),
+            kept=None if kept is None else kept.ravel(),
             finish="abort",
         )
 

@@ -322,12 +322,21 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Seeds need servers that draw by them, and those cannot cut by min-p."""
-    rollout, seeds = config.rollout, "sglang.enable_deterministic_inference"
-    if config.algo.kind == "sft" or config.roles.rollout.kind != "sglang":
-        return iter(())
+    """What was cut must be told and scored. Seeds need servers that draw by them, and those cannot cut by min-p."""
+    rollout, seeds, roles = config.rollout, "sglang.enable_deterministic_inference", config.roles
+    if rollout.replay_sampling:
+        yield from clashes(
+            (roles.rollout.kind != "embedded", "rollout.replay_sampling roles.rollout.kind",
+             f'needs the embedded engine: "{roles.rollout.kind}" does not tell which tokens its sampler left'),
+            (roles.trainer.kind != "torch", "rollout.replay_sampling roles.trainer.kind",
+             f'needs the torch trainer, not "{roles.trainer.kind}"'),
+            (config.algo.ref_urls, "rollout.replay_sampling algo.ref_urls",
+             "does not go with served log-probs, which are of all tokens"),
+        )  # fmt: skip
+    if config.algo.kind == "sft" or roles.rollout.kind != "sglang":
+        return
     draws_by_seed = config.sglang.get("enable_deterministic_inference") is True
-    return clashes(
+    yield from clashes(
         (rollout.deterministic and not config.engine.attach and not draws_by_seed, f"rollout.deterministic {seeds}",
          f"needs {seeds} = true: SGLang does not look at requests' seeds without"),
         (rollout.min_p and (rollout.deterministic or draws_by_seed), f"rollout.min_p rollout.deterministic {seeds}",

@@ -422,6 +422,9 @@ class RolloutSettings(Section, frozen=True):
     """Only the k most likely tokens; -1 = off."""
     min_p: UnitFloat = 0.0
     """Only tokens at least this probable, relative to the likeliest one; 0 = off."""
+    replay_sampling: bool = False
+    """Whether the engine tells which tokens `top_p`, `top_k` and `min_p` left, and log-probs, the trainer's too, are
+    those of a softmax over these. Embedded engine and torch trainer."""
     max_new_tokens: PositiveInt = 256
     """Tokens a model turn may have at most."""
     min_new_tokens: CountInt = 0

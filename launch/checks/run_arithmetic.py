@@ -232,7 +232,7 @@ def odd_counts(run: CheckedRun) -> Iterator[Finding]:
 
 CUT = (
     "tokens are drawn from a part of the distribution, their log-probs and the trainer's are of all of it: what is "
-    "cut off is never tried, and no correction sees that"
+    "cut off is never tried, and no correction sees that (rollout.replay_sampling = true: with the embedded engine)"
 )
 PENALISED = (
     "log-probs of sampled tokens are those after the penalty, the trainer scores without it: its ratios are not 1 "
@@ -254,7 +254,8 @@ def sampling(run: CheckedRun) -> Iterator[Finding]:
         value = getattr(rollout, key)
         watch = ", or watch the importance weights (docs/algorithms.md)" if text is PENALISED else ""
         remedy = f"set it to {off} for training{watch}"
-        yield from warnings((value != off, f"rollout.{key}", f"= {value:g}: {text}", remedy))
+        is_told = text is CUT and rollout.replay_sampling
+        yield from warnings((value != off and not is_told, f"rollout.{key}", f"= {value:g}: {text}", remedy))
     window = f"{data.difficulty_low:g} to {data.difficulty_high:g}"
     yield from warnings(
         (rollout.deterministic and eta, "rollout.deterministic",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -111,3 +112,13 @@ def test_a_micro_batch_without_loss_tokens_still_has_a_token(samples: list[Train
     assert layout.members == ()
     assert layout.targets_M.dtype == torch.int64
     assert not layout.targets_M.numel()
+
+
+def test_what_tokens_were_drawn_from_lies_beside_them() -> None:
+    kept = np.asarray([[7, 9, -1], [8, -1, -1], [-1, -1, -1]], np.int32)
+    first = msgspec.structs.replace(sample([1, 2], [7, 8, 9], [1, 0, 1]), kept=kept.ravel())
+    second = sample([1, 2], [5], index=1)
+    assert plan_layout([second], [0], linear_cost=None).kept_MK is None
+    found = plan_layout([first, second], [0, 1], linear_cost=1e9).kept_MK
+    assert found is not None
+    assert found.tolist() == [[7, 9, -1], [-1, -1, -1], [-1, -1, -1]]

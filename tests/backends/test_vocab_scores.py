@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from myxa.actors.backends import vocab_scores
-from myxa.actors.backends.vocab_scores import Temperature, VocabSlice, score_rows
+from myxa.actors.backends.vocab_scores import Temperature, VocabSlice, score_rows, score_tokens
 
 WIDTH, VOCAB, ROWS = 12, 37, 29
 
@@ -45,6 +45,34 @@ def test_scores_and_gradients_of_one_slice(
         grads.append((scores, *torch.autograd.grad((scores * weights).sum(), (hidden, head))))
     for mine, right in zip(grads[1], grads[0], strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4])
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.4, 2.0, ROWS)], ids=["0.7", "each its own"])
+def test_log_probs_over_the_tokens_that_were_kept_and_entropies_over_all(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: Temperature
+) -> None:
+    monkeypatch.setitem(vocab_scores.CHUNK_LOGITS, "cpu", chunk)
+    hidden, head, targets = inputs(15)
+    generator = torch.Generator().manual_seed(16)
+    is_kept = torch.rand(ROWS, VOCAB, generator=generator) < 0.3
+    is_kept[torch.arange(ROWS), targets] = True
+    is_kept[::3] = True
+    kept = torch.full((ROWS, VOCAB), -1)
+    for row in range(ROWS):
+        if row % 3:  # the others are drawn from all
+            ids = torch.nonzero(is_kept[row]).squeeze(1)
+            kept[row, : len(ids)] = ids
+    divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    z = (hidden @ head.t() / divisor).float()
+    right = z.masked_fill(~is_kept, -torch.inf).log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+    scores = score_tokens(hidden, head, targets, temperature, kept_MK=kept)
+    torch.testing.assert_close(scores.logprobs_M, right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.entropy_M, dense(hidden, head, targets, temperature)[:, 1], rtol=1e-5, atol=1e-5)
+    weights = torch.randn(ROWS, generator=generator)
+    found, wanted = (torch.autograd.grad((x * weights).sum(), (hidden, head)) for x in (scores.logprobs_M, right))
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def test_entropy_passes_no_gradient_unless_asked() -> None:

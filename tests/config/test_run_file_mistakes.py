@@ -48,6 +48,8 @@ MISTAKES: dict[str, str] = {
     '[rollout]\ndeterministic = true\n[roles.rollout]\nkind = "sglang"\n': "6 rollout.deterministic",
     '[rollout]\nmin_p = 0.1\n[roles.rollout]\nkind = "sglang"\n[sglang]\nenable_deterministic_inference = true\n': "6 rollout.min_p",
     "[rollout]\nstop_token_ids = [-2]\n": "6 rollout.stop_token_ids",
+    '[rollout]\nreplay_sampling = true\n[roles.rollout]\nkind = "sglang"\n': "6 rollout.replay_sampling",
+    '[rollout]\nreplay_sampling = true\n[roles.trainer]\nkind = "megatron"\n': "6 rollout.replay_sampling",
     "[algo]\nclip_low = 0\n": "6 algo.clip_low",
     "[algo]\nclip_high = -0.5\n": "6 algo.clip_high",
     "[algo]\nveto = 1.5\n": "6 algo.veto",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from myxa.actors.engines.embedded.sampler import SAMPLING_FIELDS, DrawnTokens, stream_state, uniforms
+from myxa.actors.engines.embedded.sampler import SAMPLING_FIELDS, DrawnTokens, draw_tiles, stream_state, uniforms
 from myxa.actors.engines.embedded.sampler import draw as draw_from
 
 VOCAB = 12
@@ -62,6 +62,23 @@ def test_draws_follow_the_distribution(temperature, top_p, top_k, min_p):
         assert stats.chisquare(found[support], wanted[support] * count).pvalue > MIN_P_VALUE, f"seed {SEED}"
     full = (LOGITS / temperature).log_softmax(-1).numpy()
     assert np.abs(drawn.logprobs - full[drawn.ids]).max() < 1e-6, "log-probs are of the distribution before the cut"
+
+
+@pytest.mark.parametrize("drawing", [draw_from, draw_tiles])
+def test_what_was_left_is_told_with_log_probs_over_it(drawing):
+    wishes = rows(40, temperature=1.3, top_p=[0.9, 1.0] * 20, top_k=[6, -1] * 20, min_p=[0.2, 0.0] * 20)
+    drawn = drawing(LOGITS.expand(40, VOCAB).clone(), wishes, wishes["number"].copy(), tells_kept=True)
+    cut, whole = expected(1.3, 0.9, 6, 0.2), expected(1.3)
+    assert sorted(drawn.kept) == list(range(0, 40, 2)), "rows from which some were cut"
+    for row, token in enumerate(drawn.ids):
+        probs = cut if row % 2 == 0 else whole
+        assert drawn.logprobs[row] == pytest.approx(np.log(probs[token]), abs=1e-5)
+    for kept in drawn.kept.values():
+        assert kept.dtype == np.int32
+        assert set(kept.tolist()) == set(np.flatnonzero(cut).tolist())
+    untold = drawing(LOGITS.expand(40, VOCAB).clone(), wishes, wishes["number"].copy())
+    assert not untold.kept
+    assert np.array_equal(untold.ids, drawn.ids)
 
 
 def test_rows_of_different_wishes_do_not_disturb_each_other():

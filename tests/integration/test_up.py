@@ -59,3 +59,14 @@ def test_a_demo_that_is_stopped_in_its_first_stage_does_not_begin_the_second(tmp
         demo.send_signal(signal.SIGTERM)
         assert demo.wait(60) == 0
     assert not list(folder.glob("grpo-*"))
+
+
+def test_tokens_that_sampling_cut_off_are_cut_off_in_the_trainers_softmax_too(job: Job):
+    """On-policy, so the engine's log-probs, over what was left, are the trainer's."""
+    cut = ("rollout.top_p=0.6", "rollout.top_k=50", "rollout.replay_sampling=true", "async.max_staleness=0")
+    status, printed, run_dir = job.run("run.num_steps=3", "algo.epochs=2", *cut)
+    assert status == 0, printed
+    points = [point["values"] for point in metrics(run_dir) if "train/logprob_diff_abs_max" in point["values"]]
+    assert len(points) == 3
+    for values in points:
+        assert values["train/logprob_diff_abs_max"] < 1e-3

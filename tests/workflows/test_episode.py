@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.harness.group_runner import delta
 
-from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess
+from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess, TokenSegment, joined, unstamped
 from myxa.core.errors import EngineError, PromptTooLong, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -252,6 +252,20 @@ async def test_each_turn_has_a_seed_of_its_own_that_every_attempt_has_again() ->
     ep = episode(script := Script(("four", 3, "stop")), sampling=by_seed)
     await ep.generate(SamplingParams(seed=99))
     assert script.asked[0].sampling.seed == 99, "a workflow's own seed is its own"
+
+
+def test_what_tokens_were_drawn_from_stays_beside_them() -> None:
+    def turn(token: int, *kept: int) -> TokenSegment:
+        one = np.asarray([token], np.int32)
+        return TokenSegment(one, np.zeros(1, np.float32), one * 0, is_model=True, kept=np.asarray([kept], np.int32))
+
+    found = joined([turn(1, 1, 4), unstamped([7, 8], is_model=False), turn(2, 2), unstamped([9], is_model=True)])
+    assert found.kept is not None
+    assert found.kept.tolist() == [[1, 4], [-1, -1], [-1, -1], [2, -1], [-1, -1]]
+    begun = found.first(1).kept
+    assert begun is not None
+    assert begun.tolist() == [[1, 4]]
+    assert joined([unstamped([1], is_model=True)]).kept is None
 
 
 async def test_a_branch_continues_from_the_tokens_so_far_which_are_learnt_once() -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ....core.errors import ConfigError, ModelError, TrainError
 from ...models.model_config import ModelConfig
-from ..vocab_scores import Temperature, TokenScores
+from ..vocab_scores import Temperature, TokenScores, kept_logprobs
 from .layout import Layout
 from .model import PolicyModel
 
@@ -67,7 +67,7 @@ class TransformersModel(PolicyModel):
     def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> TokenScores:
         logits_NV = self._logits(layout)
         logits_MV = logits_NV.index_select(0, layout.row_of_M)
-        scores = _scores(logits_MV, layout.targets_M, layout.temperature)
+        scores = _scores(logits_MV, layout.targets_M, layout.temperature, layout.kept_MK)
         return scores if needs_entropy_grad else TokenScores(scores.logprobs_M, scores.entropy_M.detach())
 
     def _logits(self, layout: Layout) -> Tensor:
@@ -149,10 +149,12 @@ def _check_names(state: dict[str, Tensor], config: ModelConfig, folder: str) -> 
             )
 
 
-def _scores(logits_MV: Tensor, targets_M: Tensor, temperature: Temperature) -> TokenScores:
+def _scores(logits_MV: Tensor, targets_M: Tensor, temperature: Temperature, kept_MK: Tensor | None) -> TokenScores:
     """Lp = z[y] - log Z, H = log Z - sum p z, in float32; z = logits / temperature."""
     divisor = temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature
     log_p_MV = (logits_MV.float() / divisor).log_softmax(dim=1)
     logprobs_M = log_p_MV.gather(1, targets_M.unsqueeze(1)).squeeze(1)
+    if kept_MK is not None:
+        logprobs_M = kept_logprobs(log_p_MV, targets_M, kept_MK)
     entropy_M = -(log_p_MV.exp() * log_p_MV.clamp(min=torch.finfo(torch.float32).min)).sum(dim=1)
     return TokenScores(logprobs_M, entropy_M)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....core.samples import Sample
+from ....core.samples import Sample, joined_kept
 from ..vocab_scores import Temperature
 from .tensors import from_array
 
@@ -68,6 +68,8 @@ class Layout:
     """int64 [M]: which of these predicts loss token m (answers to one shared prompt begin at the same row)."""
     targets_M: Tensor
     """int64 [M]: the loss tokens' ids."""
+    kept_MK: Tensor | None
+    """int64 [M, any]: what each was drawn from (`Sample.kept`); None: from all tokens."""
     members: tuple[int, ...]
     """Indexes (into the samples given) that have loss tokens, in the order of their tokens."""
     offsets: I64
@@ -203,6 +205,9 @@ class _Packer:
             indexes.append(index)
         rows_N, row_of_M = np.unique(np.concatenate(self._rows), return_inverse=True)
         counts = [len(columns) for columns in self._columns]
+        left = [self._samples[i].kept_rows for i in self._members]
+        chosen = [None if one is None else one[columns] for one, columns in zip(left, self._columns, strict=True)]
+        kept = joined_kept(list(zip(chosen, counts, strict=True)))
         return Layout(
             token_ids_T=_to_device(np.concatenate(self._tokens), device),
             positions_T=_to_device(np.concatenate(self._positions), device),
@@ -215,6 +220,7 @@ class _Packer:
             members=tuple(self._members),
             offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             columns_M=np.concatenate(self._columns),
+            kept_MK=None if kept is None else _to_device(kept, device),
             temperature=temperature_of([self._samples[i] for i in self._members], counts, device),
         )
 
@@ -268,6 +274,7 @@ def _empty_layout(device: torch.device | str) -> Layout:
         rows_N=none,
         row_of_M=none,
         targets_M=none,
+        kept_MK=None,
         members=(),
         offsets=np.zeros(1, dtype=np.int64),
         columns_M=np.zeros(0, dtype=np.int64),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....algos.segments import Segments
 from ....core.errors import TrainError
-from ....core.samples import F32, LossPart, Sample, ScoredSample, TrainSample, TrainShard
+from ....core.samples import F32, LossPart, Sample, ScoredSample, TrainSample, TrainShard, wrong_kept
 from .layout import I64
 from .tensors import from_array
 
@@ -148,6 +148,8 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> None:
                 f"sample {sample.name}: temperature = {sample.temperature} gives no log-probs to train on",
                 remedy="tokens must be drawn at a temperature of 0 (greedy) or above",
             )
+        if wrong := wrong_kept(sample.kept_rows, sample.response_ids, vocab_size):
+            raise TrainError(f"sample {sample.name}: {wrong}", remedy="a bug of the engine")
         for ids in (sample.prompt_ids, sample.response_ids):
             if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
                 raise TrainError(

@@ -297,6 +297,7 @@ class CausalLM(PackedModel):
             head.to(self.dtype),
             layout.targets_M,
             layout.temperature,
+            kept_MK=layout.kept_MK,
             needs_entropy_grad=needs_entropy_grad,
         )
 

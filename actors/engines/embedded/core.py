@@ -67,6 +67,8 @@ class EmbeddedOptions:
     memory_share: float = 0.6
     """Part of the host's available memory to plan with; divide it by the number of engines on the host."""
     is_invariant: bool = False
+    tells_kept: bool = False
+    """Whether tokens come with those that they were drawn from, where `top_p`, `top_k` or `min_p` cut some."""
     """Tokens and log-probs of a request depend on its tokens, its seed and the weights alone, to the bit: whatever
     shares its batch, and wherever it was continued. Slower: docs/benchmarks.md."""
     name: str = "embedded engine"
@@ -358,8 +360,9 @@ class EngineCore:
             penalise(logits[row], slots.rows[row].sampling, slots.answer(row), slots.rows[row].end_ids)
         records = slots.records
         numbers = uniforms(records["state"], records["length"])
-        drawn = (draw_tiles if self._options.is_invariant else draw)(logits, records, numbers)
-        stopped, ended = slots.append(drawn.ids, drawn.logprobs, self.version)
+        drawing = draw_tiles if self._options.is_invariant else draw
+        drawn = drawing(logits, records, numbers, tells_kept=self._options.tells_kept)
+        stopped, ended = slots.append(drawn, self.version)
         failed: dict[int, EngineError] = {}
         for row in np.flatnonzero(slots.records["has_stops"]).tolist():
             try:

@@ -6,7 +6,8 @@ continues an earlier one has the earlier tokens in its prompt, and prompts are n
 row's tokens in each step: a table of counts would be as large as slots times vocabulary.
 
 Log-probs are those of the penalised `logits / temperature` over the whole vocabulary, before top-p, top-k and min-p cut
-it: what SGLang returns and what a trainer that divides its logits by the temperature computes. Greedy requests
+it: what SGLang returns and what a trainer that divides its logits by the temperature computes. Where `draw` tells which
+tokens were left (`tells_kept`), they are those over these tokens. Greedy requests
 (temperature 0) report the log-prob at temperature 1, as SGLang does.
 
 Randomness is counter-based: the number for a token depends on the request's seed and the token's position only, so a
@@ -61,9 +62,11 @@ class DrawnTokens(NamedTuple):
     ids: Index
     logprobs: F32
     is_finite: Flags
+    kept: dict[int, I32]
+    """Row -> the tokens that were left, where some were cut and that is told."""
 
 
-def draw(logits: Tensor, rows: Records, numbers: F64) -> DrawnTokens:
+def draw(logits: Tensor, rows: Records, numbers: F64, *, tells_kept: bool = False) -> DrawnTokens:
     """One token per row of float32 logits [n, vocabulary], by inversion of the cumulative distribution at `numbers`;
     `rows` have the SAMPLING_FIELDS."""
     greedy = rows["temperature"] == 0
@@ -76,29 +79,38 @@ def draw(logits: Tensor, rows: Records, numbers: F64) -> DrawnTokens:
     totals = cumulated[:, -1:]
     thresholds = as_tensor(numbers)[:, None]
     ids = torch.searchsorted(cumulated, thresholds * totals, right=True).clamp_(max=logits.shape[-1] - 1)
+    kept: dict[int, I32] = {}
     cut = np.flatnonzero(((rows["top_p"] < 1) | (rows["top_k"] > 0) | (rows["min_p"] > 0)) & ~greedy)
     if cut.size:
         index = as_tensor(cut)
-        ids[index] = _draw_cut(masses[index], totals[index], thresholds[index], rows[cut])
+        ids[index], left, orders, stays = _draw_cut(masses[index], totals[index], thresholds[index], rows[cut])
+        if tells_kept:
+            totals = totals.index_copy(0, index, left)
+            kept = {row: orders[i][stays[i]].int().numpy() for i, row in enumerate(cut.tolist())}
     if bool(greedy.any()):
         index = as_tensor(np.flatnonzero(greedy))
         ids[index] = logits[index].argmax(dim=-1, keepdim=True)
     logprobs = logits.gather(1, ids) - peaks - totals.log().float()
     is_finite = np.isfinite(totals[:, 0].numpy()) & np.isfinite(peaks[:, 0].numpy())
-    return DrawnTokens(ids[:, 0].numpy(), logprobs[:, 0].numpy(), is_finite)
+    return DrawnTokens(ids[:, 0].numpy(), logprobs[:, 0].numpy(), is_finite, kept)
 
 
-def draw_tiles(logits: Tensor, rows: Records, numbers: F64) -> DrawnTokens:
+def draw_tiles(logits: Tensor, rows: Records, numbers: F64, *, tells_kept: bool = False) -> DrawnTokens:
     """The same by tiles of rows, so that a row's draw depends on no other row."""
     num_rows = len(logits)
     tiles = [np.minimum(np.arange(start, start + TILE), num_rows - 1) for start in range(0, num_rows, TILE)]
-    found = [draw(logits[as_tensor(tile)], rows[tile], numbers[tile]) for tile in tiles]
-    ids, logprobs, is_finite = (np.concatenate(parts)[:num_rows] for parts in zip(*found, strict=True))
-    return DrawnTokens(ids, logprobs, is_finite)
+    found = [draw(logits[as_tensor(tile)], rows[tile], numbers[tile], tells_kept=tells_kept) for tile in tiles]
+    columns = zip(*(one[:3] for one in found), strict=True)
+    ids, logprobs, is_finite = (np.concatenate(parts)[:num_rows] for parts in columns)
+    kept = {number * TILE + row: left for number, one in enumerate(found) for row, left in one.kept.items()}
+    return DrawnTokens(ids, logprobs, is_finite, {row: left for row, left in kept.items() if row < num_rows})
 
 
-def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: Records) -> Tensor:
-    """Draw from the likeliest tokens only, int64 [m, 1]. A token stays if those before it in order of probability sum
+def _draw_cut(
+    masses: Tensor, totals: Tensor, thresholds: Tensor, rows: Records
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw from the likeliest tokens only: ids and the mass of what is left, [m, 1]; all ids in order of probability
+    and whether each is left, [m, vocabulary]. A token stays if those before it in order of probability sum
     to less than top_p, it is among the first top_k, and it is at least min_p times as likely as the first; all are
     judged on the full distribution (SGLang's joint order)."""
     ordered, order = masses.sort(dim=-1, descending=True)
@@ -110,7 +122,7 @@ def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: Records)
     stays[:, 0] = True
     cumulated = (ordered * stays).cumsum(dim=-1, dtype=torch.float64)
     ranks = torch.searchsorted(cumulated, thresholds * cumulated[:, -1:], right=True)
-    return order.gather(1, ranks.clamp_(max=masses.shape[-1] - 1))
+    return order.gather(1, ranks.clamp_(max=masses.shape[-1] - 1)), cumulated[:, -1:], order, stays
 
 
 def is_penalised(sampling: SamplingParams) -> bool:

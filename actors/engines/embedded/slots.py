@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ....core.protocols import Delta
-from ....core.samples import F32, I32, FinishReason
+from ....core.samples import I32, FinishReason, joined_kept
 from .attention import SlotCache
 from .request import Running
-from .sampler import SAMPLING_FIELDS, is_penalised
+from .sampler import SAMPLING_FIELDS, DrawnTokens, is_penalised
 from .tensors import Flags, Index, Records
 
 ROW = np.dtype(
@@ -50,6 +50,8 @@ class SlotTable:
         self.rows: list[Running] = []
         self._table: Records = np.zeros(num_slots, dtype=ROW)
         self._tokens: Records = np.zeros((num_slots, context_length), dtype=TOKEN)
+        self._kept: list[dict[int, I32]] = []
+        """Of each row: position -> the tokens that one was drawn from, until they are handed out."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -67,6 +69,7 @@ class SlotTable:
         for request in requests:
             record, sampling = self._table[len(self.rows)], request.sampling
             self.rows.append(request)
+            self._kept.append({})
             record["length"] = record["start"] = record["sent"] = len(request.context)
             record["limit"], record["state"] = request.limit, request.state
             record["is_penalised"], record["has_stops"] = is_penalised(sampling), bool(request.stops)
@@ -77,11 +80,13 @@ class SlotTable:
         """Newest token and its position of every row."""
         return self.records["newest"].copy(), self.records["length"] - 1
 
-    def append(self, ids: Index, logprobs: F32, version: int) -> tuple[Flags, Flags]:
+    def append(self, drawn: DrawnTokens, version: int) -> tuple[Flags, Flags]:
         """Record one token for every row. Returns (stopped by a token, ended by it or by length) per row."""
-        records = self.records
+        records, ids = self.records, drawn.ids
+        for row, kept in drawn.kept.items():
+            self._kept[row][int(records["length"][row])] = kept
         places = np.arange(len(self.rows)), records["length"].copy()
-        for name, values in (("id", ids), ("logprob", logprobs), ("version", version)):
+        for name, values in (("id", ids), ("logprob", drawn.logprobs), ("version", version)):
             self._tokens[name][places] = values
         records["newest"] = ids
         records["length"] += 1
@@ -108,7 +113,7 @@ class SlotTable:
 
     def news(self, row: int, finish: FinishReason | None = None) -> Delta | None:
         """The row's tokens since the last call; None if there are none and it continues."""
-        new = self._own(row, "sent")
+        new, first = self._own(row, "sent"), int(self._table[row]["sent"])
         if not (len(new) or finish):
             return None
         self._table[row]["sent"] = self._table[row]["length"]
@@ -118,10 +123,16 @@ class SlotTable:
             output_ids=ids,
             logprobs=new["logprob"].copy(),
             versions=new["version"].copy(),
+            kept=self._told_kept(row, first, len(new)),
             finish=finish,
             matched=int(ids[-1]) if is_token else None,
             matched_text=self.matched_text(row) if finish == "stop" and not is_token else "",
         )
+
+    def _told_kept(self, row: int, first: int, count: int) -> I32 | None:
+        kept, self._kept[row] = self._kept[row], {}
+        rows = (kept.get(first + number) for number in range(count)) if kept else ()
+        return joined_kept([(None if one is None else one[None], 1) for one in rows])
 
     def remove(self, row: int) -> Running:
         """Take a row out; the last row moves into its place."""
@@ -131,8 +142,9 @@ class SlotTable:
             self._cache.copy_row(last, row, length - 1)
             self._table[row] = self._table[last]
             self._tokens[row, start:length] = self._tokens[last, start:length]
-            self.rows[row] = self.rows[last]
+            self.rows[row], self._kept[row] = self.rows[last], self._kept[last]
         self.rows.pop()
+        self._kept.pop()
         return gone
 
     def retract(self, row: int) -> Running:
