@@ -20,9 +20,8 @@ from tests.harness.waiting import until
 from tests.knobs.coordinator_room import make_coordinator
 
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
-from myxa.actors.coordinator.coordinator import Coordinator, PhaseMoves
+from myxa.actors.coordinator.coordinator import Coordinator, LeaderControl, PhaseMoves
 from myxa.actors.coordinator.journal import RunContext
-from myxa.actors.coordinator.rejoin import LeaderControl
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent
@@ -217,7 +216,7 @@ class Deaf:
 
 
 async def test_a_leader_that_is_to_end_learns_it_before_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.rejoin.TELL_AGAIN_S", 0.001)
+    monkeypatch.setattr("myxa.actors.coordinator.coordinator.TELL_AGAIN_S", 0.001)
     held, around = rein(Deaf)
     held._state.stop_reason = "enough"
     held.start()
