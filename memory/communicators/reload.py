@@ -283,43 +283,12 @@ class ProxiedGroup:
 
 # -- all groups of a process -----------------------------------------------------------------------------------------
 
-GateState = Literal["live", "released", "broken"]
-
-
-class EpochGate:
-    """Which epoch the communicators of this process are in, and whether they may be used.
-
-    live --release(e)--> released --restore(e' > e)--> live;  any --failed--> broken --restore(e' > newest)--> live
-    """
-
-    def __init__(self) -> None:
-        self.newest = 0
-        self.state: GateState = "live"
-
-    def needs_work(self, order: Literal["release", "restore"], epoch: int) -> bool:
-        """False: it was carried out before. MemoryFault when it comes too late or too early."""
-        if epoch < self.newest:
-            raise MemoryFault(
-                f"{order} of communicators under epoch {epoch}, but epoch {self.newest} was seen",
-                remedy="the order is a late one and has no effect",
-            )
-        if order == "release":
-            return self.state != "released"
-        if epoch == self.newest and self.state != "live":
-            raise MemoryFault(
-                f"restore of communicators under epoch {epoch}, under which they were released",
-                remedy="members could not distinguish the two incarnations of a group: restore under a newer epoch",
-            )
-        return self.state != "live"
-
-    def became(self, state: GateState, epoch: int) -> None:
-        """An order was carried out (or failed half way: "broken")."""
-        self.state = state
-        self.newest = max(self.newest, epoch)
-
 
 class ReloadComms:
-    """CommResidency over proxies; one per process. Methods block."""
+    """CommResidency over proxies; one per process. Methods block.
+
+    live --release--> released --restore--> live;  any --failed--> broken --restore--> live
+    """
 
     def __init__(self, *, first_op_timeout_s: float = 60.0, local_kinds: Collection[Native] = ("nccl",)) -> None:
         """`local_kinds`: whose groups of one copy for themselves instead of asking the library, which would build a
@@ -328,7 +297,7 @@ class ReloadComms:
         self._clock = SystemClock()
         self._first_op_timeout_s = first_op_timeout_s
         self._local_kinds = frozenset(local_kinds)
-        self._gate = EpochGate()
+        self._state: Literal["live", "released", "broken"] = "live"
         self._groups: dict[str, ProxiedGroup] = {}
         self._membership: MembershipCheck | None = None
         self._world: tuple[int, ...] = ()
@@ -377,9 +346,9 @@ class ReloadComms:
         """Under which epoch an inner backend may be made now, and how long its members may take."""
         if self._deadline is not None:
             return self._epoch, max(self._deadline - self._clock.monotonic(), 0.0)
-        if self._gate.state != "live":
+        if self._state != "live":
             raise MemoryFault(
-                f"group {name} was used while communicators are {self._gate.state} (epoch {self._gate.newest})",
+                f"group {name} was used while communicators are {self._state}",
                 remedy="no operation between release and restore: lease the memory first",
             )
         return self._epoch, self._first_op_timeout_s
@@ -392,23 +361,23 @@ class ReloadComms:
 
     def release(self, epoch: int, timeout_s: float) -> None:
         """Drop every inner backend, once all members have come. A member that does not come keeps all others' alive."""
-        if self._gate.needs_work("release", epoch):
+        if self._state != "released":
             deadline = self._clock.monotonic() + timeout_s
             self._meet(f"release under epoch {epoch}", deadline)
             self._note_live()
             try:
                 self._within(deadline, "drop", self._drop_all)
             except BaseException as error:
-                self._gate.became("broken", epoch)
+                self._state = "broken"
                 if isinstance(error, Overrun):
                     self._stuck |= self._busy
                 raise
             self._tell(f"released under epoch {epoch}")
-        self._gate.became("released", epoch)
+        self._state = "released"
 
     def restore(self, epoch: int, timeout_s: float) -> None:
         """Groups may be used again, once all members have come; those that were live are built."""
-        if self._gate.needs_work("restore", epoch):
+        if self._state != "live":
             deadline = self._clock.monotonic() + timeout_s
             words = self._meet(f"restore under epoch {epoch}", deadline, json.dumps(self._was_live))
             wanted = {name for word in words.values() for name in cast(list[str], json.loads(word))}
@@ -418,18 +387,18 @@ class ReloadComms:
                 # One after the other: gloo and NCCL wait inside the store's one connection, on which all would wait.
                 self._within(deadline, "build", lambda: self._for_each(chosen, ProxiedGroup.build, 1))
             except BaseException:
-                self._gate.became("broken", epoch)
+                self._state = "broken"
                 raise
             finally:
                 self._deadline = None
             self._was_live = ()
             self._tell(f"at epoch {epoch}")
-        self._gate.became("live", epoch)
+        self._state = "live"
 
     def abort(self) -> None:
         """Drop without asking anybody. MemoryFault when the libraries hang even in that: end this process then."""
         self._note_live()
-        self._gate.became("broken", self._gate.newest)
+        self._state = "broken"
         self._busy.clear()
         try:
             self._within(self._clock.monotonic() + ABORT_S, "abort", self._abort_all)

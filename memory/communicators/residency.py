@@ -30,11 +30,11 @@ class CommResidency(Protocol):
     """Releases communicators. Methods block: call them in the backend thread, never on the event loop."""
 
     def release(self, epoch: int, timeout_s: float) -> None:
-        """Give the memory back. Idempotent for an epoch; an epoch older than the newest seen is refused.
-        Raises MemoryFault naming group and rank when the others did not come within `timeout_s`."""
+        """Give the memory back; nothing to do where that was done. No epoch is older than one before, or used by two
+        restores. Raises MemoryFault naming group and rank when the others did not come within `timeout_s`."""
 
     def restore(self, epoch: int, timeout_s: float) -> None:
-        """Usable again under `epoch`, which is newer than that of the release."""
+        """Usable again under `epoch`."""
 
     def abort(self) -> None:
         """A member died: give up whatever hangs in a collective, and the memory with it."""
