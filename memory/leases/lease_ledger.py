@@ -43,47 +43,15 @@ from ...core.device_memory import (
     TenantState,
     whole_of,
 )
-from ...core.errors import MemoryFault
-
-ALLOWED: MappingProxyType[TenantState, frozenset[TenantState]] = MappingProxyType(
-    {
-        "cold": frozenset({"releasing", "granted", "restoring", "active"}),
-        "active": frozenset({"draining"}),
-        "draining": frozenset({"quiesced", "active"}),
-        "quiesced": frozenset({"releasing", "restoring", "active"}),
-        "releasing": frozenset({"released", "quiesced", "granted"}),
-        "released": frozenset({"releasing", "granted", "restoring", "active"}),
-        "granted": frozenset({"quiesced", "restoring", "releasing", "active"}),
-        "restoring": frozenset({"quiesced", "released", "granted"}),
-    }
-)
-"""From -> to."""
 
 AT_WORK: MappingProxyType[CommandKind, TenantState] = MappingProxyType(
     {"drain": "draining", "release": "releasing", "restore": "restoring"}
 )
 """While the command is being carried out."""
 
-STARTS_FROM: MappingProxyType[CommandKind, frozenset[TenantState]] = MappingProxyType(
-    {
-        "drain": frozenset({"active", "quiesced", "released", "granted", "cold"}),
-        "release": frozenset({"quiesced", "released", "granted", "cold"}),
-        "restore": frozenset({"quiesced", "released", "granted", "cold"}),
-        "commit": frozenset({"active", "quiesced", "released", "granted", "cold"}),
-    }
-)
-"""Where a command may find a tenant. A release or a restore while it runs would pull memory from under it."""
-
 STABLE: frozenset[TenantState] = frozenset({"cold", "active", "quiesced", "released", "granted"})
 MAPPED: frozenset[Backing] = frozenset({"mapped_dirty", "mapped_clean", "copy_out", "copy_in"})
 """Backings that hold device memory."""
-
-
-def move(place: str, now: TenantState, to: TenantState) -> TenantState:
-    """`to`, if the table has it. MemoryFault otherwise."""
-    if to != now and to not in ALLOWED[now]:
-        raise MemoryFault(f"{place}: a tenant cannot go from {now} to {to}", remedy="a bug; see memory/leases")
-    return to
 
 
 def is_mapped(tag: TagReport) -> bool:
@@ -149,18 +117,16 @@ class TenantMachine:
         self.epoch = command.epoch
         if self.running is not None:
             return CommandDecision("wait")
-        if self.state not in STARTS_FROM[command.kind]:
+        if self.state == "active" and command.kind in ("release", "restore"):  # memory of what runs
             return CommandDecision("refuse", reason=f"{self._name} is {self.state}: {command.kind} is not possible")
         self.running = command
-        if command.kind == "drain" and self.state != "active":
-            return CommandDecision("run")  # nothing runs: nothing changes but the epoch
-        if (at_work := AT_WORK.get(command.kind)) is not None:
-            self.state = move(self._name, self.state, at_work)
+        if command.kind != "drain" or self.state == "active":  # else nothing runs, and nothing changes but the epoch
+            self.state = AT_WORK.get(command.kind, self.state)
         return CommandDecision("run")
 
     def rest(self, state: TenantState) -> None:
         """The command's work is over; before its reply is made."""
-        self.state = move(self._name, self.state, state)
+        self.state = state
 
     def finished(self, reply: MemoryReply) -> None:
         """Remember what was answered. A command that failed is remembered too: the manager chooses a new id."""
