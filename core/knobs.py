@@ -160,7 +160,10 @@ MAX_KNOB_VALUES = 64
 Reason = Annotated[str, argument("your own words, for the audit log", "WHY", short="-m", max_length=1000)]
 KnobName = Annotated[str, Meta(min_length=1, max_length=128)]
 KnobValues = Annotated[
-    dict[KnobName, bool | Annotated[int, Meta(ge=1 - 2**63)] | float | Annotated[str, Meta(max_length=4096)]],
+    dict[
+        KnobName,
+        bool | Annotated[int, Meta(ge=1 - 2**63, le=2**63 - 1)] | float | Annotated[str, Meta(max_length=4096)],
+    ],
     Meta(max_length=MAX_KNOB_VALUES),
 ]
 
