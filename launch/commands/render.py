@@ -7,11 +7,13 @@ import re
 import shlex
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
-from ...core.config import RunConfig, load_config
 from ...core.errors import ConfigError
-from ..supervisor.placement import place, started_roles
 from .parser import Command, Parser
+
+if TYPE_CHECKING:
+    from ...core.config import RunConfig
 
 SLURM = """#!/bin/bash
 # One launcher a node. Slurm's signal has the run end in order, with a checkpoint, before its time is over;
@@ -114,6 +116,8 @@ def _add(parser: Parser) -> None:
 
 
 def _render(options: argparse.Namespace) -> int:
+    from ...core.config import load_config
+
     config = load_config([Path(options.file)], options.overrides)
     print(job_file(options.kind, config, options), end="")
     return 0
@@ -121,6 +125,8 @@ def _render(options: argparse.Namespace) -> int:
 
 def num_nodes(config: RunConfig) -> int:
     """The fewest that the roles' `nodes` name."""
+    from ..supervisor.placement import started_roles
+
     roles = [config.roles[role] for role in started_roles(config)]
     named = [node for role in roles if role.nodes != "*" for node in role.nodes]
     return max(named, default=0) + 1
@@ -128,6 +134,8 @@ def num_nodes(config: RunConfig) -> int:
 
 def job_file(kind: str, config: RunConfig, options: argparse.Namespace) -> str:
     """Raises ConfigError for a run name that the scheduler cannot take."""
+    from ..supervisor.placement import place
+
     nodes = num_nodes(config)
     devices = [device for actor in place(config, nodes) for device in (*actor.visible_devices, *actor.devices)]
     gpus = max(devices, default=-1) + 1

@@ -24,6 +24,7 @@ from myxa.core.messages import GroupDropped, GroupFinished, GroupReturned
 from myxa.core.refs import with_deadline
 from myxa.core.samples import Group
 from myxa.transport.node import Node
+from myxa.transport.session import serving
 from myxa.transport.session.frames import LIMITS
 
 WAIT_S = 20.0
@@ -66,14 +67,14 @@ async def test_a_group_from_draw_to_durable(shop: Any) -> None:
         assert stats.mean_tokens == {"trained": 4.0}
 
 
-async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any) -> None:
+async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with shop.open(batch_size=4, max_staleness=0) as desk:
         for number, assignment in enumerate((await desk.draw(max_groups=4)).assignments):
             text = "x" * (800_000 if number == 2 else 400_000)
             group = with_sample(make_group(assignment), text=text)
             assert (await desk.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
         ids = tuple((await desk.ref.claim(0, 0.0)).groups)
-        desk.node._session.serving._limits = msgspec.structs.replace(LIMITS, body=1_500_000)
+        monkeypatch.setattr(serving, "LIMITS", msgspec.structs.replace(LIMITS, body=1_500_000))
         node = await Node.attach(name="trainer-node", rdzv=desk.node.rendezvous)
         fetching = GroupFetcher(node.ref(BufferContract, "buffer").fetch)
         assert [group.group_id for group in await fetching.groups(ids)] == [0, 1, 2, 3]
