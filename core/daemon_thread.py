@@ -21,6 +21,10 @@ def begin_in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
     def run() -> None:
         try:
             value = work()
+        except StopIteration as error:  # asyncio takes it for the end of a generator, and never answers
+            stopped = RuntimeError(f"{name} raised StopIteration")
+            stopped.__cause__ = error
+            future.set_exception(stopped)
         except BaseException as error:  # noqa: BLE001 -- raised where the result is wanted
             future.set_exception(error)
         else:
