@@ -18,6 +18,7 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, EngineError
 from myxa.core.messages import BufferStats, RunStatus, Telemetry
 from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.nodes.child import ORDERLY_END
 
 GANG_VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -134,6 +135,8 @@ class ToyMonitor(Toy, MonitorContract):
 class ToyTrainer(Toy, TrainerContract):
     async def on_start(self) -> None:
         self.ctx.watch("trainer/")
+        if self.switches.has("needy"):  # a rank in a collective hears of nothing but the loss of its mate
+            asyncio.get_running_loop().add_signal_handler(ORDERLY_END, lambda: None)
         await super().on_start()
 
     async def on_peer(self, event: PeerEvent) -> None:
