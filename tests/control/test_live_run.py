@@ -277,4 +277,9 @@ def test_down_is_the_end(live: Live):
     found = audit_ledger(live.run_dir / "ledger.sqlite")
     assert found.problems == (), "engines came, left and were restarted, and no prompt was lost or trained twice"
     assert set(found.trained.values()) == {1}
-    assert {e["text"].split()[0].rstrip(":") for e in events(live.run_dir, "engine-left")} >= {"rollout/2"}
+    joined, left = (
+        {event["text"].split()[0].rstrip(":") for event in events(live.run_dir, kind)}
+        for kind in ("engine-joined", "engine-left")
+    )
+    assert joined & {"rollout/2"} <= left, "unless it was drained before it had joined"
+    assert "rollout/2 has left the run" in (live.run_dir / "logs" / "launcher.0.log").read_text()
