@@ -37,7 +37,6 @@ from ..core.messages import (
     Claim,
     DrawReply,
     DrawRequest,
-    DumpReport,
     EngineStatus,
     EvalRequest,
     EvalResult,
@@ -55,7 +54,7 @@ from ..core.messages import (
     WeightManifest,
 )
 from ..core.protocols import EngineTrace, StepStats
-from ..core.samples import Group, Prompt, Sample, ScoredSample, TrainShard
+from ..core.samples import Group, Prompt, Sample, TrainShard
 from ..core.weight_channel import AnyAnswer, AnyOrder, WeightProgress
 
 
@@ -223,9 +222,8 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=30)
-    async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
-        """The claim of `step` was trained; version `step + 1` exists. Idempotent. `scores`: the trainer's log-probs of
-        some of its groups, for people who look at samples."""
+    async def trained(self, step: int) -> None:
+        """The claim of `step` was trained; version `step + 1` exists. Idempotent."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -255,24 +253,7 @@ class BufferContract(KnobsContract):
 
     @call(deadline=30, reentrant=True)
     async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        """The groups that were finished last, newest first, and then as many at most that the trainer has scored; no
-        more than that in all, fewer if they are long."""
-        raise NotImplementedError
-
-    @call(deadline=1800, reentrant=True)
-    async def dump(self, max_bytes: int) -> DumpReport:
-        """Write all untrained groups, with tokens, into a file of the run directory; answered once it is written."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
-        """Write the next groups that are claimed for training into a file of the run directory, as they are claimed.
-        Answered at once. Refused while an earlier one is not whole yet, unless `num_groups` is 0, which ends that."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def dumps(self) -> tuple[DumpReport, ...]:
-        """The newest dumps that this process of the buffer was asked for, oldest first."""
+        """The groups that were finished last, newest first; fewer if they are long."""
         raise NotImplementedError
 
     @call(deadline=10)

@@ -186,10 +186,6 @@ class PlantedSeat:
             f"\n{HOSTILE}" if number == 1000 else ""
         )
         samples = [self._sample(rng, index, is_hostile=number == 1000 and index == 0) for index in range(4)]
-        if number == 1002:  # the trainer has scored this one
-            for sample in samples:
-                gaps = [0.0 if place % 7 else 2.0 for place in range(len(sample["tokens"]))]
-                sample["train_logprobs"] = [drawn - gap for drawn, gap in zip(sample["logprobs"], gaps, strict=True)]
         return {
             "group_id": number,
             "prompt": prompt,
@@ -223,7 +219,7 @@ class PlantedSeat:
             "reward_parts": {"exact": 1.0 if right else 0.0, "format": 0.2}, "finish": "stop",
             "tokens": tokens, "logprobs": [-rng.expovariate(1.2) for _ in tokens],
             "versions": [118 + (place > len(tokens) // 2) for place in range(len(tokens))],
-            "loss_mask": [0 if token == "\n" else 1 for token in tokens], "train_logprobs": [],
+            "loss_mask": [0 if token == "\n" else 1 for token in tokens],
         }  # fmt: skip
 
     async def set(self, context: VerbContext, given: ChangeRequest, who: Operator) -> ChangeReply:

@@ -309,21 +309,6 @@ class RecentGroup(Record, frozen=True):
     """In the ledger, now."""
     step: int = -1
     """Claimed for, or trained in, this step; -1: none."""
-    train_logprobs: tuple[F32, ...] = ()
-    """Per sample, float32 [R]: the trainer's log-probs (`ScoredSample`); empty arrays of those that it did not compute;
-    no array of a group that it was not asked about, or that it has not trained."""
-
-
-class DumpReport(Record, frozen=True):
-    """A file of groups that the buffer wrote, or is about to write."""
-
-    path: str
-    num_groups: int
-    """In the file so far."""
-    num_bytes: int
-    is_whole: bool
-    """All that was asked for is in it; False: more follows, or `reason` says what is missing."""
-    reason: str = ""
 
 
 class RunStatus(Record, frozen=True):

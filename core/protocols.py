@@ -13,7 +13,7 @@ import msgspec
 
 from .device_memory import AssetStore, MovedMemory, Tag, TagReport
 from .messages import EngineUsage, Record, SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, Message, Prompt, Sample, ScoredSample, TrainShard
+from .samples import F32, I32, FinishReason, Message, Prompt, Sample, TrainShard
 from .weight_channel import SenderOrder, WeightProgress
 
 A = TypeVar("A")
@@ -166,8 +166,6 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank measured in one step; the leader gets values reduced over all ranks."""
 
     metrics: dict[str, float]
-    scores: tuple[ScoredSample, ...] = ()
-    """Of the samples of `TrainShard.shown_groups` that were computed, from one rank of each replica."""
 
 
 class PendingSave(Protocol):

@@ -313,16 +313,3 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Global number of rollouts with at least one loss token of each mini-batch."""
     minibatch_parts: tuple[dict[LossPart, tuple[float, float]], ...] = ()
     """The same two numbers of the parts of the loss beside "algo"; (): no mini-batch has any."""
-    shown_groups: tuple[int, ...] = ()
-    """Groups that people are shown: the trainer's log-probs of their tokens are sent beside the metrics."""
-
-
-class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the trainer says of a sample that it trains on, beside what the engine said when it drew the tokens."""
-
-    group_id: int
-    index: int
-    branch: int = 0
-    logprobs: F32
-    """float32 [R]: log-probs (nats) in the pass that the update was made of: in the first mini-batch under the version
-    trained from, in the others after the updates of those before; 0 where `loss_mask` is 0."""

@@ -86,7 +86,7 @@ class Stepper:
         version, every = shard.step + 1, settings.algo.ref_update_every
         if self.reference is not None and every and version % every == 0:
             self.reference.renew(version)
-        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.scores())
+        return StepStats(metrics=self._metrics(step, minibatches, started_s))
 
     def score(self, samples: Sequence[Sample], max_tokens: int) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); replicas may differ in samples,
@@ -160,11 +160,8 @@ class Stepper:
 
     def _learners(self, step: TrainingStep, normalisers: Mapping[LossPart, Normaliser]) -> list[Learner]:
         policy, critic, is_first = self.policy, self.critic, step.num_updates == 0
-        is_shown = policy.is_teller and step.num_updates < len(step.shard.minibatches)
 
         def policy_loss(micro: MicroBatch[Any], scores: TokenScores, tally: MetricSums) -> Tensor:
-            if is_shown:
-                step.shown.take(micro.layout, scores.logprobs_M)
             return step.policy_loss(micro, scores, normalisers, tally, is_first=is_first)
 
         is_held = critic is not None and critic.trains_alone(step.shard.step)

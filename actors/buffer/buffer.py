@@ -52,7 +52,6 @@ from ...core.messages import (
     DrawBlock,
     DrawReply,
     DrawRequest,
-    DumpReport,
     GroupDropped,
     GroupFinished,
     GroupReturned,
@@ -61,7 +60,7 @@ from ...core.messages import (
     SamplingParams,
 )
 from ...core.protocols import MixedSources, PromptSource
-from ...core.samples import Group, Prompt, ScoredSample
+from ...core.samples import Group, Prompt
 from ..contracts import BufferContract, DataContract, MonitorContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import OwnsKnobs, catch_up
@@ -70,7 +69,6 @@ from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger
 from ..telemetry import ReportPace, report_forever
 from ..weights.engine_versions import ServedWeights
-from .dumps import BufferDumps
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups, RecentGroups, SampleLog
 from .groups import Groups
@@ -142,7 +140,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._recent = RecentGroups()
         self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
         self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
-        self._dumps = BufferDumps(self._ledger_path, self._run, self.ctx, self._tell)
         is_new = not self._ledger_path.exists()
         try:
             await self._begin(waits=has_begun)
@@ -181,7 +178,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def on_stop(self, why: str) -> None:
         if self._opened is not None:
-            self._dumps.close()
             self._groups.ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
@@ -349,8 +345,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if groups:
             ids = list(groups)
             self._telemetry.hop("claim", ids, wall_s, self.ctx.clock.monotonic() - started_s)
-            if is_new:
-                self._dumps.claimed(ids)
             self._polls.ring()
             bound = self._groups.admission.max_staleness
             if not is_new:  # chosen under a bound that may have been another
@@ -371,7 +365,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             raise MessageTooLarge(f"a reply of {num_samples} samples is over the limit", remedy="ask for fewer groups")
         return groups
 
-    async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
+    async def trained(self, step: int) -> None:
         with self._changing("trained"):
             groups = self._groups
             batch = [row.group_id for row in groups.ledger.claim_of(step)]
@@ -381,7 +375,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                     self._samples.trained(list(shown), step)
                 if metrics := self._finished.take_step():
                     self._telemetry.metric(step + 1, metrics)
-            self._recent.scored(scores, groups.ledger)
 
     async def durable(self, version: int, oldest: int | None = None) -> None:
         with self._at_work("durable"):
@@ -441,15 +434,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
         return self._recent.newest(num_groups, None if self._opened is None else self._opened.ledger)
-
-    async def dump(self, max_bytes: int) -> DumpReport:
-        return await self._dumps.whole(self._groups.ledger.newest_version, max_bytes)
-
-    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
-        return await self._dumps.begin_next(self._groups.ledger.newest_version, num_groups, max_bytes)
-
-    async def dumps(self) -> tuple[DumpReport, ...]:
-        return self._dumps.reports()
 
     @contextmanager
     def _at_work(self, name: str) -> Generator[None]:

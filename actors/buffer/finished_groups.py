@@ -4,8 +4,8 @@ A batch's rewards cover only the groups that the filter kept; `FinishedGroups` c
 prompts, by step and over the newest groups. A lying engine or workflow costs its group and nothing else. The rollout
 actor compares token ids with the vocabulary.
 
-`RecentGroups` are the ones finished last, bounded by count and by tokens; a few of every step come back from training
-with the trainer's log-probs of their tokens. `SampleLog` goes by telemetry to the monitor, which writes files.
+`RecentGroups` are the ones finished last, bounded by count and by tokens. `SampleLog` goes by telemetry to the monitor,
+which writes files.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import numpy as np
 
 from ...core.activity import TelemetryBuffer
 from ...core.clock import Clock
-from ...core.errors import LedgerError
 from ...core.messages import PutResult, RecentGroup
-from ...core.samples import F32, Group, Prompt, Sample, ScoredSample, check_sample
+from ...core.samples import Group, Prompt, Sample, check_sample
 from ..ledger.ledger import Ledger
 from ..telemetry import group_text
 
@@ -195,11 +194,8 @@ def _wrong_in_rewards(group: Group, num_samples: int) -> str | None:
 
 
 MAX_GROUPS = 64
-MAX_TOKENS = 1 << 20
-"""Of all groups that are kept: about 20 MB."""
-MAX_SCORED = 16
-ANSWER_TOKENS = 1 << 18
-"""Of all groups in one answer."""
+MAX_TOKENS = 1 << 18
+"""Of all groups that are kept: about 5 MB."""
 
 
 class RecentGroups:
@@ -208,7 +204,6 @@ class RecentGroups:
     def __init__(self) -> None:
         self._finished: deque[RecentGroup] = deque()
         self._num_tokens = 0
-        self._scored: list[RecentGroup] = []
 
     def add(self, group: Group, attempt: int, rollout: str, result: PutResult, wall_s: float) -> None:
         if result.outcome not in ("ready", "filtered"):
@@ -226,58 +221,16 @@ class RecentGroups:
         while len(self._finished) > MAX_GROUPS or (self._num_tokens > MAX_TOKENS and len(self._finished) > 1):
             self._num_tokens -= _num_tokens(self._finished.pop().group)
 
-    def scored(self, scores: Iterable[ScoredSample], ledger: Ledger) -> None:
-        """The trainer's log-probs of some samples of a step, which it bounds in number and tokens."""
-        by_group: dict[int, dict[tuple[int, int], F32]] = {}
-        for score in scores:
-            by_group.setdefault(score.group_id, {})[score.index, score.branch] = score.logprobs
-        for group_id, logprobs in by_group.items():
-            found = next((f for f in self._finished if f.group.group_id == group_id), None)
-            found = found or _from_ledger(ledger, group_id)
-            if found is not None:
-                fitted = tuple(
-                    _fitting(sample, logprobs.get((sample.index, sample.branch))) for sample in found.group.samples
-                )
-                others = [f for f in self._scored if f.group.group_id != group_id]
-                newest = msgspec.structs.replace(found, train_logprobs=fitted)
-                self._scored = [newest, *others][:MAX_SCORED]
-
     def newest(self, num_groups: int, ledger: Ledger | None) -> tuple[RecentGroup, ...]:
-        """At most so many, with where they are now, if that can be read: those that were finished last, then up to as
-        many that the trainer has scored, so that a batch that is larger than the shelf does not hide them."""
-        scored = self._scored[: num_groups // 2]
-        known = {found.group.group_id for found in scored}
-        fresh = (found for found in self._finished if found.group.group_id not in known)
-        newest: list[RecentGroup] = []
-        left = ANSWER_TOKENS
-        for found in (*islice(fresh, num_groups - len(scored)), *scored):
-            left -= _num_tokens(found.group)
-            if left < 0 and newest:
-                break
-            row = None if ledger is None else ledger.find(found.group.group_id)
-            if row is not None:
-                found = msgspec.structs.replace(
-                    found, reason=found.reason or row.reason, state=str(row.state), step=row.step
-                )
-            newest.append(found)
-        return tuple(newest)
+        """At most so many, with where they are now, if that can be read."""
+        return tuple(_placed(found, ledger) for found in islice(self._finished, num_groups))
 
 
-def _from_ledger(ledger: Ledger, group_id: int) -> RecentGroup | None:
-    """One that was finished long before it was trained, or before the buffer was started again."""
-    try:
-        row = ledger.find(group_id)
-        group = ledger.group(group_id)
-    except LedgerError:  # given away since, or damaged: nothing that training depends on is looked at here
-        return None
-    return RecentGroup(group=group, outcome="kept", attempt=0 if row is None else row.attempt)
-
-
-def _fitting(sample: Sample, logprobs: F32 | None) -> F32:
-    """Empty where the trainer sent none, or sent those of another answer."""
-    if logprobs is None or len(logprobs) != len(sample.response_ids):
-        return np.zeros(0, dtype=np.float32)
-    return logprobs
+def _placed(found: RecentGroup, ledger: Ledger | None) -> RecentGroup:
+    row = None if ledger is None else ledger.find(found.group.group_id)
+    if row is None:
+        return found
+    return msgspec.structs.replace(found, reason=found.reason or row.reason, state=str(row.state), step=row.step)
 
 
 def _num_tokens(group: Group) -> int:

@@ -85,7 +85,7 @@ class RecordedGroups:
                 self._lines.append(at)
                 at += len(line)
         if not self.num_rows:
-            raise DataError(f"{path}: the dump holds no groups", remedy="write one with `myxa dump --next N`")
+            raise DataError(f"{path}: the dump holds no groups", remedy="dump a run that has finished some")
 
     @property
     def num_rows(self) -> int:
@@ -125,11 +125,6 @@ class RecordedGroups:
         except ValueError as error:
             raise RowError(f"is no dumped group: {error}", f"{UNCHANGED}; was it cut off?") from error
         group = dumped.group
-        if group is None:
-            raise RowError(
-                f"group {dumped.group_id} was not finished when it was dumped",
-                'leave it out with data.on_bad_line = "skip", or record with `myxa dump --next N`',
-            )
         for wrong in _wrongs(group, self._terms):
             raise wrong
         return dumped, group

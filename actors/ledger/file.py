@@ -15,20 +15,19 @@ import contextlib
 import shutil
 import sqlite3
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, Literal
+from typing import IO, Any
 
-import msgspec
 from msgspec.structs import replace
 
 from ...core.errors import LedgerError
 from ...core.files import FileEntry, describe_file, is_locked, lock_remedy, take_lock
-from ...core.samples import Group, Sample
-from .states import AT_REST, PASSED_OVER, REWIND, TRANSITIONS, Row, State, Terms, decode_group, decode_partial
+from ...core.samples import Group
+from .states import AT_REST, PASSED_OVER, REWIND, TRANSITIONS, Row, State, decode_group
 
 LEDGER = "ledger.sqlite"
 """Its name, in a run directory and in a checkpoint."""
@@ -198,29 +197,21 @@ def row_of(values: Sequence[Any]) -> Row:
     return replace(row, state=State(row.state))
 
 
-_SQL = (
-    f"SELECT t.data, p.is_whole, p.data, {', '.join(f'g.{name}' for name in COLUMNS)} FROM groups g "
-    "LEFT JOIN terms t ON t.id = g.terms LEFT JOIN payloads p ON p.group_id = g.group_id"
+_WHOLE = (
+    f"SELECT p.data, {', '.join(f'g.{name}' for name in COLUMNS)} FROM groups g "
+    "JOIN payloads p ON p.group_id = g.group_id AND p.is_whole ORDER BY g.step < 0, g.step, g.draw"
 )
-LedgerEntry = tuple[Row, Terms | None, Group | None, tuple[Sample, ...]]
-"""All that the ledger has of a group: under which terms it was dispatched first, if it was; itself, if it was finished,
-else its unfinished samples."""
 
 
-def entries(
-    path: Path, values: Collection[State] | Collection[int], *, of: Literal["state", "group_id"]
-) -> Generator[LedgerEntry]:
-    """Groups in these states, or of these ids, oldest first, all as of one moment. Raises LedgerError if the file, or a
-    group in it, cannot be read."""
-    sql = f"{_SQL} WHERE g.{of} IN ({', '.join('?' * len(values))}) ORDER BY g.group_id"
+def whole_groups(path: Path) -> Generator[tuple[Row, Group]]:
+    """Finished groups whose payload is kept, as of one moment: in the order of their steps and draws, those without a
+    step last. The ledger may be in use. Raises LedgerError if the file, or a group in it, cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            for terms, is_whole, data, *columns in db.execute(sql, tuple(values)):  # one statement: one moment
+            for data, *columns in db.execute(_WHOLE):  # one statement: one moment
                 row = row_of(columns)
-                group = decode_group(row.group_id, data) if data is not None and is_whole else None
-                partial = decode_partial(row.group_id, data) if data is not None and not is_whole else ()
-                yield row, msgspec.json.decode(terms, type=Terms) if terms else None, group, partial
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
+                yield row, decode_group(row.group_id, data)
+    except sqlite3.Error as error:
         raise LedgerError(f"{path} cannot be read: {error}") from error
 
 

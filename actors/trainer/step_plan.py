@@ -150,11 +150,6 @@ def _sequence(value: object) -> Sequence[object] | None:
     return cast("Sequence[object]", value) if is_in_order else None
 
 
-SHOWN_GROUPS = 4
-SHOWN_TOKENS = 1 << 18
-"""Of the responses of all groups that are shown: a MiB of log-probs."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlanOptions:
     """What shapes a step."""
@@ -235,7 +230,6 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
         minibatch_tokens=tuple(tokens for tokens, _ in own),
         minibatch_rollouts=tuple(rollouts for _, rollouts in own),
         minibatch_parts=tuple({name: _denominators(part, name) for name in names} for part in members) if names else (),
-        shown_groups=shown_groups(groups),
     )
     return tuple(_shard(whole, rank, samples) for rank in plan)
 
@@ -314,14 +308,6 @@ def _denominators(samples: Sequence[TrainSample], part: LossPart) -> tuple[float
     tokens = [(sample, float(sample.loss_mask.sum())) for sample in samples if sample.loss == part]
     rollouts = {(sample.group_id, sample.index) for sample, count in tokens if count}
     return sum(count for _, count in tokens), float(len(rollouts))
-
-
-def shown_groups(groups: Sequence[Group]) -> tuple[int, ...]:
-    """Ids of those that people are shown with the trainer's log-probs: the first with different rewards, for what
-    decides nothing may not be computed; those of demonstrations are all equal."""
-    telling = [group for group in groups if np.ptp(group.rewards) > 0] or groups
-    lengths = np.cumsum([sum(len(s.response_ids) for s in group.samples) for group in telling])
-    return tuple(g.group_id for g, end in zip(telling[:SHOWN_GROUPS], lengths, strict=False) if end <= SHOWN_TOKENS)
 
 
 def _check_reference(step: int, groups: Sequence[Group]) -> None:

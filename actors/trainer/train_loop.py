@@ -301,7 +301,7 @@ class TrainLoop:
         metrics["knobs/epoch"] = float(self._owner.epoch)
         made = self.link.version = version + 1
         with self._meter.during("wait-data", "tell buffer"):
-            await self._ask("buffer", lambda: self._buffer.trained(version, stats.scores))
+            await self._ask("buffer", lambda: self._buffer.trained(version))
         await self._is_end(made)  # before anything is written or published as the run's last
         if self._share is not None:
             await self._write_if_due(made)
@@ -470,7 +470,7 @@ class TrainerGang:
         return self.together.names
 
     async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
-        """All ranks at once, with the same values; returns rank 0's metrics and the scores of all. Raises TrainError
+        """All ranks at once, with the same values; returns rank 0's metrics. Raises TrainError
         naming who failed, UserCodeError if it was the user's loss."""
         started, began = self._clock.wall(), self._clock.monotonic()
         try:
@@ -479,8 +479,7 @@ class TrainerGang:
             raise self._failed(shards[0].step, error) from error
         group_ids = {sample.group_id for shard in shards for sample in shard.samples}
         self._telemetry.hop("train", group_ids, started, self._clock.monotonic() - began, step=shards[0].step)
-        scores = tuple(score for one in stats.values() for score in one.scores)
-        return StepStats(metrics=stats["trainer/0"].metrics, scores=scores)
+        return stats["trainer/0"]
 
     def _failed(self, step: int, error: GatherError) -> MyxaError:
         name, cause = next(iter(error.errors.items()))

@@ -10,37 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..control import verbs
-from .parser import Parser, ask, at_least, show, table, verb_command
+from .parser import Command, Parser, add_run_flags, folder_of, show, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 def _add_dump(parser: Parser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--next", type=at_least(1), default=0, metavar="N", dest="next_groups",
-                      help="the next N that are claimed for training (all that was not trained yet)")  # fmt: skip
-    what.add_argument("--end", action="store_const", const=-1, dest="next_groups",
-                      help="end an earlier --next before it has all its groups")  # fmt: skip
-    what.add_argument("--list", action="store_true", help="files that were written, or are being written")
+    parser.add_argument("file", type=Path, nargs="?", default=None, metavar="FILE",
+                        help="a new file (groups.jsonl in the run directory)")  # fmt: skip
+    add_run_flags(parser)
 
 
 def _dump(options: argparse.Namespace) -> int:
-    if options.list:
-        show(options, ask(options, verbs.DUMPS), _files)
-    else:
-        show(options, ask(options, verbs.DUMP), _dump_sentence)
+    """From the ledger itself, so it works after the run, too."""
+    from ...actors.buffer.dumps import write_dump
+    from ...actors.ledger.file import LEDGER
+
+    folder = folder_of(options)
+    path: Path = options.file or folder / "groups.jsonl"
+    facts = {"path": str(path), "num_groups": write_dump(folder / LEDGER, path, folder.name)}
+    show(options, facts, lambda told: f"{told['num_groups']} groups in {told['path']}")
     return 0
-
-
-def _dump_sentence(facts: dict[str, Any]) -> str:
-    text = f"{facts['num_groups']} groups, {facts['num_bytes']:,} bytes in {facts['path']}"
-    return f"{text}: {facts['reason']}" if facts["reason"] else text
-
-
-def _files(facts: list[dict[str, Any]]) -> RenderableType:
-    rows = [(d["path"], d["num_groups"], f"{d['num_bytes']:,}", d["reason"] or "whole") for d in facts]
-    return table(("file", "groups", "bytes", ""), rows, right=("groups", "bytes"))
 
 
 def _add_samples(parser: Parser) -> None:
@@ -101,13 +92,7 @@ def _group(group: dict[str, Any]) -> Iterator[str]:
 def _samples_facts(sample: dict[str, Any]) -> str:
     stamped = sorted({version for version in sample["versions"] if version >= 0})
     versions = f"versions {stamped[0]} to {stamped[-1]}" if stamped else "no engine"
-    tokens = zip(sample["logprobs"], sample["train_logprobs"], sample["loss_mask"], strict=False)
-    gaps = [abs(trained - drawn) for drawn, trained, is_trained in tokens if is_trained]
-    gap = ""
-    if gaps:
-        mean = sum(gaps) / len(gaps)
-        gap = f", trainer and engine differ by {mean:.2g} nats a token, at most {max(gaps):.2g}"
-    return f"{sample['num_tokens']} tokens ({sample['finish']}), {versions}, temperature {sample['temperature']:g}{gap}"
+    return f"{sample['num_tokens']} tokens ({sample['finish']}), {versions}, temperature {sample['temperature']:g}"
 
 
 SAMPLES_WORDS = (
@@ -115,7 +100,14 @@ SAMPLES_WORDS = (
     "samples.jsonl kept of each step."
 )
 COMMANDS = (
-    verb_command(verbs.DUMP, _dump_sentence, add=_add_dump, run=_dump),
+    Command(
+        "dump",
+        "write finished groups with their tokens into a file",
+        _dump,
+        _add_dump,
+        "All finished groups of a run, live or ended, whose tokens its ledger has: those that are not trained yet, and "
+        "those that checkpoints have not let go, in the order of training.",
+    ),
     verb_command(
         verbs.SAMPLES,
         _draw,

@@ -1,4 +1,4 @@
-"""Verbs about data: files of the buffer's groups, and the newest samples token by token.
+"""The verb `samples`: the newest samples token by token, or what was kept of a step.
 
 The model's tokenizer is loaded at the first request.
 """
@@ -10,34 +10,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from ...actors.contracts import BufferContract
 from ...core.knobs import Operator
-from ...core.messages import DumpReport, RecentGroup
+from ...core.messages import RecentGroup
 from ...core.protocols import Tokenizer
 from ...core.refs import with_deadline
-from ...core.samples import F32, Sample
+from ...core.samples import Sample
 from ..views.run_files import SampleQuery, read_samples
 from . import verbs
 from .server import Handler, VerbContext
 
-MIB = 1 << 20
 NOT_A_CHARACTER = "\ufffd"
-NOT_SCORED: F32 = np.zeros(0, dtype=np.float32)
-
-
-async def _dump(context: VerbContext, arguments: verbs.DumpArguments, who: Operator) -> DumpReport:
-    del who
-    max_bytes = arguments.max_mb * MIB
-    if arguments.next_groups:
-        return await _buffer(context, verbs.SAMPLES.ask_s).dump_next(max(arguments.next_groups, 0), max_bytes)
-    return await _buffer(context, verbs.DUMP.ask_s).dump(max_bytes)
-
-
-async def _dumps(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> tuple[DumpReport, ...]:
-    del arguments, who
-    return await _buffer(context, verbs.SAMPLES.ask_s).dumps()
 
 
 async def _samples(context: VerbContext, arguments: verbs.SamplesArguments, who: Operator) -> dict[str, Any]:
@@ -78,7 +61,6 @@ def _shown(found: Sequence[RecentGroup], tokenizer: Tokenizer, max_tokens: int) 
 def _shown_group(recent: RecentGroup, tokenizer: Tokenizer, max_tokens: int) -> dict[str, Any]:
     group = recent.group
     parts = group.reward_parts or tuple({} for _ in group.samples)
-    scores = recent.train_logprobs or tuple(NOT_SCORED for _ in group.samples)
     return {
         "group_id": group.group_id,
         "prompt": "\n".join(f"{message.role}: {message.content}" for message in group.prompt.messages),
@@ -91,16 +73,14 @@ def _shown_group(recent: RecentGroup, tokenizer: Tokenizer, max_tokens: int) -> 
         "rollout": recent.rollout,
         "wall_s": recent.wall_s,
         "samples": [
-            {**_shown_sample(sample, tokenizer, max_tokens), "reward": float(reward), "reward_parts": of,
-             "train_logprobs": trained[:max_tokens].tolist()}
-            for sample, reward, of, trained in zip(group.samples, group.rewards, parts, scores, strict=True)
+            {**_shown_sample(sample, tokenizer, max_tokens), "reward": float(reward), "reward_parts": of}
+            for sample, reward, of in zip(group.samples, group.rewards, parts, strict=True)
         ],
     }  # fmt: skip
 
 
 def _shown_sample(sample: Sample, tokenizer: Tokenizer, max_tokens: int) -> dict[str, Any]:
-    """Lists of a number for each token have the same length; `train_logprobs`, the trainer's own in the step that
-    trained it, may be empty: only the first groups of each step that differ in reward have them."""
+    """Lists of a number for each token have the same length."""
     return {
         "index": sample.index,
         "branch": sample.branch,
@@ -136,4 +116,4 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(texts)
 
 
-DATA_HANDLERS: dict[verbs.Verb[Any], Handler] = {verbs.DUMP: _dump, verbs.DUMPS: _dumps, verbs.SAMPLES: _samples}
+DATA_HANDLERS: dict[verbs.Verb[Any], Handler] = {verbs.SAMPLES: _samples}

@@ -240,16 +240,6 @@ PROFILE = Verb(
 TRACE = Verb("trace", "read", Arguments, "the timeline up to now, for ui.perfetto.dev", 20.0)
 
 
-class DumpArguments(Arguments, frozen=True, kw_only=True):
-    """Of `dump`."""
-
-    next_groups: Annotated[
-        int, argument("the next N that are claimed for training; 0: what was not trained yet; -1: end that", flag="",
-                      ge=-1, le=1_000_000),
-    ] = 0  # fmt: skip
-    max_mb: Annotated[int, argument("largest file, in MiB (1024)", "MB", ge=1, le=1 << 20)] = 1024
-
-
 class SamplesArguments(Arguments, frozen=True, kw_only=True):
     """Of `samples`."""
 
@@ -262,15 +252,13 @@ class SamplesArguments(Arguments, frozen=True, kw_only=True):
     eval_set: Annotated[str, argument("of this set of [eval.sets]", flag="", max_length=200)] = ""
 
 
-DUMP = Verb("dump", "change", DumpArguments, "write groups with their tokens into a file of the run", 1800.0)
-DUMPS = Verb("dumps", "read", Arguments, "files that `dump` wrote, or is writing", 20.0)
 SAMPLES = Verb(
     "samples", "read", SamplesArguments, "prompt, answers, rewards: of the newest groups, or of a step", 20.0
 )
 
 ALL: tuple[Verb[Any], ...] = (
     PS, STATUS, WHY, GET, SET, EXPLAIN, UNDO, HISTORY, PAUSE, RESUME, STEP, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
-    KILL, LOGS, STACK, PROFILE, TRACE, DUMP, DUMPS, SAMPLES, MEM, VERBS,
+    KILL, LOGS, STACK, PROFILE, TRACE, SAMPLES, MEM, VERBS,
 )  # fmt: skip
 BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}
 

@@ -12,7 +12,6 @@ function setGroups(answer) {
   sampled.limit = 30;
   const all = sampled.groups.flatMap((g) => g.samples ?? []);
   document.getElementById("token-colour").hidden = !all.some((s) => s.tokens?.length);
-  document.querySelector('[data-colour="gap"]').hidden = !all.some((s) => s.train_logprobs?.length);
   drawGroups();
 }
 
@@ -35,9 +34,8 @@ function drawGroups() {
 }
 
 function tokenKey() {
-  if (sampled.colour === "logprob" || sampled.colour === "gap") {
-    const what = sampled.colour === "gap" ? "|trainer - engine|, " : "how unlikely the token was, ";
-    return [what, ...HEAT_WORDS.map((word, i) => el("span", { class: i ? `swatch h${i}` : "swatch" }, word))];
+  if (sampled.colour === "logprob") {
+    return ["how unlikely the token was, ", ...HEAT_WORDS.map((word, i) => el("span", { class: i ? `swatch h${i}` : "swatch" }, word))];
   }
   if (sampled.colour !== "version") return [];
   const versions = [...new Set(sampled.groups.flatMap((g) => (g.samples ?? []).flatMap((s) => s.versions ?? [])))].filter((v) => v >= 0).sort((a, b) => a - b);
@@ -95,12 +93,11 @@ function sampleBlock(sample) {
 const spanText = (letter, low, high) => (low === high ? `${letter}${low}` : `${letter}${low}..${letter}${high}`);
 
 function tokenSpan(sample, token, i) {
-  const logprob = sample.logprobs?.[i], version = sample.versions?.[i], trained = sample.train_logprobs?.[i];
+  const logprob = sample.logprobs?.[i], version = sample.versions?.[i];
   const isMasked = sample.loss_mask && !sample.loss_mask[i];
   const words = [`token ${i}`, isMasked ? "not trained" : `log-prob ${short(logprob)}`];
-  if (trained !== undefined) words.push(`trainer ${short(trained)}, gap ${short(trained - logprob)}`);
   if (version >= 0) words.push(`version ${version}`);
-  return el("span", { class: `tok${isMasked ? " masked" : ""} ${tint(logprob, trained, version, isMasked)}`, title: words.join("\n") }, visible(String(token).replace(/\n/g, "\u21b5\n")));
+  return el("span", { class: `tok${isMasked ? " masked" : ""} ${tint(logprob, version, isMasked)}`, title: words.join("\n") }, visible(String(token).replace(/\n/g, "\u21b5\n")));
 }
 
 // Letters that would turn the direction of the text around, or show nothing, are spelt out.
@@ -108,10 +105,9 @@ function visible(words) {
   return words.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-function tint(logprob, trained, version, isMasked) {
+function tint(logprob, version, isMasked) {
   if (isMasked || sampled.colour === "plain") return "";
   if (sampled.colour === "version") return version >= 0 ? `v${version % 6}` : "";
-  const value = sampled.colour === "gap" ? Math.abs((trained ?? logprob) - logprob) : -(logprob ?? 0);
-  const level = HEAT.filter((limit) => value >= limit).length;
+  const level = HEAT.filter((limit) => -(logprob ?? 0) >= limit).length;
   return level ? `h${level}` : "";
 }

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.trainer import step_plan
 from myxa.actors.trainer.step_plan import (
     MAX_PARTS,
     ClaimedBatch,
@@ -52,16 +51,6 @@ def test_every_sample_lands_on_exactly_one_rank_and_micro_batch() -> None:
         assert shard.step == 7
     for parts in zip(*(shard.minibatches for shard in shards), strict=True):
         assert len({len(part) for part in parts}) == 1, "ranks must meet in the same number of collectives"
-
-
-def test_the_first_groups_that_differ_in_reward_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [group(i, [1.0, 1.0] if i in (0, 2) else [0.0, 1.0]) for i in range(8)]
-    assert {shard.shown_groups for shard in plan_step(0, groups, options())} == {(1, 3, 4, 5)}
-    assert plan_step(0, groups[:1], options())[0].shown_groups == (0,), "nothing else to show"
-    monkeypatch.setattr(step_plan, "SHOWN_TOKENS", 2 * sum(len(s.response_ids) for s in groups[1].samples))
-    assert plan_step(0, groups, options())[0].shown_groups == (1, 3)
-    monkeypatch.setattr(step_plan, "SHOWN_TOKENS", 1)
-    assert plan_step(0, groups, options())[0].shown_groups == ()
 
 
 def test_normalisers_are_global_and_count_only_trained_tokens() -> None:

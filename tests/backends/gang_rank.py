@@ -26,7 +26,6 @@ from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.algos.objective import objective_config
 from myxa.core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import MyxaError
-from myxa.core.protocols import StepStats
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
 
 Backends = Callable[..., TorchBackend]
@@ -220,15 +219,6 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     finally:
         backend.close()
     return result
-
-
-def shown(shard: TrainShard, stats: StepStats) -> dict[str, float]:
-    """Sample that the step told of -> how far from the log-probs that the shard came with."""
-    drawn = {(s.group_id, s.index): s.logprobs for s in shard.samples}
-    return {
-        f"{score.group_id}/{score.index}": float(np.abs(score.logprobs - drawn[score.group_id, score.index]).max())
-        for score in stats.scores
-    }
 
 
 def parameters_of(backend: TorchBackend) -> list[Any]:

@@ -262,20 +262,12 @@ def test_training_is_that_of_the_torch_trainer(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_samples_of_our_own_scores_do_not_diverge_and_are_shown_once_by_a_rank_of_each_replica(
-    num_ranks: int, gangs: Gangs
-) -> None:
+def test_samples_of_our_own_scores_do_not_diverge(num_ranks: int, gangs: Gangs) -> None:
     """A separate forward pass in the same layout gives the bits of the training pass."""
     for case in (case for case in CASES[num_ranks] if "watches_routing" not in case):
         ranks = results(gangs(num_ranks), case["name"])
         own = [result["metrics_of_own_scores"] for result in ranks]
         assert {m[f"train/logprob_diff_abs_{what}"] for m in own for what in ("max", "mean")} == {0.0}, case["name"]
-        assert not any(result["shown"] for result in ranks if not result["is_teller"])
-        told = [sample for result in ranks for sample in result["shown"]]
-        assert len({sample.partition("/")[0] for sample in told}) == 4, "groups"
-        assert len(told) == len(set(told))
-        if case.get("algo", GRPO)["minibatches"] == 1:
-            assert all(gap == 0.0 for result in ranks for gap in result["shown"].values()), case["name"]
 
 
 def test_a_loss_of_the_users_that_fails_is_told_by_all_ranks_and_nobody_updates(gangs: Gangs) -> None:

@@ -44,25 +44,6 @@ def test_the_first_ratio_is_one_to_the_last_bit(backends: Backends, minibatches:
         assert metrics["train/approx_kl"] != 0.0, "later mini-batches have moved on"
 
 
-@pytest.mark.parametrize("minibatches", [1, 3])
-def test_the_log_probs_that_people_are_shown_are_those_of_the_pass(backends: Backends, minibatches: int) -> None:
-    backend = backends(algo={"minibatches": minibatches, "batch_size": 6})
-    (shard,) = make_shards(31, minibatches=minibatches)
-    scores = own_scores(backend, shard)
-    told = {(s.group_id, s.index): s.logprobs for s in backend.train(shard, {}).scores}
-    assert {group_id for group_id, _ in told} == set(shard.shown_groups)
-    assert len(shard.shown_groups) == 4
-    first = {i for micro in shard.minibatches[0] for i in micro}
-    for i, sample in enumerate(shard.samples):
-        is_told = sample.group_id in shard.shown_groups and sample.loss_mask.any() and sample.advantage != 0.0
-        assert ((sample.group_id, sample.index) in told) == bool(is_told)
-        if is_told:
-            same = np.array_equal(told[sample.group_id, sample.index], scores[i])
-            assert same == (i in first), "later mini-batches have moved on"
-    nobody = msgspec.structs.replace(shard, shown_groups=())
-    assert backend.train(nobody, {}).scores == ()
-
-
 def test_what_the_run_file_says_of_masking_is_done_and_told(backends: Backends) -> None:
     masking = {"correction": "mis", "mis_mode": "clip", "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15}
     algo = {**masking, "mis_normalise": True, "opsm_delta": 1e-6, "minibatches": 3, "batch_size": 6}
@@ -365,8 +346,6 @@ def test_epochs_are_passes_over_the_same_mini_batches(backends: Backends, miniba
         assert found.metrics["train/num_updates"] == 2 * minibatches
         for name in ("train/loss", "train/ratio", "train/clip_fraction", "train/grad_norm"):
             assert found.metrics[name] == pytest.approx(right.metrics[name]), name
-        names = [(score.group_id, score.index) for score in found.scores]
-        assert len(set(names)) == len(names), "people are shown the first pass"
     assert backends(algo={"batch_size": 6, "epochs": 2}).train(shard, {}).metrics["train/ratio"] != 1.0
 
 

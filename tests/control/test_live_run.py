@@ -33,7 +33,7 @@ BLOCK = re.compile(r"^```console(?: exit=(?P<exit>\d+))?\n(?P<body>.*?)^```$", r
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
 SHELL = set("$|;<>")
 """What a shell has a part in; all other examples are commands alone."""
-WITHOUT_COMMAND = {"status", "verbs", "dumps"}
+WITHOUT_COMMAND = {"status", "verbs"}
 """Verbs for programs."""
 
 

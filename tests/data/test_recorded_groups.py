@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.dumps import write_groups
 
-from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import MixedDataset, open_data, open_prompts
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import RunConfig, load_config
@@ -61,16 +61,8 @@ def group(group_id: int, *messages: Message) -> Group:
     return Group(prompt=prompt, samples=tuple(sample(group_id, index) for index in range(2)), rewards=rewards)
 
 
-def write(path: Path, *groups: Group | None) -> str:
-    """A dump; None: a group that was not finished."""
-    writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=4, wall_s=0.0), 1 << 30)
-    for number, one in enumerate(groups):
-        line = DumpedGroup(
-            group_id=number, state="READY", attempt=1, rollout="rollout/0", version=3, step=4, draw=9, num_samples=2, group=one
-        )  # fmt: skip
-        writer.add(line)
-    writer.close()
-    return str(path)
+def write(path: Path, *groups: Group) -> str:
+    return write_groups(path, groups, lambda number: 4)
 
 
 def config(model: Path, train: str | list[str], **sections: dict[str, Any]) -> RunConfig:
@@ -96,16 +88,6 @@ def test_finished_groups_are_prompts_as_they_were_asked_in_the_dumps_order(model
     assert (last.label, last.tools) == ("label 2", ({"type": "function", "function": {"name": "add"}},))
     told = {"run": "first", "group": 2, "step": 4, "version": 3, "rewards": [0.5, -1.25]}
     assert last.metadata == {"level": 2, "recorded": told}
-
-
-def test_unfinished_groups_are_left_out_where_bad_rows_are(model: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", group(0), None, group(2))
-    with pytest.raises(DataError, match=r"d.jsonl:3: group 1 was not finished when it was dumped -- leave it out with"):
-        open_prompts(config(model, path))
-    dataset = open_prompts(config(model, path, data={"on_bad_line": "skip"}))
-    assert (len(dataset), dataset.num_bad) == (2, 1)
-    second = dataset.prompt(1)
-    assert second is not None and second.row == 2, "a row's number is that of its group in the file"
 
 
 def test_plain_texts_are_plain_texts_again(model: Path, tmp_path: Path) -> None:
@@ -205,9 +187,9 @@ def test_torn_files_and_other_files_are_told(model: Path, tmp_path: Path) -> Non
     assert told(model, path, text[:-40]).startswith("d.jsonl:3: is no dumped group: Input data was truncated -- use")
     assert "d.jsonl:4: is no dumped group: JSON is malformed" in told(model, path, text + "\x00\n")
     assert "d.jsonl:4: is no dumped group: " in told(model, path, text + "[" * 100_000 + "\n")
-    assert "the dump holds no groups -- write one with `myxa dump" in told(model, path, header + "\n")
+    assert "the dump holds no groups -- dump a run that" in told(model, path, header + "\n")
     assert "d.jsonl is no dump of groups: " in told(model, path, '{"prompt": "1+1?", "label": "2"}\n')
-    assert "this version reads 'myxa-groups/1' -- write a new one" in told(model, path, text.replace("ups/1", "ups/7"))
+    assert "this version reads 'myxa-groups/2' -- write a new one" in told(model, path, text.replace("ups/2", "ups/7"))
     (tmp_path / "p.parquet").write_bytes(b"PAR1" + b"\0" * 100)
     with pytest.raises(DataError, match=r"p.parquet is no dump of groups"):
         open_prompts(config(model, str(tmp_path / "p.parquet")))

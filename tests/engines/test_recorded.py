@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 from tests.harness import group_runner as harness
+from tests.harness.dumps import write_groups
 from tests.harness.manifests import manifest_of
 
-from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_prompts
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.recorded import RecordedReference
@@ -145,23 +145,11 @@ async def record(folder: Path, place: Path, workflow: str) -> Recording:
         await engine.close()
     rewards = np.arange(NUM_SAMPLES, dtype=np.float32)
     groups = [msgspec.structs.replace(one, rewards=rewards + number) for number, one in enumerate(groups)]
-    path = write_dump(place / "dump.jsonl", groups)
+    path = write_groups(place / "dump.jsonl", groups)
     recorded = {"data": {"train": path}, "roles": {"rollout": {"kind": "recorded"}}, "reward": {"fn": "recorded"}}
     if workflow == "two turns":
         sections["rollout"]["workflow"] = "flows.py:two_turns"
     return Recording(folder, workflow, groups, RunConfig.model_validate({**sections, **recorded}))
-
-
-def write_dump(path: Path, groups: list[Group]) -> str:
-    writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=0, wall_s=0.0), 1 << 30)
-    for number, one in enumerate(groups):
-        line = DumpedGroup(
-            group_id=number, state="READY", attempt=1, rollout="rollout/0", version=0, step=0, draw=0,
-            num_samples=NUM_SAMPLES, group=one,
-        )  # fmt: skip
-        writer.add(line)
-    writer.close()
-    return str(path)
 
 
 def same(found: Sample, recorded: Sample) -> None:
@@ -328,7 +316,7 @@ def test_prompts_that_this_run_would_write_otherwise_are_refused_before_it_start
 async def test_recorded_reference_log_probs_go_with_their_tokens(simple: Recording, tmp_path: Path) -> None:
     told = [msgspec.structs.replace(s, reference_logprobs=s.logprobs - 1) for s in simple.groups[0].samples]
     both = [msgspec.structs.replace(simple.groups[0], samples=tuple(told)), simple.groups[1]]
-    path = write_dump(tmp_path / "told.jsonl", both)
+    path = write_groups(tmp_path / "told.jsonl", both)
     raw = simple.config.model_dump(by_alias=True)
     config = RunConfig.model_validate({**raw, "data": {**raw["data"], "train": path}})
     engine = recorded_engine(

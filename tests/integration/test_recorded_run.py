@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tests.harness.commands import Command
+from tests.harness.dumps import write_groups
 from tests.harness.run_job import Job, audit, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
-from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_data
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.file import entries
+from myxa.actors.ledger.file import whole_groups
 from myxa.actors.ledger.states import State
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import make_rewarder
@@ -52,7 +52,6 @@ async def recorded(job: Job, path: Path) -> list[Group]:
     )
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
     groups: list[Group] = []
-    writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=0, wall_s=0.0), 1 << 30)
     try:
         for draw in range(NUM_GROUPS):
             prompt = data.prompt(draw)
@@ -63,15 +62,10 @@ async def recorded(job: Job, path: Path) -> list[Group]:
             told = [replace(s, reference_logprobs=s.logprobs - np.float32(0.01) * draw) for s in group.samples]
             group = replace(group, samples=tuple(told))
             groups.append(group)
-            line = DumpedGroup(
-                group_id=draw, state="TRAINED", attempt=1, rollout="rollout/0", version=0, step=draw // 4, draw=draw,
-                num_samples=4, group=group,
-            )  # fmt: skip
-            writer.add(line)
     finally:
-        writer.close()
         await engine.close()
         await scorer.close()
+    write_groups(path, groups, lambda draw: draw // 4)
     return groups
 
 
@@ -87,8 +81,7 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
         os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    found = entries(job.run_dir() / "ledger.sqlite", [State.TRAINED], of="state")
-    trained = [group for _, _, group, _ in found if group is not None]
+    trained = [group for row, group in whole_groups(job.run_dir() / "ledger.sqlite") if row.state is State.TRAINED]
     assert len(trained) >= 12, "those that no checkpoint covers are kept"
     for group in trained:
         was = groups[group.group_id % NUM_GROUPS]

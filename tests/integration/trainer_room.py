@@ -32,7 +32,7 @@ from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import KnobValue, LiveKnobs
 from myxa.core.messages import BufferStats, CanaryAnswers, Claim, StepReport, WeightManifest
 from myxa.core.process import boot_id
-from myxa.core.samples import Group, Message, Prompt, Sample, ScoredSample
+from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
 
 BATCH = 4
@@ -103,7 +103,7 @@ class Data(BufferContract):
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         return tuple(make_group(g, g // BATCH) for g in group_ids)
 
-    async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
+    async def trained(self, step: int) -> None:
         if self.when_trained is not None:
             await self.when_trained(step)
 

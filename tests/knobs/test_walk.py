@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the run's doing
 from tests.control.live import Live, made_steps
-from tests.harness.dumps import read_groups
 from tests.harness.run_job import BATCH, Job, audit, events, make_job, metrics
 from tests.harness.waiting import wait_until
 
-from myxa.actors.buffer.dumps import DumpedGroup
 from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
+from myxa.actors.ledger.file import whole_groups
+from myxa.core.samples import Group
 from myxa.launch.control.client import ControlClient
 
 pytestmark = pytest.mark.timeout(300)
@@ -97,12 +97,12 @@ class Walk:
         """Version trained from -> metrics of that step."""
         return {p["step"] - 1: p["values"] for p in metrics(self.run_dir) if "train/lr" in p["values"]}
 
-    def claimed(self) -> dict[int, list[DumpedGroup]]:
-        """Step -> the groups that it was trained on, with all samples; from when the dump began."""
-        found: dict[int, list[DumpedGroup]] = {}
-        for path in (self.run_dir / "dumps").glob("next-*.jsonl"):
-            for group in read_groups(path):
-                found.setdefault(group.step, []).append(group)
+    def claimed(self) -> dict[int, list[Group]]:
+        """Step -> the groups that it was trained on, with all samples."""
+        found: dict[int, list[Group]] = {}
+        for row, group in whole_groups(self.run_dir / "ledger.sqlite"):
+            if row.step >= 0:
+                found.setdefault(row.step, []).append(group)
         return found
 
 
@@ -128,8 +128,6 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
 
 
 def _take(walk: Walk) -> None:
-    walk.order("dump", next_groups=1_000_000)
-    walk.versions["dump"] = walk.version()
     walk.goes_on(4)
     walk.change("looser", values={"max_staleness": 4})
     walk.goes_on(16)
@@ -188,9 +186,8 @@ def test_samples_tell_what_they_were_drawn_under(walk: Walk) -> None:
     """Each group by its epoch, whenever it was trained; and the metrics of a step are those of its groups."""
     steps, by_step = walk.steps(), walk.claimed()
     assert len(by_step) > 30
-    assert min(by_step) <= walk.versions["dump"] + 2
-    for number, members in by_step.items():
-        groups = [g.group for g in members if g.group is not None]
+    assert min(by_step) == 0
+    for number, groups in by_step.items():
         assert len(groups) == BATCH
         for group in groups:
             wanted = COLD if group.knobs >= walk.epoch("temperature") else 1.0
@@ -223,8 +220,8 @@ def test_the_filter_judges_from_its_change_to_its_undoing(walk: Walk) -> None:
         f"AND wall_s BETWEEN {begun + SLACK_S} AND {ended - SLACK_S}"
     )
     for group in (g for groups in walk.claimed().values() for g in groups):
-        if (group.group_id,) in kept and group.group is not None:
-            assert len(set(group.group.rewards.tolist())) == 2, "what was kept meanwhile has both kinds of answers"
+        if (group.group_id,) in kept:
+            assert len(set(group.rewards.tolist())) == 2, "what was kept meanwhile has both kinds of answers"
 
 
 def test_no_sample_is_lost_or_doubled(walk: Walk) -> None:

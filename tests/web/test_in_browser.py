@@ -121,13 +121,6 @@ async def test_what_a_model_wrote_stays_text(planting, seat, page) -> None:
         await page.says(".tokens", "onerror='window.hacked=true'")
         await page.says(".prompt", "\\u202e")
         assert await page.count(".tok.h3, .tok.h4, .tok.h2") > 3
-        await page.click('[data-colour="gap"]')
-        await page.says("#token-key", "|trainer - engine|")
-        scored = "[...document.querySelectorAll('.group')].find((g) => g.textContent.includes('group 1002'))"
-        tinted = await page.run(f"{scored}.querySelectorAll('.tok.h3').length")
-        assert tinted >= 4, "tokens that differ by two nats"
-        assert await page.count(".tok.h3") == tinted, "others were not scored"
-        assert "gap -2" in await page.run(f"{scored}.querySelector('.tok.h3').title")
         await page.click('[data-colour="version"]')
         assert await page.count(".tok.v4") > 3  # 118 and 119, of six colours
         assert await page.count(".tok.v5") > 3

@@ -35,7 +35,7 @@ from ....core.config import AlgoConfig
 from ....core.errors import TrainError, UserCodeError
 from ....core.samples import LossPart, TrainShard
 from ..vocab_scores import TokenScores
-from .microbatch import MicroBatch, ShownScores
+from .microbatch import MicroBatch
 from .settings import StepSettings
 from .tensors import floats
 from .world import RankGroup, World
@@ -226,7 +226,6 @@ class TrainingStep:
     settings: StepSettings
     objective: AlgoConfig
     tally: MetricSums
-    shown: ShownScores
     num_updates: int = 0
     mean_weights: Sequence[float] = ()
     """Of each mini-batch; see the function of that name."""
@@ -235,7 +234,7 @@ class TrainingStep:
     @classmethod
     def begin(cls, shard: TrainShard, settings: StepSettings) -> Self:
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
-        return cls(shard, settings, objective, MetricSums(), ShownScores(shard))
+        return cls(shard, settings, objective, MetricSums())
 
     def normalisers(self, number: int) -> dict[LossPart, Normaliser]:
         """Denominators of each part of the loss that the mini-batch has on any rank."""

@@ -1,8 +1,7 @@
 """A shard cut into micro-batches that are ready to compute: layout, and one value per loss token beside it.
 
 All tensors are on the token axis M of the layout: loss tokens of all its samples, one after another. Masked tokens do
-not appear, so every mask over M is True. `ShownScores` keeps the trainer's log-probs of the few groups of a step that
-are shown to people; they come out of the passes that are made anyway, and are read once, at the end of the step.
+not appear, so every mask over M is True.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ....algos.segments import Segments
 from ....core.errors import TrainError
-from ....core.samples import F32, LossPart, Sample, ScoredSample, TrainSample, TrainShard, wrong_kept
+from ....core.samples import F32, LossPart, Sample, TrainSample, TrainShard, wrong_kept
 from .layout import I64
 from .tensors import from_array
 
@@ -211,36 +210,3 @@ def _rows(
         for s, (row, number) in zip(samples, values, strict=True)
     ]
     return from_array(np.concatenate(kept).astype(np.float32)).to(device)
-
-
-class ShownScores:
-    """Of one step, on one rank."""
-
-    def __init__(self, shard: TrainShard) -> None:
-        self._samples = shard.samples
-        self._groups = frozenset(shard.shown_groups)
-        self._found: list[tuple[int, I64, Tensor]] = []
-
-    def take(self, layout: ScoredRows, logprobs_M: Tensor) -> None:
-        """Keep what is shown of one micro-batch: float [M], log-probs of the loss tokens of `layout`."""
-        for k, i in enumerate(layout.members):
-            if self._samples[i].group_id in self._groups:
-                part = slice(int(layout.offsets[k]), int(layout.offsets[k + 1]))
-                self._found.append((i, layout.columns_M[part], logprobs_M[part].detach().float()))
-
-    def scores(self) -> tuple[ScoredSample, ...]:
-        """What was kept, on the host; empty if no group is shown."""
-        if not self._found:
-            return ()
-        values = torch.cat([part for _, _, part in self._found]).cpu().numpy()
-        scores: list[ScoredSample] = []
-        start = 0
-        for i, columns, part in self._found:
-            sample = self._samples[i]
-            logprobs = np.zeros(len(sample.loss_mask), dtype=np.float32)
-            logprobs[columns] = values[start : start + len(part)]
-            scores.append(
-                ScoredSample(group_id=sample.group_id, index=sample.index, branch=sample.branch, logprobs=logprobs)
-            )
-            start += len(part)
-        return tuple(scores)
