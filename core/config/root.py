@@ -441,6 +441,8 @@ def _rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (is_megatron and trainer.strategy != "ddp", "trainer.strategy roles.trainer.kind",
          "is the torch trainer's; megatron.distributed_optimizer splits optimizer state"),
         (is_megatron and trainer.impl != "own", "trainer.impl roles.trainer.kind", "is the torch trainer's"),
+        (is_megatron and trainer.activation_checkpointing, "trainer.activation_checkpointing roles.trainer.kind",
+         'is the torch trainer\'s; use megatron.recompute = "full"'),
         (trainer.impl == "hf" and config.critic.enabled, "trainer.impl critic.enabled",
          "does not go with a critic: its layers are our own code's"),
         (is_megatron and trainer.freeze, "trainer.freeze roles.trainer.kind",

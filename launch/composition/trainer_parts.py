@@ -85,8 +85,7 @@ def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> Trai
 
 
 def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
-    from ...actors.backends.megatron.backend import MegatronBackend
-    from ...actors.backends.megatron.settings import MegatronRankSettings
+    from ...actors.backends.megatron.backend import MegatronBackend, MegatronRankSettings
 
     if spec.devices:  # before CUDA starts: one queue, so that overlapped collectives run in the order of their calls
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

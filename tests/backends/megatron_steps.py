@@ -41,8 +41,7 @@ def sibling(name: str) -> ModuleType:
 
 def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
     """A backend of a case, not set up yet."""
-    from myxa.actors.backends.megatron.backend import MegatronBackend
-    from myxa.actors.backends.megatron.settings import MegatronRankSettings
+    from myxa.actors.backends.megatron.backend import MegatronBackend, MegatronRankSettings
     from myxa.actors.backends.torch_backend.world import Gang
     from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
     from myxa.core.config.learning import MegatronSettings

@@ -112,6 +112,9 @@ MISTAKES: dict[str, str] = {
     '[algo]\nloss = "sft"\n': "6 algo.loss",
     "[optimizer]\nwarmup_steps = 10\ndecay_steps = 5\n": "7 optimizer.decay_steps",
     '[trainer]\nfreeze = ["embed"]\n[roles.trainer]\nkind = "megatron"\n': "6 trainer.freeze",
+    '[trainer]\nactivation_checkpointing = true\n[roles.trainer]\nkind = "megatron"\n': (
+        "6 trainer.activation_checkpointing"
+    ),
     '[trainer]\nstrategy = "fsdp"\n[roles.trainer]\nkind = "megatron"\n': "6 trainer.strategy ! megatron.distributed_optimizer",
     '[megatron]\noffload_optimizer = 0.5\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.offload_optimizer ! bfloat16",
     '[optimizer]\nschedule = "wsd"\n': "5 optimizer.wsd_decay_steps",

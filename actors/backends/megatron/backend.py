@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....core.clock import Clock
+from ....core.config.learning import MegatronSettings
 from ...models.hf_folder import read_config
 from ...models.model_config import ModelConfig
 from ...models.second_model import check_reference
 from ..export import Exporter
-from ..rank_backend import RankBackend, RankParts
+from ..rank_backend import RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from ..torch_backend.settings import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
@@ -30,14 +32,24 @@ from . import mcore
 from .batch import PackCutting
 from .checkpoint import MegatronTrainingState
 from .hf_weights import iter_hf_tensors, load_hf_folder, numbers_of
-from .layout import check_routing
+from .layout import ParallelLayout, check_routing
 from .offload import MegatronOffload, Part
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
-from .provider import build_model_chunks
+from .provider import build_model_chunks, model_fields
 from .schedule import MegatronPolicy, Pipeline, RoutingReplay
-from .settings import MegatronRankSettings, check_settings, checked_fields, model_fields
-from .verbatim import OWNED_DDP, OWNED_OPTIMIZER
+from .verbatim import check_table
 from .world import MegatronWorld
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronRankSettings(RankSettings):
+    """With the `[megatron]` table."""
+
+    megatron: MegatronSettings = field(default_factory=MegatronSettings)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout.of(self.megatron)
 
 
 class MegatronBackend(RankBackend[MegatronRankSettings]):
@@ -56,18 +68,16 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         installed megatron-core does not know, UserCodeError for a function that cannot be had."""
         config, home = self._config, self._offload
         check_schedule(config.optimizer, config.total_updates)
-        check_settings(config)
         user = load_functions(config.algo)
         model = check_reference(config.algo, read_config(config.model_path), is_any_shape=False)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
-        ddp_options = checked_fields(
-            "ddp", config.megatron.ddp, mcore.module("distributed").DistributedDataParallelConfig, OWNED_DDP
-        )
-        optimizer_options = checked_fields(
-            "optimizer", config.megatron.optimizer, mcore.module("optimizer").OptimizerConfig, OWNED_OPTIMIZER
-        )
+        for name, table, record in (
+            ("ddp", config.megatron.ddp, mcore.module("distributed").DistributedDataParallelConfig),
+            ("optimizer", config.megatron.optimizer, mcore.module("optimizer").OptimizerConfig),
+        ):
+            check_table(name, table, {one.name for one in fields(record)})
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         world = MegatronWorld.enter(config.gang, precision.device, config.layout, config.seed)
@@ -79,11 +89,11 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                 with self._region("chunks"):
                     chunks = self._chunks(model, precision, config.model_path)
                 with self._region("buffers"):
-                    wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron, ddp_options)
+                    wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron)
                 if home is not None:
                     home.move_grads(wrapped)
                 with self._region("masters"):
-                    optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
+                    optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision)
                 with self._region("moments"):
                     optimizer.make_moments()
                 reference = self._reference(model, precision, optimizer) if config.algo.keeps_reference else None

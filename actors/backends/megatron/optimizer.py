@@ -10,7 +10,7 @@ vectors) are Megatron's, applied here because its own scheduler, which is not us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,15 +30,12 @@ class Precision:
     device: torch.device
 
 
-def wrap_chunks(
-    chunks: Sequence[nn.Module], config: Any, settings: MegatronSettings, options: Mapping[str, Any]
-) -> list[nn.Module]:
-    """Data parallelism around every chunk; sets in the pipeline's `config` how gradients are synchronised. `options`:
-    checked fields of DistributedDataParallelConfig."""
+def wrap_chunks(chunks: Sequence[nn.Module], config: Any, settings: MegatronSettings) -> list[nn.Module]:
+    """Data parallelism around every chunk; sets in the pipeline's `config` how gradients are synchronised."""
     fields = {
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,  # all ranks agree on that before an update, and name the groups
-        **options,
+        **settings.ddp,
         "use_distributed_optimizer": settings.distributed_optimizer,
     }
     ddp_config = mcore.module("distributed").DistributedDataParallelConfig(**fields)
@@ -68,7 +65,6 @@ class MegatronAdamW:
         config: OptimizerConfig,
         settings: MegatronSettings,
         precision: Precision,
-        options: Mapping[str, Any],
     ) -> None:
         self.chunks = list(chunks)
         self.before_update: Callable[[], None] = _nothing
@@ -88,7 +84,7 @@ class MegatronAdamW:
             "bf16": precision.params is torch.bfloat16,
             "params_dtype": precision.params,
             **(_offload(settings, precision) if settings.offload_optimizer else {}),
-            **options,
+            **settings.optimizer,
         }
         self._config = mcore.module("optimizer").OptimizerConfig(**fields)
         self.megatron = mcore.module("optimizer").get_megatron_optimizer(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ....core.config.learning import MegatronSettings
 from ....core.errors import ConfigError, TrainError
 from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import integers, pieces
@@ -38,7 +39,17 @@ from . import mcore
 from .attention import VarlenAttention
 from .layout import ParallelLayout
 from .rotary import Rotary
-from .verbatim import OWNED_MODEL, check_table
+from .verbatim import check_table
+
+
+def model_fields(settings: MegatronSettings) -> dict[str, Any]:
+    """Fields of TransformerConfig that the run file asks for."""
+    chosen: dict[str, Any] = {} if settings.recompute == "none" else {"recompute_granularity": settings.recompute}
+    if settings.recompute == "full":
+        chosen |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if settings.routing_replay:
+        chosen["moe_enable_routing_replay"] = True
+    return {**chosen, **settings.model}
 
 
 def transformer_config(
@@ -53,7 +64,7 @@ def transformer_config(
     Raises ConfigError naming the key for a field that is unknown, not the user's to set, or refused by megatron-core,
     and for a layout that does not fit the model."""
     settings_type = mcore.module("transformer").TransformerConfig
-    check_table("model", overrides, {field.name for field in fields(settings_type)}, OWNED_MODEL)
+    check_table("model", overrides, {field.name for field in fields(settings_type)})
     layout.check_model(config, overrides)
     chosen = _shape(config) | _cut(layout) | _numerics(precision, layout, uses_engine=uses_engine)
     if config.num_experts:
