@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,10 +13,8 @@ from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 from ..models.hf_folder import write_folder
 from ..models.model_config import ModelConfig
-from .torch_backend.tensors import NAME_OF, from_bytes, largest_beyond, raw_bytes
+from .torch_backend.tensors import NAME_OF, raw_bytes
 from .torch_backend.world import World
-
-_log = logging.getLogger("myxa.backends")
 
 
 def named_array(name: str, tensor: Tensor, offset: int = 0) -> NamedArray:
@@ -37,30 +34,6 @@ def named_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[NamedArray]:
         arrays.append(named_array(name, tensor, offset))
         offset += arrays[-1].spec.num_bytes
     return arrays
-
-
-def gathered_as(folder_dtype: torch.dtype) -> torch.dtype:
-    """The type that weights are gathered in for a folder of that type: what `for_folder` can still look at."""
-    return torch.float32 if folder_dtype == torch.float16 else folder_dtype
-
-
-def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[NamedArray], torch.dtype]:
-    """Weights, gathered as `gathered_as` says, in the type of a folder; in float32 if one would become infinite. Then
-    the log says so: a run that ends writes its model all the same."""
-    if gathered_as(dtype) == dtype:
-        return arrays, dtype
-    narrow: list[tuple[str, Tensor]] = []
-    for array in arrays:
-        tensor = from_bytes(array)
-        if largest := largest_beyond(tensor, dtype):
-            _log.warning(
-                "weight %s holds %g, which float16 has not: the folder is written in float32 -- set "
-                'trainer.export_dtype = "bfloat16"',
-                array.spec.name, largest,
-            )  # fmt: skip
-            return arrays, torch.float32
-        narrow.append((array.spec.name, tensor.to(dtype)))
-    return named_arrays(narrow), dtype
 
 
 WholeTensors = Callable[[bool], Iterator[tuple[str, Tensor]]]
@@ -106,12 +79,11 @@ class Exporter:
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        wanted = self.types.folder
-        gathered = self._arrays(gathered_as(wanted), {})
+        dtype = self.types.folder
+        tensors = self._arrays(dtype, {})
         failure: Exception | None = None
         if self.world.rank == 0:
             try:
-                tensors, dtype = for_folder(gathered, wanted)
                 facts = {**self.config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
                 write_folder(folder, facts, tensors, tokenizer_from=self.model_path)
             except (MyxaError, OSError) as error:

@@ -209,9 +209,9 @@ def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], plac
 
 def export_dtype(wish: str, config: ModelConfig, otherwise: str) -> str:
     """The number type of weights that are written: as wished, or "model": the folder's own, or `otherwise` where that
-    is no type that weights are written in."""
+    is no type that training writes; float16 does not hold every number of it."""
     own = config.dtype.removeprefix("torch.")
-    return wish if wish != "model" else own if own in FLOATS and own != "float64" else otherwise
+    return wish if wish != "model" else own if own in ("float32", "bfloat16") else otherwise
 
 
 def write_folder(

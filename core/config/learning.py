@@ -475,9 +475,9 @@ class TrainerConfig(Section, frozen=True):
     """Checkpoint folder, or run directory (its newest checkpoint), to continue from; empty = none."""
     export_at_end: bool = True
     """Whether the trained model is written as a HuggingFace folder when the run ends."""
-    export_dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
-    """Number type of its weights; model = that of the model folder (`dtype` or `torch_dtype` of its config.json). If a
-    weight would become infinite in float16, all are written in float32, and the trainer's log says so."""
+    export_dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Number type of its weights; model = that of the model folder (`dtype` or `torch_dtype` of its config.json), or
+    `trainer.dtype` for a folder of another type than these."""
     activation_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass to save memory."""
 

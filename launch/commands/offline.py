@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +94,8 @@ def _add_convert(parser: Parser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet")
     parser.add_argument("--model", type=Path, default=None, metavar="DIR",
                         help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
-    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16", "float16"), metavar="TYPE",
-                        help="float32, bfloat16 or float16 (as in the checkpoint)")  # fmt: skip
+    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), metavar="TYPE",
+                        help="float32 or bfloat16 (as in the checkpoint)")  # fmt: skip
     add_json_flag(parser)
 
 
@@ -105,9 +104,8 @@ def _convert(options: argparse.Namespace) -> int:
     from ..run_lineage.resume_point import named_checkpoint
 
     model = options.model or _model_of_run(options.checkpoint)
-    done = convert(named_checkpoint(options.checkpoint, reads_all=True), model, options.folder, dtype=options.dtype)
-    facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(done).items()}
-    show(options, facts, _convert_sentence)
+    checkpoint = named_checkpoint(options.checkpoint, reads_all=True)
+    show(options, convert(checkpoint, model, options.folder, dtype=options.dtype), _convert_sentence)
     return 0
 
 

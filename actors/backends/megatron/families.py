@@ -12,12 +12,16 @@ numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from ....core.errors import ModelError
+from ....core.errors import ModelError, TrainError
 from ...models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -85,6 +89,23 @@ def heads(request: CutRequest) -> Iterator[Piece]:
     for group in range(request.rank * each, (request.rank + 1) * each):
         for name, rows in zip(request.names, (query_rows, config.head_dim, config.head_dim), strict=True):
             yield Piece(name, (group * rows, (group + 1) * rows))
+
+
+def put_together(
+    names: Sequence[str], shapes: Mapping[str, Shape], cuts: Iterable[Iterable[Piece]], shards: Iterable[Tensor]
+) -> dict[str, Tensor]:
+    """The HuggingFace tensors `names`, whole, from the shards of all ranks and the pieces that each is made of."""
+    whole: dict[str, Tensor] = {}
+    for pieces, shard in zip(cuts, shards, strict=True):
+        whole = whole or {name: shard.new_empty(shapes[name]) for name in names}
+        row = 0
+        for piece in pieces:
+            target = whole[piece.name][slice(*piece.rows)]
+            if piece.columns is not None:
+                target = target[:, slice(*piece.columns)]
+            target.copy_(shard[row : row + target.shape[0]])
+            row += target.shape[0]
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +202,14 @@ def family_of(model_type: str) -> Family:
             remedy=f"use one of {', '.join(FAMILIES)}, or add a table under backends/megatron/families",
         )
     return family
+
+
+def find_rule(rules: Iterable[Rule], parameter: str) -> Rule:
+    """Raises TrainError naming the parameter that has none."""
+    for rule in rules:
+        if rule.parameter == parameter:
+            return rule
+    raise TrainError(
+        f"no rule says which HuggingFace weights parameter {parameter} is made of",
+        remedy="a bug in backends/megatron/families, or a megatron-core that names its parameters otherwise",
+    )

@@ -28,7 +28,19 @@ from ....core.protocols import NamedArray
 from ...models.hf_folder import open_weights
 from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import DTYPE_OF, from_array, integers
-from .families import EMBEDDING, HEAD, CutRequest, Family, Piece, Rule, Shape, family_of, vocabulary
+from .families import (
+    EMBEDDING,
+    HEAD,
+    CutRequest,
+    Family,
+    Piece,
+    Rule,
+    Shape,
+    family_of,
+    find_rule,
+    put_together,
+    vocabulary,
+)
 from .layout import ParallelLayout
 from .mcore import Grid, Group, read_grid
 
@@ -97,7 +109,7 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _of_model(family: Family, name: str, parameter: nn.Parameter, config: ModelConfig) -> MappedWeight:
-    rule = _find(family.model, name)
+    rule = find_rule(family.model, name)
     if config.tie_word_embeddings and rule.names == (HEAD,):
         return MappedWeight(parameter, replace(rule, names=(EMBEDDING,)), "", is_tied_copy=True)
     return MappedWeight(parameter, rule, "")
@@ -108,22 +120,12 @@ def _of_layer(
 ) -> Iterator[MappedWeight]:
     prefix = f"model.layers.{layer}."
     if all(rule.parameter != name for rule in family.expert):
-        yield MappedWeight(parameter, _find(family.layer, name), prefix)
+        yield MappedWeight(parameter, find_rule(family.layer, name), prefix)
         return
     here = num_experts // grid.ep.size()
-    rule = _find(family.expert, name)
+    rule = find_rule(family.expert, name)
     for expert in range(here):
         yield MappedWeight(parameter, rule, f"{prefix}mlp.experts.", expert, here)
-
-
-def _find(rules: Sequence[Rule], name: str) -> Rule:
-    for rule in rules:
-        if rule.parameter == name:
-            return rule
-    raise TrainError(
-        f"no rule says which HuggingFace weights parameter {name} is made of",
-        remedy="a bug in backends/megatron/families, or a megatron-core that names its parameters otherwise",
-    )
 
 
 def load_hf_folder(
@@ -259,16 +261,8 @@ class _Exporter:
         names = weight.names(0)  # shapes are the same for all experts
         if len(shards) == 1 and len(names) == 1 and shards[0].shape == self.shapes[names[0]]:
             return [shards[0]]
-        whole = {name: shards[0].new_empty(self.shapes[name]) for name in names}
-        for rank, shard in enumerate(shards):
-            row = 0
-            for piece in weight.pieces(self.config, self.shapes, rank, len(shards), 0):
-                target = whole[piece.name][slice(*piece.rows)]
-                if piece.columns is not None:
-                    target = target[:, slice(*piece.columns)]
-                target.copy_(shard[row : row + target.shape[0]])
-                row += target.shape[0]
-        return list(whole.values())
+        cuts = [weight.pieces(self.config, self.shapes, rank, len(shards), 0) for rank in range(len(shards))]
+        return list(put_together(names, self.shapes, cuts, shards).values())
 
 
 def _gathered(tensor: Tensor, group: Group) -> list[Tensor]:

@@ -59,14 +59,6 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return array.data
 
 
-def largest_beyond(tensor: Tensor, dtype: torch.dtype) -> float:
-    """The largest finite number of the tensor, sign aside, if it would be infinite in that type; else 0."""
-    if dtype != torch.float16 or not tensor.numel():
-        return 0.0
-    largest = float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max())
-    return largest if torch.isinf(torch.tensor(largest).to(dtype)) else 0.0
-
-
 def from_bytes(array: NamedArray) -> Tensor:
     dtype = DTYPE_OF[array.spec.dtype]
     if not array.spec.num_bytes:
