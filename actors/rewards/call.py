@@ -50,10 +50,12 @@ class CallFailed(Exception):
     """What was called, such as a reward function, raised or answered with nonsense. The text is a sentence without its
     subject."""
 
-    def __init__(self, cause: str, *, is_deadly: bool = False, is_refusal: bool = False) -> None:
-        """`is_deadly`: it ended the process that ran it. `is_refusal`: it is well, and says no to these answers."""
+    def __init__(self, cause: str, *, is_deadly: bool = False, is_late: bool = False, is_refusal: bool = False) -> None:
+        """`is_deadly`: it ended the process that ran it. `is_late`: its process was killed at its time limit.
+        `is_refusal`: it is well, and says no to these answers."""
         super().__init__(cause)
         self.is_deadly = is_deadly
+        self.is_late = is_late
         self.is_refusal = is_refusal
 
 
@@ -66,8 +68,8 @@ class RewardFn:
     is_async: bool = False
     is_light: bool = False
     """A built-in that is quick enough for an actor's loop."""
-    needs_process: bool = False
-    """A built-in that must not run in an actor's process."""
+    seconds: float = 0.0
+    """A built-in that must not run in an actor's process, and its time limit; 0: another function."""
     takes_group: bool = False
     place: str = ""
     """File and line where it is defined, if it is the user's."""
@@ -86,8 +88,9 @@ def load_reward(of: RewardSpec) -> RewardFn:
     if name in BUILTINS:
         bound = bind_builtin(name, pattern=of.pattern, args=of.args, strip_thinking=of.strip_thinking, key=keys.args)
         bound = as_the_only_one(bound, name) if keys == ALONE else bound
-        needs_process = BUILTINS[name].needs_process
-        return RewardFn(name, bound, is_light=not (needs_process or of.pattern), needs_process=needs_process)
+        usual_s = BUILTINS[name].seconds
+        seconds = max(float(of.args.get("seconds", usual_s)), 1.0) if usual_s else 0.0
+        return RewardFn(name, bound, is_light=not (seconds or of.pattern), seconds=seconds)
     extra = {**of.args, "pattern": of.pattern} if of.pattern else of.args
     found = load_function(name, reward_expected(keys.fn, takes_group=of.takes_group), extra)
     bound, place = partial(found.fn, **extra), place_of(found.fn)

@@ -1,23 +1,14 @@
-"""When a reward function is called, when it is given a pause, and when its failures end the run.
+"""When a reward function is called again, and when its failures end the run.
 
-Consecutive failures are treated as an outage: calls wait in `CallGuard.called` and are repeated. Until the outage is
-decided its failures count against no group. The breaker's states (pure: times are passed in):
-
-    CLOSED ── `after` failures in a row, of as many groups ──> OPEN ── cool-down over ──> PROBING (one call)
-      ^                                                         ^                            │
-      └───────────────────────── it works ──────────────────────┼────────────────────────────┤
-                                  it fails, longer cool-down ───┘      it fails, `max_wait_s` is over: GIVEN_UP
-
-A function that has never worked gets no pause: the run's error budget ends it. Failures count by group, so that one bad
-prompt is not mistaken for an outage. The `ErrorBudget` is a share of the last calls, or groups, once there are enough.
-Libraries considered: pybreaker, purgatory. They raise for the callers where ours wait, and have no limit for that.
+Failures of several groups in a row, after the function worked, are an outage: each call waits and is repeated until one
+works, or `max_outage_s` are over. Failures that turn out to be the beginning of one count against no group. A function
+that has never worked gets no pause: the run's error budget ends it. Failures count by group, so that one bad prompt is
+not mistaken for an outage. The `ErrorBudget` is a share of the last calls, or groups, once there are enough.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import enum
 import math
 import re
 from abc import ABC, abstractmethod
@@ -43,85 +34,8 @@ from .call import CallFailed
 T = TypeVar("T")
 
 MAX_COOL_DOWN_S = 60.0
-
-
-class BreakerState(enum.StrEnum):
-    """Whether calls go through."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    PROBING = "probing"
-    GIVEN_UP = "given up"
-
-
-class Breaker:
-    """One per reward function and actor. All times are seconds of one monotonic clock."""
-
-    def __init__(self, *, after: int, cool_down_s: float, max_wait_s: float) -> None:
-        """`after`: failures in a row, 0 = never opens. `cool_down_s`: before the first probe, doubled for each further
-        one. `max_wait_s`: from the opening to the last probe."""
-        self._after = after
-        self._first_cool_down_s = self._cool_down_s = cool_down_s
-        self._max_wait_s = max_wait_s
-        self._has_worked = False
-        self._failed: set[int] = set()
-        """Groups whose calls failed since the last one that worked."""
-        self.opened_s = self._probe_at_s = 0.0
-        self.state = BreakerState.CLOSED
-        self.num_opened = 0
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether a failure now may turn out to be the beginning of an outage."""
-        return bool(self._after) and self._has_worked and self.state is BreakerState.CLOSED
-
-    def may_call(self, now_s: float) -> bool:
-        """Whether the caller may call now. If the state is PROBING afterwards, the call is the probe, and its caller
-        must report its end by `worked`, `failed` or `abandoned`."""
-        if self.state is BreakerState.OPEN and now_s >= self._probe_at_s:
-            self.state = BreakerState.PROBING
-            return True
-        return self.state is BreakerState.CLOSED
-
-    def wait_s(self, now_s: float) -> float | None:
-        """Until asking again makes sense; None: until a call's end is reported."""
-        return max(self._probe_at_s - now_s, 0.0) if self.state is BreakerState.OPEN else None
-
-    def worked(self, *, is_probe: bool) -> None:
-        """A call worked. One that was begun before the opening says nothing of the time after it."""
-        if is_probe:
-            self.state = BreakerState.CLOSED
-        if self.state is BreakerState.CLOSED:
-            self._has_worked = True
-            self._failed.clear()
-            self._cool_down_s = self._first_cool_down_s
-
-    def failed(self, group_id: int, now_s: float, *, is_probe: bool) -> bool:
-        """A call failed. True if it is to wait and be repeated, False if it counts."""
-        if is_probe:
-            self._cool_down_s = min(2 * self._cool_down_s, MAX_COOL_DOWN_S)
-            self._rest(now_s)
-        elif self.is_in_doubt:
-            self._failed.add(group_id)
-            if len(self._failed) >= self._after:
-                self.opened_s = now_s
-                self.num_opened += 1
-                self._rest(now_s)
-        return self.state in (BreakerState.OPEN, BreakerState.PROBING)
-
-    def abandoned(self, now_s: float) -> None:
-        """The probe was cancelled; the next caller is one."""
-        self._probe_at_s = now_s
-        self.state = BreakerState.OPEN
-
-    def _rest(self, now_s: float) -> None:
-        last_s = self.opened_s + self._max_wait_s
-        if self.state is BreakerState.PROBING and now_s >= last_s:
-            self.state = BreakerState.GIVEN_UP
-            return
-        self._probe_at_s = min(now_s + self._cool_down_s, last_s)
-        self.state = BreakerState.OPEN
-
+MAX_ALONE = 2
+"""Repetitions of a call, while no other one waits, before it is its answers that are blamed."""
 
 Tell = Callable[[str, str], None]
 """Kind and text of an event."""
@@ -206,10 +120,6 @@ class GroupBudget:
                 kind=error.kind,
                 remedy=error.remedy,
             )
-
-
-MAX_PROBES = 2
-"""Failed probes with the same answers, before it is they that are blamed."""
 
 
 MAX_CAUSES = 100
@@ -304,14 +214,14 @@ class CallGuard(Guarded):
         """A reward's failures are reported by cause, and counted by the groups that they lose."""
         self._causes: dict[str, int] = {}
         """How often it failed, by kind of cause."""
-        self._breaker = Breaker(
-            after=settings.pause_after, cool_down_s=settings.cool_down_s, max_wait_s=settings.max_outage_s
-        )
-        self._changed = asyncio.Event()
-        """Set, and replaced by a new one, when a probe has ended."""
+        self._has_worked = False
         self._num_waiting = self._num_errors = 0
-        self._in_doubt: list[int] = []
-        """Groups of failures in a row that are not held against it yet: it may be an outage."""
+        self._in_a_row: list[int] = []
+        """Groups of the failures since a call worked: not held against them yet, for it may be an outage."""
+        self._outage_s: float | None = None
+        """Since when calls wait."""
+        self._changed = asyncio.Event()
+        """Set, and replaced by a new one, when waiting calls are to be made at once."""
         self._tell: Tell = lambda kind, text: None
         self._fatal = ""
         self.last_error = ""
@@ -327,42 +237,38 @@ class CallGuard(Guarded):
     async def called(self, group_id: int, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call()`, which waits and is repeated while an outage lasts. Raises CallFailed for a failure
         that counts, and whatever else `call` raises."""
-        num_failed = 0
+        pause_s, num_repeated = self._settings.cool_down_s, 0
         while True:
-            is_probe = await self._enter()
+            if self._outage_s is not None and self._fatal:
+                raise CallFailed(f"is not called any more; it last {self.last_error}")
+            begun_s = _now_s()
             try:
                 result = await call()
             except CallFailed as failed:
-                num_failed += 1
-                if self._failed(failed, group_id, is_probe=is_probe) and num_failed <= MAX_PROBES:
-                    continue
+                is_for_later = self._failed(failed, group_id, begun_s)
+                if not is_for_later or (num_repeated >= MAX_ALONE and not self._num_waiting):
+                    raise
+            except MyxaError as error:  # no further call has any sense
+                self._num_errors += 1
+                self._budget.note(has_failed=True)
+                self._fatal = str(error)
                 raise
-            except BaseException as error:
-                if is_probe:
-                    self._breaker.abandoned(_now_s())
-                    self._ring()
-                if isinstance(error, MyxaError):  # no further call has any sense
-                    self._num_errors += 1
-                    self._budget.note(has_failed=True)
-                    self._fatal = str(error)
-                raise
-            self._is_well(is_probe=is_probe)
-            self._book(group_id, has_failed=False)
-            return result
+            else:
+                self._is_well(begun_s)
+                self._book(group_id, has_failed=False)
+                return result
+            await self._wait(pause_s)
+            pause_s, num_repeated = min(2 * pause_s, MAX_COOL_DOWN_S), num_repeated + 1
 
-    async def _enter(self) -> bool:
-        """Wait until it may be called; True if this call is the probe. Raises CallFailed once there is no hope."""
+    async def _wait(self, pause_s: float) -> None:
         self._num_waiting += 1
         try:
-            while not self._breaker.may_call(_now_s()):
-                if self._breaker.state is BreakerState.GIVEN_UP:
-                    raise CallFailed(f"is not called any more; it last {self.last_error}")
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._breaker.wait_s(_now_s())):
-                        await self._changed.wait()
+            async with asyncio.timeout(pause_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
         finally:
             self._num_waiting -= 1
-        return self._breaker.state is BreakerState.PROBING
 
     def _ring(self) -> None:
         self._changed.set()
@@ -373,51 +279,50 @@ class CallGuard(Guarded):
         if self._is_reward and self._settings.on_error == "drop":
             self._groups.note(has_failed=has_failed, group_id=group_id)
 
-    def _is_well(self, *, is_probe: bool) -> None:
-        if is_probe:
-            waited_s = _now_s() - self._breaker.opened_s
+    def _is_well(self, begun_s: float) -> None:
+        self._has_worked = True
+        if self._outage_s is not None and begun_s < self._outage_s:
+            return  # it says nothing of the time since
+        if self._outage_s is not None:
+            waited_s, self._outage_s = _now_s() - self._outage_s, None
             self._tell(f"{self._kind}-works-again", f"{self._what} works again after {waited_s:.0f} s")
-        self._breaker.worked(is_probe=is_probe)
-        if is_probe:
             self._ring()
-        if self._breaker.state is BreakerState.CLOSED:
-            for group_id in self._in_doubt:  # it was no outage: they count
+        else:
+            for group_id in self._in_a_row:  # it was no outage: they count
                 self._book(group_id, has_failed=True)
-            self._in_doubt.clear()
+        self._in_a_row.clear()
 
-    def _failed(self, failed: CallFailed, group_id: int, *, is_probe: bool) -> bool:
+    def _failed(self, failed: CallFailed, group_id: int, begun_s: float) -> bool:
         """Book a failure; True if the call is to be repeated later."""
         cause = self.last_error = str(failed)
         self._num_errors += 1
         if failed.is_refusal:
-            self._is_well(is_probe=is_probe)
-            self._tell_cause(cause, group_id)
-            self._book(group_id, has_failed=True)
-            return False
-        breaker = self._breaker
-        is_in_doubt, num_opened = breaker.is_in_doubt, breaker.num_opened
-        is_for_later = breaker.failed(group_id, _now_s(), is_probe=is_probe)
-        if is_probe:
-            self._ring()
-        if breaker.num_opened > num_opened:
-            self._in_doubt.clear()
-            self._tell(
-                f"{self._kind}-paused",
-                f"{self._what} failed for {self._settings.pause_after} groups in a row and is left alone for "
-                f"{self._settings.cool_down_s:g} s; answers wait; last: it {cause}",
-            )
-        elif is_in_doubt:
-            self._in_doubt.append(group_id)
-        elif breaker.state is BreakerState.GIVEN_UP and is_probe:
-            self._fatal = (
-                f"{self._what} has not worked for {_now_s() - breaker.opened_s:.0f} s, more than "
-                f"reward.max_outage_s = {self._settings.max_outage_s:g} allows; last: it {cause}"
-            )
-            self._tell(f"{self._kind}-given-up", self._fatal)
-        elif breaker.state is BreakerState.CLOSED:
+            self._is_well(begun_s)
+        elif self._has_worked and self._settings.pause_after:
+            self._in_a_row.append(group_id)
+            self._note_outage(cause)
+        is_for_later = not failed.is_refusal and self._outage_s is not None and not self._fatal
+        if not self._in_a_row:
             self._book(group_id, has_failed=True)
         self._tell_cause(cause, group_id, is_for_later=is_for_later)
         return is_for_later
+
+    def _note_outage(self, cause: str) -> None:
+        settings = self._settings
+        if self._outage_s is None and len(set(self._in_a_row)) >= settings.pause_after:
+            self._outage_s = _now_s()
+            self._tell(
+                f"{self._kind}-paused",
+                f"{self._what} failed for {settings.pause_after} groups in a row and is left alone for "
+                f"{settings.cool_down_s:g} s; answers wait; last: it {cause}",
+            )
+        elif self._outage_s is not None and not self._fatal and _now_s() - self._outage_s >= settings.max_outage_s:
+            self._fatal = (
+                f"{self._what} has not worked for {_now_s() - self._outage_s:.0f} s, more than "
+                f"reward.max_outage_s = {settings.max_outage_s:g} allows; last: it {cause}"
+            )
+            self._tell(f"{self._kind}-given-up", self._fatal)
+            self._ring()
 
     def _tell_cause(self, cause: str, group_id: int, *, is_for_later: bool = False) -> None:
         """The first failure of a kind, then the 10th, the 100th and so on."""
@@ -434,11 +339,10 @@ class CallGuard(Guarded):
 
     def gauges(self) -> dict[str, float]:
         failed, calls = self._budget.recent
-        is_paused = self._breaker.state is not BreakerState.CLOSED
         return {
             f"{self._kind}/num_errors": float(self._num_errors),
             f"{self._kind}/error_rate": failed / max(calls, 1),
-            f"{self._kind}/is_paused": float(is_paused),
+            f"{self._kind}/is_paused": float(self._outage_s is not None),
             f"{self._kind}/waiting": float(self._num_waiting),
         }
 

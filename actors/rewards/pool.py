@@ -6,7 +6,7 @@ fails with its place. When that process ends because of a known call, that call 
 repeated; otherwise each is repeated alone in a process, so that no call is blamed for another's crash.
 
 The worker's side is `main`; `actors/subreaper.py` calls it. What the function prints goes to the actor's log
-(standard error). A plain function runs in the main thread, where math-verify's time limits (signals) work.
+(standard error). A plain function runs in the main thread, where time limits by signals work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from ...algos.rewards.builtin import BUILTINS
 from ..user_code.loop import GRACE_S, Blocked, SharedLoop, TookTooLong, UserCall, UserRaised
-from ..user_code.process import Lost, WorkerGone, WorkerPool, begin, read_frame, write_frame
+from ..user_code.process import Lost, WorkerGone, WorkerPool, begin
 from .call import (
     Answers,
     CallFailed,
@@ -52,8 +52,9 @@ class RewardPool(WorkerPool):
 
     def __init__(self, spec: RewardSpec, size: int) -> None:
         """`size`: workers for one call each; 0: one for all calls of an async function."""
-        self._alone = RewardPool(spec, MAX_ALONE) if not size else None
+        self._is_shared = not size
         self._room = asyncio.Semaphore(size or 1 << 30)
+        self._room_alone = asyncio.Semaphore(MAX_ALONE)
         super().__init__(
             __name__,
             msgspec.structs.replace(spec, max_block_s=0.0) if size else spec,
@@ -68,43 +69,37 @@ class RewardPool(WorkerPool):
         """Judge what belongs into one call. Raises CallFailed if the function fails, hangs or ends its process twice;
         ConfigError or UserCodeError if a worker cannot load it. A worker's end is not always the answers' fault (memory
         that earlier ones left, a SIGKILL from outside): a second worker tries before they are blamed."""
-        is_again = False
+        is_alone = False
         while True:
             try:
-                async with self._room:
-                    reply = await self._asked(answers, timeout_s)
+                async with self._room_alone if is_alone else self._room:
+                    reply = await self._asked(answers, timeout_s, is_alone=is_alone)
                 break
             except Lost as lost:
-                is_others = lost.stuck is not None and lost.stuck.call >= 0
-                if self._alone is not None and not is_others:
-                    return await self._alone.score(answers, timeout_s)
-                if self._alone is None and is_again:
+                if lost.stuck is not None and lost.stuck.call >= 0:
+                    continue  # for another call
+                if is_alone:
                     raise CallFailed(f"ended its worker process ({lost})", is_deadly=True) from None
-                is_again = True
+                is_alone = True
         if reply.cause:
             raise CallFailed(reply.cause[:CAUSE_CHARS])
         return checked(reply.outcomes, len(answers))
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return (*super().pids, *(self._alone.pids if self._alone is not None else ()))
-
-    async def close(self) -> None:
-        await asyncio.gather(super().close(), *([] if self._alone is None else [self._alone.close()]))
-
-    async def _asked(self, answers: Answers, timeout_s: float) -> Replied:
-        async with self.calling() as call:
+    async def _asked(self, answers: Answers, timeout_s: float, *, is_alone: bool) -> Replied:
+        has_others = self._is_shared and not is_alone
+        async with self.calling(is_alone=is_alone) as call:
             try:
                 await call.worker.send(Judge(call.number, answers, timeout_s))
-                async with asyncio.timeout(timeout_s if self._alone is None else timeout_s + SLACK_S):
+                async with asyncio.timeout(timeout_s + SLACK_S if self._is_shared else timeout_s):
                     reply: Replied | Lost = await call.inbox.get()
             except WorkerGone as gone:
                 raise Lost(str(gone)) from None
             except TimeoutError:
                 call.worker.kill()
-                if self._alone is None:
-                    raise CallFailed(f"took longer than {timeout_s:g} s; its worker process was killed") from None
-                raise Lost("it said nothing") from None
+                if has_others:
+                    raise Lost("it said nothing") from None
+                words = f"took longer than {timeout_s:g} s; its worker process was killed"
+                raise CallFailed(words, is_late=True) from None
             except (TypeError, ValueError) as error:
                 call.is_over = True  # it has not begun
                 raise CallFailed(f"cannot be sent its answers: {error}") from error
@@ -112,7 +107,7 @@ class RewardPool(WorkerPool):
             return reply
         if reply.stuck is not None and reply.stuck.call == call.number:
             raise CallFailed(f"blocked its process at {reply.stuck.place}, which was killed")
-        if reply.garbage and self._alone is None:
+        if reply.garbage and not has_others:
             raise CallFailed(f"wrote into its worker's own pipe ({reply.garbage}); the worker was killed")
         raise reply
 
@@ -121,18 +116,11 @@ class RewardPool(WorkerPool):
 
 
 def main() -> None:
-    """Load what the first frame names, then judge frame by frame until the input ends."""
+    """Load what the first frame names, then judge until the input ends."""
     (reward, max_block_s), incoming, outgoing = begin(_loaded)
     with asyncio.Runner() as runner:
-        if max_block_s:
-            runner.run(_SideBySide(reward, max_block_s, outgoing).run(incoming))
-            os._exit(0)  # results of running calls are not wanted any more
-        own_pid = os.getpid()
-        while (body := read_frame(incoming)) is not None:
-            reply = _reply(reward, body, runner)
-            if os.getpid() != own_pid:  # a copy that the function forked and let return
-                os._exit(0)
-            write_frame(outgoing, reply)
+        runner.run(_Worker(reward, max_block_s, outgoing).run(incoming))
+        os._exit(0)  # results of running calls are not wanted any more
 
 
 def _loaded(first: bytes) -> tuple[RewardFn, float]:
@@ -143,19 +131,8 @@ def _loaded(first: bytes) -> tuple[RewardFn, float]:
     return reward, spec.max_block_s
 
 
-def _reply(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Replied:
-    judge = to_worker.decode(body)
-    assert isinstance(judge, Judge)
-    try:
-        is_async, answers = reward.is_async, judge.answers
-        outcomes = runner.run(await_reward(reward, answers)) if is_async else call_reward(reward, answers)
-        return Replied(call=judge.call, outcomes=outcomes)
-    except CallFailed as error:
-        return Replied(call=judge.call, cause=str(error))
-
-
-class _SideBySide(SharedLoop["_Call"]):
-    """Calls of an async function, as many at a time as there are."""
+class _Worker(SharedLoop["_Call"]):
+    """Calls of an async function, as many at a time as there are, or of a plain one, one after another."""
 
     def __init__(self, reward: RewardFn, max_block_s: float, outgoing: BinaryIO) -> None:
         super().__init__(max_block_s, outgoing, to_worker)
@@ -166,15 +143,19 @@ class _SideBySide(SharedLoop["_Call"]):
 
 
 class _Call(UserCall):
-    def __init__(self, shared: _SideBySide, judge: Judge) -> None:
-        super().__init__(shared.loop)
-        self._shared, self._judge = shared, judge
+    def __init__(self, worker: _Worker, judge: Judge) -> None:
+        super().__init__(worker.loop)
+        self._worker, self._judge = worker, judge
 
     async def run(self) -> None:
         judge, cause, is_hanging = self._judge, "", False
         outcomes: Outcomes = ()
+        reward = self._worker.reward
         try:
-            outcomes = await self.within(await_reward(self._shared.reward, judge.answers), judge.timeout_s)
+            if reward.is_async:
+                outcomes = await self.within(await_reward(reward, judge.answers), judge.timeout_s)
+            else:
+                outcomes = call_reward(reward, judge.answers)
         except TookTooLong as late:
             is_hanging = late.hangs
             more = ", and still runs although it was cancelled; its process ends with the calls beside it"
@@ -185,6 +166,6 @@ class _Call(UserCall):
             cause = str(error)
         except asyncio.CancelledError:
             cause = "was cancelled"
-        del self._shared.calls[judge.call]
+        del self._worker.calls[judge.call]
         is_hanging |= self.is_hanging
-        self._shared.out.put(Replied(call=judge.call, outcomes=outcomes, cause=cause, is_hanging=is_hanging))
+        self._worker.out.put(Replied(call=judge.call, outcomes=outcomes, cause=cause, is_hanging=is_hanging))

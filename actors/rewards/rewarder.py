@@ -59,6 +59,8 @@ def by_length(of: RewardSettings, answers: Answers, outcomes: Outcomes) -> Outco
     return tuple(lowered)
 
 
+SLACK_S = 1.0
+"""For a built-in to end by its own limit, before its process is killed."""
 MAX_WORKERS = 4
 """Processes for a function that should have some and was given no number; started as they are needed."""
 REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
@@ -94,9 +96,20 @@ class Rewarder(Scorer):
             return self._remote.ask
         if reward.is_light and not num_workers:
             return self._at_once
-        num_default = 1 if reward.needs_process else 0 if reward.is_async else MAX_WORKERS
+        num_default = 1 if reward.seconds else 0 if reward.is_async else MAX_WORKERS
         pool = self._pool = RewardPool(spec, num_workers or num_default)
+        if reward.seconds:
+            return lambda answers: self._in_time(pool, answers, reward.seconds)
         return lambda answers: pool.score(answers, self._settings.timeout_s)
+
+    async def _in_time(self, pool: RewardPool, answers: Answers, seconds: float) -> Outcomes:
+        """By a built-in for which an answer that takes too long, or too much memory, is wrong."""
+        try:
+            return await pool.score(answers, seconds + SLACK_S)
+        except CallFailed as failed:
+            if failed.is_late or failed.is_deadly:
+                return tuple(RewardOutcome(0.0) for _ in answers)
+            raise
 
     async def _at_once(self, answers: Answers) -> Outcomes:
         return call_reward(self._reward, answers)

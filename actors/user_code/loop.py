@@ -305,7 +305,7 @@ class SharedLoop(ABC, Generic[C]):
     """The calls of this process."""
 
     def __init__(self, max_block_s: float, outgoing: BinaryIO, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """`decoder`: of the actor's messages."""
+        """`max_block_s`: 0 for code that may hold the loop. `decoder`: of the actor's messages."""
         self._max_block_s = max_block_s
         self._decoder = decoder
         self.out = Outgoing(outgoing)
@@ -315,7 +315,8 @@ class SharedLoop(ABC, Generic[C]):
         """Until the input ends."""
         self.loop = asyncio.get_running_loop()
         self.loop.set_default_executor(DaemonThreads())
-        Watch(self.loop, self._max_block_s, self._tell_stuck)
+        if self._max_block_s:
+            Watch(self.loop, self._max_block_s, self._tell_stuck)
         over = asyncio.Event()
 
         def read() -> None:

@@ -143,7 +143,7 @@ class UserProcess:
         """Calls that were given up, and have not ended yet."""
         self.is_ready = False
         self.is_retired = False
-        """Something of an ended call still runs in it: it gets no further calls."""
+        """It gets no further calls: something of an ended one still runs in it, or it was made for one."""
         self._reaping: asyncio.Future[None] | None = None
         self.pid = process.pid
         """Of the process that runs the user's code, once it has reported; of its subreaper before."""
@@ -317,10 +317,10 @@ class WorkerPool:
         return tuple(worker.pid for worker in self.workers if worker.is_ready and worker.is_alive)
 
     @contextlib.asynccontextmanager
-    async def calling(self) -> AsyncGenerator[Call]:
-        """A call in one of the workers, cancelled there unless it is over when the block is left. Raises UserCodeError
-        or ConfigError where no worker can be started."""
-        worker = await self.take()
+    async def calling(self, *, is_alone: bool = False) -> AsyncGenerator[Call]:
+        """A call in one of the workers, cancelled there unless it is over when the block is left. `is_alone`: in a
+        worker of its own. Raises UserCodeError or ConfigError where no worker can be started."""
+        worker = await self.take(is_alone=is_alone)
         self._number += 1
         call = worker.calls[self._number] = Call(worker, self._number)
         try:
@@ -336,9 +336,13 @@ class WorkerPool:
                         await worker.send(Cancel(call.number))
             self._mind(worker)
 
-    async def take(self) -> UserProcess:
+    async def take(self, *, is_alone: bool = False) -> UserProcess:
         """The worker for a call, which the caller enters in its `calls` at once."""
         async with self._starting:
+            if is_alone:
+                worker = await self._start()
+                worker.is_retired = True
+                return worker
             fit = [one for one in self.workers if one.is_ready and one.is_alive and not one.is_retired]
             least = min(fit, key=_num_calls, default=None)
             if least is not None and (_num_calls(least) < self._max_calls or len(fit) >= self._max_workers):

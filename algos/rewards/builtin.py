@@ -19,7 +19,7 @@ import msgspec
 from ...core.completions import Completion
 from ..arguments import bind
 from .extraction import Extract, JudgedText, accepted_labels, after_thought, labels_of_numbers, read_answer
-from .mathematics import math_equal, prepare
+from .mathematics import SECONDS, math_equal, prepare
 from .numbers import Quantity, last_quantity, parse_quantity
 from .words import choice, f1
 
@@ -119,8 +119,8 @@ class Builtin:
 
     fn: Callable[..., float]
     takes_pattern: bool = False
-    needs_process: bool = False
-    """Never inside an actor's own process."""
+    seconds: float = 0.0
+    """Where it never runs inside an actor's own process: its time limit there."""
     prepare: Callable[[], object] | None = None
     """What a worker process does before the first completion, for it is slow."""
     reads_answer: bool = False
@@ -133,7 +133,7 @@ RECORDED = "recorded"
 BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact, reads_answer=True),
     "numeric": Builtin(numeric, reads_answer=True),
-    "math": Builtin(math_equal, needs_process=True, prepare=prepare, reads_answer=True),
+    "math": Builtin(math_equal, seconds=SECONDS, prepare=prepare, reads_answer=True),
     "f1": Builtin(f1, reads_answer=True),
     "choice": Builtin(choice, reads_answer=True),
     "regex": Builtin(regex, takes_pattern=True, reads_answer=True),

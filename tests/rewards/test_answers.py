@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rewards.world import answer, rewarder
 
 from myxa.algos.rewards.builtin import bind_builtin
 from myxa.algos.rewards.extraction import accepted_labels, after_thought, read_answer
@@ -24,8 +25,8 @@ SIXTY = "123456789012345678901234567890123456789012345678901234567890"
 
 def score(name: str, text: str, label: str, **args: Any) -> object:
     strip = {"strip_thinking": args.pop("strip_thinking")} if "strip_thinking" in args else {}
-    answer = Completion(group_id=0, index=0, messages=(), prompt="?", text=text, label=label)
-    return bind_builtin(name, args=args, **strip)(answer)
+    one = Completion(group_id=0, index=0, messages=(), prompt="?", text=text, label=label)
+    return bind_builtin(name, args=args, **strip)(one)
 
 
 # (what is boxed, label, whether it is right)
@@ -245,17 +246,11 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("boxed", HOSTILE, ids=range(len(HOSTILE)))
-def test_b_f8_nothing_takes_longer_than_its_seconds(boxed: str) -> None:
+def test_b_f8_no_number_takes_long(boxed: str) -> None:
     begun = time.process_time()
     assert score("numeric", rf"\boxed{{{boxed}}}", "43") == 0.0
     assert time.process_time() - begun < 1.0
-    if boxed in HOSTILE[::2]:
-        score("math", r"\boxed{x}", "x+1")  # imports
-        begun = time.process_time()
-        assert score("math", rf"\boxed{{{boxed}}}", "x+42", seconds=1) == 0.0
-        assert time.process_time() - begun < 2.0
 
 
 PIECES = (r"\boxed{", r"\boxed{1} ", "answer is ", "answer to ", "####", "<answer>", "</think>", "<think>", "$", "答案", "1 ", "it is ", "Answer: A or ", "(", "answer is((((((((", "\n", "B.")  # fmt: skip
@@ -272,3 +267,15 @@ def test_long_texts_are_read_in_linear_time(piece: str) -> None:
     assert time.process_time() - begun < 0.8
     if piece in PIECES[:3]:
         assert score("math", text, "99", seconds=1) == 0.0
+
+
+@pytest.mark.timeout(90)
+async def test_b_f8_nothing_takes_longer_than_its_seconds() -> None:
+    async with rewarder("math", args={"seconds": 1}) as made:
+        await made.score(answer(r"\boxed{x}", "x+1"))  # imports
+        for boxed in HOSTILE[::2]:
+            begun = time.monotonic()
+            assert (await made.score(answer(rf"\boxed{{{boxed}}}", "x+42"))).value == 0.0
+            assert time.monotonic() - begun < 15.0, "a worker that was killed is replaced"
+        assert (await made.score(answer(r"\boxed{1+x}", "x+1"))).value == 1.0
+        assert made.num_errors == 0
