@@ -400,8 +400,10 @@ class AsyncSettings(Section, frozen=True):
 
 
 class OptimizerConfig(Section, frozen=True):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for matrices (not embedding and head) and AdamW for the rest; muon is the Megatron trainer's."""
     lr: PositiveFloat = 1e-4
     """Learning rate at the top of the schedule."""
     betas: Betas = (0.9, 0.95)

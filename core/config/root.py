@@ -430,6 +430,7 @@ def _rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer, role, megatron = config.trainer, config.roles.trainer, config.megatron
     is_megatron, offloads = role.kind == "megatron", megatron.offload_optimizer
     is_saved = trainer.checkpoint_every or trainer.standby_every or trainer.resume
+    has_muon = config.optimizer.name == "muon"
     yield from clashes(
         (role.device_ids and len(role.device_ids) < role.count, "roles.trainer.devices roles.trainer.count",
          f"names {len(role.device_ids)} GPUs for {role.count} ranks on each node; every rank needs its own"),
@@ -447,6 +448,13 @@ def _rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
          "does not go with a critic: its layers are our own code's"),
         (is_megatron and trainer.freeze, "trainer.freeze roles.trainer.kind",
          "is the torch trainer's: Megatron trains all parameters"),
+        (has_muon and not is_megatron, "optimizer.name roles.trainer.kind",
+         '"muon" is the Megatron trainer\'s; the torch trainer has "adamw"'),
+        (has_muon and is_megatron and (megatron.distributed_optimizer or offloads),
+         "optimizer.name megatron.distributed_optimizer megatron.offload_optimizer",
+         "needs whole matrices on the device: set distributed_optimizer = false and leave out offload_optimizer"),
+        (has_muon and config.memory.share == "switch", "optimizer.name memory.share",
+         "keeps its momentum on the device, so the trainer cannot take turns with an engine"),
         (is_megatron and offloads and trainer.dtype != "bfloat16", "megatron.offload_optimizer trainer.dtype",
          'needs trainer.dtype = "bfloat16" and its float32 masters'),
         (is_megatron and offloads and is_saved,

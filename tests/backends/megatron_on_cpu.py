@@ -16,12 +16,14 @@ import io
 import re
 import sys
 import tokenize
+import typing
 from collections.abc import Callable, MutableSequence, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 RULES_VERSION = 2
 """Part of the names of the compiled files; to be raised when a rule below changes."""
@@ -29,6 +31,8 @@ STAND_IN = "__cuda_on_cpu__"
 TRITON = "__triton_on_cpu__"
 TARGET = "__target_on_cpu__"
 PREFIX = "megatron.core"
+MUON = "emerging_optimizers"
+"""Megatron's Muon is built on this package, whose kernels need triton when it is imported."""
 
 Token = tokenize.TokenInfo
 Edit = tuple[tuple[int, int], tuple[int, int], str]
@@ -280,7 +284,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != PREFIX and not fullname.startswith(PREFIX + "."):
+        if not f"{fullname}.".startswith((f"{PREFIX}.", f"{MUON}.")):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -304,5 +308,7 @@ def install() -> bool:
     else:
         sys.modules[TRITON] = importlib.import_module("triton")
         sys.modules[f"{TRITON}.language"] = importlib.import_module("triton.language")
+    if sys.version_info < (3, 12):
+        typing.__dict__["override"] = typing_extensions.override  # all that MUON takes from Python 3.12
     sys.meta_path.insert(0, Finder())
     return True

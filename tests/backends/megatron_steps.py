@@ -69,12 +69,19 @@ def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
 
 
 def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str, Any]:
+    from myxa.core.errors import MyxaError
+
     gang_rank = sibling("gang_rank")
     out = Path(spec["out"]) / case["name"]
     out.mkdir(parents=True, exist_ok=True)
     backend = make_backend(spec, case, rank)
     reload = reloading() if case.get("reloads") else lambda: None
     result: dict[str, Any] = {}
+    if case.get("is_refused"):
+        try:
+            backend.setup()
+        except MyxaError as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
     backend.setup()
     try:
         grid = backend._parts.world.grid
@@ -99,7 +106,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
             gang_rank.keep(out / "loaded.npz", weights_of(backend))
         result["scores"] = named(shards[0], backend.score(shards[0].samples))
         result["metrics"] = [backend.train(shards[0], {}).metrics]
-        if case.get("load"):
+        if case.get("load") or case.get("optimizer"):
             gang_rank.keep(out / "weights_first.npz", weights_of(backend))
         for shard, knobs in ((shards[1], gang_rank.LIVE), (shards[2], {})):
             reload()

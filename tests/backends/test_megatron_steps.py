@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +64,24 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 ROUTED = {"is_moe": True, "watches_routing": True, "algo": MANY, "optimizer": {"lr": 0.05}}
 
+MUON = {
+    "algo": PLAIN,
+    "optimizer": {"name": "muon", "lr": 0.002, "eps": 1e-4},
+    "megatron": {
+        "distributed_optimizer": False,
+        "optimizer": {"muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "highest"},
+    },
+}
+"""Its result does not depend on the layout if every rank makes whole matrices orthogonal."""
+HAS_MUON = bool(find_spec("emerging_optimizers")) and int(version("megatron-core").split(".")[1]) >= 19
+
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "alone", "loses_a_folder": True},
         {"name": "experts", "is_moe": True, "algo": PLAIN},
         {"name": "routed-anew", **ROUTED},
         {"name": "routing-replayed", **ROUTED, "megatron": {"routing_replay": True}},
+        {"name": "muon", **MUON, "is_refused": not HAS_MUON},
     ],
     2: [
         {"name": "dp2-whole-optimizer", "megatron": {"distributed_optimizer": False}, "algo": MASKED},
@@ -96,7 +110,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN},
     ],
 }
-UNCOMPARED = {"load", "trainer", "watches_routing"}
+if HAS_MUON:
+    CASES[4] += [
+        {"name": "muon-dp2-tp2", **MUON, "megatron": {**MUON["megatron"], "tp": 2}, "save": True},
+        {"name": "muon-pp2", **MUON, "megatron": {**MUON["megatron"], "pp": 2}, "load": "muon-dp2-tp2"},
+    ]
+UNCOMPARED = {"load", "trainer", "watches_routing", "optimizer"}
 COMPARED = [(n, c["name"]) for n, cases in CASES.items() for c in cases if not UNCOMPARED & c.keys()]
 
 Gangs = Callable[[int], Path]
@@ -261,7 +280,7 @@ def test_training_is_that_of_the_torch_trainer(
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_samples_of_our_own_scores_do_not_diverge(num_ranks: int, gangs: Gangs) -> None:
     """A separate forward pass in the same layout gives the bits of the training pass."""
-    for case in (case for case in CASES[num_ranks] if "watches_routing" not in case):
+    for case in (case for case in CASES[num_ranks] if not {"watches_routing", "is_refused"} & case.keys()):
         ranks = results(gangs(num_ranks), case["name"])
         own = [result["metrics_of_own_scores"] for result in ranks]
         assert {m[f"train/logprob_diff_abs_{what}"] for m in own for what in ("max", "mean")} == {0.0}, case["name"]
@@ -278,9 +297,33 @@ def test_a_loss_of_the_users_that_fails_is_told_by_all_ranks_and_nobody_updates(
     assert len({result["metrics_again"]["train/user/ratio"] for result in ranks}) == 1, "the gang is whole"
 
 
-def test_checkpoints_go_from_layout_to_layout(gangs: Gangs) -> None:
+@pytest.mark.skipif(not HAS_MUON, reason="needs megatron-core 0.19 and emerging-optimizers 0.3 (Python 3.12)")
+def test_muon_moves_a_matrix_alike_in_all_directions_in_every_layout(gangs: Gangs, dense: Path) -> None:
+    """A step of Muon moves ten directions by equal lengths; AdamW takes embedding and vectors."""
+    before, after = load_file(dense / "model.safetensors"), arrays(gangs(1), "muon", "weights_first")
+    name = "model.layers.0.mlp.down_proj.weight"
+    values = np.linalg.svd(after[name] - before[name].astype(np.float32), compute_uv=False)
+    assert values[9] > 0.9 * values[0] > 0.0
+    whole = arrays(gangs(1), "muon", "weights")
+    for key, value in arrays(gangs(4), "muon-dp2-tp2", "weights").items():
+        moved = np.linalg.norm(whole[key] - before[key].astype(np.float32))
+        assert np.linalg.norm(value - whole[key]) < 0.05 * moved, key
+
+
+@pytest.mark.skipif(HAS_MUON, reason="Muon is there")
+def test_muon_is_refused_by_name_where_megatron_has_none(gangs: Gangs) -> None:
+    (result,) = results(gangs(1), "muon")
+    assert result["refused"].startswith('ConfigError: optimizer.name = "muon": ')
+    assert "emerging-optimizers" in result["refused"]
+
+
+SAVED = [("tp2-pp2", "dp2-tp2"), *([("muon-dp2-tp2", "muon-pp2")] if HAS_MUON else [])]
+
+
+@pytest.mark.parametrize(("source", "target"), SAVED)
+def test_checkpoints_go_from_layout_to_layout(source: str, target: str, gangs: Gangs) -> None:
     """The moments too: a step of the same samples ends in the weights of the run that went on."""
-    out, source, target = gangs(4), "tp2-pp2", "dp2-tp2"
+    out = gangs(4)
     saved, loaded = arrays(out, source, "weights"), arrays(out, target, "loaded")
     assert saved.keys() == loaded.keys()
     for key, value in saved.items():

@@ -40,6 +40,8 @@ MISTAKES: dict[str, str] = {
     "[rollout]\nstop_token_ids = 3\n": "6 rollout.stop_token_ids",
     "[rollout]\nstop_token_ids = [\n  1,\n  '2',\n]\ntop_p = 0.5\n": "6 rollout.stop_token_ids",
     "[reward]\nargs = 3\n": "6 reward.args",
+    '[optimizer]\nname = "muon"\n': "6 optimizer.name ! Megatron",
+    '[optimizer]\nname = "muon"\n[roles.trainer]\nkind = "megatron"\n': "6 optimizer.name ! distributed_optimizer",
     "[optimizer]\nbetas = [0.9]\n": "6 optimizer.betas",
     "[optimizer]\nbetas = [0.9, 1.0]\n": "6 optimizer.betas",
     "[rollout]\ntop_p = 0\n": "6 rollout.top_p ! must be greater than 0",

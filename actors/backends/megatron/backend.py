@@ -34,7 +34,7 @@ from .checkpoint import MegatronTrainingState
 from .hf_weights import iter_hf_tensors, load_hf_folder, numbers_of
 from .layout import ParallelLayout, check_routing
 from .offload import MegatronOffload, Part
-from .optimizer import MegatronAdamW, Precision, wrap_chunks
+from .optimizer import MegatronOptimizer, Precision, wrap_chunks
 from .provider import build_model_chunks, model_fields
 from .schedule import MegatronPolicy, Pipeline, RoutingReplay
 from .verbatim import check_table
@@ -93,7 +93,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                 if home is not None:
                     home.move_grads(wrapped)
                 with self._region("masters"):
-                    optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision)
+                    optimizer = MegatronOptimizer(wrapped, config.optimizer, config.megatron, precision)
                 with self._region("moments"):
                     optimizer.make_moments()
                 reference = self._reference(model, precision, optimizer) if config.algo.keeps_reference else None
@@ -160,7 +160,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         return chunks
 
     def _reference(
-        self, model: ModelConfig, precision: Precision, optimizer: MegatronAdamW
+        self, model: ModelConfig, precision: Precision, optimizer: MegatronOptimizer
     ) -> ReferenceModel[Pipeline]:
         with self._region("reference"):
             chunks = self._chunks(model, precision, self._config.reference_path)

@@ -39,7 +39,7 @@ from ..export import named_array
 from ..trained_model import ReferenceModel
 from . import mcore
 from .hf_weights import unwrapped
-from .optimizer import MegatronAdamW
+from .optimizer import MegatronOptimizer
 from .schedule import Pipeline
 from .world import MegatronWorld
 
@@ -161,7 +161,7 @@ class MegatronTrainingState:
     """What a checkpoint is made of."""
 
     world: MegatronWorld
-    optimizer: MegatronAdamW
+    optimizer: MegatronOptimizer
     model: ModelConfig
     reference: ReferenceModel[Pipeline] | None = None
 

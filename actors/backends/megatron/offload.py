@@ -26,7 +26,7 @@ from ..offload import RankOffload
 
 if TYPE_CHECKING:
     from ....memory.arenas.cuda_memory import CudaMemory
-    from .optimizer import MegatronAdamW
+    from .optimizer import MegatronOptimizer
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 
@@ -44,7 +44,7 @@ class MegatronOffload(RankOffload):
         self._open = open_memory
         self._in_buffers = settings.distributed_optimizer
         self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"
-        self._optimizer: MegatronAdamW | None = None
+        self._optimizer: MegatronOptimizer | None = None
         self._is_any: Callable[[bool], bool] = bool
         self._buffers: list[Any] = []
         self._buffers_seen = 0
@@ -74,7 +74,7 @@ class MegatronOffload(RankOffload):
                     storage.resize_(num_bytes)
                 buffer.grad_data.zero_()
 
-    def built(self, optimizer: MegatronAdamW, is_any: Callable[[bool], bool]) -> None:
+    def built(self, optimizer: MegatronOptimizer, is_any: Callable[[bool], bool]) -> None:
         """Everything is there. `is_any`: whether a thing is so on any rank; collective. Raises ConfigError for
         optimizers that allocate in their first step."""
         parts: list[Any] = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])

@@ -10,7 +10,8 @@ vectors) are Megatron's, applied here because its own scheduler, which is not us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ....core.config import OptimizerConfig
 from ....core.config.learning import MegatronSettings
+from ....core.errors import ConfigError
 from . import mcore
 
 
@@ -56,8 +58,8 @@ def wrap_chunks(chunks: Sequence[nn.Module], config: Any, settings: MegatronSett
     return wrapped
 
 
-class MegatronAdamW:
-    """AdamW on this rank's part of every parameter; the torch backend's formula and rules of decay."""
+class MegatronOptimizer:
+    """AdamW (the torch backend's formula and rules of decay), or Muon, on this rank's part of every parameter."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class MegatronAdamW:
         self.num_updates = 0
         self._overlaps_gather = bool(cast(Any, self.chunks[0]).ddp_config.overlap_param_gather)
         fields = {
-            "optimizer": "adam",
+            "optimizer": "muon" if config.name == "muon" else "adam",
             "lr": config.lr,
             "weight_decay": config.weight_decay,
             "adam_beta1": config.betas[0],
@@ -87,9 +89,10 @@ class MegatronAdamW:
             **settings.optimizer,
         }
         self._config = mcore.module("optimizer").OptimizerConfig(**fields)
-        self.megatron = mcore.module("optimizer").get_megatron_optimizer(
-            config=self._config, model_chunks=self.chunks, use_gloo_process_groups=False
-        )
+        with _muon_errors() if config.name == "muon" else nullcontext():
+            self.megatron = mcore.module("optimizer").get_megatron_optimizer(
+                config=self._config, model_chunks=self.chunks, use_gloo_process_groups=False
+            )
         self._device = precision.device
 
     def make_moments(self) -> None:
@@ -143,6 +146,18 @@ class MegatronAdamW:
 
 
 def _nothing() -> None: ...
+
+
+@contextmanager
+def _muon_errors() -> Generator[None]:
+    """Raises ConfigError in place of what Megatron raises when it has no Muon."""
+    try:
+        yield
+    except Exception as err:  # 0.16 raises Exception itself
+        raise ConfigError(
+            f'optimizer.name = "muon": {err or type(err).__name__}',
+            remedy="install megatron-core 0.19 and emerging-optimizers 0.3 in the trainer's environment (Python 3.12)",
+        ) from err
 
 
 def _offload(settings: MegatronSettings, precision: Precision) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from ..trained_model import LossOf, TrainedModel
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
 from .batch import Pack, PackCutting, pack_samples
-from .optimizer import MegatronAdamW
+from .optimizer import MegatronOptimizer
 from .world import MegatronWorld
 
 Mode = Literal["off", "record", "replay"]
@@ -227,7 +227,12 @@ class MegatronPolicy(TrainedModel):
     """A pipeline with its optimizer."""
 
     def __init__(
-        self, pipeline: Pipeline, optimizer: MegatronAdamW, cutting: PackCutting, world: MegatronWorld, vocab_size: int
+        self,
+        pipeline: Pipeline,
+        optimizer: MegatronOptimizer,
+        cutting: PackCutting,
+        world: MegatronWorld,
+        vocab_size: int,
     ) -> None:
         self.world, self.replicas, self.vocab_size = world, world.replicas, vocab_size
         self.is_scoring, self.is_teller = world.grid.is_scoring, world.grid.is_teller
