@@ -6,7 +6,6 @@ It handles paths and links, not the content of files.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from ..core.files import is_locked, lock_remedy, take_lock
+from ..core.files import is_locked, lock_remedy, take_lock, write_durably
 
 LOCK = ".launcher.lock"
 
@@ -88,11 +87,12 @@ class RunDir:
         return self.path / "config.toml"
 
     def post_config(self, text: str) -> None:
-        """Write the resolved configuration in one step: others may be reading it. Raises LaunchError."""
-        draft = self.config.with_name(f".{self.config.name}.{socket.gethostname()}.{os.getpid()}")
+        """Write the resolved configuration in one step: others may be reading it, and a resume needs it. Raises
+        LaunchError."""
         try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(self.config)
+            # Where node 0 has written it for all, nodes that write at the same time would take each other's draft.
+            if not self.config.is_file() or self.config.read_bytes() != text.encode():
+                write_durably(self.config, text.encode())
         except OSError as error:
             raise LaunchError(f"{self.config} cannot be written: {error.strerror}", remedy="set run.dir") from error
 
@@ -113,8 +113,7 @@ class RunDir:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether that is a run directory: with its config.toml, or a copy of it in a checkpoint."""
-    return (folder / "config.toml").is_file() or any(folder.glob("checkpoints/*/start.json"))
+    return (folder / "config.toml").is_file()
 
 
 def _stem(actor: str) -> str:

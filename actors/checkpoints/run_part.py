@@ -4,22 +4,19 @@
         ...                the trainer's files and their manifest.json (`folder.py`)
         ledger.sqlite      the ledger at one moment at which everything trained up to version 40 was in it
         run.json           written last: names, sizes and digests of all files, the run, its version, live knobs
-        start.json         config.toml and origin.json of the run, and their digest
 
 A checkpoint without a run.json is whole for the trainer: its run resumes from it as long as the run's own ledger is
-there. The run directory holds config.toml and origin.json only once, so start.json keeps a torn one from ending a run
-that has whole checkpoints.
+there.
 """
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import msgspec
 
 from ...core.errors import TrainError
-from ...core.files import FileEntry, describe_file, read_regular, write_durably
+from ...core.files import FileEntry, describe_file, write_durably
 from ...core.knobs import LiveKnobs
 from ..ledger.file import LEDGER
 
@@ -105,37 +102,3 @@ def is_kept(folder: Path) -> bool:
         return read_run_part(folder).is_kept
     except TrainError:
         return False
-
-
-START_FILE = "start.json"
-MAX_START_BYTES = 16 << 20
-
-
-class StartCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """What start.json says."""
-
-    config: str
-    """Text of config.toml."""
-    origin: str
-    """Text of origin.json."""
-    sha256: str = ""
-    """Of both, one after the other."""
-
-
-def write_start_copy(folder: Path, copy: StartCopy) -> None:
-    """Write it into a checkpoint. Another run that shares files with this one keeps its own. Raises OSError."""
-    whole = msgspec.structs.replace(copy, sha256=_digest(copy))
-    write_durably(folder / START_FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
-
-
-def read_start_copy(folder: Path) -> StartCopy | None:
-    """What was written there; None: nothing, or not whole."""
-    try:
-        copy = msgspec.json.decode(read_regular(folder / START_FILE, MAX_START_BYTES), type=StartCopy)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    return copy if copy.sha256 == _digest(copy) else None
-
-
-def _digest(copy: StartCopy) -> str:
-    return hashlib.sha256(f"{len(copy.config)} {copy.config}{copy.origin}".encode()).hexdigest()

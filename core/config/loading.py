@@ -116,16 +116,14 @@ class Inspected:
 def load_config(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     overrides: Sequence[str] = (),
-    *,
-    text: str | None = None,
 ) -> RunConfig:
-    """Read, merge and check run files. `text`: what the first of them is to say, whatever it holds.
+    """Read, merge and check run files.
 
     `path`: one TOML file or several, later ones winning; `overrides`: `section.key=value` texts (TOML values; a bare
     word is text). Raises ConfigError with every problem found: file and line, dotted path, value, cause, suggestion.
     """
     files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    found = inspect_config(files, overrides, text=text)
+    found = inspect_config(files, overrides)
     if found.config is not None and not found.problems:
         return found.config
     if len(found.problems) == 1:
@@ -137,15 +135,13 @@ def load_config(
     raise ConfigError(f"{', '.join(names)}: {len(ranked)} problems\n{lines}")
 
 
-def inspect_config(
-    files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = (), *, text: str | None = None
-) -> Inspected:
+def inspect_config(files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> Inspected:
     """The same, but problems are returned, also of files that cannot be read."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")
     layers = _Layers(KeyOrigins(str(files[0])))
-    for number, file in enumerate(files):
-        layers.read_file(Path(file), text if number == 0 else None)
+    for file in files:
+        layers.read_file(Path(file))
     for override in overrides:
         layers.read_override(override)
     run = as_table(layers.table.setdefault("run", {}))
@@ -166,12 +162,13 @@ class _Layers:
     is_whole: bool = True
     """Whether every file could be read."""
 
-    def read_file(self, file: Path, text: str | None) -> None:
+    def read_file(self, file: Path) -> None:
+        text = ""
         try:
-            text = file.read_bytes().decode("utf-8-sig") if text is None else text
+            text = file.read_bytes().decode("utf-8-sig")
             table = tomllib.loads(text)
         except (OSError, ValueError) as error:
-            self.problems.append(_unreadable(file, text or "", error))
+            self.problems.append(_unreadable(file, text, error))
             self.is_whole = False
             return
         _resolve(table, file.absolute().parent)

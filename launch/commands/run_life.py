@@ -268,15 +268,12 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse
     from ...core.config.loading import toml_value
     from ..launcher import launch
     from ..run_lineage.next_run import begin_next_life, put_config_back
-    from ..run_lineage.origin import RunOrigin, config_of
+    from ..run_lineage.origin import RunOrigin
 
     place = f"trainer.resume={toml_value(str(run_dir.path))}"  # the same on all nodes; node 0 says which checkpoint
-    text, torn = config_of(run_dir.path)
-    origin, lost = RunOrigin.found(run_dir.path)
-    for said in filter(None, (torn, lost)):
-        print(said, flush=True)
-    config = load_config(run_dir.config, [*options.overrides, place], text=text)
-    if config.run.name != load_config(run_dir.config, [place], text=text).run.name:
+    origin = RunOrigin.load(run_dir.path)
+    config = load_config(run_dir.config, [*options.overrides, place])
+    if config.run.name != load_config(run_dir.config, [place]).run.name:
         raise ConfigError("run.name: a resumed run keeps its name", remedy="`myxa fork` makes another run of it")
     base = replace(base, program=origin.program)
     chosen = replace(chosen_by(options, base), run_dir=run_dir)
@@ -284,7 +281,7 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse
         for text in point.passed_over:
             print(f"passed over: {text}", flush=True)
         print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-        chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point, text))
+        chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point))
     ending = launch(config, chosen)
     came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and point is not None and ending.version <= point.version
     if came_to_nothing and put_config_back(run_dir):

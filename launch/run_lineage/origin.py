@@ -1,7 +1,6 @@
 """Where a run comes from: its parent, if it was forked, and its lives. A life is one start of the run in its directory.
 
-`origin.json` in the run directory records both. Checkpoints hold copies of `origin.json` and `config.toml`; if a file
-is torn, its newest copy is used. A file that a person edited is not torn: its errors are reported.
+`origin.json` in the run directory records both.
 
 Checkpoints that training went back behind are moved to `lives/<number>/undone`, so that none is taken for the newest:
 when a life begins, and when a trainer gang restarts from an older one. Nothing is deleted.
@@ -9,15 +8,11 @@ when a life begins, and when a trainer gang restarts from an older one. Nothing 
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from ...actors.checkpoints.folder import CheckpointInfo, version_in
-from ...actors.checkpoints.run_part import MAX_START_BYTES, StartCopy, read_start_copy, write_start_copy
+from ...actors.checkpoints.folder import CheckpointInfo
 from ...core.errors import LaunchError
 from ...core.files import read_regular, write_durably
 from ..worker_spec import DEFAULT_PROGRAM
@@ -25,78 +20,6 @@ from ..worker_spec import DEFAULT_PROGRAM
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"
 ORIGIN = "origin.json"
-
-
-class _Lives(msgspec.Struct):
-    """The part of origin.json that shows how new it is."""
-
-    lives: list[dict[str, object]] = []
-
-
-def newest_copy(run_dir: Path) -> tuple[StartCopy, Path] | None:
-    """The copy of the latest life, in its newest checkpoint, and that checkpoint; None: there is none."""
-    found: list[tuple[tuple[int, int], StartCopy, Path]] = []
-    for path in (run_dir / CHECKPOINTS).glob("*/"):
-        copy = read_start_copy(path)
-        if copy is not None and (lives := _num_lives(copy)) >= 0:
-            found.append(((lives, version_in(path)), copy, path))
-    if not found:
-        return None
-    _, copy, path = max(found, key=lambda each: each[0])
-    return copy, path
-
-
-def _num_lives(copy: StartCopy) -> int:
-    try:
-        return len(msgspec.json.decode(copy.origin, type=_Lives).lives)
-    except msgspec.MsgspecError:
-        return -1
-
-
-def config_of(run_dir: Path) -> tuple[str | None, str]:
-    """(text of config.toml as the newest copy has it, why), or (None, ""): read the file itself."""
-    newest = newest_copy(run_dir)
-    if newest is None:
-        return None, ""
-    copy, place = newest
-    trouble = _trouble(run_dir / CONFIG, copy.config)
-    return (copy.config, f"{run_dir / CONFIG} {trouble}: its copy in {place.name} is taken") if trouble else (None, "")
-
-
-def config_text(run_dir: Path) -> str:
-    """Text of config.toml, or of its copy. Raises OSError if there is neither."""
-    text, _ = config_of(run_dir)
-    return (run_dir / CONFIG).read_text(encoding="utf-8-sig") if text is None else text
-
-
-def _trouble(path: Path, whole: str) -> str:
-    try:
-        text = read_regular(path, MAX_START_BYTES).decode("utf-8-sig")
-    except FileNotFoundError:
-        return "is missing"
-    except UnicodeDecodeError:
-        return "is no text"
-    except OSError as error:
-        return f"cannot be read ({error})"
-    if "\0" in text:
-        return "is no text"
-    if text.strip() != whole.strip() and whole.startswith(text.rstrip()):
-        return "is cut off" if text.strip() else "is empty"
-    return "" if _is_toml(text) or _is_edited(text, whole) else "is no TOML"
-
-
-def _is_toml(text: str) -> bool:
-    try:
-        tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return False
-    return True
-
-
-def _is_edited(text: str, whole: str) -> bool:
-    """Most of its lines are still there, so a person made an error in it."""
-    lines = set(whole.splitlines())
-    return len(lines & set(text.splitlines())) * 2 > len(lines)
 
 
 MAX_BYTES = 16 << 20
@@ -142,42 +65,26 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, run_dir: Path) -> None:
         """Write it in one step. Raises LaunchError if the disk refuses."""
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2)
         try:
-            write_durably(run_dir / ORIGIN, self.text.encode())
+            write_durably(run_dir / ORIGIN, text)
         except OSError as error:
             raise LaunchError(f"{run_dir / ORIGIN} cannot be written: {error.strerror}", remedy="check disk") from error
 
-    @property
-    def text(self) -> str:
-        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
-
     @classmethod
     def load(cls, run_dir: Path) -> RunOrigin:
-        """What `save` wrote; if the file is torn, its newest copy in a checkpoint; if there is neither, that of a first
-        life. Raises LaunchError if it cannot be read: a guess could start another program, or take an undone life for
-        the newest."""
-        return cls.found(run_dir)[0]
-
-    @classmethod
-    def found(cls, run_dir: Path) -> tuple[RunOrigin, str]:
-        """The same, and why a copy was used; empty: the file was read."""
+        """What `save` wrote; if there is none, that of a first life. Raises LaunchError if it cannot be read: a guess
+        could start another program, or take an undone life for the newest."""
         path = run_dir / ORIGIN
         try:
-            return msgspec.json.decode(read_regular(path, MAX_BYTES), type=cls), ""
+            return msgspec.json.decode(read_regular(path, MAX_BYTES), type=cls)
+        except FileNotFoundError:
+            return cls()
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            failure = error
-        newest = newest_copy(run_dir)
-        is_missing = isinstance(failure, FileNotFoundError)
-        if newest is not None:
-            copy, place = newest
-            trouble = "is missing" if is_missing else f"cannot be read ({failure})"
-            return msgspec.json.decode(copy.origin, type=cls), f"{path} {trouble}: its copy in {place.name} is taken"
-        if is_missing:
-            return cls(), ""
-        raise LaunchError(
-            f"{path}, the record of the run's lives, cannot be read: {failure}",
-            remedy="correct it (it is JSON), or remove it if the run was started once, by `myxa up`",
-        ) from failure
+            raise LaunchError(
+                f"{path}, the record of the run's lives, cannot be read: {error}",
+                remedy="correct it (it is JSON), or remove it if the run was started once, by `myxa up`",
+            ) from error
 
     def went_back(self, attempt: int, version: int) -> RunOrigin:
         """The same, with another attempt of this life's trainer gang."""
@@ -221,21 +128,6 @@ def origin_events(run_dir: Path) -> tuple[tuple[str, str], ...]:
     elif origin.parent:
         events.append(("forked", f"from version {origin.parent_version} of {origin.parent}, with {life.ledger}"))
     return tuple(events)
-
-
-def start_keeper(run_dir: Path) -> Callable[[Path], None]:
-    """A function that copies the run's config.toml, as it is now, and origin.json into a checkpoint; it may raise
-    OSError. A run without these files gets no copy."""
-    try:
-        config = config_text(run_dir)
-    except (OSError, UnicodeDecodeError):
-        return lambda _: None
-
-    def keep(checkpoint: Path) -> None:
-        with suppress(LaunchError):  # an unreadable origin.json is not copied
-            write_start_copy(checkpoint, StartCopy(config=config, origin=RunOrigin.load(run_dir).text))
-
-    return keep
 
 
 LIVES = "lives"
