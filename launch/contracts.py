@@ -32,25 +32,27 @@ class LateWish(_Record, frozen=True, kw_only=True):
 
 
 class NodeFacts(_Record, frozen=True, kw_only=True):
-    """How a node introduces itself. Version and configuration must be those of node 0."""
+    """How a node introduces itself."""
 
     node: int
-    num_nodes: int
+    """-1: a late node that asks for its number."""
     version: str
-    """Of myxa."""
-    config: str
-    """The resolved configuration as TOML; empty: a late node takes that of the run."""
+    """Of myxa; it must be that of node 0."""
     host: str
+    address: str = ""
+    """At which other nodes reach it."""
     machine: str = ""
     """The running system (boot id): what it shares with others of the same is memory, not only files."""
     late: LateWish | None = None
     """Set by a node that joins a live run; its number is the one that `enlist` gave it."""
+    problem: str = ""
+    """Why it cannot take part: the run must not wait for it."""
     nonce: str = ""
     """Random per launcher: a request repeated because its answer was lost does not count as a second node."""
 
 
 class EnlistReply(_Record, frozen=True, kw_only=True):
-    """Answer to a node that comes late."""
+    """What a node needs to know before it joins, all of it from node 0."""
 
     node: int = -1
     """Its number in this run; -1: it may not come."""
@@ -59,15 +61,10 @@ class EnlistReply(_Record, frozen=True, kw_only=True):
     is_early: bool = False
     """The run is being started: it may ask again."""
     config: str = ""
+    """The run's configuration as TOML."""
+    program: str = ""
     actors: tuple[ActorSpec, ...] = ()
-    """What would be started on it now, for its own look at what they need."""
-
-
-class JoinReply(_Record, frozen=True, kw_only=True):
-    """Whether the node may take part."""
-
-    accepted: bool
-    reason: str = ""
+    """Of the run's start, or what would be started on a late node now."""
 
 
 class RunDescription(_Record, frozen=True, kw_only=True):
@@ -216,11 +213,6 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def meeting_place(self) -> GangRendezvous:
-        """An address of this node that others reach, and a port that is free now."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
     async def leave(self, exit_code: int, reason: str) -> None:
         """The run is over; this node's launcher exits with that code."""
         raise NotImplementedError
@@ -248,25 +240,19 @@ class SupervisorContract(Actor):
     """Gathers the nodes, has actors started, decides when they end."""
 
     @call(deadline=30)
-    async def join(self, facts: NodeFacts) -> JoinReply:
-        """A node wants to join. The same launcher may repeat this."""
+    async def enlist(self, facts: NodeFacts) -> EnlistReply:
+        """What a node has to know, or why it may not come. It joins afterwards. The same launcher may repeat this."""
         raise NotImplementedError
 
     @call(deadline=30)
-    async def enlist(self, facts: NodeFacts) -> EnlistReply:
-        """A node wants to join the live run: its number, or why it may not. It joins afterwards. The same launcher may
-        repeat this."""
+    async def join(self, facts: NodeFacts) -> str:
+        """A node is ready for actors: why it may not take part, or empty. The same launcher may repeat this."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
     async def leave_node(self, node: int, reason: str) -> None:
         """The launcher of a late node got a signal: the node's actors hand their work back and end; then it gets the
         order to leave."""
-        raise NotImplementedError
-
-    @call(deadline=30)
-    async def decline(self, node: int, host: str, reason: str) -> None:
-        """A node cannot take part: its preflight failed. The run must not wait for it."""
         raise NotImplementedError
 
     @call(deadline=5, reentrant=True)

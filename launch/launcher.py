@@ -25,7 +25,6 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from .. import __version__
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
@@ -39,7 +38,7 @@ from .control.server import ControlServer, VerbContext
 from .first_failure import RunEnd
 from .frozen_code import freeze
 from .nodes.agent import Agent
-from .nodes.follower import follow, follow_late
+from .nodes.follower import follow
 from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, with_start
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
@@ -130,22 +129,20 @@ _log = logging.getLogger("myxa.launcher")
 
 
 def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
-    """Run this node's part of a run to its end; `config` None: of a live run, which has one. Raises ConfigError and
-    LaunchError for what cannot start."""
+    """Run this node's part of a run to its end; `config` only of node 0. Raises ConfigError and LaunchError for what
+    cannot start."""
     raise_limit()
     with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if config is None or options.late is not None:
-            return runner.run(follow_late(config, options))
-        return runner.run((_lead if options.place.rank == 0 else follow)(config, options))
+        return runner.run(follow(options) if config is None else _lead(config, options))
 
 
 # -- node 0 ----------------------------------------------------------------------------------------------------------
 
 
 async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
-    """Nodes compare their configurations; they run this one, from the checkpoint that this node resolved."""
+    """All nodes run this configuration, from the checkpoint that this node resolved."""
     actors = place_actors(config, options.place.num_nodes)
-    check_own(config, actors, options, 0)
+    check_own(config, actors, options.program, 0)
     if options.run_dir is not None:  # refuse before anything there is changed
         freeze(config, options.run_dir.path)
     text, config = dump_config(config), with_start(config, options)
@@ -161,8 +158,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 run_place = RunSetup(
                     actors=actors,
                     num_nodes=options.place.num_nodes,
-                    version=__version__,
                     config=text,
+                    program=options.program,
                     plan=RunDescription(
                         run_id=run_dir.path.name,
                         run_dir=str(run_dir.path),
@@ -179,7 +176,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 elif not options.place.is_alone:
                     screen.say(f"other nodes may join: myxa launch --join {rendezvous.endpoint}")
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
-                ending = await _conduct(context, rendezvous, runtime, text, options, screen)
+                ending = await _conduct(context, rendezvous, runtime, options, screen)
     screen.finish(ending, options.next_steps)
     return replace(ending, run_dir=run_dir.path)
 
@@ -201,7 +198,6 @@ async def _conduct(
     context: VerbContext,
     rendezvous: NodeRendezvous,
     runtime: RuntimeDir,
-    text: str,
     options: LaunchOptions,
     screen: Screen,
 ) -> RunEnd:
@@ -212,7 +208,7 @@ async def _conduct(
     agent = Agent(own, rendezvous.exit_seen)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))
-    await supervisor.join(facts_of(options.place, text))
+    await supervisor.join(facts_of(options.place, rendezvous))
     lead = Lead(
         supervisor, RunWatch(rendezvous.node, clock), clock=clock, timeouts=options.timeouts, show=screen.show,
         tell=screen.tell,

@@ -97,8 +97,7 @@ def add_node_flags(spread: Parser) -> None:
 
 def _add_join_flags(spread: Parser) -> None:
     spread.add_argument("--join", nargs="?", const="", metavar="WHERE",
-                        help="lend this machine to a live run: its directory, HOST:PORT or --rdzv-file; "
-                        "without a run file, that of the run is taken")  # fmt: skip
+                        help="lend this machine to a live run: its directory, HOST:PORT or --rdzv-file")  # fmt: skip
     spread.add_argument("--rollouts", type=at_least(0), default=0, metavar="K",
                         help="with --join: so many rollout actors here (roles.rollout.count)")  # fmt: skip
     spread.add_argument("--devices", default="", metavar="GPUS",
@@ -117,11 +116,20 @@ def _num_nodes(text: str) -> tuple[int, int]:
 def _launch(options: argparse.Namespace) -> int:
     if options.join is not None:
         return _join(options)
-    if not options.file:
-        raise ConfigError("no run file is given", remedy="name one; only with --join that of the run is taken")
     if options.rollouts or options.devices:
         raise ConfigError("--rollouts and --devices are for --join", remedy="set roles.rollout in the run file")
-    return start(options, options_of_node(options))
+    base = options_of_node(options)
+    if base.place.rank:
+        return follow(options, base)
+    if not options.file:
+        raise ConfigError("no run file is given", remedy="name one; only node 0 needs it")
+    return start(options, base)
+
+
+def follow(options: argparse.Namespace, base: LaunchOptions) -> int:
+    from ..launcher import launch
+
+    return launch(None, chosen_by(options, base)).exit_code
 
 
 def options_of_node(options: argparse.Namespace) -> LaunchOptions:
@@ -135,9 +143,8 @@ def options_of_node(options: argparse.Namespace) -> LaunchOptions:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from ...core.config import load_config
     from ..contracts import LateWish
-    from ..launcher import LaunchOptions, launch
+    from ..launcher import LaunchOptions
     from ..nodes.rendezvous import find_late_rendezvous
 
     if options.nnodes is not None or options.node_rank is not None:
@@ -147,16 +154,12 @@ def _join(options: argparse.Namespace) -> int:
     if options.join.endswith(".toml"):
         raise ConfigError(
             f"--join {options.join}: that is a run file, not where the run is met",
-            remedy="name the run's directory, HOST:PORT or the rendezvous file; a run file goes before --join",
+            remedy="name the run's directory, HOST:PORT or the rendezvous file",
         )
-    if options.overrides and not options.file:
-        raise ConfigError("--set without a run file", remedy="leave it out: the run's own configuration is taken")
     where = options.join or options.rdzv or ""
     place, rdzv_file, job_key = find_late_rendezvous(where, options.rdzv_file, options.job_key, os.environ)
     late = LateWish(num_rollouts=options.rollouts, devices=options.devices)
-    base = LaunchOptions(place=place, rdzv_file=rdzv_file, job_key=job_key, late=late)
-    config = load_config(options.file, options.overrides) if options.file else None
-    return launch(config, chosen_by(options, base)).exit_code
+    return follow(options, LaunchOptions(place=place, rdzv_file=rdzv_file, job_key=job_key, late=late))
 
 
 def _add_demo(demo: Parser) -> None:
@@ -201,8 +204,9 @@ def _resume(options: argparse.Namespace) -> int:
     named: Path | None = options.run_dir or options.run_path
     if options.run_dir is not None and options.run_path not in (None, options.run_dir):
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
-    # a machine that is not node 0 joins a run that node 0 starts again, and may have started by now
-    if named is not None and ((is_on_several(options) and options_of_node(options).place.rank > 0) or _is_over(named)):
+    if is_on_several(options) and (base := options_of_node(options)).place.rank:
+        return follow(options, base)  # node 0 chooses, and makes the directory ready; it may have started by now
+    if named is not None and _is_over(named):
         return start_again(named, options)
     note = find_run(named) if named is not None else _only_live_run(options)
     if options.overrides or options.version is not None:
@@ -252,16 +256,13 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
 
     base = options_of_node(options) if is_on_several(options) else LaunchOptions()
     run_dir = RunDir(named.resolve())
-    if base.place.rank:  # node 0 chooses, and makes the directory ready; checkpoint and ledger are its business
-        return _resume_launch(run_dir, None, options, base)
     with no_longer_alive(run_dir):
         # a checkpoint that was named is verified in full before newer ones are put away for it
         point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
         return _resume_launch(run_dir, point, options, base)
 
 
-def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namespace, base: LaunchOptions) -> int:
-    """`point` None: node 0 has it."""
+def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, base: LaunchOptions) -> int:
     from dataclasses import replace
 
     from ...core.config import load_config
@@ -270,20 +271,17 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse
     from ..run_lineage.next_run import begin_next_life, put_config_back
     from ..run_lineage.origin import RunOrigin
 
-    place = f"trainer.resume={toml_value(str(run_dir.path))}"  # the same on all nodes; node 0 says which checkpoint
+    place = f"trainer.resume={toml_value(str(point.place))}"
     origin = RunOrigin.load(run_dir.path)
     config = load_config(run_dir.config, [*options.overrides, place])
     if config.run.name != load_config(run_dir.config, [place]).run.name:
         raise ConfigError("run.name: a resumed run keeps its name", remedy="`myxa fork` makes another run of it")
-    base = replace(base, program=origin.program)
-    chosen = replace(chosen_by(options, base), run_dir=run_dir)
-    if point is not None:
-        for text in point.passed_over:
-            print(f"passed over: {text}", flush=True)
-        print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-        chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point))
-    ending = launch(config, chosen)
-    came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and point is not None and ending.version <= point.version
+    for text in point.passed_over:
+        print(f"passed over: {text}", flush=True)
+    print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
+    base = replace(base, program=origin.program, run_dir=run_dir, prepare=lambda: begin_next_life(run_dir, point))
+    ending = launch(config, chosen_by(options, base))
+    came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and ending.version <= point.version
     if came_to_nothing and put_config_back(run_dir):
         print(f"{run_dir.config} is again what it was: nothing was trained with the new values", flush=True)
     return ending.exit_code
@@ -325,7 +323,6 @@ def _fork(options: argparse.Namespace) -> int:
 def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     """What can be seen to be wrong before a directory is made: all, or only what does not depend on the machine."""
     from ..checks.all_checks import RESUME_CHECKS, check_node
-    from ..launcher import LaunchOptions
     from ..nodes.launch_options import check_own
     from ..run_lineage.origin import RunOrigin
     from ..supervisor.placement import place
@@ -336,7 +333,7 @@ def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
             check_node(config, actors, RESUME_CHECKS)
             return
         program = options.program or RunOrigin.load(options.run_dir).program
-        check_own(config, actors, LaunchOptions(program=program), 0)
+        check_own(config, actors, program, 0)
 
     return check
 

@@ -18,7 +18,6 @@ from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuc
 from ...core.process import adopts_orphans
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
-from ..actor_spec import GangRendezvous
 from ..contracts import (
     SUPERVISOR,
     AgentContract,
@@ -38,7 +37,6 @@ from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_comman
 from .child import Child, start_child, written_stacks
 from .fork_server import ForkServer, is_forked
 from .log_reader import read_log
-from .rendezvous import quiet_port
 
 PING_S = 1.0
 REAP_EVERY_S = 2.0
@@ -58,8 +56,6 @@ class AgentOptions:
     """Facts of a node's agent."""
 
     node: int
-    address: str
-    """Address at which other nodes reach this one."""
     runtime_dir: Path
     rdzv_path: str
     """File with the registry's address, for workers."""
@@ -320,10 +316,6 @@ class Agent(AgentContract):
         for child in self.children:
             child.kill()
         await _still_there(self.children, KILL_S)
-
-    async def meeting_place(self) -> GangRendezvous:
-        family = socket.AF_INET6 if ":" in self._options.address else socket.AF_INET
-        return GangRendezvous(address=self._options.address, port=quiet_port(family))
 
     async def leave(self, exit_code: int, reason: str) -> None:
         if not self.left.done():

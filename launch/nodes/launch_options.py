@@ -42,9 +42,7 @@ class LaunchOptions:
     is_quiet: bool = False
     timeouts: RunTimeouts = field(default_factory=RunTimeouts)
     run_dir: RunDir | None = None
-    """An existing directory, held by the caller; None: a new one is made."""
-    start: Path | None = None
-    """Checkpoint that node 0 chose to resume from; None: what `trainer.resume` names."""
+    """An existing directory, held by the caller, whose configuration names the checkpoint; None: a new one is made."""
     prepare: Callable[[], object] | None = None
     """Prepares the directory once it is clear that this node can take part."""
     next_steps: tuple[str, ...] = ()
@@ -52,13 +50,13 @@ class LaunchOptions:
     """Set on a node that joins a live run."""
 
 
-def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOptions, node: int) -> None:
+def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int) -> None:
     """Whether this node has what its actors need. A user's own composition root may need none of what ours needs.
     Raises what `check_node` raises."""
-    if options.program == DEFAULT_PROGRAM:
+    if program == DEFAULT_PROGRAM:
         check_node(config, [actor for actor in actors if actor.node == node])
     else:
-        _check_program(options.program)
+        _check_program(program)
 
 
 def _check_program(program: str) -> None:
@@ -75,10 +73,10 @@ def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
     """For node 0: resolve `trainer.resume` to a checkpoint. The run that it names may be live and write newer ones, and
     all actors have to begin from the same. This is quick, because the other nodes wait. Raises ConfigError if there is
     no checkpoint."""
-    if options.start is None and not config.trainer.resume:
+    if options.run_dir is not None or not config.trainer.resume:
         return config
     try:
-        start = options.start or named_checkpoint(config.trainer.resume).absolute()
+        start = named_checkpoint(config.trainer.resume).absolute()
     except TrainError as error:
         if options.program != DEFAULT_PROGRAM:  # it may interpret the key otherwise
             return config
@@ -87,13 +85,12 @@ def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
     return config.model_copy(update={"trainer": trainer})
 
 
-def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeFacts:
+def facts_of(place: NodePlace, rendezvous: NodeRendezvous, late: LateWish | None = None) -> NodeFacts:
     return NodeFacts(
         node=place.rank,
-        num_nodes=place.num_nodes,
         version=__version__,
-        config=text,
         host=socket.gethostname(),
+        address=rendezvous.address,
         machine=boot_id(),
         late=late,
         nonce=secrets.token_hex(8),
@@ -112,7 +109,6 @@ def agent_options(
     own = [actor for actor in actors if actor.node == place.rank]
     return AgentOptions(
         node=place.rank,
-        address=rendezvous.address,
         runtime_dir=runtime_dir,
         rdzv_path=str(rendezvous.rdzv_path),
         lost_s=options.timeouts.lost_s,

@@ -7,49 +7,32 @@ so delayed messages of a node that left cannot be taken for another node's.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from ... import __version__
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError
 from ...core.supervision import ChildState, Supervisor
 from ..actor_spec import ActorSpec
-from ..contracts import SUPERVISOR, EnlistReply, JoinReply, LateWish, NodeFacts
+from ..contracts import SUPERVISOR, EnlistReply, LateWish, NodeFacts
 from .placement import Present, check_distance, staff_node
 from .run_actors import RunActors
 from .timeouts import RunTimeouts
 
-MAX_DIFFERENCES = 8
 _log = logging.getLogger(f"myxa.{SUPERVISOR}")
 
 
-def differences(theirs: str, ours: str) -> str:
-    """The values that differ between two resolved configurations, in words."""
-    lines: list[str] = []
-    table = ""
-    for line in difflib.ndiff(theirs.splitlines(), ours.splitlines()):
-        text = line[2:].strip()
-        if line[0] in " -+" and text.startswith("["):
-            table = text.strip("[]")
-        if line[0] == "-" and text:
-            lines.append(f"it has {table}.{text}")
-        if line[0] == "+" and text:
-            lines.append(f"node 0 has {table}.{text}")
-    shown = lines[:MAX_DIFFERENCES]
-    return "; ".join(shown) + (f"; and {len(lines) - len(shown)} more" if len(lines) > len(shown) else "")
-
-
 class Membership:
-    """The nodes of one run: those that take part, come late, leave. `run` None: no node may join late."""
+    """The nodes of one run: those that take part, come late, leave."""
 
-    def __init__(
-        self, num_nodes: int, version: str, config: str, *, run: RunConfig | None = None, max_nodes: int = 0
-    ) -> None:
+    def __init__(self, num_nodes: int, welcome: EnlistReply, run: RunConfig | None = None, max_nodes: int = 0) -> None:
+        """`welcome`: what every node is to know, but for its number. `run` None: no node may join late."""
         self._num_nodes = num_nodes
         self._max_nodes = max_nodes
-        self._version = version
-        self._config = config
+        self._welcome = welcome
         self._run = run
         self._nodes: dict[int, NodeFacts] = {}
         self._refused: dict[int, str] = {}
@@ -71,30 +54,37 @@ class Membership:
         """Whether a node is on the same machine as all members, so that it shares memory with them."""
         return bool(facts.machine) and all(each.machine == facts.machine for each in self._nodes.values())
 
-    def host(self, node: int) -> str:
-        return self._nodes[node].host if node in self._nodes else ""
+    def facts(self, node: int) -> NodeFacts:
+        """Of a member; without host and address if it is none any more."""
+        return self._nodes.get(node) or NodeFacts(node=node, version="", host="")
 
-    def join(self, facts: NodeFacts) -> JoinReply:
-        """A node wants to join. The same launcher may repeat its request."""
-        held = self._nodes.get(facts.node)
-        if held is not None and held.nonce and held.nonce == facts.nonce:
-            return JoinReply(accepted=True)
-        reason = self._objection(facts)
-        if reason:
-            self._refused[facts.node] = reason
-            _log.error("node %d (%s) is refused: %s", facts.node, facts.host, reason)
-            return JoinReply(accepted=False, reason=reason)
+    def join(self, facts: NodeFacts) -> str:
+        """A node wants to join, or cannot: why it takes no part, or empty. The same launcher may repeat its request."""
+        if facts.problem:
+            what = f"node {facts.node} ({facts.host}) cannot take part: {facts.problem}"
+            _log.error("%s", what)
+            if facts.late is None:
+                self._declined = self._declined or what
+                self._changed.set()
+            return facts.problem
+        if self._is_member(facts):
+            return ""
+        if reason := self._objection(facts):
+            return self._refuse(facts, reason)
         _log.info("node %d joined from %s", facts.node, facts.host)
         self._refused.pop(facts.node, None)
         self._nodes[facts.node] = facts
         self._changed.set()
-        return JoinReply(accepted=True)
+        return ""
 
-    def decline(self, node: int, host: str, reason: str) -> None:
-        """A node reports that it cannot take part."""
-        _log.error("node %d (%s) cannot take part: %s", node, host, reason)
-        self._declined = self._declined or f"node {node} ({host}) cannot take part: {reason}"
-        self._changed.set()
+    def _is_member(self, facts: NodeFacts) -> bool:
+        held = self._nodes.get(facts.node)
+        return held is not None and bool(held.nonce) and held.nonce == facts.nonce
+
+    def _refuse(self, facts: NodeFacts, reason: str) -> str:
+        self._refused[facts.node] = reason
+        _log.error("node %d (%s) is refused: %s", facts.node, facts.host, reason)
+        return reason
 
     def lose(self, node: int) -> bool:
         """The node has left or is lost; whether it was a member."""
@@ -118,30 +108,19 @@ class Membership:
             raise LaunchError(
                 f"{len(missing)} of {len(wanted)} nodes did not join within {timeout_s:g} s: "
                 f"{', '.join(map(str, missing))}{refusals}",
-                remedy="start `myxa launch` on every node with the same run file and the --rdzv of node 0",
+                remedy="start `myxa launch` on every node with the --rdzv of node 0",
             ) from None
         if self._declined:
             raise LaunchError(self._declined, remedy="correct it there and start all nodes again")
 
     def _objection(self, facts: NodeFacts) -> str:
         """Why a node may not join; empty: it may."""
-        if facts.late is not None and facts.node not in self._offers:
+        if facts.version != __version__:
+            return f"it runs myxa {facts.version}, node 0 runs {__version__}"
+        if facts.late is not None and facts.node >= 0 and facts.node not in self._offers:
             return f"it was not given the number {facts.node}"
-        if facts.late is None and facts.version == self._version:
-            if facts.num_nodes != self._num_nodes:
-                return f"it expects {facts.num_nodes} nodes, node 0 expects {self._num_nodes} (--nnodes)"
-            if not 0 <= facts.node < self._num_nodes:
-                return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
-        return self._difference(facts) or self._taken(facts)
-
-    def _difference(self, facts: NodeFacts) -> str:
-        if facts.version != self._version:
-            return f"it runs myxa {facts.version}, node 0 runs {self._version}"
-        if (facts.config or facts.late is None) and facts.config != self._config:
-            return f"its configuration differs from node 0's: {differences(facts.config, self._config)}"
-        return ""
-
-    def _taken(self, facts: NodeFacts) -> str:
+        if facts.late is None and not 0 <= facts.node < self._num_nodes:
+            return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
         held = self._nodes.get(facts.node)
         return f"node {facts.node} joined already, from {held.host} (--node-rank)" if held is not None else ""
 
@@ -154,13 +133,17 @@ class Membership:
 
     def enlist(self, facts: NodeFacts, present: Callable[[], Present], has_started: bool) -> EnlistReply:
         """The answer to a node that wants to join. `present` is called only if it is needed."""
-        if self._run is None or facts.late is None:
+        if facts.late is None:
+            if not self._is_member(facts) and (reason := self._objection(facts)):
+                return EnlistReply(reason=self._refuse(facts, reason))
+            return replace(self._welcome, node=facts.node)
+        if self._run is None:
             return EnlistReply(reason="this run admits no late nodes")
         if facts.nonce in self._given:
             return self._given[facts.nonce]
         if not has_started:
             return EnlistReply(reason="the run is being started", is_early=True)
-        reason = self._difference(facts)
+        reason = self._objection(facts)
         if not reason and self._max_nodes and len(self._nodes) >= self._max_nodes:
             reason = f"the run has {len(self._nodes)} nodes, as many as it may have (--nnodes)"
         if reason:
@@ -176,7 +159,7 @@ class Membership:
             return EnlistReply(reason=str(error))
         self._next += 1
         self._offers[node] = facts.late
-        reply = EnlistReply(node=node, config=self._config, actors=actors)
+        reply = replace(self._welcome, node=node, actors=actors)
         if facts.nonce:
             self._given[facts.nonce] = reply
         return reply

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-
-import msgspec
 
 from ...actors.contracts import CoordinatorContract, MonitorContract, RolloutContract
 from ...core.actor import PeerEvent
@@ -54,7 +53,6 @@ from ..contracts import (
     AgentContract,
     ChildEnd,
     EnlistReply,
-    JoinReply,
     NodeFacts,
     RunDescription,
     StartOrder,
@@ -63,7 +61,9 @@ from ..contracts import (
     agent_name,
 )
 from ..first_failure import CAUSE, Failures
+from ..nodes.rendezvous import quiet_port
 from ..run_dir import RunDir
+from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership, SilenceCheck
 from .placement import Present
 from .run_actors import ActorStatus, RunActor, RunActors
@@ -93,9 +93,10 @@ class RunSetup:
 
     actors: tuple[ActorSpec, ...]
     num_nodes: int
-    version: str
-    config: str
     plan: RunDescription
+    config: str = ""
+    """What all nodes are told before they join, as TOML; `plan` may name other files in it."""
+    program: str = DEFAULT_PROGRAM
     run: RunConfig | None = None
     """The configuration from which late nodes get their actors; None: no node may join late."""
     max_nodes: int = 0
@@ -127,9 +128,8 @@ class RunSupervisor(SupervisorContract):
         self._timeouts = timeouts
         self.actors = RunActors((actor.name, RunActor(actor)) for actor in setup.actors)
         self._rules = Supervisor(roles_of(setup.actors), jitter=jitter, grace_s=timeouts.end_s)
-        self.membership = Membership(
-            setup.num_nodes, setup.version, setup.config, run=setup.run, max_nodes=setup.max_nodes
-        )
+        welcome = EnlistReply(config=setup.config, program=setup.program, actors=setup.actors)
+        self.membership = Membership(setup.num_nodes, welcome, setup.run, setup.max_nodes)
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
         self._gone = asyncio.Event()
         self._work = WorkSeen()
@@ -140,7 +140,6 @@ class RunSupervisor(SupervisorContract):
         self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
         self._rendezvous: dict[str, tuple[int, GangRendezvous]] = {}
         """Gang -> attempt, rendezvous of that attempt's ranks."""
-        self._rendezvous_lock = asyncio.Lock()
 
     async def on_start(self) -> None:
         self.ctx.watch("")
@@ -247,7 +246,7 @@ class RunSupervisor(SupervisorContract):
             name=name,
             role=spec.role,
             node=spec.node,
-            host=self.membership.host(spec.node),
+            host=self.membership.facts(spec.node).host,
             state=state,
             attempt=self._rules.attempt(name),
             pid=actor.pid if state in ALIVE else 0,
@@ -340,17 +339,17 @@ class RunSupervisor(SupervisorContract):
 
     # -- for nodes and other programs ---------------------------------------------------------------------------
 
-    async def join(self, facts: NodeFacts) -> JoinReply:
+    async def join(self, facts: NodeFacts) -> str:
         is_new = facts.node not in self.membership.nodes
-        reply = self.membership.join(facts)
-        if not reply.accepted or not is_new:
-            return reply
+        reason = self.membership.join(facts)
+        if reason or not is_new:
+            return reason
         if facts.node:
             self._silent.heard(facts.node, self._now())
         if facts.late is not None:
             self._others[agent_name(facts.node)] = facts.node
             self.ctx.spawn(self._welcome(facts.node), name=f"welcome node {facts.node}")
-        return reply
+        return ""
 
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
         is_open = self._has_started and not self.stop_requested.done() and self._rules.verdict is None
@@ -358,9 +357,6 @@ class RunSupervisor(SupervisorContract):
         if reply.reason and not reply.is_early:
             self.ctx.log.error("%s may not join the run: %s", facts.host, reply.reason)
         return reply
-
-    async def decline(self, node: int, host: str, reason: str) -> None:
-        self.membership.decline(node, host, reason)
 
     async def child_ended(self, end: ChildEnd) -> None:
         if end.name not in self.actors or end.attempt != self._rules.attempt(end.name):
@@ -473,35 +469,28 @@ class RunSupervisor(SupervisorContract):
             await self._end_on(actor.spec.node, (name,), self._timeouts.end_s)
 
     async def _order_start(self, actor: ActorSpec, attempt: int) -> StartReply:
-        try:
-            meeting = await self._rendezvous_of(actor, attempt)
-        except MyxaError as error:
-            if isinstance(error, NODE_IS_GONE):
-                self._lose_node(self._gang_hosts[actor.rank.gang] if actor.rank is not None else actor.node, str(error))
-            return _refusal(f"{actor.name} has no rendezvous for its gang: {error}")
-        order = StartOrder(actor=actor, attempt=attempt, meeting=meeting)
+        order = StartOrder(actor=actor, attempt=attempt, meeting=self._rendezvous_of(actor, attempt))
         try:
             return await self.agent(actor.node).start_actor(order)
         except MyxaError as error:
             if isinstance(error, NODE_IS_GONE):
                 self._lose_node(actor.node, str(error))
-            return _refusal(f"{actor.name} was not started: {error}")
+            return StartReply(problem=f"{actor.name} was not started: {error}", status=LaunchError.exit_code)
 
-    async def _rendezvous_of(self, actor: ActorSpec, attempt: int) -> GangRendezvous | None:
-        """Where the ranks of that attempt meet; None for an actor that is no rank. The node of rank 0 is asked once per
-        attempt, so that all ranks get the same answer. Ranks on one node use loopback: torch's store does not ask for a
-        key. Raises what the call raises."""
+    def _rendezvous_of(self, actor: ActorSpec, attempt: int) -> GangRendezvous | None:
+        """Where the ranks of that attempt meet: on the node of rank 0; None for an actor that is no rank. Ranks on one
+        node use loopback: torch's store does not ask for a key. The port is seen to be free on this node; if it is in
+        use on another one, the gang fails and the next attempt gets another port."""
         if actor.rank is None:
             return None
         gang = actor.rank.gang
-        async with self._rendezvous_lock:
-            held = self._rendezvous.get(gang)
-            if held is None or held[0] != attempt:
-                place = await self.agent(self._gang_hosts[gang]).meeting_place()
-                if len(self._gang_nodes[gang]) == 1:
-                    place = msgspec.structs.replace(place, address=LOOPBACK)
-                held = self._rendezvous[gang] = attempt, place
-            return held[1]
+        held = self._rendezvous.get(gang)
+        if held is None or held[0] != attempt:
+            is_near = len(self._gang_nodes[gang]) == 1
+            address = LOOPBACK if is_near else self.membership.facts(self._gang_hosts[gang]).address
+            port = quiet_port(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            held = self._rendezvous[gang] = attempt, GangRendezvous(address=address, port=port)
+        return held[1]
 
     def _failed_start(self, actor: ActorSpec, attempt: int, reply: StartReply) -> ChildEnd:
         log_path = RunDir(Path(self._setup.plan.run_dir)).log_path(actor.name, attempt)
@@ -677,7 +666,3 @@ class WorkSeen:
             return False
         knew, self._knows_version, self._highest = self._knows_version, True, status.version
         return knew
-
-
-def _refusal(problem: str) -> StartReply:
-    return StartReply(problem=problem, status=LaunchError.exit_code)

@@ -37,9 +37,7 @@ from myxa.transport.node import Node
 
 
 def options(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> AgentOptions:
-    return AgentOptions(
-        node=node, address="127.0.0.1", runtime_dir=folder / "runtime", rdzv_path="", lost_s=20.0, key_for=key_for
-    )
+    return AgentOptions(node=node, runtime_dir=folder / "runtime", rdzv_path="", lost_s=20.0, key_for=key_for)
 
 
 def order(**actor: Any) -> StartOrder:

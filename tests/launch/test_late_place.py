@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
+from myxa import __version__
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.contracts import LateWish, NodeFacts
-from myxa.launch.node_place import NodePlace
-from myxa.launch.nodes.launch_options import facts_of
+from myxa.launch.contracts import EnlistReply, LateWish, NodeFacts
 from myxa.launch.supervisor.membership import Membership
 from myxa.launch.supervisor.placement import Present, check_distance, check_leaver, place, server_of, staff, staff_node
 from myxa.launch.supervisor.run_actors import ActorStatus
@@ -203,18 +202,18 @@ def test_only_rollout_actors_can_be_drained(tmp_path: Path):
 
 def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one_the_next(tmp_path: Path):
     run = config(tmp_path, 'weights.channel="disk"')
-    members = Membership(1, "1", "c", run=run)
+    members = Membership(1, EnlistReply(config="c", program="p"), run=run)
 
     def facts(nonce: str, node: int = -1) -> NodeFacts:
-        return NodeFacts(node=node, num_nodes=0, version="1", config="", host="h", late=LateWish(), nonce=nonce)
+        return NodeFacts(node=node, version=__version__, host="h", late=LateWish(), nonce=nonce)
 
     first = members.enlist(facts("a"), lambda: present(run), has_started=True)
-    assert first.node == 1
+    assert (first.node, first.config, first.program, where(first.actors)) == (1, "c", "p", [("rollout/1", 1)])
     assert members.enlist(facts("a"), lambda: present(run), has_started=True) == first
     assert members.enlist(facts("b"), lambda: present(run), has_started=True).node == 2
-    assert members.join(facts("a", 1)).accepted
-    assert members.join(facts("a", 1)).accepted, "its answer was lost"
-    assert not members.join(facts("c", 1)).accepted
+    assert members.join(facts("a", 1)) == ""
+    assert members.join(facts("a", 1)) == "", "its answer was lost"
+    assert "joined already" in members.join(facts("c", 1))
     members.lose(1)
     assert members.staff(1, present(run)) == (), "it went before it was staffed"
     assert members.enlist(facts("a"), lambda: present(run), has_started=True).node == 3, "no number is given twice"
@@ -223,23 +222,25 @@ def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": "2"}, "it runs myxa 2, node 0 runs 1"),
-        ({"num_nodes": 3}, "it expects 3 nodes, node 0 expects 2 (--nnodes)"),
+        ({"version": "2"}, f"it runs myxa 2, node 0 runs {__version__}"),
         ({"node": 2}, "there is no node 2 among 2 (--node-rank)"),
-        ({"config": "[run]\nseed = 5"}, "it has run.seed = 5; node 0 has run.seed = 1"),
         ({"late": LateWish()}, "it was not given the number 1"),
     ],
 )
 async def test_a_node_that_does_not_fit_is_refused_with_both_values(change: dict[str, Any], said: str):
-    members = Membership(2, "1", "[run]\nseed = 1")
-    facts = {"node": 1, "num_nodes": 2, "version": "1", "config": "[run]\nseed = 1", "host": "h"}
-    reply = members.join(NodeFacts(**{**facts, **change}))
-    assert not reply.accepted and said in reply.reason
+    members = Membership(2, EnlistReply())
+    facts = {"node": 1, "version": __version__, "host": "h"}
+    wrong = NodeFacts(**{**facts, **change})
+    assert said in members.join(wrong)
+    if wrong.late is None:
+        assert said in members.enlist(wrong, lambda: present(config(Path())), has_started=False).reason
     with pytest.raises(LaunchError, match="1 of 2 nodes did not join within 0.01 s.*was refused"):
-        assert members.join(NodeFacts(**{**facts, "node": 0})).accepted
+        assert members.join(NodeFacts(**{**facts, "node": 0})) == ""
         await members.gather(0.01)
 
 
-def test_every_launcher_introduces_itself_by_a_nonce_of_its_own():
-    alone = NodePlace(0, 1, None)
-    assert facts_of(alone, "c").nonce != facts_of(alone, "c").nonce != ""
+async def test_a_node_that_cannot_take_part_is_not_waited_for():
+    members = Membership(2, EnlistReply())
+    members.join(NodeFacts(node=1, version=__version__, host="h", problem="no model"))
+    with pytest.raises(LaunchError, match="node 1 .h. cannot take part: no model"):
+        await members.gather(60)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from tests.simulation.simulator import Sim, run
 
+from myxa import __version__
 from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.config.run import RestartPolicy
-from myxa.core.errors import ConfigError, DataError, DeadlineExceeded, LaunchError
+from myxa.core.errors import ConfigError, DataError, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
 from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
@@ -56,6 +57,7 @@ class Hands(AgentContract):
         self.started: list[tuple[str, int]] = []
         self.pids: dict[str, int] = {}
         self.attempts: dict[str, int] = {}
+        self.meetings: dict[tuple[str, int], GangRendezvous] = {}
         self.left: tuple[int, str] | None = None
         self.ended: list[str] = []
         self.killed: list[str] = []
@@ -63,7 +65,6 @@ class Hands(AgentContract):
         self.raises: Exception | None = None
         """At every start."""
         self.refuses: StartReply | None = None
-        self.no_meeting: Exception | None = None
         self.answers = True
         """Whether its processes register."""
         self.undead: set[str] = set()
@@ -73,13 +74,10 @@ class Hands(AgentContract):
     async def prepare(self, plan: RunDescription) -> None:
         pass
 
-    async def meeting_place(self) -> GangRendezvous:
-        if self.no_meeting is not None:
-            raise self.no_meeting
-        return GangRendezvous(address="h", port=1)
-
     async def start_actor(self, order: StartOrder) -> StartReply:
         name = order.actor.name
+        if order.meeting is not None:
+            self.meetings[name, order.attempt] = order.meeting
         self.started.append((name, order.attempt))
         if self.raises is not None:
             raise self.raises
@@ -148,9 +146,8 @@ class Stage:
         return {record.name: record.state for record in self.supervisor.statuses()}
 
     def facts(self, node: int, nonce: str = "") -> NodeFacts:
-        return NodeFacts(
-            node=node, num_nodes=len(self.hands), version="1", config="c", host=f"host-{node}", nonce=nonce
-        )
+        host = f"host-{node}"
+        return NodeFacts(node=node, version=__version__, host=host, address=f"10.0.0.{node}", nonce=nonce)
 
     async def on_0(self, work: Callable[[], Awaitable[Any]]) -> Any:
         async def do() -> Any:
@@ -161,8 +158,7 @@ class Stage:
     async def begin(self) -> None:
         async def start() -> None:
             for node in range(len(self.hands)):
-                reply = await self.supervisor.join(self.facts(node, f"nonce-{node}"))
-                assert reply.accepted
+                assert await self.supervisor.join(self.facts(node, f"nonce-{node}")) == ""
             await self.supervisor.start_all()
 
         await self.on_0(start)
@@ -183,7 +179,7 @@ def staged(
 
     async def scenario(seed: int) -> Any:
         async with Sim(seed) as sim:
-            place = RunSetup(actors, num_nodes, "1", "c", RunDescription(run_id="r", run_dir="/nowhere", config=""))
+            place = RunSetup(actors, num_nodes, RunDescription(run_id="r", run_dir="/nowhere", config=""))
             stage = Stage(sim, RunSupervisor(place, jitter=lambda: 0.0, timeouts=timeouts))
             home = sim.nodes["launcher/0"].node
             await stage.on_0(lambda: home.start(stage.supervisor, SUPERVISOR))
@@ -257,22 +253,18 @@ async def test_wrong_data_fails_the_run_at_once_with_its_own_status(stage: Stage
 
 
 @on_stage(rollout(0), *trainers(1, 2, max_restarts=20), num_nodes=3)
-async def test_ranks_without_a_meeting_place_are_started_again_and_a_lost_host_of_it_is_the_node_that_is_lost(
-    stage: Stage,
-) -> None:
-    host, other = stage.hands[1], stage.hands[2]
-    host.no_meeting = LaunchError("no port is free")
-    await stage.sim.spawn("launcher/2", other.die("trainer/1"))
-    await stage.ping(1, 2, seconds=2)
-    assert stage.supervisor.nodes == (0, 1, 2)
-    host.no_meeting = None
+async def test_the_ranks_of_an_attempt_meet_at_one_port_of_the_node_of_rank_0(stage: Stage) -> None:
+    first, second = stage.hands[1].meetings, stage.hands[2].meetings
+    assert first["trainer/0", 0] == second["trainer/1", 0]
+    assert first["trainer/0", 0].address == "10.0.0.1"
+    await stage.sim.spawn("launcher/2", stage.hands[2].die("trainer/1"))
     await stage.ping(1, 2, seconds=6)
-    assert set(stage.states().values()) == {"up"}
-    host.no_meeting = DeadlineExceeded("it does not answer")
-    await stage.sim.spawn("launcher/2", other.die("trainer/1"))
-    await stage.ping(1, 2, seconds=12)
-    assert stage.supervisor.nodes == (0, 2), "the one that has the other rank is well"
-    assert stage.supervisor.failed.result().culprit == "launcher/1"
+    assert first["trainer/0", 1] == second["trainer/1", 1] != first["trainer/0", 0]
+
+
+@on_stage(rollout(0), *trainers(0, 0))
+async def test_ranks_on_one_node_meet_on_loopback(stage: Stage) -> None:
+    assert stage.hands[0].meetings["trainer/1", 0].address == "127.0.0.1"
 
 
 # -- processes that do not come, or do not go --------------------------------------------------------------------------
@@ -396,8 +388,8 @@ async def test_a_launcher_that_asks_again_is_let_in_again_and_another_one_is_not
     again = await stage.on_0(lambda: join(stage.facts(1, "nonce-1")))
     other = await stage.on_0(lambda: join(stage.facts(1, "another")))
     nameless = await stage.on_0(lambda: join(stage.facts(1)))
-    assert (again.accepted, other.accepted, nameless.accepted) == (True, False, False)
-    assert "node 1 joined already, from host-1" in other.reason
+    assert again == ""
+    assert other == nameless == "node 1 joined already, from host-1 (--node-rank)"
     assert len(stage.hands[1].started) == 1
 
 
