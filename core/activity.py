@@ -8,7 +8,7 @@ this order of precedence:
     3. the last `switch(...)`                                     (the reason to wait)
 
 Blocks may close in any order, because tasks of one actor interleave. Not thread-safe: call it from the actor's loop.
-prometheus-client and OpenTelemetry were considered: neither partitions time, so neither can promise 100 %.
+prometheus-client was considered: it does not partition time, so it cannot promise 100 %.
 
 `FlowSampler` chooses which groups the trace follows: all while they are few, one in k when they are many. Actors need
 not agree on k: it is a power of two, and a group is followed when k divides its number, so an actor with a larger k

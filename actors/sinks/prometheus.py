@@ -1,19 +1,16 @@
 """A Prometheus endpoint with the latest values: `http://127.0.0.1:<port>/metrics`.
 
 Loopback only, on purpose: metrics show a stranger what is trained and how well. A scraper on another host goes through
-a tunnel or an agent on this one. The port that was bound is an event and the content of `prometheus.port`. A dashboard
-for Grafana and the configuration of a Prometheus that scrapes the run are made here, too.
+a tunnel or an agent on this one. The port that was bound is an event and the content of `prometheus.port`.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import re
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
-from string import ascii_uppercase
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -21,7 +18,6 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import LaunchError
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
@@ -145,68 +141,3 @@ def _gauge(name: str, sources: dict[str, float]) -> GaugeMetricFamily:
 def prometheus_name(name: str) -> str:
     """`train/loss` -> `myxa_train_loss`; whatever Prometheus does not allow becomes "_"."""
     return "myxa_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-
-
-# -- Grafana -----------------------------------------------------------------------------------------------------------
-
-DATASOURCE = "${datasource}"
-
-
-PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Training reward: all finished groups, and those of the batch", "short", ("reward/raw_mean", "reward/mean")),
-    ("Finished groups", "percentunit", ("reward/pass_rate", "reward/all_right", "reward/all_wrong")),
-    ("Loss and gradient", "short", ("train/loss", "train/grad_norm")),
-    ("Disagreement of trainer and engines (nats)", "short", ("train/logprob_diff_abs_mean",)),
-    ("Entropy and approximate KL", "short", ("train/entropy", "train/approx_kl")),
-    ("Staleness of what is trained (versions)", "short", ("lag/max", "lag/mean")),
-    ("Tokens per second", "short", ("rollout/tokens_per_s", "train/tokens_per_s")),
-    ("Requests in the engines", "short", ("rollout/running", "rollout/waiting")),
-    ("Groups in the buffer", "short", ("buffer/ready", "buffer/under_way", "buffer/slots_used", "buffer/slots_total")),
-    ("Seconds per step and per weight update", "s", ("train/step_s", "weights/publish_s", "weights/adopt_s")),
-    *((f"Time: {kind}", "percentunit", (f"time/{kind}",)) for kind in ACTIVITY_KINDS),
-)
-"""Title, unit and metrics of each chart. Of cumulative seconds the share of the time is shown, by actor."""
-
-
-def dashboard(title: str) -> str:
-    """JSON for Grafana's import; the data source is asked for there."""
-    prometheus = {"type": "prometheus", "uid": DATASOURCE}
-    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
-    actor = {
-        "name": "source", "type": "query", "label": "Actor", "datasource": prometheus, "refresh": 2,
-        "query": f"label_values({prometheus_name('time/compute')}, source)", "includeAll": True, "multi": True,
-        "allValue": ".*", "current": {"text": "All", "value": "$__all"},
-    }  # fmt: skip
-    changes = {
-        "name": "knobs", "enable": True, "iconColor": "orange", "datasource": prometheus,
-        "expr": 'changes(myxa_events_total{kind="knob"}[10s]) > 0', "titleFormat": "a knob was changed",
-    }  # fmt: skip
-    page = {
-        "title": title, "uid": "myxa-run", "schemaVersion": 39, "editable": True, "refresh": "5s",
-        "time": {"from": "now-30m", "to": "now"}, "templating": {"list": [source, actor]},
-        "annotations": {"list": [changes]},
-        "panels": [_panel(index, *panel) | {"datasource": prometheus} for index, panel in enumerate(PANELS)],
-    }  # fmt: skip
-    return json.dumps(page, indent=2) + "\n"
-
-
-def scrape_config(port: int, run_name: str) -> str:
-    """JSON, which is YAML, for Prometheus: `prometheus --config.file=...`."""
-    targets = [{"targets": [f"{LOOPBACK}:{port}"], "labels": {"run": run_name}}]
-    job = {"job_name": "myxa", "static_configs": targets}
-    return json.dumps({"global": {"scrape_interval": "5s"}, "scrape_configs": [job]}, indent=2) + "\n"
-
-
-def _panel(index: int, title: str, unit: str, metrics: tuple[str, ...]) -> dict[str, Any]:
-    targets: list[dict[str, str]] = []
-    for letter, metric in zip(ascii_uppercase, metrics, strict=False):
-        chosen = f'{prometheus_name(metric)}{{source=~"$source"}}'
-        words = "{{source}}" if len(metrics) == 1 else f"{metric} {{{{source}}}}"
-        expr = f"rate({chosen}[1m])" if metric.startswith("time/") else chosen
-        targets.append({"refId": letter, "expr": expr, "legendFormat": words})
-    custom = {"lineWidth": 1, "showPoints": "never"}
-    return {
-        "id": index + 1, "type": "timeseries", "title": title, "targets": targets,
-        "gridPos": {"h": 8, "w": 12, "x": 12 * (index % 2), "y": 8 * (index // 2)},
-        "fieldConfig": {"defaults": {"unit": unit, "custom": custom}, "overrides": []},
-    }  # fmt: skip

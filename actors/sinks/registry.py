@@ -34,8 +34,8 @@ _OURS = BUILT_IN | SHIPPED
 _METHODS = ("open", "write", "flush", "close")
 
 
-def choose_sinks(settings: MonitorSettings, *, prometheus_key: str = "", otlp_endpoint: str = "") -> list[Sink]:
-    """The sinks of a run. `otlp_endpoint`: of an OpenTelemetry collector; empty: none."""
+def choose_sinks(settings: MonitorSettings, *, prometheus_key: str = "") -> list[Sink]:
+    """The sinks of a run."""
     from .jsonl import JsonlSink
 
     sinks: list[Sink] = [JsonlSink(settings.samples_mb << 20 if settings.samples_per_step else 0)]
@@ -45,10 +45,6 @@ def choose_sinks(settings: MonitorSettings, *, prometheus_key: str = "", otlp_en
         sinks.append(make_sink("tensorboard"))
     if settings.prometheus_port >= 0:
         sinks.append(make_sink("prometheus", {"port": settings.prometheus_port, "key": prometheus_key}))
-    if otlp_endpoint:
-        from .otlp import OtlpSink
-
-        sinks.append(OtlpSink(otlp_endpoint))
     return sinks + [make_sink(name, settings.options.get(name, {})) for name in settings.sinks]
 
 

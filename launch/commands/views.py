@@ -1,4 +1,4 @@
-"""Commands that look at a run: `ps`, `top`, `dashboard`, `why`, `report`, `mem`, `trace`, `grafana`."""
+"""Commands that look at a run: `ps`, `top`, `dashboard`, `why`, `report`, `mem`, `trace`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .parser import (
     add_json_flag,
     add_run_flags,
     folder_of,
-    note_of,
     show,
     table,
     verb_command,
@@ -197,45 +196,6 @@ def _trace_words(facts: dict[str, Any]) -> str:
     return f"{size_text(facts['num_bytes'])} in {facts['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
-DASHBOARD = "dashboard.json"
-SCRAPE = "prometheus.yml"
-
-
-def _add_grafana(parser: Parser) -> None:
-    parser.add_argument("-o", type=Path, default=Path("grafana"), metavar="DIR", dest="to",
-                        help="folder to write them to (%(default)s)")  # fmt: skip
-    add_run_flags(parser)
-
-
-def _grafana(options: argparse.Namespace) -> int:
-    from ...actors.sinks.prometheus import PORT_FILE, dashboard, scrape_config
-
-    run_dir = Path(note_of(options).run_dir)
-    try:
-        port = int((run_dir / PORT_FILE).read_text())
-    except (OSError, ValueError):
-        raise ConfigError(
-            f"{run_dir.name} serves no metrics for Prometheus", remedy="set monitor.prometheus_port to 0 or a port"
-        ) from None
-    folder: Path = options.to
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DASHBOARD).write_text(dashboard(f"myxa: {run_dir.name}"))
-    (folder / SCRAPE).write_text(scrape_config(port, run_dir.name))
-    show(
-        options,
-        {"dashboard": str(folder / DASHBOARD), "prometheus": str(folder / SCRAPE), "port": port},
-        _grafana_words,
-    )
-    return 0
-
-
-def _grafana_words(facts: dict[str, Any]) -> str:
-    return (
-        f"prometheus --config.file={facts['prometheus']}\n"
-        f"Grafana: Dashboards, New, Import, {facts['dashboard']}; its data source is that Prometheus"
-    )
-
-
 MAX_EVENTS = 20
 PLACES = {
     "mapped_dirty": "on the device",
@@ -304,6 +264,5 @@ DASHBOARD_COMMAND = Command(
 )  # fmt: skip
 WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
 TRACE = verb_command(verbs.TRACE, _trace_words, from_files=_trace_from_files)
-GRAFANA = Command("grafana", "a Grafana dashboard and a Prometheus configuration for a run", _grafana, _add_grafana)
 MEM = verb_command(verbs.MEM, memory_page, add=_add_mem, more=_named)
 REPORT = Command("report", "write report.html of a run", _report, _add_report)

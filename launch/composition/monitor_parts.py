@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...actors.monitor.monitor import Monitor
-from ...actors.sinks.public_address import public_address
 from ...actors.sinks.registry import choose_sinks
 from ...core.actor import Actor
 from ...core.clock import Clock
@@ -22,6 +21,8 @@ from ..actor_spec import ActorSpec
 Shown = str | int | float | bool
 HIDDEN = "(hidden)"
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+_SECRET_ADDRESS = re.compile(r"://.*[@?]")
+"""One with a user, a password or a query."""
 _FREE = re.compile(r".+[._]args|data\.chat_template_kwargs|sglang|megatron\.(model|ddp|optimizer)")
 """Tables whose keys are not ours: one that looks like a secret's is hidden."""
 _LEFT_OUT = re.compile(r"roles\.[a-z]+\.env|monitor\.options")
@@ -61,11 +62,9 @@ def _plain(value: object) -> Shown:
         return ", ".join(str(_plain(one)) for one in cast("tuple[object, ...]", value))
     if isinstance(value, (bool, int, float)):
         return value
-    return public_address(str(value))
+    return HIDDEN if _SECRET_ADDRESS.search(text := str(value)) else text
 
 
-OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""OpenTelemetry's own name for the collector's address; empty or not set: nothing is exported."""
 METRICS_KEY_VARIABLE = "MYXA_METRICS_KEY"
 """Key that scrapers must send to the Prometheus page; empty or not set: any program of this machine may ask."""
 MLFLOW_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
@@ -77,8 +76,7 @@ def make_monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
     settings = config.monitor
     if "mlflow" in settings.sinks:
         os.environ.setdefault(MLFLOW_VARIABLE, "true")
-    key, endpoint = os.environ.get(METRICS_KEY_VARIABLE, ""), os.environ.get(OTLP_VARIABLE, "")
-    sinks = choose_sinks(settings, prometheus_key=key, otlp_endpoint=endpoint)
+    sinks = choose_sinks(settings, prometheus_key=os.environ.get(METRICS_KEY_VARIABLE, ""))
     written_s = _written_until(run_dir)
     return Monitor(
         run_dir,

@@ -1,4 +1,4 @@
-"""One real run, asked as a person asks: `why`, `trace`, `grafana`, with one stall after another planted in it.
+"""One real run, asked as a person asks: `why`, `trace`, with one stall after another planted in it.
 
 The tests share the run; each sets up what it looks at.
 """
@@ -24,7 +24,6 @@ from tests.monitor.slowed_parts import REWARD, SLOW_FILE
 from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit
-from myxa.actors.sinks.prometheus import PANELS, prometheus_name
 from myxa.launch.control.client import ControlClient
 
 WINDOW_S = 3.0
@@ -141,23 +140,16 @@ def test_a_pause_is_booked_as_one_and_explained(live: Live) -> None:
 
 
 @pytest.mark.timeout(420)
-def test_the_dashboard_asks_for_what_a_run_serves(live: Live) -> None:
-    wanted = {prometheus_name(metric) for _, _, metrics in PANELS for metric in metrics}
-    live.done("grafana", "-o", "files")
-    files = live.run.job.folder / "files"
-    (address,) = json.loads((files / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]["targets"]
+def test_prometheus_is_served(live: Live) -> None:
+    port = (live.client.run_dir / "prometheus.port").read_text().strip()
+    wanted = {"myxa_train_loss", "myxa_rollout_running", "myxa_time_compute", "myxa_events_total"}
 
     def missing() -> set[str]:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
-        return (wanted | {"myxa_events_total"}) - {line.split("{")[0].split(" ")[0] for line in lines}
+        return wanted - {line.split("{")[0].split(" ")[0] for line in lines}
 
-    live.ask("set", values={"lr": 4e-4}, reason="an event")
     wait_until(lambda: not missing(), lambda: f"not served: {sorted(missing())}")
-    panels = json.loads((files / "dashboard.json").read_text())["panels"]
-    assert len({(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels}) == len(panels) == len(PANELS)
-    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
-    assert all(any(name in expression for name in wanted) for expression in expressions)
 
 
 @pytest.mark.timeout(420)

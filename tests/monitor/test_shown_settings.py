@@ -31,7 +31,7 @@ def test_settings_are_plain_and_hold_no_secret() -> None:
     assert (shown["rollout.stop_token_ids"], shown["rollout.stop"]) == ("1, 2", "###")
     assert (shown["reward.args.api_key"], shown["reward.args.tolerance"]) == ("(hidden)", 0.1)
     assert shown["reward.args.deep.TOKEN"] == "(hidden)"
-    assert (shown["engine.attach"], shown["optimizer.lr"], shown["data.shuffle"]) == ("http://host:1", 1e-4, True)
+    assert (shown["engine.attach"], shown["optimizer.lr"], shown["data.shuffle"]) == ("(hidden)", 1e-4, True)
     assert all(isinstance(value, str | int | float | bool) for value in shown.values())
 
 
