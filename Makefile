@@ -19,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.demo-installed
-EXTRAS := cpu,math,megatron,parquet,tensorboard,tui,dev
+EXTRAS := cpu,math,megatron,parquet,tensorboard,dev
 DEMO_EXTRAS := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # PYTHON's own pip, if there is one, brings uv: to make another takes longer than all that uv installs.

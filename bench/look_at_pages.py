@@ -16,7 +16,7 @@ from pathlib import Path
 from browser import BROWSERS, Page, find_browser, opened_browser
 from planted_control import plant_seat, serving
 
-from myxa.launch.tui.feed import Feed
+from myxa.launch.views.feed import Feed
 from myxa.launch.views.report import write_report
 from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
@@ -50,7 +50,7 @@ async def look(options: argparse.Namespace, browser: str) -> None:
             run_dir = options.run
         report = write_report(run_dir, options.out / "report.html").resolve()
         await pictures(page, report.as_uri(), options.out, ("report",))
-        feed = Feed.of(run_dir) if (run_dir / "control.json").is_file() else Feed.of_files(run_dir)
+        feed = Feed.of(run_dir) if (run_dir / "control.json").is_file() else Feed(run_dir)
         url = await stack.enter_async_context(Dashboard(feed, DashboardGuard(may_operate=True)).serving(0))
         await page.goto(url)
         await pictures(page, url.partition("?")[0], options.out, options.pages or PAGES)

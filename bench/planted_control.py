@@ -256,10 +256,10 @@ async def serving(seat: PlantedSeat) -> AsyncIterator[ControlNote]:
     """The control socket of a planted seat, until the block ends."""
     with tempfile.TemporaryDirectory(prefix="seat-") as folder:
         context: Any = SimpleNamespace(node=SimpleNamespace(clock=SimpleNamespace(wall=time.time)))
-        control, view = Path(folder) / "control.sock", Path(folder) / "view.sock"
-        server = ControlServer(context, seat.handlers(), lambda record: None, control, view)
+        control = Path(folder) / "control.sock"
+        server = ControlServer(context, seat.handlers(), lambda record: None, control)
         await server.open()
-        note = ControlNote(run_dir=str(seat.run_dir), control=str(control), view=str(view), pid=os.getpid())
+        note = ControlNote(run_dir=str(seat.run_dir), control=str(control), pid=os.getpid())
         note.save(seat.run_dir)
         try:
             yield note

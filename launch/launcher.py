@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import grp
 import logging
 import os
 import random
@@ -28,7 +27,7 @@ from rich.console import Console
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
-from ..core.errors import CallError, ConfigError, LaunchError
+from ..core.errors import CallError, LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
@@ -54,41 +53,35 @@ from .supervisor.run_supervisor import RunSetup, RunSupervisor
 from .views.live import lasting
 
 CONTROL_SOCKET = "control.sock"
-VIEW_SOCKET = "view.sock"
 
 
 @contextlib.asynccontextmanager
 async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[ControlNote | None]:
-    """Control sockets of the run, open inside; None: the run file switches them off.
+    """The control socket of the run, open inside; None: the run file switches it off.
 
-    Raises ConfigError and LaunchError if the sockets cannot be made as the run file says.
+    Raises LaunchError if the socket cannot be made, ConfigError if the port of the dashboard is taken.
     """
     if not context.config.control.socket:
         yield None
         return
     append = partial(append_audit, context.run_dir.path / AUDIT_FILE)
-    with contextlib.ExitStack() as stack:
-        gid, view_folder = _view_place(context.config, runtime, stack)
-        note = ControlNote(
-            run_dir=str(context.run_dir.path.resolve()),
-            control=str(runtime / CONTROL_SOCKET),
-            view=str(view_folder / VIEW_SOCKET),
-            pid=os.getpid(),
-        )
-        server = ControlServer(context, HANDLERS, append, Path(note.control), Path(note.view), view_gid=gid)
-        try:
-            await server.open()
-            for folder in (runtime, context.run_dir.path):
-                note.save(folder)
-            link = context.run_dir.path / CONTROL_SOCKET
-            link.unlink(missing_ok=True)
-            link.symlink_to(note.control)  # the path of a Unix socket is short: callers name it from their own folder
-            async with _dashboard(note, context.config.control.dashboard_port) as url:
-                yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
-        finally:
-            for name in (NOTE, CONTROL_SOCKET):
-                (context.run_dir.path / name).unlink(missing_ok=True)
-            await server.close()
+    note = ControlNote(
+        run_dir=str(context.run_dir.path.resolve()), control=str(runtime / CONTROL_SOCKET), pid=os.getpid()
+    )
+    server = ControlServer(context, HANDLERS, append, Path(note.control))
+    try:
+        await server.open()
+        for folder in (runtime, context.run_dir.path):
+            note.save(folder)
+        link = context.run_dir.path / CONTROL_SOCKET
+        link.unlink(missing_ok=True)
+        link.symlink_to(note.control)  # the path of a Unix socket is short: callers name it from their own folder
+        async with _dashboard(note, context.config.control.dashboard_port) as url:
+            yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
+    finally:
+        for name in (NOTE, CONTROL_SOCKET):
+            (context.run_dir.path / name).unlink(missing_ok=True)
+        await server.close()
 
 
 @contextlib.asynccontextmanager
@@ -101,28 +94,6 @@ async def _dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
 
     async with run_dashboard(note, port) as url:
         yield url
-
-
-def _view_place(config: RunConfig, runtime: Path, stack: contextlib.ExitStack) -> tuple[int, Path]:
-    """The group that may look (-1: none), and the folder of the socket for it."""
-    group = config.control.view_group
-    if not group:
-        return -1, runtime
-    try:
-        gid = grp.getgrnam(group).gr_gid
-    except KeyError:
-        raise ConfigError(
-            f"control.view_group: there is no group {group!r} here", remedy="see `getent group`"
-        ) from None
-    folder = stack.enter_context(RuntimeDir()).path
-    try:
-        os.chown(folder, -1, gid)
-        folder.chmod(0o750)
-    except OSError as error:
-        raise ConfigError(
-            f"control.view_group: {folder} cannot be given to {group!r}: {error.strerror}", remedy="be a member of it"
-        ) from error
-    return gid, folder
 
 
 _log = logging.getLogger("myxa.launcher")

@@ -137,9 +137,7 @@ class ControlSettings(Section, frozen=True):
     """How a live run is watched and changed; see docs/control.md."""
 
     socket: bool = True
-    """Whether the launcher of node 0 opens the control sockets that `myxa get`, `set`, `ps` and the others speak to."""
-    view_group: str = ""
-    """Group of this host whose members may use the socket that only shows; empty = only the user of the run."""
+    """Whether the launcher of node 0 opens the control socket that `myxa get`, `set`, `ps` and the others speak to."""
     dashboard_port: Annotated[int, Field(ge=NO_DASHBOARD, le=65535)] = NO_DASHBOARD
     """Port of the web dashboard on 127.0.0.1; 0 takes any free one, -1 = no dashboard."""
 

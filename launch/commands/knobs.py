@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
@@ -19,7 +18,7 @@ from ...core.knobs import AuditRecord, ChangeReply, KnobTable, Tunable
 from ..control import verbs
 from ..views.changes import asked_text, moves_text, value_text
 from ..views.knob_table import KNOB_COLUMNS, knob_rows, read_value, reply_text
-from .parser import Parser, add_arguments, arguments_of, ask, folder_of, show, table, verb_command
+from .parser import Parser, ask, folder_of, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,19 +82,6 @@ def _add_set(parser: Parser) -> None:
 def _changes(options: argparse.Namespace) -> dict[str, Any]:
     values, expect = assignments(options.values, "set"), assignments(options.expect, "--if")
     return {"values": values, "expect": expect, **(lasting(options.lasting) if options.lasting else {})}
-
-
-def set_arguments(line: str) -> dict[str, Any]:
-    """What `myxa set LINE` asks of the run. Raises ConfigError."""
-    parser = Parser("set", add_help=False)
-    add_arguments(parser, verbs.SET)
-    _add_set(parser)
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise ConfigError(f"set {line}: {error}", remedy="close the quotes") from error
-    options = parser.parse_args(words)
-    return arguments_of(options, verbs.SET, **_changes(options))
 
 
 BOUNDARIES = {

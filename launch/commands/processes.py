@@ -147,13 +147,12 @@ def _profile_words(replies: list[dict[str, Any]]) -> str:
 
 
 def _add_where(parser: Parser) -> None:
-    parser.add_argument("--view", action="store_true", help="the socket that only shows")
     add_run_flags(parser)
 
 
 def _where(options: argparse.Namespace) -> int:
     note = find_run(options.run_path)
-    show(options, note.facts(), lambda facts: facts["view" if options.view else "control"])
+    show(options, note.facts(), lambda facts: facts["control"])
     return 0
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import sys
 from collections.abc import Iterator
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +27,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ...core.device_memory import DeviceView
-    from ..tui.feed import Feed
+    from ..views.feed import Feed
 
+LOOK_EVERY_S = 1.0
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
 
 
@@ -66,23 +64,19 @@ def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
 def _add_top(parser: Parser) -> None:
     parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
                         help="run directory (the only live run)")  # fmt: skip
-    parser.add_argument("--read-only", action="store_true", help="look only: no knob can be turned by mistake")
 
 
 def _top(options: argparse.Namespace) -> int:
-    if find_spec("textual") is None:
-        raise ConfigError("myxa top needs textual, which is not installed", remedy="pip install 'myxa[tui]'")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("myxa top needs a terminal", remedy="`myxa ps`, `myxa get` and `myxa why` print to a pipe")
-    from ..tui.app import TopApp  # textual is needed here only
-    from ..tui.feed import Feed
-    from ..views.textplot import PLAIN_COLUMNS
+    from ..views.feed import Feed
+    from ..views.live import LiveView
+    from ..views.run_view import notice_text, title_text
 
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=PLAIN_COLUMNS)
-
-    TopApp(Feed.of(options.run_path, only_view=options.read_only)).run()
+    feed = Feed.of(options.run_path)
+    with LiveView() as screen:
+        while not (view := feed.look()).has_ended:
+            screen.update(view)
+            feed.wait(LOOK_EVERY_S)
+    screen.say(f"{title_text(view)}\n{notice_text(view)}")
     return 0
 
 
@@ -95,14 +89,14 @@ def _add_dashboard(parser: Parser) -> None:
 def _dashboard(options: argparse.Namespace) -> int:
     import asyncio  # commands start without it
 
-    from ..tui.feed import Feed
+    from ..views.feed import Feed
 
     try:
-        feed = Feed.of(options.run_path, only_view=not options.operate)
+        feed = Feed.of(options.run_path)
     except LaunchError:
         if options.run_path is None or not (options.run_path / "metrics.jsonl").is_file():
             raise
-        feed = Feed.of_files(options.run_path)
+        feed = Feed(options.run_path.resolve())
     return asyncio.run(_dashboard_serve(feed, options))
 
 
@@ -254,8 +248,8 @@ def _device(device: DeviceView) -> Iterator[RenderableType]:
 
 PS = verb_command(verbs.PS, _ps_page, from_files=_ps_from_files)
 TOP = Command(
-    "top", "the run in a terminal: look at it and turn its knobs", _top, _add_top,
-    "Queues, staleness, engines, actors, knobs and history of a live run.",
+    "top", "the run in a terminal, as `myxa up` shows it, until Ctrl-C", _top, _add_top,
+    "Queues, staleness, engines, actors and newest changes of a live run; lines where there is no terminal.",
 )  # fmt: skip
 DASHBOARD_COMMAND = Command(
     "dashboard", "the run in a browser of this machine", _dashboard, _add_dashboard,

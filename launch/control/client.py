@@ -48,9 +48,7 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
 
     run_dir: str
     control: str
-    """Unix socket, 0600: everything."""
-    view: str
-    """Unix socket that only shows."""
+    """Unix socket, 0600."""
     pid: int
     dashboard: str = ""
     """URL; empty: none."""
@@ -74,7 +72,7 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
     def is_live(self) -> bool:
         """Whether the launcher's socket is still there; its folder goes with the launcher."""
         try:
-            return stat.S_ISSOCK(Path(self.view).stat().st_mode)
+            return stat.S_ISSOCK(Path(self.control).stat().st_mode)
         except OSError:
             return False
 
@@ -154,15 +152,13 @@ OK = 200
 class ControlClient:
     """Asks one run. Each call has its own connection, so a client may be kept for any time."""
 
-    def __init__(self, note: ControlNote, *, view: bool = False) -> None:
+    def __init__(self, note: ControlNote) -> None:
         self.note = note
-        self.path = note.view if view else note.control
-        """`view`: use the read-only socket, not the one that takes changes."""
 
     @classmethod
-    def of(cls, run: Path | None, *, view: bool = False) -> ControlClient:
+    def of(cls, run: Path | None) -> ControlClient:
         """Of the run directory, or of the only live run. Raises LaunchError naming what there is."""
-        return cls(find_run(run), view=view)
+        return cls(find_run(run))
 
     @property
     def run_dir(self) -> Path:
@@ -189,10 +185,10 @@ class ControlClient:
         try:
             link.settimeout(CONNECT_S)
             try:
-                link.connect(self.path)
+                link.connect(self.note.control)
             except OSError as error:
                 raise LaunchError(
-                    f"the run in {self.note.run_dir} does not answer at {self.path}: {error.strerror or error}",
+                    f"the run in {self.note.run_dir} does not answer at {self.note.control}: {error.strerror or error}",
                     remedy="is it over? sockets belong to the user that started the run",
                 ) from error
             link.settimeout(timeout_s)

@@ -1,14 +1,10 @@
-"""The control sockets of a run, in the launcher of node 0: they answer even when the coordinator hangs or is dead.
+"""The control socket of a run, in the launcher of node 0: it answers even when the coordinator hangs or is dead.
 
-    control.sock   0600, in a folder that only this user enters: every verb
-    view.sock      verbs that only read; with `control.view_group` in its own folder, which the group may enter
+`control.sock` is 0600, in a folder that only this user enters. HTTP by aiohttp, whose limits are used as they are: POST
+/<verb> with a JSON body, GET /<verb>?name=value for verbs that only read. An answer is JSON. One request a connection.
 
-HTTP by aiohttp, whose limits are used as they are: POST /<verb> with a JSON body, GET /<verb>?name=value for verbs
-that only read. An answer is JSON. One request a connection.
-
-The kernel keeps other users out. The user of each connection is checked again (this user, root, or of the group), and
-its name goes into the audit log. Forwarded by `ssh -L`, a socket can be reached by web pages, so host, origin and
-content type are checked as at every HTTP door.
+The kernel keeps other users out; the user that it names goes into the audit log. Forwarded by `ssh -L`, the socket can
+be reached by web pages, so host, origin and content type are checked as at every HTTP door.
 """
 
 from __future__ import annotations
@@ -80,12 +76,10 @@ async def answer_or_none(question: Awaitable[T]) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What callers of one socket may cost."""
+    """What callers may cost."""
 
-    num_connections: int = 256
-    """One more takes the place of the oldest that is not being served."""
     num_requests: int = 64
-    """That are carried out at the same time, also for callers that left."""
+    """That only read, at the same time, also for callers that left."""
     request_s: float = 20.0
     close_s: float = 1.0
     """For running requests to end when the run ends."""
@@ -105,11 +99,6 @@ def caller_of(request: web.Request) -> Operator:
     return Operator(user=_user(uid), uid=uid, pid=pid, host=socket.gethostname(), via="http")
 
 
-def is_ours(who: Operator) -> bool:
-    """Whether it is the user of this process, or root."""
-    return who.uid in (os.getuid(), 0)
-
-
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -121,28 +110,6 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
-class AuditNotes:
-    """Writes changes that the coordinator does not write itself into the audit log, one after another."""
-
-    def __init__(self, wall: Callable[[], float], append: Callable[[AuditRecord], object]) -> None:
-        self._wall = wall
-        self._append = append
-        self._turn = asyncio.Lock()
-
-    async def note(self, verb: Verb[Any], who: Operator, arguments: Record | None, result: str, detail: str) -> None:
-        """Log what the audit log does not take: the caller gets the verb's own outcome."""
-        asked = {} if arguments is None else _noted_arguments(arguments)
-        record = AuditRecord(
-            number=0, wall_s=self._wall(), verb=verb.name, who=who, arguments=asked, result=result,
-            detail=detail[:MAX_NOTED_CHARS], reason=str(asked.get("reason", "")),
-        )  # fmt: skip
-        try:
-            async with self._turn:  # not in the loop's own threads: verbs that only read may keep all of those busy
-                await in_daemon_thread(partial(self._append, record), name="audit")
-        except (OSError, MyxaError) as error:
-            _log.error("the audit log did not take %s: %s", verb.name, error)
-
-
 def _noted_arguments(arguments: Record) -> dict[str, Any]:
     table = msgspec.to_builtins(arguments)
     table.pop("who", None)
@@ -150,48 +117,45 @@ def _noted_arguments(arguments: Record) -> dict[str, Any]:
     return table if len(text) <= MAX_NOTED_CHARS else {"cut": text[:MAX_NOTED_CHARS].decode(errors="replace")}
 
 
-class VerbDoor:
-    """One listening socket, and the verbs that are served on it."""
+class ControlServer:
+    """The socket of one run, and the verbs that are served on it. `open`, then `close`."""
 
     def __init__(
         self,
         context: VerbContext,
         handlers: Mapping[Verb[Any], Handler],
-        audit: AuditNotes,
+        append: Callable[[AuditRecord], object],
         path: Path,
         *,
-        may_change: bool,
-        gid: int = -1,
-        limits: ServerLimits,
-        counters: Counter[str],
+        limits: ServerLimits | None = None,
     ) -> None:
-        """`gid`: a group that may come in too; -1: none."""
+        """`append` writes into the audit log what the coordinator does not write itself, in a thread of its own."""
+        self.counters: Counter[str] = Counter()
+        """Absent in a healthy run: "malformed", "refused", "failed", "bug"."""
         self.path = path
         self._context = context
         self._handlers = handlers
         self._verbs = {verb.name: verb for verb in handlers}
-        self._audit = audit
-        self._may_change = may_change
-        self._gid = gid
-        self._limits = limits
-        self._counters = counters
+        self._append = append
+        self._audit_turn = asyncio.Lock()
+        self._limits = limits = limits or ServerLimits()
         self._access = HttpAccess(host=HOST)
         self._running: set[asyncio.Task[Any]] = set()
-        self._served: set[Any] = set()
+        self._watch: asyncio.Task[None] | None = None
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
         app.router.add_get("/{verb}", self._verb)
         app.router.add_post("/{verb}", self._verb)
         self._runner = web.AppRunner(
             app, handle_signals=False, access_log=None, handler_cancellation=True, auto_decompress=False,
-            logger=_CountedLogger(counters), keepalive_timeout=limits.request_s,
+            logger=_CountedLogger(self.counters), keepalive_timeout=limits.request_s,
             lingering_time=limits.close_s, shutdown_timeout=limits.close_s,
         )  # fmt: skip
-        self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
         """Listen. Raises LaunchError."""
         await self._runner.setup()
         await self._listen()
+        self._watch = asyncio.get_running_loop().create_task(self._keep_listening())
 
     async def _listen(self) -> None:
         try:
@@ -201,18 +165,13 @@ class VerbDoor:
                 f"the control socket {self.path} cannot be made: {error.strerror or error}",
                 remedy="set control.socket = false to run without it",
             ) from error
-        if self._server is not None:
-            self._server.close()  # callers that are in stay
-        self._server = await asyncio.get_running_loop().create_unix_server(self._protocol, sock=link, backlog=BACKLOG)
+        await web.SockSite(self._runner, link, backlog=BACKLOG).start()
 
     def _bound(self) -> socket.socket:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(0o177)  # never open to others, not even for a moment
         try:
             link.bind(str(self.path))
-            if self._gid >= 0:
-                os.chown(self.path, -1, self._gid)
-                self.path.chmod(0o660)
         except OSError:
             link.close()
             raise
@@ -220,30 +179,24 @@ class VerbDoor:
             os.umask(before)
         return link
 
-    async def look(self) -> None:
-        if not self.path.exists() and self.path.parent.is_dir():  # the launcher makes the folder again
-            with contextlib.suppress(LaunchError):  # the next look tries again
-                await self._listen()
+    async def _keep_listening(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if not self.path.exists() and self.path.parent.is_dir():  # the launcher makes the folder again
+                with contextlib.suppress(LaunchError):  # the next look tries again
+                    await self._listen()
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._watch is not None:
+            self._watch.cancel()
         for task in self._running:
             task.cancel()
         await self._runner.cleanup()
         if self._running:
             await asyncio.wait(self._running, timeout=self._limits.close_s)
         self.path.unlink(missing_ok=True)
-
-    def _protocol(self) -> asyncio.Protocol:
-        server: Any = self._runner.server
-        connections: list[Any] = server.connections
-        if len(connections) >= self._limits.num_connections:  # half-open ones must keep no others out
-            oldest = next((each for each in connections if each not in self._served and each.transport), None)
-            if oldest is not None:
-                self._counters["shown_out"] += 1
-                oldest.transport.abort()
-        return server()
+        if self.counters:
+            _log.info("control socket: %s", ", ".join(f"{name} {n}" for name, n in sorted(self.counters.items())))
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.Response:
@@ -255,11 +208,6 @@ class VerbDoor:
         return response
 
     async def _judged(self, request: web.Request, handler: Any) -> web.Response:
-        who = caller_of(request)
-        if not (is_ours(who) or self._gid >= 0):
-            self._counters["strangers"] += 1
-            _log.warning("uid %d (pid %d) was kept out of %s", who.uid, who.pid, self.path)
-            return _error(403, LaunchError("this socket is for the user that started the run"))
         if refused := self._access.refusal(Head.of(request.method, request.headers)):
             return self._malformed(refused.status, refused.text)
         try:
@@ -269,30 +217,26 @@ class VerbDoor:
             return self._malformed(408, f"the request was not whole within {self._limits.request_s:g} s")
         except ValueError as error:  # a chunked or declared body that does not add up
             return self._malformed(400, f"the body cannot be read: {error}")
-        self._served.add(request.protocol)
-        try:
-            return await handler(request)
-        finally:
-            self._served.discard(request.protocol)
+        return await handler(request)
 
     async def _verb(self, request: web.Request) -> web.Response:
         name, who = request.match_info["verb"], caller_of(request)
         verb = self._verbs.get(name)
         try:
             verb = find_verb(name, self._verbs)
-            self._check_effect(verb, request.method)
             if request.method == "POST":
                 arguments = arguments_from_body(verb, (await request.read()).strip() or b"{}", who)
+            elif verb.effect == "change":
+                raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
             else:
                 arguments = arguments_from_query(verb, list(request.query.items()), who)
-            if len(self._running) >= self._limits.num_requests:
+            if verb.effect == "read" and len(self._running) >= self._limits.num_requests:  # room to steer is left
                 served = f"{self._limits.num_requests} requests are being served"
                 raise Overloaded(served, remedy="wait for the answers of earlier ones")
         except MyxaError as error:
-            self._counters["refused"] += 1
-            # A caller that may only read must not be able to make the audit log grow.
-            if verb is not None and verb.effect == "change" and self._may_change:
-                await self._audit.note(verb, who, None, "refused", str(error))
+            self.counters["refused"] += 1
+            if verb is not None and verb.effect == "change":
+                await self._note(verb, who, None, "refused", str(error))
             return _error(404 if verb is None else _status(error), error)
         try:
             result = await self._to_its_end(self._carried_out(verb, arguments, who))
@@ -300,37 +244,41 @@ class VerbDoor:
             return _error(_status(error), error)
         return _response(200, result)
 
-    def _check_effect(self, verb: Verb[Any], method: str) -> None:
-        if verb.effect == "read":
-            return
-        if not self._may_change:
-            raise ConfigError(
-                f"{verb.name} changes the run, and this socket only shows", remedy="use the control socket"
-            )
-        if method != "POST":
-            raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
-
     async def _carried_out(self, verb: Verb[Any], arguments: Record, who: Operator) -> Any:
         is_change = verb.effect == "change"
         is_noted_here = is_change and not verb.by
         try:
             result = await self._handlers[verb](self._context, arguments, who)
         except MyxaError as error:
-            self._counters["failed"] += 1
+            self.counters["failed"] += 1
             # The coordinator notes what it refuses, but not what never reached it.
             if is_noted_here or (is_change and isinstance(error, CallError)):
                 outcome = "refused" if error.exit_code == ConfigError.exit_code else "failed"
-                await self._audit.note(verb, who, arguments, outcome, str(error))
+                await self._note(verb, who, arguments, outcome, str(error))
             raise
         except Exception as error:
-            self._counters["bug"] += 1
+            self.counters["bug"] += 1
             _log.exception("%s failed", verb.name)
             if is_change:
-                await self._audit.note(verb, who, arguments, "failed", f"{type(error).__name__}: {error}")
+                await self._note(verb, who, arguments, "failed", f"{type(error).__name__}: {error}")
             raise
         if is_noted_here:
-            await self._audit.note(verb, who, arguments, "done", "" if result is None else encode(result).decode())
+            await self._note(verb, who, arguments, "done", "" if result is None else encode(result).decode())
         return result
+
+    async def _note(self, verb: Verb[Any], who: Operator, arguments: Record | None, result: str, detail: str) -> None:
+        """Log what the audit log does not take: the caller gets the verb's own outcome."""
+        asked = {} if arguments is None else _noted_arguments(arguments)
+        record = AuditRecord(
+            number=0, wall_s=self._context.node.clock.wall(), verb=verb.name, who=who, arguments=asked, result=result,
+            detail=detail[:MAX_NOTED_CHARS], reason=str(asked.get("reason", "")),
+        )  # fmt: skip
+        try:
+            async with self._audit_turn:
+                # not in the loop's own threads: verbs that only read may keep all of those busy
+                await in_daemon_thread(partial(self._append, record), name="audit")
+        except (OSError, MyxaError) as error:
+            _log.error("the audit log did not take %s: %s", verb.name, error)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, Any]) -> Any:
         """In its own task: a caller that goes away must not leave a change half made."""
@@ -345,7 +293,7 @@ class VerbDoor:
             task.exception()  # the caller has the error, if it is still there
 
     def _malformed(self, status: int, what: str) -> web.Response:
-        self._counters["malformed"] += 1
+        self.counters["malformed"] += 1
         return _error(status, ConfigError(what, remedy=USAGE))
 
 
@@ -450,46 +398,3 @@ def encode(answer: Any) -> bytes:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
-
-
-class ControlServer:
-    """Both sockets of one run. `open`, then `close`. `append` writes into the audit log, in a thread of its own."""
-
-    def __init__(
-        self,
-        context: VerbContext,
-        handlers: Mapping[Verb[Any], Handler],
-        append: Callable[[AuditRecord], object],
-        control: Path,
-        view: Path,
-        *,
-        view_gid: int = -1,
-        limits: ServerLimits | None = None,
-    ) -> None:
-        self.counters: Counter[str] = Counter()
-        """Absent in a healthy run: "malformed", "refused", "failed", "bug", "strangers", "shown_out"."""
-        self._audit = AuditNotes(context.node.clock.wall, append)
-        limits = limits or ServerLimits()
-        door = partial(VerbDoor, context, handlers, self._audit, limits=limits, counters=self.counters)
-        self._doors = (door(control, may_change=True), door(view, may_change=False, gid=view_gid))
-        self._watch: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        """Listen on both sockets. Raises LaunchError."""
-        for door in self._doors:
-            await door.open()
-        self._watch = asyncio.get_running_loop().create_task(self._keep_looking())
-
-    async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        for door in self._doors:
-            await door.close()
-        if self.counters:
-            _log.info("control sockets: %s", ", ".join(f"{name} {n}" for name, n in sorted(self.counters.items())))
-
-    async def _keep_looking(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            for door in self._doors:
-                await door.look()

@@ -17,7 +17,7 @@ from ...core.record import Record, argument
 from ...core.suggestion import nearest
 
 Effect = Literal["read", "change"]
-"""read: also on the read-only socket and by GET; change: on the control socket only, and audited."""
+"""read: also by GET; change: by POST alone, and audited."""
 
 HOST = "myxa"
 """Of requests. Any name would do on a Unix socket; web pages cannot have this one."""

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import structs
-
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import LaunchError
 from ..run_lineage.origin import RunOrigin
@@ -50,7 +48,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "name": view.name,
         "phase": view.phase,
         "badge": _BADGES.get(view.phase, "open"),
-        "notice": outcome(run).text if view.is_of_files else notice_text(structs.replace(view, reader_only=False)),
+        "notice": outcome(run).text if view.is_of_files else notice_text(view),
         "origin": _origin(run),
         "hasEnded": view.has_ended,
         "isSilent": view.silent_s > 0,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.text import Text
 
 from ...core.activity import ACTIVITY_KINDS
+from .changes import changes_of, clock_text
 from .numbers import clean, name_order, time_parts
 from .run_view import (
     ENGINE_COLUMNS,
@@ -24,6 +25,7 @@ from .textplot import COLOURS, LETTERS, bar, gauge, sparkline
 _LABEL = 12
 _GAP, _GLUE = "   ", "\u00a0"
 """Between the parts of a line; within a part."""
+_MAX_CHANGES = 3
 _MAX_ROWS = 12
 """Of engines, and of actors."""
 
@@ -44,6 +46,11 @@ def run_page(view: RunView, width: int) -> Text:
         _heading(page, "engines", f"{len(engines)}, of which" * (len(engines) > _MAX_ROWS))
         page.append(_grid((ENGINE_COLUMNS, *engines[:_MAX_ROWS])))
     _time(page, view, width)
+    if changes := [change for change in changes_of(view.history) if change.is_done][-_MAX_CHANGES:]:
+        _heading(page, "changes", "the newest")
+        for change in changes:
+            words = f"{change.what}   {change.who}" + (f"   {change.reason}" if change.reason else "")
+            add_fact(page, clock_text(change.wall_s), clean(words), width)
     return page
 
 

@@ -74,8 +74,6 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     troubles: tuple[str, ...] = ()
     has_ended: bool = False
     """The run is over, or its launcher does not answer any more."""
-    reader_only: bool = False
-    """Only the read-only socket is within reach."""
     silent_s: float = 0.0
     is_of_files: bool = False
     """It was made from the files of the run; no actor was asked."""
@@ -238,7 +236,7 @@ def title_text(view: RunView) -> str:
 
 
 def notice_text(view: RunView) -> str:
-    """The line that must not be missed: paused, ended, silent, only a reader; empty when all is well."""
+    """The line that must not be missed: paused, ended, silent; empty when all is well."""
     if view.has_ended:
         reason = (view.status.error or view.status.reason) if view.status else ""
         why = clean(reason or next(iter(view.troubles), ""))
@@ -250,8 +248,6 @@ def notice_text(view: RunView) -> str:
         parts.append(f"paused: {clean(view.status.paused)}")
     if view.buffer is not None and view.buffer.complaint:
         parts.append(clean(view.buffer.complaint))
-    if view.reader_only:
-        parts.append("read-only: knobs can be seen, not turned")
     return "; ".join([*parts, *(clean(trouble) for trouble in view.troubles)])
 
 

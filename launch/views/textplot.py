@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from ...core.activity import ACTIVITY_KINDS
@@ -23,17 +22,16 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = dict(zip("█▓▒░◇▫▪·▁▂▃▄▅▆▇±", "#dwcmep._.-~=+*~", strict=True))
 
 
-def _plain(error: UnicodeError, spelt: Callable[[str], str]) -> tuple[str, int]:
+def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     missing = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(c) or spelt(c) for c in missing), error.end
+    return "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
 
 
-PLAIN, PLAIN_COLUMNS = "myxa-plain", "myxa-plain-columns"
-"""For `errors` of a stream; other letters are spelt out, or (columns stay in their places) become one question mark."""
-codecs.register_error(PLAIN, partial(_plain, spelt=lambda c: c.encode("ascii", "backslashreplace").decode()))
-codecs.register_error(PLAIN_COLUMNS, partial(_plain, spelt=lambda c: "?"))
+PLAIN = "myxa-plain"
+"""For `errors` of a stream; other letters are spelt out."""
+codecs.register_error(PLAIN, _plain)
 
 
 def sparkline(values: Sequence[float], width: int = 30) -> str:

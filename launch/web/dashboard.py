@@ -1,7 +1,7 @@
 """The dashboard's web server: pages, the run's state, which a page asks for every second, and its verbs. Loopback only.
 
-`/api/verbs/<verb>` passes a request on to the run's control socket (without `--operate` the read-only one), and its
-answer back: GET to see, POST to change. It asks the run only while a page asks. `DashboardGuard` judges each request
+`/api/verbs/<verb>` passes a request on to the run's control socket and its answer
+back: GET to see, POST to change. It asks the run only while a page asks. `DashboardGuard` judges each request
 by its headers: host, origin and site as `actors/http_guard.py` does, and a proof that it knows the secret of the URL it
 printed. A request that changes the run must carry the secret itself in a header: cookies are shared by all ports of
 a host, and the dashboard's cookie only opens what shows. `run_dashboard` serves one inside the launcher.
@@ -34,8 +34,8 @@ from ...core.errors import ConfigError, LaunchError, MyxaError
 from ..control.client import ControlNote
 from ..control.server import encode, error_answer
 from ..control.verbs import HOST as CONTROL_HOST
-from ..tui.feed import Feed
 from ..views.compare import runs_of
+from ..views.feed import Feed
 from ..views.page_data import past_table, state_table
 from ..views.report import SCRIPTS, STYLES, page_file
 from ..views.run_files import SampleQuery, load_run, read_samples
@@ -167,7 +167,7 @@ class Dashboard:
 
     @property
     def _may_operate(self) -> bool:
-        return self._guard.may_operate and not self._feed.reader_only
+        return self._guard.may_operate and self._feed.note is not None
 
     async def _page(self, request: web.Request) -> web.Response:
         answer = web.Response(body=page_file("index.html"), content_type="text/html", charset="utf-8")
@@ -241,14 +241,14 @@ class Dashboard:
         if request.method == "POST" and request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="send JSON")
         verb, pairs = request.match_info["verb"], [pair for pair in request.query.items() if pair[0] != "token"]
-        if not self._feed.socket:
+        if self._feed.note is None:
             if verb == "samples":
                 return await self._kept_samples(dict(pairs))
             over = LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
             return _answer(409, {"error": error_answer(over)})
         with self._asking():
             try:
-                return await self._passed_on(request, verb, pairs)
+                return await self._passed_on(self._feed.note, request, verb, pairs)
             except (OSError, aiohttp.ClientError) as error:
                 gone = LaunchError(f"the run does not answer: {error}", remedy="`myxa report RUN` shows how it ended")
                 return _answer(503, {"error": error_answer(gone)})
@@ -256,9 +256,11 @@ class Dashboard:
                 if request.method == "POST":
                     self._feed.wake()
 
-    async def _passed_on(self, request: web.Request, verb: str, pairs: list[tuple[str, str]]) -> web.Response:
+    async def _passed_on(
+        self, note: ControlNote, request: web.Request, verb: str, pairs: list[tuple[str, str]]
+    ) -> web.Response:
         url = f"http://{CONTROL_HOST}/{quote(verb, safe='')}"
-        connector = aiohttp.UnixConnector(self._feed.socket)
+        connector = aiohttp.UnixConnector(note.control)
         async with aiohttp.ClientSession(connector=connector, timeout=stream_timeout()) as session:
             asked = session.request(request.method, url, params=pairs, data=await request.read() or None, headers=JSON)
             async with asyncio.timeout(ASK_S), asked as answer:
@@ -321,10 +323,10 @@ URL_FILE = "dashboard.url"
 
 @contextlib.asynccontextmanager
 async def run_dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
-    """Serves the read-only dashboard of a run inside its own launcher, through the run's read-only socket; gives its
-    URL. Raises ConfigError if the port is taken."""
+    """Serves the read-only dashboard of a run inside its own launcher; gives its URL. Raises ConfigError if the port is
+    taken."""
     path = Path(note.run_dir) / URL_FILE
-    async with Dashboard(Feed.of_note(note, only_view=True), DashboardGuard()).serving(port) as url:
+    async with Dashboard(Feed(Path(note.run_dir), note), DashboardGuard()).serving(port) as url:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()  # a leftover may have been made with other rights
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

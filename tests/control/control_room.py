@@ -41,10 +41,9 @@ class Put(Arguments, frozen=True, kw_only=True):
 
 @dataclass
 class Bench:
-    """The server, its sockets, and everything that its verbs did."""
+    """The server, its socket, and everything that its verbs did."""
 
     control: Path
-    view: Path
     server: ControlServer
     audit: list[AuditRecord]
     value: int = 0
@@ -97,13 +96,11 @@ def handlers_of(bench: Bench) -> dict[Verb[Any], Handler]:
 
 
 @asynccontextmanager
-async def control_bench(folder: Path, limits: ServerLimits | None = None, gid: int = -1) -> AsyncGenerator[Bench]:
+async def control_bench(folder: Path, limits: ServerLimits | None = None) -> AsyncGenerator[Bench]:
     """Open in `folder`."""
-    bench = Bench(folder / "control.sock", folder / "view.sock", cast(ControlServer, None), [])
+    bench = Bench(folder / "control.sock", cast(ControlServer, None), [])
     context = cast(Any, VerbContext)(Place(), None, None, None, 0.0)
-    bench.server = ControlServer(
-        context, handlers_of(bench), bench.audit.append, bench.control, bench.view, view_gid=gid, limits=limits
-    )
+    bench.server = ControlServer(context, handlers_of(bench), bench.audit.append, bench.control, limits=limits)
     await bench.server.open()
     try:
         yield bench

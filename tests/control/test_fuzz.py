@@ -118,7 +118,7 @@ async def test_nonsense_neither_crashes_nor_changes_anything(tmp_path: Path, num
     context = cast(Any, VerbContext)(
         node, Nobody(touched, "run_dir"), Nobody(touched, "config"), Nobody(touched, "supervisor"), 0.0
     )
-    paths = (tmp_path / "c.sock", tmp_path / "v.sock")
+    paths = (tmp_path / "c.sock",)
     server = ControlServer(context, HANDLERS, audit.append, *paths, limits=ServerLimits(request_s=0.5))
     await server.open()
     failures: list[dict[str, Any]] = []

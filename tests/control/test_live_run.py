@@ -24,7 +24,7 @@ from tests.harness.waiting import wait_until
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlClient
 from myxa.launch.control.verbs import ALL
-from myxa.launch.tui.feed import Feed
+from myxa.launch.views.feed import Feed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -255,7 +255,7 @@ def test_what_was_changed_comes_back_as_a_run_file(live: Live):
 
 def test_the_launcher_answers_while_the_coordinator_does_not(live: Live):
     live.ask("kill", "coordinator", "--signal", "STOP", "-m", "drill")
-    client = ControlClient.of(live.run_dir, view=True)
+    client = ControlClient.of(live.run_dir)
     try:
         assert {row["name"]: row for row in client.ask("ps")}["coordinator"]["pid"]
         assert client.ask("history", limit=1)[0]["reason"] == "drill"

@@ -21,7 +21,7 @@ from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.server import Handler
 from myxa.launch.control.verbs import SAMPLES, Verb
-from myxa.launch.tui.feed import Feed
+from myxa.launch.views.feed import Feed
 from myxa.launch.web.dashboard import (
     ASSETS,
     MAX_ASKS,
@@ -64,12 +64,12 @@ class Visit:
 
 @contextlib.asynccontextmanager
 async def served(
-    planting: ModuleType, seat: Any, *, operate: bool = False, only_view: bool = False
+    planting: ModuleType, seat: Any, *, operate: bool = False
 ) -> AsyncIterator[tuple[Visit, contextlib.AsyncExitStack]]:
     """A dashboard of a live seat; closing the stack ends the run under it."""
     async with contextlib.AsyncExitStack() as run:
         note = await run.enter_async_context(planting.serving(seat))
-        feed = Feed.of(Path(note.run_dir), only_view=only_view)
+        feed = Feed.of(Path(note.run_dir))
         async with Dashboard(feed, DashboardGuard(TOKEN, may_operate=operate)).serving(0) as url:
             assert url.endswith(f"/?token={TOKEN}")
             async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
@@ -129,15 +129,11 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
         assert (status, json.loads(text)["error"]["remedy"]) == (504, "ask again")
 
 
-async def test_without_operate_or_by_the_read_only_socket_nothing_changes(planting, seat) -> None:
+async def test_without_operate_nothing_changes(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         assert (await visit.post("/api/verbs/set", {"values": {"lr": 1e-5}}))[0] == 403
         assert (await visit.get("/api/verbs/set"))[0] == 400
         assert (await visit.get("/api/verbs/ps", token=False))[0] == 401
-    async with served(planting, seat, operate=True, only_view=True) as (visit, _):
-        status, told = await visit.post("/api/verbs/set", {"values": {"lr": 1e-5}})
-        assert (status, told["error"]["type"]) == (400, "ConfigError")
-        assert "this socket only shows" in told["error"]["message"]
         assert not (await visit.state())["state"]["mayOperate"]
         assert seat.values == planting.FIRST
         assert len(seat.records) == 5
@@ -209,7 +205,7 @@ async def test_a_run_that_ends_stays_on_show(planting, seat) -> None:
 
 
 async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
-    dashboard = Dashboard(Feed.of_files(seat.run_dir), DashboardGuard(TOKEN))
+    dashboard = Dashboard(Feed(seat.run_dir), DashboardGuard(TOKEN))
     async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
         visit = Visit(session, url)
         told = await visit.state()
@@ -295,9 +291,9 @@ def test_scripts_make_no_markup_out_of_text() -> None:
 
 def test_a_port_that_is_taken_and_a_folder_that_is_no_run_are_refused(seat) -> None:
     async def twice() -> None:
-        async with Dashboard(Feed.of_files(seat.run_dir), DashboardGuard()).serving(0) as url:
+        async with Dashboard(Feed(seat.run_dir), DashboardGuard()).serving(0) as url:
             port = urlsplit(url).port or 0
-            async with Dashboard(Feed.of_files(seat.run_dir), DashboardGuard()).serving(port):
+            async with Dashboard(Feed(seat.run_dir), DashboardGuard()).serving(port):
                 pass
 
     with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1") as caught:

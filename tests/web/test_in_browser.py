@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.harness.scripts import loaded
 
-from myxa.launch.tui.feed import Feed
 from myxa.launch.views.compare import load_runs
+from myxa.launch.views.feed import Feed
 from myxa.launch.views.report import write_page, write_report
 from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
@@ -35,7 +35,7 @@ async def page() -> AsyncIterator[Any]:
 async def opened(planting: ModuleType, seat: Any, page: Any, *, operate: bool = False) -> AsyncIterator[None]:
     """The dashboard of a live seat in the tab."""
     async with planting.serving(seat) as note:
-        dashboard = Dashboard(Feed.of(Path(note.run_dir), only_view=not operate), DashboardGuard(may_operate=operate))
+        dashboard = Dashboard(Feed.of(Path(note.run_dir)), DashboardGuard(may_operate=operate))
         async with dashboard.serving(0) as url:
             await page.goto(url)
             await page.until("document.querySelector('#link.on')", "the live link")

@@ -1,4 +1,4 @@
-"""What `myxa top` shows, without a terminal: views in, rows out."""
+"""Views in, rows and pages out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from rich.console import Console
 from myxa.core.activity import ACTIVITY_KINDS
 from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
 from myxa.launch.control.verbs import StatusArguments
-from myxa.launch.tui.app import actor_page, actor_rows
 from myxa.launch.views import knob_table
 from myxa.launch.views.run_page import legend, run_page
 from myxa.launch.views.run_view import RunView, carried_over, lag_rows, notice_text, title_text
-from myxa.launch.views.textplot import PLAIN_COLUMNS, bar, gauge
+from myxa.launch.views.textplot import PLAIN, bar, gauge
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_lags_are_those_of_the_newest_step_and_one_above_the_bound_is_marked(vie
 def test_bars_have_their_width_whatever_the_shares(kinds: dict[Any, float], width: int) -> None:
     drawn = "".join(letters for letters, _ in bar(kinds, width))
     assert len(drawn) == width
-    assert b"?" not in drawn.encode("ascii", PLAIN_COLUMNS)
+    assert b"?" not in drawn.encode("ascii", PLAIN)
 
 
 @given(st.integers(-5, 1000), st.integers(-5, 1000), st.integers(1, 60))
@@ -107,7 +106,6 @@ def test_nothing_answered_is_a_picture_too() -> None:
     assert "gone" in notice_text(empty)
     assert "starting" in title_text(empty)
     assert run_page(empty, 80).plain
-    assert actor_page(empty, "trainer/0").plain and not actor_rows(empty)
 
 
 def test_what_is_not_told_any_more_stays_as_it_was(view: RunView) -> None:
