@@ -30,10 +30,8 @@ CHECKS: tuple[Check, ...] = (
     Check("node", node.listened_ports),
     Check("node", node.run_folder),
     Check("estimate", run_arithmetic.amount_of_data),
-    Check("estimate", run_arithmetic.schedules),
-    Check("estimate", run_arithmetic.odd_counts),
+    Check("estimate", run_arithmetic.rarely_meant),
     Check("estimate", run_arithmetic.sampling),
-    Check("estimate", run_arithmetic.concurrency),
     Check("estimate", memory_findings),
     *(Check("machine", look) for look in MACHINE_CHECKS),
 )

@@ -7,13 +7,9 @@ are read, once, and a large file is not indexed. `fit` needs no more than the mo
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
-import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
-from importlib.machinery import ModuleSpec, PathFinder
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,20 +31,15 @@ from ...actors.rewards.call import ALONE, RewardKeys
 from ...actors.rewards.rewarder import check_args
 from ...actors.user_code.functions import (
     ADVANTAGE_FN,
-    CLASS_WORKFLOW,
     GROUP_FILTER,
     LOSS_FN,
     REWARD_POST_PROCESS,
     SAMPLE_FILTER,
     WEIGHT_FN,
     WORKFLOW,
-    Expected,
-    check_call,
     file_of,
     import_raised,
     no_attribute,
-    no_module,
-    reward_expected,
 )
 from ...actors.workflows.demonstrated import demonstrate
 from ...actors.workflows.named import shown_turns
@@ -61,7 +52,7 @@ from ...core.samples import Message, Prompt
 from ..composition.rollout_parts import eval_rewards
 from ..run_lineage.resume_point import named_checkpoint
 from .check import CheckedRun, Finding, key_of, looked
-from .node import has_module, sees_our_modules
+from .node import has_module
 
 MAX_READ_BYTES = 2 << 30
 """Of weights, within about two seconds; the embedded engine reads all of them when it loads them."""
@@ -369,39 +360,24 @@ def _check_data_of(config: RunConfig, checkpoint: Path) -> None:
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 #
-# From their source text: no user code runs. The actor that loads a function checks what only an import shows: a name
-# made at run time, a signature that a decorator changes. Both judge by `actors/user_code/functions.check_call`.
+# Of a file's function whether it is there, by the source text: no user code runs. The actor that loads a function
+# checks the rest: modules, types, signatures.
 
 
 def functions(run: CheckedRun) -> Iterator[Finding]:
     for roles in (("rollout", "buffer"), ("trainer",)):
-        callers = run.of(*roles)
-        if callers:
-            sees_modules = all(map(sees_our_modules, callers))
-            yield from function_findings(run.config, roles, sees_modules=sees_modules)
+        if run.of(*roles):
+            yield from function_findings(run.config, roles)
 
 
 ALL = ("rollout", "buffer", "trainer")
 MAX_SOURCE_BYTES = 8 << 20
-MAKERS = frozenset({"globals", "vars", "setattr", "exec"})
+MAKERS = frozenset({"globals", "vars", "setattr", "exec", "__getattr__"})
 """What a module can give itself names with."""
 
 
-class Named(NamedTuple):
-    """A name in the run file and what it must be."""
-
-    name: str
-    expected: Expected
-    args: Iterable[str] = ()
-    """Named arguments that the function gets besides."""
-    role: str = "rollout"
-
-
-def function_findings(
-    config: RunConfig, roles: Container[str] = ALL, *, sees_modules: bool = True
-) -> Iterator[Finding]:
-    """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
-    ones. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
+def function_findings(config: RunConfig, roles: Container[str] = ALL) -> Iterator[Finding]:
+    """Named functions of actors of these roles that are not in their files, and wrong arguments of built-in ones."""
     algo = config.algo
     if "rollout" in roles:
         rewards = {RewardKeys.of_one(name) if name else ALONE: part for name, part in config.reward.parts().items()}
@@ -412,153 +388,45 @@ def function_findings(
         yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
     if "buffer" in roles and algo.sample_filter in SAMPLE_FILTERS:
         yield from looked("algo.sample_filter_args", sample_filter, algo.sample_filter, algo.sample_filter_args)
-    for named in _named(config):
-        where, colon, _ = named.name.rpartition(":")
-        if named.role in roles and colon and (sees_modules or where.endswith(".py")):
-            yield from looked(named.expected.key, check_function, named)
+    for role, key, name in _named(config):
+        if role in roles and ".py:" in name:
+            yield from looked(key, check_function, name, key)
 
 
-def _named(config: RunConfig) -> Iterator[Named]:
+def _named(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Role, key and name."""
     algo = config.algo
-    for name, one in sorted(config.eval.sets.items()):
-        if one.reward:
-            key = f"eval.sets.{name}.reward"
-            yield Named(one.reward, reward_expected(key, takes_group=False), one.reward_args)
-    yield Named(config.rollout.workflow, WORKFLOW, config.rollout.workflow_args)
-    for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True):
-        args = {*part.args, *(("pattern",) if part.pattern else ())}
-        yield Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), args)
-    yield Named(algo.group_filter, GROUP_FILTER, algo.group_filter_args, "buffer")
-    yield Named(algo.sample_filter, SAMPLE_FILTER, algo.sample_filter_args, "buffer")
-    yield Named(algo.reward_post_process, REWARD_POST_PROCESS, role="trainer")
-    yield Named(algo.advantage_fn, ADVANTAGE_FN, role="trainer")
-    yield Named(algo.weight_fn, WEIGHT_FN, role="trainer")
-    yield Named(algo.loss_fn, LOSS_FN, role="trainer")
+    rewards = (*config.reward.named_functions(), *config.eval.named_functions())
+    yield from (("rollout", key, name) for key, name in rewards)
+    yield "rollout", WORKFLOW.key, config.rollout.workflow
+    yield "buffer", GROUP_FILTER.key, algo.group_filter
+    yield "buffer", SAMPLE_FILTER.key, algo.sample_filter
+    yield "trainer", REWARD_POST_PROCESS.key, algo.reward_post_process
+    yield "trainer", ADVANTAGE_FN.key, algo.advantage_fn
+    yield "trainer", WEIGHT_FN.key, algo.weight_fn
+    yield "trainer", LOSS_FN.key, algo.loss_fn
 
 
-def check_function(named: Named) -> None:
-    """Raise ConfigError or UserCodeError for what is certainly wrong."""
-    where, _, attr = named.name.rpartition(":")
-    key = named.expected.key
-    path = file_of(where, key) if where.endswith(".py") else _module_file(where, key)
-    if path is None:  # a module that is not made of source text
-        return
-    tree = _parsed(path, where, key)
-    bound = _bindings(tree)
-    found = bound.get(attr.partition(".")[0])
-    if found is None:
-        if "." in attr or _makes_names(tree):  # a submodule is an attribute once it was imported
-            return
-        raise no_attribute(key, where, attr, attr, bound)
-    if "." in attr or getattr(found, "decorator_list", ()):
-        return
-    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
-        is_async = isinstance(found, ast.AsyncFunctionDef)
-        check_call(named.name, _signature(found.args), named.expected, named.args, is_async=is_async)
-    elif isinstance(found, ast.ClassDef) and named.expected is WORKFLOW and not (found.bases or found.keywords):
-        _check_class(named, found)
-
-
-def _check_class(named: Named, node: ast.ClassDef) -> None:
-    """One that a workflow may be: what it is made with, and the method that is needed."""
-    methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if "run" not in methods:
-        text = f'{WORKFLOW.key} = "{named.name}" is a class without a method run'
-        raise ConfigError(text, remedy=f"it must have: {WORKFLOW.signature}")
-    made = methods.get("__init__")
-    signature = _signature(made.args, num_own=1) if made is not None else inspect.Signature()
-    check_call(named.name, signature, CLASS_WORKFLOW, named.args, is_async=False)
-
-
-class _Written(str):
-    """A default as it is written."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
-    """As `inspect.signature` says it. `num_own`: parameters that Python fills itself."""
-    kinds = inspect.Parameter
-    plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
-    plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
-    rows = [
-        (arg, kind, default)
-        for (arg, kind), default in reversed(list(zip_longest(reversed(plain), reversed(args.defaults))))
-    ]
-    rows += [(args.vararg, kinds.VAR_POSITIONAL, None)] if args.vararg else []
-    rows += [(arg, kinds.KEYWORD_ONLY, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    rows += [(args.kwarg, kinds.VAR_KEYWORD, None)] if args.kwarg else []
-    return inspect.Signature(
-        [
-            kinds(arg.arg, kind, default=kinds.empty if default is None else _Written(ast.unparse(default)))
-            for arg, kind, default in rows[num_own:]
-        ]
-    )
-
-
-def _module_file(where: str, key: str) -> Path | None:
-    """The module's source, found without importing the packages around it; None if it is not made of source text."""
-    parts = where.split(".")
-    places: list[str] | None = None
-    origin: str | None = None
-    for length in range(1, len(parts) + 1):
-        name = ".".join(parts[:length])
-        spec = _found(name, places)
-        if spec is None:
-            raise no_module(key, name)
-        places = list(spec.submodule_search_locations or ())
-        origin = spec.origin
-    return Path(origin) if origin and origin.endswith(".py") else None
-
-
-def _found(name: str, places: list[str] | None) -> ModuleSpec | None:
-    """Found as an actor finds it: by every finder, and in the current folder."""
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, places)
-        if spec is not None:
-            return spec
-    return PathFinder.find_spec(name, [str(Path.cwd())]) if places is None else None
-
-
-def _parsed(path: Path, where: str, key: str) -> ast.Module:
+def check_function(name: str, key: str) -> None:
+    """Raise ConfigError or UserCodeError for a file that is not there or is no Python, or certainly lacks the name."""
+    where, _, attr = name.rpartition(":")
+    path = file_of(where, key)
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
-            return ast.Module([], [])
-        return ast.parse(path.read_bytes(), filename=str(path))
+            return
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         cause, place = f"{type(error).__name__}: {error.msg}", f"{path}:{error.lineno}"
         raise import_raised(key, where, cause, place) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}", remedy="name a readable .py file") from error
-
-
-def _module_level(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node that is in no function and no class, in order."""
-    for node in ast.iter_child_nodes(tree):
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from _module_level(node)
-
-
-def _bindings(tree: ast.Module) -> dict[str, ast.AST]:
-    """Names of the module -> where each is bound last."""
-    found: dict[str, ast.AST] = {}
-    for node in _module_level(tree):
+    names: set[str] = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found[node.name] = node
+            names.add(node.name)
         elif isinstance(node, ast.alias):
-            found[(node.asname or node.name).partition(".")[0]] = node
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found[node.id] = node
-    return found
-
-
-def _makes_names(tree: ast.Module) -> bool:
-    """Whether names may come from where this does not see them: a file that is empty, or too large to be looked at."""
-    return not tree.body or any(
-        (isinstance(node, ast.alias) and node.name == "*")
-        or (isinstance(node, ast.Name) and node.id in MAKERS)
-        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
-        for node in ast.walk(tree)
-    )
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id in MAKERS):
+            names.add(node.id)
+    if names and attr.partition(".")[0] not in names and not names & {"*", *MAKERS}:
+        raise no_attribute(key, where, attr, attr, names)

@@ -25,7 +25,7 @@ from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
-from .check import CheckedRun, Finding, looked, warnings
+from .check import CheckedRun, Finding, looked
 from .node import gpus
 from .run_arithmetic import longest_answer, num_micro_batches, trainer_layout
 
@@ -337,10 +337,7 @@ def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
     if launches and rollouts and rollouts[0].devices:
         engine = server_memory(config, model, len(rollouts[0].devices), capacity)
     loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, capacity))
-    findings = [finding for load in loads for finding in _too_full(config, load)]
-    findings += _engine_findings(config, engine) if engine is not None and capacity is not None else ()
-    findings += _workspace_findings(config, trainer)
-    return Memory(tuple(loads), engine), tuple(findings)
+    return Memory(tuple(loads), engine), tuple(finding for load in loads for finding in _too_full(load))
 
 
 def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
@@ -410,11 +407,11 @@ def ranges(numbers: Sequence[int]) -> str:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def _too_full(config: RunConfig, load: DeviceLoad) -> Iterator[Finding]:
+def _too_full(load: DeviceLoad) -> Iterator[Finding]:
     if load.capacity_bytes is None or load.num_bytes <= TIGHT * load.capacity_bytes:
         return
     largest = max(load.parts, key=lambda part: part.num_bytes)
-    key, remedy = _remedy(config, largest)
+    key, remedy = REMEDIES.get(largest.name, (f"roles.{largest.owner}.devices", "give it more GPUs"))
     place, has = f"{key}: {load.devices}, {load.phase}: {size_text(load.num_bytes)}", size_text(load.capacity_bytes)
     most = f"most of it is the {largest.owner}'s {largest.name}, {size_text(largest.num_bytes)}"
     text = f"{place} of {has} leaves little for what is not counted here"
@@ -422,38 +419,13 @@ def _too_full(config: RunConfig, load: DeviceLoad) -> Iterator[Finding]:
     yield Finding(key, error, "warning" if load.fits else "error")
 
 
-def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
-    """The key to turn and how, by the largest part."""
-    is_megatron = config.roles.trainer.kind == "megatron"
-    if largest.name in ("activations", "logits"):
-        again = 'megatron.recompute = "full"' if is_megatron else "trainer.activation_checkpointing = true"
-        return "trainer.max_tokens_per_microbatch", f"lower it, or set {again}"
-    if largest.name == "kv cache":
-        return "sglang.mem_fraction_static", "lower it, or give trainer and engine their own devices"
-    if largest.owner == "rollout":
-        return "roles.rollout.devices", "give the engine more GPUs"
-    more = "megatron.tp, more ranks" if is_megatron else 'more ranks with trainer.strategy = "fsdp"'
-    return "roles.trainer.devices", f'cut the model further ({more}), or take turns: memory.share = "switch"'
-
-
-def _engine_findings(config: RunConfig, engine: EngineEstimate) -> Iterator[Finding]:
-    key = "sglang.mem_fraction_static" if "mem_fraction_static" in config.sglang else "roles.rollout.devices"
-    samples, fit = config.rollout.num_samples, engine.full_sequences
-    holds = f"{key}: the cache holds {engine.cache_tokens:,} tokens after the weights, {fit} sequences"
-    if fit < 1:
-        remedy = "raise it, lower engine.context_length, or give the engine more GPUs"
-        yield Finding(key, ConfigError(f"{holds} of the whole context of {engine.context_length:,}", remedy=remedy))
-    elif fit < samples:
-        remedy = "set engine.context_length to what answers need, or give the engine more memory"
-        error = ConfigError(f"{holds} of the whole context: not the {samples} samples of one group", remedy=remedy)
-        yield Finding(key, error, "warning")
-
-
-def _workspace_findings(config: RunConfig, trainer: tuple[Part, ...]) -> Iterator[Finding]:
-    """The workspace that the memory manager reserves for a step, against what the step needs."""
-    workspace = config.memory.workspace_mb
-    needed = total(part for part in trainer if part.name in ("activations", "logits"))
-    is_small = takes_turns(config) and 0 < workspace * MIB < needed
-    text = f"= {workspace}: a micro-batch takes about {size_text(needed)}"
-    remedy = f"set it to {-(-needed // MIB // 256) * 256 + 256}, or lower trainer.max_tokens_per_microbatch"
-    return warnings((is_small, "memory.workspace_mb", text, remedy))
+_AGAIN = (
+    "trainer.max_tokens_per_microbatch",
+    "lower it, or set trainer.activation_checkpointing or megatron.recompute",
+)
+REMEDIES = {
+    "activations": _AGAIN,
+    "logits": _AGAIN,
+    "kv cache": ("sglang.mem_fraction_static", "lower it, or give trainer and engine their own devices"),
+}
+"""Largest part -> the key to turn, and how."""

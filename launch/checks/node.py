@@ -1,4 +1,4 @@
-"""Checks of the node where actors will run: packages by interpreter, SGLang, devices, sinks, keys, ports, disk.
+"""Checks of the node where actors will run: packages by interpreter, SGLang, devices, sinks, keys, ports.
 
 The actor that needs a thing checks it again. Packages are found without importing them. Names of SGLang's arguments are
 read from the source text of its ServerArgs; the rollout actor asks the class itself later. Attached servers are asked
@@ -27,18 +27,13 @@ from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, attach_fault
-from ...actors.models.hf_folder import export_dtype
-from ...actors.models.second_model import critic_parameters
 from ...actors.sinks.registry import SHIPPED, check_name, make_sink
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.suggestion import suggest
-from ...memory.budget import ITEM_BYTES
 from ..actor_spec import ActorSpec
-from ..composition.weight_channels import choose_channel
-from ..host import Gpus, check_port, free_at, look_at_gpus, nearest_folder
-from ..memory_part import Part, count_text, size_text, total
+from ..host import Gpus, check_port, look_at_gpus, nearest_folder
 from .check import CheckedRun, Finding, looked
 
 # -- interpreters and packages -----------------------------------------------------------------------------------------
@@ -358,75 +353,10 @@ def listened_ports(run: CheckedRun) -> Iterator[Finding]:
             yield from looked(key, check_port, f"{key} = {port}", "127.0.0.1", port, remedy)
 
 
-# -- disk --------------------------------------------------------------------------------------------------------------
-#
-#     checkpoint, torch       12 bytes a parameter: float32 masters and two moments; the same for a critic
-#     checkpoint, megatron    bfloat16: 2 + 4 + 8 = 14 (weights, masters, moments); float32: 12
-#     export                  bytes of trainer.dtype a parameter
-#     weights by disk         bytes of trainer.dtype a parameter, for each version in flight (three)
-#
-# While a checkpoint is written the older ones still exist: keep_last + 1 of them. Logs, metrics, traces and the ledger
-# are not counted: a few MB for every thousand steps.
-
-VERSIONS_ON_DISK = 3
-FEW_BYTES = 256 << 20
-"""Must be free for logs and metrics."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskNeed:
-    """Needed and free bytes at `run.dir`."""
-
-    folder: str
-    parts: tuple[Part, ...]
-    free_bytes: int | None
-    """None: not asked."""
-    needed_bytes: int
-    """At the fullest moment."""
-
-
-def free_bytes(run: CheckedRun) -> int | None:
-    return free_at(run.config.run.dir) if run.is_here else None
-
-
-def disk_need(run: CheckedRun) -> DiskNeed | None:
-    """Everything large that the run writes; None: nothing is known of the model."""
-    config, trainer, model = run.config, run.config.trainer, run.model
-    if model is None:
-        return None
-    num, item, parts = model.num_parameters, ITEM_BYTES[trainer.dtype], list[Part]()
-    if trainer.checkpoint_every:
-        each = 14 if config.roles.trainer.kind == "megatron" and item == 2 else 12
-        saved = num + critic_parameters(config.critic, model)
-        kept = trainer.keep_last + 1
-        if config.run.num_steps:
-            kept = min(kept, max(1, config.run.num_steps // trainer.checkpoint_every))
-        how = f"{kept} at a time x {each} B x {count_text(saved)} = {size_text(each * saved)} each"
-        parts.append(Part("checkpoints", kept * each * saved, how))
-    if trainer.export_at_end:
-        dtype = export_dtype(trainer.export_dtype, model, trainer.dtype)
-        parts.append(Part("export", ITEM_BYTES[dtype] * num, f"{dtype} {ITEM_BYTES[dtype]} B x {count_text(num)}"))
-    if choose_channel(config) == "disk" and config.algo.kind != "sft":
-        how = f"{VERSIONS_ON_DISK} versions x {item} B x {count_text(num)}"
-        parts.append(Part("weight versions", VERSIONS_ON_DISK * item * num, how))
-    return DiskNeed(config.run.dir, tuple(parts), run.once(free_bytes), total(parts))
-
-
 def run_folder(run: CheckedRun) -> Iterator[Finding]:
-    """Node 0 makes the run directory, and the folders above it; the first trainer rank writes the most there."""
+    """Node 0 makes the run directory, and the folders above it."""
     folder = nearest_folder(run.config.run.dir)
     why = "is no folder" if not folder.is_dir() else "" if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
     if why and run.of("coordinator"):
         error = ConfigError(f"run.dir: {folder} {why}", remedy="set run.dir to a folder of yours")
-        yield Finding("run.dir", error)
-    disk = run.once(disk_need)
-    if disk is None or disk.free_bytes is None or not any(actor.index == 0 for actor in run.of("trainer")):
-        return
-    if disk.free_bytes < disk.needed_bytes + FEW_BYTES:
-        parts = ", ".join(f"{part.name} {size_text(part.num_bytes)}" for part in disk.parts) or "logs and metrics"
-        error = ConfigError(
-            f"run.dir: {size_text(disk.free_bytes)} are free at {disk.folder}, the run will write "
-            f"{size_text(disk.needed_bytes + FEW_BYTES)} ({parts})",
-            remedy="set run.dir to another disk, or lower trainer.keep_last",
-        )
         yield Finding("run.dir", error)

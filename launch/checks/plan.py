@@ -21,8 +21,6 @@ from ..supervisor.placement import place, placement_problems
 from .all_checks import CHECKS
 from .check import CheckedRun, Finding, key_of, run_checks
 from .memory_estimate import DeviceLoad, Memory, memory, ranges, used_devices
-from .node import DiskNeed, disk_need
-from .objective_text import objective_lines
 from .run_arithmetic import BatchPlan, StalenessPlan, batch_plan, staleness_plan
 
 
@@ -66,12 +64,10 @@ class PlannedRun:
     name: str = ""
     problems: tuple[PlanProblem, ...] = ()
     placement: tuple[PlannedNode, ...] = ()
-    objective: tuple[str, ...] = ()
     batch: BatchPlan | None = None
     staleness: StalenessPlan | None = None
     memory: Memory | None = None
     num_parameters: int | None = None
-    disk: DiskNeed | None = None
 
     @property
     def errors(self) -> tuple[PlanProblem, ...]:
@@ -109,12 +105,10 @@ def make_plan(
         config.run.name,
         in_order([_of_finding(finding, inspected) for finding in (*misplaced, *_findings(run))], files),
         placement=tuple(_node(actors, number) for number in range(num_nodes) if actors),
-        objective=objective_lines(config),
         batch=run.once(batch_plan),
         staleness=run.once(staleness_plan),
         memory=run.once(memory)[0],
         num_parameters=run.model.num_parameters if run.model is not None else None,
-        disk=run.once(disk_need),
     )
 
 
@@ -190,10 +184,8 @@ def plan_text(plan: PlannedRun) -> str:
     sections = [
         ("placement", _placement(plan)),
         ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
-        ("what this run optimises", iter(plan.objective)),
         ("batch", _batch(plan.batch)),
         ("staleness", staleness_lines(plan.staleness)),
-        ("disk", _disk(plan.disk)),
     ]
     for severity in ("warning", "error"):
         found = [one for one in plan.problems if one.severity == severity]
@@ -276,12 +268,3 @@ def staleness_lines(plan: StalenessPlan | None) -> Iterator[str]:
     empty = plan.num_slots - plan.concurrency
     fills = f"leave {empty} slots empty" if empty > 0 else "fill the slots"
     yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
-
-
-def _disk(disk: DiskNeed | None) -> Iterator[str]:
-    if disk is None:
-        return
-    free = f", {size_text(disk.free_bytes)} free" if disk.free_bytes is not None else ""
-    yield f"{disk.folder}: {size_text(disk.needed_bytes)} needed{free}"
-    for part in disk.parts:
-        yield f"  {part.name:<26} {size_text(part.num_bytes):>10}  {part.how}"

@@ -123,10 +123,6 @@ def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
         end = f"the data ends after {num_draws // batch} of {num_steps} steps, earlier if groups are left out"
         error = DataError(f"{bound}: {end}", remedy=f"{more}, or lower run.num_steps")
         yield Finding("data.max_passes", error, "warning")
-    else:
-        text = f"= {batch}: the data has {num_rows} rows, so a batch holds the same prompt several times"
-        remedy = "lower algo.batch_size, or use more data"
-        yield from warnings((num_rows < batch, "algo.batch_size", text, remedy))
 
 
 # -- staleness ---------------------------------------------------------------------------------------------------------
@@ -166,24 +162,6 @@ def staleness_plan(run: CheckedRun) -> StalenessPlan | None:
     )
 
 
-def concurrency(run: CheckedRun) -> Iterator[Finding]:
-    """Concurrency that starves the trainer, and slots that stay empty."""
-    plan = run.once(staleness_plan)
-    if plan is None:
-        return iter(())
-    key, batch, takes = "rollout.max_groups", plan.batch_size, plan.concurrency
-    first = f"= {run.config.rollout.max_groups}: rollout actors ({plan.num_engines}) take {takes} groups at a time"
-    enough = -(-plan.num_slots // max(1, plan.num_engines))
-    return warnings(
-        (takes < batch, key,
-         f"{first}, fewer than one batch of {batch}: the trainer waits for several rounds of answers",
-         f"raise it to {enough}, which uses all {plan.num_slots} slots, or start more rollout actors"),
-        (batch <= takes < plan.num_slots, key,
-         f"{first}, of {plan.num_slots} that max_staleness = {plan.max_staleness} allows",
-         f"raise it to {enough} to use them all"),
-    )  # fmt: skip
-
-
 # -- what is rarely meant ----------------------------------------------------------------------------------------------
 
 LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -191,42 +169,21 @@ MANY_STEPS = 100
 """From so many steps on, a run without checkpoints is warned about."""
 
 
-def schedules(run: CheckedRun) -> Iterator[Finding]:
-    """What happens every so many steps, beside how many there are."""
-    steps, trainer, every = run.config.run.num_steps, run.config.trainer, run.config.eval.every
-    back = "" if trainer.standby_every else ", and a trainer rank that dies throws training back to its start"
-    is_long = not steps or steps >= MANY_STEPS
-    return warnings(
-        (0 < steps < trainer.checkpoint_every, "trainer.checkpoint_every",
-         f"= {trainer.checkpoint_every}: the run has {steps} steps, so no checkpoint is written",
-         "lower it, or set it to 0"),
-        (is_long and not trainer.checkpoint_every, "trainer.checkpoint_every",
-         f"= 0: a run that is killed cannot be resumed{back}",
-         "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"),
-        (0 < steps < every, "eval.every",
-         f"= {every}: the run has {steps} steps, so there is no evaluation after the first", "lower it"),
-    )  # fmt: skip
-
-
-def odd_counts(run: CheckedRun) -> Iterator[Finding]:
-    config, batch = run.config, run.once(batch_plan)
-    trainer, rollout = config.roles.trainer, config.rollout
-    length, answer, turns = config.engine.context_length, rollout.max_new_tokens, rollout.max_turns
+def rarely_meant(run: CheckedRun) -> Iterator[Finding]:
+    config, trainer = run.config, run.config.roles.trainer
+    back = "" if config.trainer.standby_every else ", and a trainer rank that dies throws training back to its start"
+    is_long = not config.run.num_steps or config.run.num_steps >= MANY_STEPS
     far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOOPBACKS]
     return warnings(
-        (batch.samples_per_update < batch.num_replicas, "algo.batch_size",
-         (f"= {config.algo.batch_size}: one update has {batch.samples_per_update} samples for {batch.num_replicas} "
-         "trainer ranks, so some of them have nothing to do"),
-         "raise it, lower algo.minibatches, or use fewer ranks"),
+        (is_long and not config.trainer.checkpoint_every, "trainer.checkpoint_every",
+         f"= 0: a run that is killed cannot be resumed{back}",
+         "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"),
         (len(trainer.device_ids) > trainer.count, "roles.trainer.devices",
          (f'= "{trainer.devices}": {len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which '
          "uses one"), "set roles.trainer.count to the number of GPUs"),
         (far and not config.engine.key_env, "engine.attach",
          f"names {', '.join(far)} without engine.key_env: every client that reaches one can load weights",
          "start servers with --admin-api-key, and name the variable that holds it in engine.key_env"),
-        (not run.is_sft and answer * turns >= length > answer, "engine.context_length",
-         f"= {length}: {turns} turns of {answer} tokens do not fit, later ones are cut short",
-         "raise it, or lower rollout.max_new_tokens"),
     )  # fmt: skip
 
 

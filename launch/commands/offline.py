@@ -130,13 +130,13 @@ def _model_of_run(checkpoint: Path) -> Path:
 
 PLAN = Command(
     "plan", "what a run file comes to, and all that is wrong with it; starts nothing", _plan, _add_plan,
-    "Placement, memory of each device, batch, staleness, disk, commands: without a GPU, without starting anything. "
+    "Placement, memory of each device, batch, staleness: without a GPU, without starting anything. "
     "Exit status 2 if the run could not start.",
 )  # fmt: skip
 SCHEMA = Command("schema", "print the JSON Schema of the run file, for editors", _schema, lambda parser: None)
 DOCTOR = Command(
     "doctor", "what of this machine will bite", _doctor, _add_doctor,
-    "Python, driver, packages, memory, limits, ports, rights, leftovers of earlier runs; each with what to do. Exit "
+    "Driver, packages, memory, limits, disk, rights, variables; each with what to do. Exit "
     "status 1 if something must be mended.",
 )  # fmt: skip
 CONVERT = Command(

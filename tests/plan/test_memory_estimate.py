@@ -182,11 +182,6 @@ def test_what_does_not_fit_names_the_key_to_turn() -> None:
     assert loads(small, SHAPES["8B"], 80) == ({"all the time": False}, ["roles.trainer.devices"])
 
 
-def test_a_workspace_that_is_too_small_is_told() -> None:
-    config = run("megatron", 1, **{**TURNS, "memory": {"share": "switch", "workspace_mb": 1024}})
-    assert loads(config, SHAPES["0.6B"], 140)[1] == ["memory.workspace_mb"]
-
-
 def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
     config = run("megatron", 1, **SHARED)
     found, findings = estimate(config, SHAPES["0.6B"])

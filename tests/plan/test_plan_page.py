@@ -23,11 +23,10 @@ from myxa.launch.cli import main
 from myxa.launch.memory_part import GIB, total
 
 FILE = Path(__file__).parents[2] / "docs" / "plan.md"
-NOT_SHOWN = ("== what this run optimises", "== batch", "== staleness", "== disk")
+NOT_SHOWN = ("== batch", "== staleness")
 
 TRAPPED = replace(
     GOOD,
-    executable="/opt/myxa/bin/python3",
     gpus=replace(GOOD.gpus, driver="570.86.15"),
     shm_bytes=64 << 20,
     addresses=("127.0.1.1",),

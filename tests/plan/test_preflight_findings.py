@@ -3,8 +3,6 @@ devices, names of SGLang's arguments. `myxa up` and `myxa plan` look at the same
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +120,9 @@ def test_functions_that_may_be_there_are_left_alone(tmp_path: Path, name: str) -
 def test_functions_that_are_not(tmp_path: Path) -> None:
     (error,) = told(tmp_path, "mine.py:plane")
     assert str(error).endswith('mine.py has no "plane" -- did you mean "plain"?')
-    assert "has the signature (): too many positional arguments" in str(told(tmp_path, "mine.py:none_taken")[0])
-    assert "(completion, other): missing a required argument: 'other'" in str(told(tmp_path, "mine.py:two")[0])
-    assert told(tmp_path, "mine.py:two", args={"other": 3}) == [], "named arguments of the run file"
     (error,) = told(tmp_path, "mine.py:f", "def f(:\n")
     assert isinstance(error, UserCodeError)
     assert "mine.py:1)" in str(error)
-    assert "there is no module" in str(told(tmp_path, "no_such_package.inner:f")[0])
-    assert "there is no module" in str(told(tmp_path, "json.no_such_module:f")[0])
 
 
 @pytest.mark.parametrize("text", ["from os import *\n", "globals()['f'] = print\n", "def __getattr__(name): ...\n", ""])
@@ -137,33 +130,8 @@ def test_names_that_are_made_at_run_time_are_not_missed(tmp_path: Path, text: st
     assert told(tmp_path, "mine.py:f", text) == []
 
 
-def test_modules_are_found_where_actors_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actors have the current folder on their path, the command `myxa` has not; an editable install is a finder."""
-    home, away = tmp_path / "home", tmp_path / "away"
-    for folder in (home / "mypkg", away):
-        folder.mkdir(parents=True)
-    (home / "mypkg/__init__.py").write_text("raise RuntimeError('imported')\n")
-    (home / "mypkg/rewards.py").write_text("def score(completion): ...\n")
-    (away / "far.py").write_text("def score(completion): ...\n")
-    monkeypatch.setattr("sys.path", [one for one in sys.path if one])
-    monkeypatch.chdir(home)
-    assert told(tmp_path, "mypkg.rewards:score") == []
-    assert 'did you mean "score"' in str(told(tmp_path, "mypkg.rewards:scoer")[0])
-    assert 'there is no module "mypkg.reward"' in str(told(tmp_path, "mypkg.reward:score")[0])
-
-    class Editable:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> object:
-            return importlib.util.spec_from_file_location(name, away / "far.py") if name == "far" else None
-
-    assert len(told(tmp_path, "far:score")) == 1
-    monkeypatch.setattr("sys.meta_path", [*sys.meta_path, Editable])
-    assert told(tmp_path, "far:score") == []
-
-
 def test_no_code_of_the_user_is_run(tmp_path: Path) -> None:
     assert told(tmp_path, "mine.py:f", f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(c): ...\n") == []
-    assert told(tmp_path, "json.decoder:JSONDecoder") == []
     assert not (tmp_path / "ran").exists()
 
 

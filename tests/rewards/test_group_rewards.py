@@ -23,7 +23,6 @@ from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, RewardError, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.samples import Message, Prompt, Sample
-from myxa.launch.checks.files import Named, check_function
 
 CODE = '''
 import os
@@ -105,13 +104,13 @@ def test_builtins_judge_single_answers() -> None:
 
 
 def test_a_function_with_another_signature_is_told_the_right_one(file: Path) -> None:
-    from myxa.actors.user_code.functions import GROUP_REWARD
+    from myxa.actors.user_code.functions import GROUP_REWARD, load_function
 
     file.write_text("def rank(completions, label): return []\n")
     with pytest.raises(
         Exception, match=r"argument: 'label' -- give it in .*; it must look like: def rewards\(completions: Seq"
     ):
-        check_function(Named(f"{file}:rank", GROUP_REWARD, frozenset()))
+        load_function(f"{file}:rank", GROUP_REWARD)
 
 
 class Letters:
