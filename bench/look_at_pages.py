@@ -16,7 +16,7 @@ from pathlib import Path
 from browser import BROWSERS, Page, find_browser, opened_browser
 from planted_control import plant_seat, serving
 
-from myxa.launch.views.feed import Feed
+from myxa.launch.feed import Feed
 from myxa.launch.views.report import write_report
 from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ...core.device_memory import DeviceView
-    from ..views.feed import Feed
+    from ..feed import Feed
 
 LOOK_EVERY_S = 1.0
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
@@ -67,7 +67,7 @@ def _add_top(parser: Parser) -> None:
 
 
 def _top(options: argparse.Namespace) -> int:
-    from ..views.feed import Feed
+    from ..feed import Feed
     from ..views.live import LiveView
     from ..views.run_view import notice_text, title_text
 
@@ -89,7 +89,7 @@ def _add_dashboard(parser: Parser) -> None:
 def _dashboard(options: argparse.Namespace) -> int:
     import asyncio  # commands start without it
 
-    from ..views.feed import Feed
+    from ..feed import Feed
 
     try:
         feed = Feed.of(options.run_path)

@@ -34,8 +34,8 @@ from ...core.errors import ConfigError, LaunchError, MyxaError
 from ..control.client import ControlNote
 from ..control.server import encode, error_answer
 from ..control.verbs import HOST as CONTROL_HOST
+from ..feed import Feed
 from ..views.compare import runs_of
-from ..views.feed import Feed
 from ..views.page_data import past_table, state_table
 from ..views.report import SCRIPTS, STYLES, page_file
 from ..views.run_files import SampleQuery, load_run, read_samples

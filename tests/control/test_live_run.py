@@ -24,7 +24,7 @@ from tests.harness.waiting import wait_until
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlClient
 from myxa.launch.control.verbs import ALL
-from myxa.launch.views.feed import Feed
+from myxa.launch.feed import Feed
 
 pytestmark = pytest.mark.timeout(600)
 

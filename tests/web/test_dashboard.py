@@ -21,7 +21,7 @@ from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.server import Handler
 from myxa.launch.control.verbs import SAMPLES, Verb
-from myxa.launch.views.feed import Feed
+from myxa.launch.feed import Feed
 from myxa.launch.web.dashboard import (
     ASSETS,
     MAX_ASKS,

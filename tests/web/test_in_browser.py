@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.harness.scripts import loaded
 
+from myxa.launch.feed import Feed
 from myxa.launch.views.compare import load_runs
-from myxa.launch.views.feed import Feed
 from myxa.launch.views.report import write_page, write_report
 from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 

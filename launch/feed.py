@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from ...core.errors import MyxaError
-from ..control.client import ControlClient, ControlNote, find_run
-from ..run_dir import RunDir
-from .run_files import RunFiles
-from .run_view import RunView, carried_over, outcome, run_view_of_files, with_past
+from ..core.errors import MyxaError
+from .control.client import ControlClient, ControlNote, find_run
+from .run_dir import RunDir
+from .views.run_files import RunFiles
+from .views.run_view import RunView, carried_over, outcome, run_view_of_files, with_past
 
 LOOK_S = 6.0
 """How long one look may take."""
