@@ -2,10 +2,6 @@
 
 Names are `module:attr` or `path/to/file.py:attr`. Mistakes in the name are ConfigError; code that raises while it is
 imported is UserCodeError.
-
-`SiblingModules` finds modules beside a user's file before those of the current folder: a run's copy of a file has
-copies of its siblings, and the folder in which the run was started often has the originals, which Python would find
-first. Installed modules come before both, so a sibling file shadows nothing.
 """
 
 from __future__ import annotations
@@ -17,60 +13,14 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
-
-
-class SiblingModules:
-    """Finds them, for folders in the order in which they were named."""
-
-    def __init__(self) -> None:
-        self._folders: list[str] = []
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """As `sys.meta_path` wants it; None for modules of packages, and where the usual way does not lead into the
-        current folder."""
-        if path is not None:
-            return None
-        near = PathFinder.find_spec(name, self._folders)
-        if near is None or near.origin is None:  # a folder without __init__.py may hold anything
-            return None
-        usual = PathFinder.find_spec(name)
-        return near if usual is None or _is_here(usual) else None
-
-    def add(self, folder: str) -> None:
-        """One more folder; modules that are nowhere else are found in it too."""
-        if folder not in self._folders:
-            self._folders.append(folder)
-        if self not in sys.meta_path:
-            sys.meta_path.insert(_place_of_path_finder(), self)
-
-
-def _is_here(spec: ModuleSpec) -> bool:
-    if spec.origin is None:
-        return True
-    origin = Path(spec.origin)
-    folder = origin.parent if spec.submodule_search_locations is None else origin.parent.parent
-    return folder.resolve() == Path.cwd().resolve()
-
-
-def _place_of_path_finder() -> int:
-    places = [place for place, finder in enumerate(sys.meta_path) if finder is PathFinder]
-    return places[0] if places else len(sys.meta_path)
-
-
-SIBLINGS = SiblingModules()
-"""Of this process."""
-
 
 MAX_WORDS = 500
 """Characters of an error's text that are reported."""
@@ -213,9 +163,7 @@ def _module_of_file(name: str, expected: Expected) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{expected.key}: {path} cannot be imported as Python", remedy="name a .py file")
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that it can import its neighbours; last, so that it shadows nothing
-    SIBLINGS.add(str(path.parent))
+    _find_neighbours(str(path.parent))
     sys.modules[unique] = module
     try:
         spec.loader.exec_module(module)
@@ -223,6 +171,14 @@ def _module_of_file(name: str, expected: Expected) -> ModuleType:
         del sys.modules[unique]
         raise _raised(name, expected, error) from error
     return module
+
+
+def _find_neighbours(folder: str) -> None:
+    """Modules beside a file come after installed ones, so that they shadow none, and before those of the current
+    folder: a run's copy of a file has copies of its neighbours, and where the run was started are the originals."""
+    here = [one for one in sys.path if Path(one).resolve() == Path.cwd()]
+    others = [one for one in sys.path if one not in (*here, folder)]
+    sys.path[:] = [*others, folder, *(one for one in here if one != folder)]
 
 
 def what_was_raised(error: BaseException) -> str:
