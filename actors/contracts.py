@@ -50,7 +50,6 @@ from ..core.messages import (
     StepReport,
     Telemetry,
     WeightAck,
-    WeightChannel,
     WeightManifest,
 )
 from ..core.protocols import EngineTrace, StepStats
@@ -405,12 +404,6 @@ class RolloutContract(TenantContract, KnobsContract):
         """How far an adoption that is under way is."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True)
-    async def judge_channel(self, channel: WeightChannel, host: str) -> str:
-        """Why weights that a trainer on `host` (its boot id) publishes by that channel cannot reach this engine; empty:
-        they can."""
-        raise NotImplementedError
-
     @call(deadline=600, reentrant=True)
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         """Answer held-out prompts; does not touch the ledger."""
@@ -461,9 +454,9 @@ class TrainerContract(TenantContract, KnobsContract):
         raise NotImplementedError
 
     @call(deadline=600)
-    async def publish(self, version: int, channel: WeightChannel) -> WeightManifest | None:
-        """Gather and write the weights for that channel, the same on every rank; a manifest of its part from every rank
-        that publishes, None from the others."""
+    async def publish(self, version: int, unreleased: tuple[int, ...]) -> WeightManifest | None:
+        """Gather and write the weights; other versions than `unreleased` are dropped. A manifest of its part from every
+        rank that publishes, None from the others."""
         raise NotImplementedError
 
     @call(deadline=1800)
@@ -488,12 +481,6 @@ class TrainerContract(TenantContract, KnobsContract):
     @call(deadline=30, reentrant=True)
     async def release_weights(self, version: int) -> None:
         """No engine reads that version any more. The leader passes this on to the other ranks that sent it."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def publish_again(self, version: int) -> None:
-        """Leader only: no engine can take that version as it was published. If it is still the newest one, its bytes
-        are written again as soon as the trainer waits for data."""
         raise NotImplementedError
 
     @call(deadline=300, reentrant=True)

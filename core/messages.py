@@ -186,8 +186,6 @@ class WeightManifest(Record, frozen=True):
     """Boot id of the publishing host: shm is readable only there."""
     lineage: int = 0
     """Epoch of the trainer's leader that published it: a restarted one makes the same numbers of other weights."""
-    attempt: int = 0
-    """How often that leader had published it before: the same weights, written again."""
 
 
 class StepReport(Record, frozen=True):

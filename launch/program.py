@@ -48,7 +48,6 @@ from .composition.weight_channels import (
     is_between_devices,
     prepare_s,
     ranks_beside,
-    refused_channels,
     sent_commit_s,
 )
 from .supervisor.placement import server_of
@@ -328,7 +327,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from .composition.trainer_parts import (
         GangStart,
         block_limit_s,
-        channel_ends,
+        channel_end,
         checkpoint_options,
         gang_comms,
         make_backend,
@@ -356,7 +355,6 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         export_at_end=config.trainer.export_at_end,
         step_values=step_values(config.algo, config.optimizer),
         channel=choose_channel(config),
-        refused_channels=refused_channels(config),
         shard_of_rank=shards,
         step_timeout_s=config.trainer.step_timeout_s,
         standby_folder=standby_folder(spec, config),
@@ -366,7 +364,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
     return Trainer(
         backend=backend,
-        ends=channel_ends(config, run_dir, gang.rank, local_rank=gang.local_rank),
+        end=channel_end(config, run_dir, gang.rank, local_rank=gang.local_rank),
         options=options,
         clock=clock,
         tenancy=trainer_tenancy(spec, config, comms),

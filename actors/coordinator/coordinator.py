@@ -122,7 +122,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 stall_s=options.stall_s,
             ),
             on_adopted=lambda name, epoch, version: self.fleet.adopted(name, epoch, version),
-            on_work=self._changed.set,
             meter=self.meter,
             telemetry=self._telemetry,
             clock=self._clock,
@@ -139,6 +138,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 self.ctx.spawn(self.conductor.joined(event.name), name=f"knobs-for-{event.name}")
                 if event.name == "buffer" and self.control.must_tell:
                     self.ctx.spawn(self.control.tell_again(), name="pause-for-buffer")
+            if event.name == LEADER and event.kind != "up":
+                self._adoption.trainer_ended(event.epoch - (event.kind == "restarted"))
         elif event.kind in ("down", "restarted"):
             self.fleet.gone(event)
 

@@ -69,12 +69,6 @@ class KnobOwner:
         )
         return KnobSheet(owner=self.owner, knobs=states, epoch=self.epoch, passed=dict(self._passed))
 
-    def newest(self, name: str) -> tuple[int, KnobValue]:
-        """What was decided last for a knob, whether its boundary came or not, and by which change; 0: the run file."""
-        if waiting := self._waiting.get(name):
-            return waiting[-1].epoch, self._value(waiting[-1])
-        return self._used.get(name, 0), self._knobs[name].read()
-
     def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
         """Of values within their ranges. `at`: number at which they would be in force, where that is numbered."""
         judges = ((self._knobs[name].judge, value) for name, value in values.items() if name in self._knobs)

@@ -63,7 +63,6 @@ from ...core.messages import (
     PutResult,
     SamplingParams,
     WeightAck,
-    WeightChannel,
     WeightManifest,
 )
 from ...core.protocols import Engine, EngineTrace, PausesByMode, ProfilesItself, Tokenizer
@@ -77,7 +76,7 @@ from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer
 from ..stream_checks import StreamChecks
 from ..telemetry import ReportPace, report_forever
 from ..weights.engine_versions import ALWAYS_NEWEST
-from ..weights.receive import EngineWeights, channel_refusal
+from ..weights.receive import EngineWeights
 from ..workflows.episode import Generate, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
 from .evaluation import Evaluation, answer_canary
@@ -309,9 +308,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         # Neither waits for the other, or fails by it.
         for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
             raise error
-
-    async def judge_channel(self, channel: WeightChannel, host: str) -> str:
-        return channel_refusal(channel, host, self._options.run_dir)
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
         async with self._weights_turn:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from ...core.config import AlgoConfig, OptimizerConfig
 from ...core.knobs import KnobSheet, KnobValue, Tunable, knob_maker
-from ...core.messages import WeightChannel
 from ..knobs.owner import Knob
 from .step_plan import StepPlanOptions
 
@@ -100,10 +99,6 @@ LEADER_TUNABLES: tuple[Tunable, ...] = (
           "Steps between two weight versions that engines are given; the last one, and one without which nothing is "
           "dispatched, is given whenever it is made. Samples grow older by up to so many steps less one.",
           boundary="weights", unit="steps", low=1, high=1000),
-    _knob("weight_channel", "choice", "",
-          "How new weights get to the engines (docs/walk-weights.md); run file: weights.channel. What was published "
-          "before stays readable; the old channel's memory, folders and groups go once no engine needs them.",
-          boundary="weights", choices=get_args(WeightChannel), is_judged=True),
 )
 """What the leader uses by itself."""
 # fmt: on
@@ -144,10 +139,6 @@ class TrainerKnobs:
     def count(self, name: str, otherwise: int = 0) -> int:
         """A whole number in force; `otherwise` where there is no such knob."""
         return int(self._values.get(name, otherwise))
-
-    def text(self, name: str) -> str:
-        """A choice in force; empty where there is no such knob."""
-        return str(self._values.get(name, ""))
 
     def refuses_end(self, values: Mapping[str, KnobValue], earliest: int) -> str:
         """Why the run cannot end with `num_steps`, if that is among the values; the step from version `earliest` is the

@@ -43,7 +43,7 @@ from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner, pull
 from ..ledger.states import State
 from ..tenancy.time_share import TimeShare
-from ..weights.publish import CHANNEL, ChannelChoice, Publisher
+from ..weights.publish import Publisher, max_unreleased
 from .canary import CanaryGuard, CanaryOptions
 from .checkpoints import AskUntilAnswered, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
@@ -77,13 +77,11 @@ class TrainLoopOptions:
     setup_timeout_s: float = 300.0
     step_timeout_s: float = 1800.0
     """A call to all ranks (a step, a publication, a checkpoint) that takes longer hangs."""
-    refused_channels: Mapping[WeightChannel, str] = field(default_factory=dict[WeightChannel, str])
-    """Those that the run's shape does not allow, and why."""
     shard_of_rank: tuple[int, ...] = ()
     """Number of the shard that each rank trains, where ranks share one; empty: each its own."""
     guard: CanaryOptions = field(default_factory=lambda: CanaryOptions(every=0, bound=0.0))
     channel: WeightChannel = "shm"
-    """By which weights are published. A live knob, where engines have their own devices."""
+    """By which weights are published."""
     standby_folder: str = ""
     standby_every: int = 0
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
@@ -91,8 +89,7 @@ class TrainLoopOptions:
 
     def knobs(self, *, takes_turns: bool) -> TrainerKnobs:
         """The live knobs of a run with these settings. `takes_turns`: with engines on the same devices, which are then
-        given every version, since they lose their weights in between, by the channel that a turn's memory was counted
-        with."""
+        given every version, since they lose their weights in between."""
         first: dict[str, KnobValue] = {
             **self.step_values,
             "num_steps": self.num_steps,
@@ -102,7 +99,7 @@ class TrainLoopOptions:
         }
         if self.publishes:
             first["guard_every"] = self.guard.every
-            first |= {} if takes_turns else {"weights_every": 1, "weight_channel": self.channel}
+            first |= {} if takes_turns else {"weights_every": 1}
         return TrainerKnobs(first)
 
 
@@ -147,10 +144,8 @@ class TrainLoop:
         side = RunSide(self._buffer, self._coordinator, self._ask)
         self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
         self.orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
-        channels = ChannelChoice(
-            owner, lambda: knobs.text(CHANNEL), options.channel, options.refused_channels, side.live_knobs, telemetry
-        )
-        self.publisher = Publisher(ctx, self._together, channels, meter, self._tell, Path(options.run_dir))
+        limit = max_unreleased(options.channel)
+        self.publisher = Publisher(ctx, self._together, limit, meter, self._tell, Path(options.run_dir))
         self._standby = Standby(
             Path(options.standby_folder),
             options.standby_every if options.standby_folder else 0,
@@ -161,9 +156,7 @@ class TrainLoop:
         )
         self.link = CoordinatorLink(ctx, self.publisher, self._ask)
         self._parts = PartMetrics()
-        self._may_go, self._has_order = False, asyncio.Event()  # set by whatever concerns a loop that has not begun
-        self._refused = -1
-        """Version that no engine could take as it was published."""
+        self._may_go = asyncio.Event()
         self._stop_reason = ""
         self._inventory = ""
 
@@ -174,17 +167,12 @@ class TrainLoop:
             self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
             return
         self._ctx.log.info("the coordinator lets the loop start at version %d; it is at %d", start_version, at)
-        self.link.is_leading = self._may_go = True
-        self._has_order.set()
+        self.link.is_leading = True
+        self._may_go.set()
 
     def stop(self, reason: str) -> None:
-        self._stop_reason, self._may_go = self._stop_reason or reason, True
-        self._has_order.set()
-
-    def publish_again(self, version: int) -> None:
-        """No engine can take `version` as it was published."""
-        self._refused = version if self._share is None else -1  # in turns they have it, or the leader waits for them
-        self._has_order.set()
+        self._stop_reason = self._stop_reason or reason
+        self._may_go.set()
 
     async def run(
         self, version: int, facts: dict[str, str], live: LiveKnobs | None = None, *, is_restart: bool = False
@@ -196,14 +184,11 @@ class TrainLoop:
         await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
-        manifest, live = await self.publisher.first(version, live) if self._options.publishes else (None, live)
+        manifest = await self.publisher.publish(version) if self._options.publishes else None
         async with self._engines_turn(version):
             await self.link.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
-            while not self._may_go:
-                self._has_order.clear()
-                await self._publish_refused(version)  # the loop is not started before an engine has it
-                await self._has_order.wait()
+            await self._may_go.wait()
         self._meter.switch("compute", "lead")
         await self._compare(version)
         reason = ""
@@ -273,7 +258,6 @@ class TrainLoop:
                 await self.orders.serve(version)
                 if newcomers:
                     self._ctx.log.info("version %d is handed over again, to new engines", version)
-        await self._publish_refused(version)
         if blocked_by not in _RESTING:
             await self._give_held_back(version)
 
@@ -343,13 +327,6 @@ class TrainLoop:
             await pull(self._ctx, self._owner, "weights", made)
         is_due = made - self.publisher.newest >= self._knobs.count("weights_every", 1)
         return await self.publisher.publish(made) if is_due or made >= self._last else None
-
-    async def _publish_refused(self, version: int) -> None:
-        """Again what was damaged where it was published."""
-        if self._options.publishes and self._refused == version:
-            self._telemetry.event("weights-published-again", f"version {version}: no engine could take it as it was")
-            self._refused = -1
-            await self._offer(version)
 
     async def _give_held_back(self, version: int) -> None:
         """Engines lack `version`: given once nothing is under way, for no group may start before they have it."""

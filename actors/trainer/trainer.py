@@ -1,8 +1,8 @@
 """The trainer role: a gang of ranks, each around one `TrainBackend`. Rank 0 also runs the loop (`train_loop.py`).
 
 A rank executes one call of the loop at a time in one worker thread: collectives need the same order on all ranks, and
-the event loop stays free to answer. Weights leave through the rank's ends of the weight channels
-(`weights/channel_ends.py`) in other threads, so an engine that takes weights never waits for a training step. Version v
+the event loop stays free to answer. Weights leave through the rank's end of the weight channel
+(`weights/publish.py`) in other threads, so an engine that takes weights never waits for a training step. Version v
 exists when all ranks finished the optimizer step that made it.
 """
 
@@ -26,7 +26,7 @@ from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
 from ...core.files import naming_disk
 from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
-from ...core.messages import Scores, WeightChannel, WeightManifest
+from ...core.messages import Scores, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import Sample, TrainShard
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
@@ -37,8 +37,7 @@ from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace, report_forever
 from ..tenancy.time_share import TimeShare
-from ..weights.channel_ends import ChannelEnds
-from ..weights.publish import CHANNEL, refuses
+from ..weights.publish import ChannelEnd
 from .knobs import after, of_ranks
 from .start_point import StartFinder, StartPoint, restore
 from .tenant import TrainerTenancy, TrainerTenant
@@ -70,16 +69,16 @@ class Trainer(OwnsKnobs, TrainerContract):
         self,
         *,
         backend: TrainBackend,
-        ends: ChannelEnds,
+        end: ChannelEnd,
         options: TrainerOptions,
         clock: Clock,
         start: StartFinder,
         tenancy: TrainerTenancy | None = None,
     ) -> None:
-        """`ends`: of the weight channels, none made yet. `start`: answers rank 0 where all begin, in a thread.
+        """`end`: of the weight channel. `start`: answers rank 0 where all begin, in a thread.
         `tenancy`: where the rank shares its device with an engine in turns."""
         self._backend = backend
-        self._ends = ends
+        self._end = end
         self._options = options
         self._finder = start
         self._start = StartPoint()
@@ -179,11 +178,7 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
             self._leader.stop(why)
-        self._ends.close_senders()
-        ends: dict[ThreadPoolExecutor, Callable[[], None]] = {
-            self._thread: self._backend.close,
-            self._ends.thread: self._ends.close_writers,
-        }
+        ends = {self._thread: self._backend.close, self._end.thread: self._end.close}
         in_thread = asyncio.get_running_loop().run_in_executor
         closing = {thread: in_thread(thread, close) for thread, close in ends.items()}
         done, _ = await asyncio.wait(closing.values(), timeout=CLOSE_S)
@@ -219,11 +214,12 @@ class Trainer(OwnsKnobs, TrainerContract):
             parts = await self._in_thread(lambda: self._backend.score(samples))
         return Scores(logprobs=np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
 
-    async def publish(self, version: int, channel: WeightChannel) -> WeightManifest | None:
+    async def publish(self, version: int, unreleased: tuple[int, ...]) -> WeightManifest | None:
         await self._is_set_up.wait()
-        on_disk = naming_disk(Path(self._options.leader.run_dir)) if channel == "disk" else nullcontext()
+        leader = self._options.leader
+        on_disk = naming_disk(Path(leader.run_dir)) if leader.channel == "disk" else nullcontext()
         with self._meter.during("compute", f"publish {version}", makes_version=version), on_disk:
-            return await self._ends.publish(version, channel, self._backend, self._in_thread)
+            return await self._end.publish(version, self._backend, self._in_thread, unreleased)
 
     async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
         knobs = msgspec.json.decode(msgspec.json.encode(live))
@@ -265,9 +261,7 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def ask_sender(self, order: AnyOrder) -> AnyAnswer:
         """Each in its own thread: an engine that takes weights never waits for a training step."""
-        sender = self._ends.sender_for(order)
-        if sender is None:
-            return None
+        sender = self._end.sender
         asked = cast("SenderOrder[AnyAnswer]", order)
         return await in_daemon_thread(lambda: sender.answer(asked), f"{type(order).__name__} of an engine")
 
@@ -292,12 +286,9 @@ class Trainer(OwnsKnobs, TrainerContract):
         return self._leader
 
     async def release_weights(self, version: int) -> None:
-        await self._ends.release(version)
+        await self._end.release(version)
         if self._options.rank == 0:
             await self._require_leader().publisher.released(version)
-
-    async def publish_again(self, version: int) -> None:
-        self._require_leader().publish_again(version)
 
     async def run_leader(self, start_version: int) -> None:
         self._require_leader().go(start_version)
@@ -307,10 +298,7 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
         verdict = await super().judge_knobs(values, at)
-        reason = verdict.refusal or self._refusal(values, at)
-        if not reason and CHANNEL in values:
-            reason = await refuses(self.ctx, values[CHANNEL], self._options.leader.refused_channels)
-        return KnobVerdict(refusal=reason)
+        return KnobVerdict(refusal=verdict.refusal or self._refusal(values, at))
 
     def _refusal(self, values: dict[str, KnobValue], at: int) -> str:
         """Why values do not go together, or with what is in force or waits. `at`: the first step to use them."""

@@ -9,15 +9,13 @@ The coordinator calls both (`coordinator`), the engine fetches bytes through `Tr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar, cast
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.errors import EngineError, MyxaError, WeightsRefused
-from ...core.messages import WeightAck, WeightChannel, WeightManifest
-from ...core.process import boot_id
+from ...core.messages import WeightAck, WeightManifest
 from ...core.protocols import Engine, ReportsProgress
 from ...core.refs import with_deadline
 from ...core.weight_channel import AnyOrder, SenderOrder, WeightProgress
@@ -107,16 +105,3 @@ class TrainerSenders:
             raise EngineError("no actor is set to call the trainer", remedy="this is a bug: call speak_as first")
         ref = with_deadline(self._actor.ctx.ref(TrainerContract, sender), order.answer_s)
         return cast(A, await ref.ask_sender(cast(AnyOrder, order)))
-
-
-def channel_refusal(channel: WeightChannel, host: str, run_dir: str) -> str:
-    """Why weights of a trainer on `host` (a boot id) cannot reach an engine here by that channel; empty: they can. What
-    the run's own shape excludes (kinds, devices) was refused before. `run_dir` empty: its folder is not looked for."""
-    if host == boot_id():
-        return ""
-    if channel in ("shm", "cuda_ipc"):
-        return "is on another host than trainer/0, whose memory it cannot read"
-    # The ledger is where the buffer is: seen elsewhere only through a file system that both share.
-    if channel == "disk" and run_dir and not (Path(run_dir) / "ledger.sqlite").exists():
-        return f"is on another host than trainer/0, and {run_dir} is not on a file system that both share"
-    return ""

@@ -4,7 +4,8 @@
 and trainer. Engines adopt in a rolling fashion, `at_once` of them side by side, each straight to the newest version.
 
     prepare -> commit    each phase has a deadline, and a shorter one for an engine without progress (`StallCheck`)
-    refused, and whole   the engine keeps its version and is asked again later: unreadable bytes are not its fault
+    refused, and whole   the engine keeps its version and is asked again, a few times; what a trainer offered that has
+                         ended since counts for nothing, and the engine waits for the next trainer's offer
     anything else        the engine is fenced and built again; the other engines are not delayed
 
     JOINED -> ADOPTING(v) -> SERVING(v) -> ADOPTING(v') -> ...
@@ -96,6 +97,8 @@ class Adoption:
         """May be changed at any time; engines that adopt already are left to it."""
         self._engines: dict[str, _Engine] = {}
         self._manifests: dict[int, WeightManifest] = {}
+        self._ended_trainer = -1
+        """Epoch of the last leader that ended."""
         self.lineage = 0
 
     @property
@@ -124,16 +127,9 @@ class Adoption:
         ]
 
     def published(self, manifest: WeightManifest) -> None:
-        """A new version can be read. An older one and a repeated message are ignored. The newest number with another
-        manifest was published again, because no engine could take it or because the gang restarted before the next
-        version: earlier refusals are forgotten."""
-        if manifest.version < self.newest or manifest == self._manifests.get(manifest.version):
-            return
-        if manifest.version in self._manifests:
-            for engine in self._engines.values():
-                if self._waits(engine):
-                    engine.is_put_off, engine.num_refusals = False, 0
-        self._manifests[manifest.version] = manifest
+        """A new version can be read. An older one is ignored."""
+        if manifest.version >= self.newest:
+            self._manifests[manifest.version] = manifest
 
     def holds(self, version: int) -> bool:
         """Whether that version was published and can still be read."""
@@ -193,15 +189,19 @@ class Adoption:
             known.version, known.lineage, known.num_refusals = version, known.target_lineage, 0
         return known is not None
 
-    def put_off(self, engine: str, epoch: int) -> int:
+    def trainer_ended(self, epoch: int) -> None:
+        """The leader with that epoch is gone, so no engine is at fault that cannot take what it published."""
+        self._ended_trainer = max(self._ended_trainer, epoch)
+
+    def put_off(self, instruction: Adopt) -> int:
         """The engine refused and keeps what it served; it gets nothing until `ask_again` or a newer version. Returns
         how often it refused since it adopted last; 0 for a dead or fenced incarnation."""
-        known = self._alive(engine, epoch)
+        known = self._alive(instruction.engine, instruction.epoch)
         if known is None:
             return 0
-        known.move(engine, EngineState.SERVING if known.version >= 0 else EngineState.JOINED)
+        known.move(instruction.engine, EngineState.SERVING if known.version >= 0 else EngineState.JOINED)
         known.is_put_off = True
-        known.num_refusals += 1
+        known.num_refusals += instruction.manifest.lineage > self._ended_trainer
         return known.num_refusals
 
     def ask_again(self, engine: str, epoch: int) -> None:
@@ -246,9 +246,8 @@ class Adoption:
 
 LOOK_S = 1.0
 """Between two questions how far an engine is, and two looks for engines that may begin."""
-MAX_REFUSALS = 5
-"""In a row; at the next one the engine is fenced if others could take what it refuses; otherwise it is asked again, but
-no longer waited for. Refusals while the trainer is away do not count."""
+MAX_REFUSALS = 15
+"""In a row, which take a minute; at the next one the engine is fenced. Those of a trainer that ended do not count."""
 RETRY_S = 1.0
 """Before an engine that refused is asked again, doubled up to `RETRY_LIMIT_S`; also before a lost message is resent."""
 RETRY_LIMIT_S = 4.0
@@ -290,8 +289,6 @@ class Adopter:
     limits: AdoptionLimits
     on_adopted: Callable[[str, int, int], None]
     """Name, epoch, and version that an engine serves."""
-    on_work: Callable[[], None]
-    """`adopt_pending` has something to do."""
     meter: ActivityMeter
     telemetry: TelemetryBuffer
     clock: Clock
@@ -301,8 +298,6 @@ class Adopter:
     _unreleased: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     """Lineage and version of releases that the trainer has not acknowledged yet."""
     _is_releasing: bool = False
-    _to_ask: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    """Engines (name, epoch) that refused too often: asked once in every round, so that a round has an end."""
 
     async def engines_at(self, version: int | None) -> list[str]:
         """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
@@ -324,8 +319,6 @@ class Adopter:
         """Adopt, as many engines at once as allowed, until all serve the newest version or are fenced. Versions that
         no engine needs any more are released on the way."""
         async with self._turn:
-            while self._to_ask:
-                self.adoption.ask_again(*self._to_ask.pop())
             while True:
                 while (instruction := self.adoption.next()) is not None:
                     name = f"adopt-{instruction.engine}-{instruction.manifest.version}"
@@ -370,7 +363,6 @@ class Adopter:
         elif ack.is_whole:
             await self._put_off(instruction, f"{phase} of version {version} refused: {ack.reason}")
         else:
-            self._doubt(version)
             self.fence(name, epoch, f"{phase} of version {version} refused: {ack.reason}")
 
     async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
@@ -403,23 +395,16 @@ class Adopter:
                 raise NoProgress(f"no progress for {self.limits.stall_s:g} s: {stall.at}")
 
     async def _put_off(self, instruction: Adopt, reason: str) -> None:
-        """Ask again after a while. An engine that refuses too often what others could take, or serves nothing anyway,
-        is fenced. If no engine could take it, the publication may be at fault: the trainer publishes it again, and the
-        engine is asked again, but not waited for."""
-        name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
-        num_refusals = self.adoption.put_off(name, epoch)
+        """Ask again after a while. An engine that refuses too often is fenced."""
+        name, epoch = instruction.engine, instruction.epoch
+        num_refusals = self.adoption.put_off(instruction)
         self.telemetry.event("weights-refused", f"{name}: {reason}")
         self.ctx.log.warning("weights-refused: %s: %s", name, reason)
-        pause_s = min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0))
-        if num_refusals <= MAX_REFUSALS or not self.ctx.peers(LEADER):
-            await asyncio.sleep(pause_s)
-            self.adoption.ask_again(name, epoch)
-            return
-        self._doubt(version)
-        if name not in self.adoption.serving or self.adoption.engines_at(version):
+        if num_refusals > MAX_REFUSALS:
             self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
-        else:
-            self.ctx.spawn(self._ask_later(name, epoch, pause_s), name=f"ask-again-{name}")
+            return
+        await asyncio.sleep(min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0)))
+        self.adoption.ask_again(name, epoch)
 
     def fence(self, name: str, epoch: int, reason: str) -> None:
         self.adoption.fenced(name, epoch)
@@ -441,22 +426,6 @@ class Adopter:
                 await asyncio.sleep(RETRY_S)
             else:
                 return
-
-    def _doubt(self, version: int) -> None:
-        """`version` was refused for good. If no engine has it, its publication may be at fault."""
-        if not self.adoption.engines_at(version):
-            self.ctx.spawn(self._have_published_again(version), name=f"publish-again-{version}")
-
-    async def _have_published_again(self, version: int) -> None:
-        try:
-            await with_deadline(self.ctx.ref(TrainerContract, LEADER), RELEASE_S).publish_again(version)
-        except MyxaError as err:
-            self.ctx.log.warning("the trainer was not asked to publish version %d again: %s", version, err)
-
-    async def _ask_later(self, name: str, epoch: int, pause_s: float) -> None:
-        await asyncio.sleep(pause_s)
-        self._to_ask.add((name, epoch))
-        self.on_work()
 
     def _release(self) -> None:
         """Tell the trainer which versions no engine needs. In its own task: a trainer that hangs must not delay

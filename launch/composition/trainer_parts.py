@@ -16,14 +16,14 @@ from ...actors.backends.torch_backend.world import Gang
 from ...actors.checkpoints.folder import CheckpointInfo, list_checkpoints, take_away
 from ...actors.trainer.checkpoints import CheckpointOptions
 from ...actors.trainer.start_point import StartPoint
-from ...actors.weights.channel_ends import ChannelEnds, EndMakers
+from ...actors.weights.publish import ChannelEnd
 from ...core.clock import Clock
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError, TrainError
 from ...core.messages import WeightChannel
 from ...core.process import boot_id
-from ...core.protocols import TrainBackend, WeightSender, WeightWriter
-from ...core.weight_channel import SHARED_CHANNELS
+from ...core.protocols import TrainBackend, WeightSender
+from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ...memory.communicators.reload import ReloadComms, missing_for_build, proxied_name
 from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
@@ -273,26 +273,14 @@ def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Che
 # -- weight channels
 
 
-def channel_ends(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnds:
-    """The channel ends of one rank. Each is made at its first use: a rank that writes folders needs no sender."""
-    from ...actors.weights.channels.disk import clear_folders
-
-    makers = EndMakers(
-        writer=lambda channel: weight_writer(config, run_dir, channel),
-        sender=lambda channel: weight_sender(config, rank, channel, local_rank=local_rank),
-        clear=lambda: clear_folders(weight_folder(run_dir)),
-    )
-    return ChannelEnds(f"trainer/{rank}", makers, writes=rank == 0)
-
-
-def weight_folder(run_dir: Path) -> Path:
-    return run_dir / "weights"
-
-
-def weight_writer(config: RunConfig, run_dir: Path, channel: WeightChannel) -> WeightWriter:
+def channel_end(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnd:
     from ...actors.weights.channels.reader import ReadChannel, make_writer
 
-    return make_writer(cast(ReadChannel, channel), weight_folder(run_dir), Path(config.model.path))
+    channel = choose_channel(config)
+    if channel in SENT_CHANNELS:
+        return ChannelEnd(channel, sender=weight_sender(config, rank, channel, local_rank=local_rank))
+    writer = make_writer(cast(ReadChannel, channel), run_dir / "weights", Path(config.model.path)) if not rank else None
+    return ChannelEnd(channel, writer=writer)
 
 
 def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 from ...core.config import RunConfig
 from ...core.config.root import channel_conflicts
@@ -52,22 +51,6 @@ def ranks_beside(config: RunConfig, node: int, devices: Sequence[int]) -> tuple[
 def is_between_devices(channel: WeightChannel) -> bool:
     """Whether weights are sent, not read."""
     return channel in SENT_CHANNELS
-
-
-def refused_channels(config: RunConfig) -> dict[WeightChannel, str]:
-    """Channels that a run of this shape cannot go over to, and why: what a run file may not say either, and between
-    GPUs those for which its processes were not started."""
-    began, found = choose_channel(config), dict[WeightChannel, str]()
-    for channel in get_args(WeightChannel):
-        conflicts = [f"{each.cause} ({', '.join(each.paths[1:])})" for each in channel_conflicts(config, channel)]
-        if conflicts:
-            found[channel] = "; ".join(conflicts)
-        elif is_between_devices(channel) and config.roles.trainer.device_ids and channel != began:
-            found[channel] = (
-                f"processes on GPUs were started for {began}: the devices that they see, NCCL's settings and the "
-                f'memory that was planned are those of that; start the run with weights.channel = "{channel}"'
-            )
-    return found
 
 
 def prepare_s(config: RunConfig) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -87,11 +87,6 @@ class ToyTrainer(TrainerContract):
     def __init__(self) -> None:
         self.released: list[int] = []
         self.num_deaf = 0
-        self.when_asked: Callable[[int], None] = lambda _: None
-        """To publish a version again."""
-
-    async def publish_again(self, version: int) -> None:
-        self.when_asked(version)
 
     async def release_weights(self, version: int) -> None:
         if self.num_deaf:
@@ -111,7 +106,6 @@ class Floor:
     busy: set[str] = field(default_factory=set)
     most_busy: int = 0
     adopted: list[str] = field(default_factory=list)
-    work: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def add(self) -> ToyRollout:
         rollout = ToyRollout(self)
@@ -121,19 +115,13 @@ class Floor:
         self.adoption.joined(name, rollout.ctx.epoch)
         return rollout
 
-    def publish(self, version: int, *, location: str = "", attempt: int = 0) -> None:
-        self.adoption.published(manifest_of(version, location, "shm", attempt=attempt))
+    def publish(self, version: int, *, location: str = "", lineage: int = 0) -> None:
+        self.adoption.published(manifest_of(version, location, "shm", lineage=lineage))
 
     async def adopt(self, *versions: int) -> None:
         for version in versions:
             self.publish(version)
             await self.adopter.adopt_pending()
-
-    async def adopt_forever(self) -> None:
-        while True:
-            self.work.clear()
-            await self.adopter.adopt_pending()
-            await self.work.wait()
 
     def told(self) -> str:
         return "; ".join(f"{event.kind}: {event.text}" for event in self.telemetry.drain().events)
@@ -149,13 +137,13 @@ async def floor_of(
         await node.start(host, name="coordinator")
         await node.start(trainer, name="trainer/0")
         adoption, telemetry = Adoption(at_once=at_once), TelemetryBuffer("floor", clock)
-        adopted, work = list[str](), asyncio.Event()
+        adopted = list[str]()
         adopter = Adopter(
             host.ctx, adoption, limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
-            on_adopted=lambda name, _, version: adopted.append(f"{name} at {version}"), on_work=work.set,
+            on_adopted=lambda name, _, version: adopted.append(f"{name} at {version}"),
             meter=ActivityMeter("floor", clock), telemetry=telemetry, clock=clock,
         )  # fmt: skip
-        floor = Floor(node, adoption, adopter, telemetry, trainer, adopted=adopted, work=work)
+        floor = Floor(node, adoption, adopter, telemetry, trainer, adopted=adopted)
         for _ in range(num_engines):
             await floor.add()
         yield floor
@@ -247,65 +235,19 @@ async def test_one_that_refuses_for_ever_or_is_torn_is_fenced() -> None:
         assert "prepare of version 0 refused: bucket 3 did not arrive" in torn.fenced[0]
 
 
-async def test_a_version_that_nobody_can_take_costs_no_engine() -> None:
-    async with floor_of(2) as floor:
-        await floor.adopt(0)
-        for engine in floor.rollouts:
-            engine.refusals = [engine.ack(1, "its digest is another", is_whole=True) for _ in range(99)]
-        await floor.adopt(1)
-        assert floor.adoption.serving == {"rollout/0": 0, "rollout/1": 0}
-        assert not any(engine.fenced for engine in floor.rollouts)
-        assert floor.told().count("its digest is another") >= 8
-        for engine in floor.rollouts:
-            engine.refusals.clear()
-        await floor.adopt(2)
-        assert floor.adoption.serving == {"rollout/0": 2, "rollout/1": 2}
-
-
-async def test_a_version_that_was_damaged_where_it_was_published_is_published_again_and_taken() -> None:
-    """No newer one may ever come: where nothing may be stale the trainer waits for what engines make of this one."""
-    async with floor_of(2) as floor:
-        await floor.adopt(0)
-        for engine in floor.rollouts:
-            engine.refusals = [engine.ack(1, "its digest is another", is_whole=True) for _ in range(9999)]
-
-        def publish_again(version: int) -> None:
-            for engine in floor.rollouts:
-                engine.refusals.clear()
-            floor.publish(version, attempt=1)
-            floor.work.set()
-
-        floor.trainer.when_asked = publish_again
-        floor.publish(1)
-        forever = asyncio.ensure_future(floor.adopt_forever())
-        await until(lambda: floor.adoption.serving == {"rollout/0": 1, "rollout/1": 1}, "both serve it")
-        forever.cancel()
-        assert not any(engine.fenced for engine in floor.rollouts)
-
-
-async def test_the_trainer_is_asked_for_another_publication_only_of_what_no_engine_has() -> None:
-    """Bytes that are bad in the sender's own memory end each engine that has looked at them."""
-    async with floor_of(2) as floor:
-        asked: list[int] = []
-        floor.trainer.when_asked = asked.append
-        first, second = floor.rollouts
-        second.refusals = [second.ack(0, "its digest is another")]
-        await floor.adopt(0)
-        await until(lambda: bool(second.fenced), "one is fenced")
-        assert asked == [], "the other has it"
-        first.refusals = [first.ack(1, "its digest is another")]
-        await floor.adopt(1)
-        await until(lambda: bool(first.fenced), "the other is fenced")
-        await until(lambda: bool(asked), "the trainer is asked")
-        assert asked == [1]
-
-
-async def test_refusals_while_the_trainer_is_away_are_not_held_against_the_engine() -> None:
+async def test_what_a_trainer_offered_that_has_ended_is_not_held_against_an_engine_that_cannot_take_it() -> None:
+    """Also once the next trainer is up, and has offered nothing yet."""
     async with floor_of(1) as floor:
         engine = floor.rollouts[0]
-        await floor.node.stop("trainer/0")
-        engine.refusals = [engine.ack(0, "the slab is gone", is_whole=True) for _ in range(8)]
-        await floor.adopt(0)
+        floor.adoption.trainer_ended(4)
+        engine.refusals = [engine.ack(0, "the slab is gone", is_whole=True) for _ in range(9999)]
+        floor.publish(0, lineage=4)
+        adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
+        await until(lambda: len(engine.refusals) < 9990, "asked more often than a refusal is borne")
+        assert not engine.fenced
+        engine.refusals.clear()
+        floor.publish(0, lineage=5)
+        await adopting
         assert floor.adoption.serving == {"rollout/0": 0} and not engine.fenced
 
 
@@ -339,21 +281,6 @@ async def test_a_release_that_was_not_heard_is_not_told_a_trainer_that_went_back
         await until(lambda: floor.trainer.released == [0], "the other version 0 may go")
         await asyncio.sleep(0.2)
         assert floor.trainer.released == [0] and floor.adoption.serving == {"rollout/0": 1}
-
-
-async def test_one_that_others_overtake_later_is_asked_again_and_only_then_fenced() -> None:
-    async with floor_of(2) as floor:
-        await floor.adopt(0)
-        patient, stubborn = floor.rollouts
-        patient.refusals = [patient.ack(1, "no room", is_whole=True) for _ in range(6)]
-        stubborn.refusals = [stubborn.ack(1, "no room", is_whole=True) for _ in range(99)]
-        await floor.adopt(1)
-        assert floor.adoption.serving == {"rollout/0": 0, "rollout/1": 0}, "it waits for neither"
-        adopting = asyncio.ensure_future(floor.adopt_forever())
-        await until(lambda: floor.adoption.serving.get("rollout/0") == 1, "one can take it in the end")
-        await until(lambda: bool(stubborn.fenced), "then the other is the one that is broken")
-        adopting.cancel()
-        assert not patient.fenced
 
 
 async def test_a_fence_that_was_not_heard_is_told_again_and_never_meant_for_the_next_incarnation() -> None:

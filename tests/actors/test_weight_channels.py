@@ -17,7 +17,7 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
 from myxa.core.messages import WeightChannel, WeightManifest
 from myxa.core.protocols import NamedArray, WeightWriter
-from myxa.launch.composition.trainer_parts import channel_ends
+from myxa.launch.composition.trainer_parts import channel_end
 
 CONFIG = tiny_config("0p5m")
 
@@ -84,19 +84,22 @@ async def test_a_killed_trainers_folders_go_with_the_next_version(tmp_path: Path
     folder, backend = tmp_path / "weights", cast(Any, Backend())
     killed = make_writer("disk", folder, tmp_path / "model")
     old = [killed.publish(version, tensors(version)) for version in (3, 4)]
-    run = RunConfig.model_validate({"model": {"path": str(tmp_path / "model")}, "data": {"train": "d.jsonl"}})
-    leader, other_rank = (channel_ends(run, tmp_path, rank, local_rank=rank) for rank in (0, 1))
-    assert await other_rank.publish(2, channel, backend, at_once) is None
+    run = RunConfig.model_validate(
+        {"model": {"path": str(tmp_path / "model")}, "data": {"train": "d.jsonl"}, "weights": {"channel": channel}}
+    )
+    other_rank = channel_end(run, tmp_path, 1, local_rank=1)
+    assert await other_rank.publish(2, backend, at_once) is None
     assert len(list(folder.iterdir())) == 2, "the others leave it to rank 0"
-    manifest = await leader.publish(2, channel, backend, at_once)
+    leader = channel_end(run, tmp_path, 0, local_rank=0)
+    manifest = await leader.publish(2, backend, at_once)
     assert manifest is not None
     assert [path.name for path in folder.glob("*")] == (["version_00000002"] if channel == "disk" else [])
     with pytest.raises(EngineError, match="weight version 4"):
         read(ChannelReader(), old[1])
     assert read(ChannelReader(), manifest) == {t.spec.name: bytes(t.data) for t in tensors(2)}
-    assert await leader.publish(3, channel, backend, at_once) is not None
+    assert await leader.publish(3, backend, at_once, (2,)) is not None
     assert read(ChannelReader(), manifest), "only what was there before the first"
-    leader.close_writers()
+    leader.close()
     assert not folder.exists()
     for ends in (leader, other_rank):
         ends.thread.shutdown()

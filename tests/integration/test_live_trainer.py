@@ -46,16 +46,6 @@ async def at_the_seat(job: Job, name: str) -> AsyncGenerator[CoordinatorContract
         await node.close()
 
 
-def slabs(pid: int, name: str) -> int:
-    """Slabs of shared memory that an actor's process has open or mapped."""
-    found = 0
-    for worker in worker_pids(pid, name):
-        fds = Path(f"/proc/{worker}/fd")
-        found += sum("myxa-slab" in os.readlink(fd) for fd in fds.iterdir() if fd.is_symlink())
-        found += Path(f"/proc/{worker}/maps").read_text().count("myxa-slab")
-    return found
-
-
 async def change(coordinator: CoordinatorContract, **values: KnobValue) -> ChangeReply:
     reply = await coordinator.change_knobs(ChangeRequest(values=values, who=ME, reason="a test"))
     assert not reply.refused, reply.refused
@@ -71,14 +61,8 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
             assert refused.epoch == 0
             assert "mis_low" in refused.refused
             wait_until(lambda: len(steps(job)) >= first.at + 3, "steps with it")
-            impossible = await coordinator.change_knobs(ChangeRequest(values={"weight_channel": "nccl"}, who=ME))
-            assert 'embedded engines take "shm" or "disk" (roles.rollout.kind)' in impossible.refused
-            assert slabs(process.pid, "trainer/0") and slabs(process.pid, "rollout/0")
-            second = await change(coordinator, weights_every=3, temperature=1.3, minibatches=2, weight_channel="disk")
+            second = await change(coordinator, weights_every=3, temperature=1.3, minibatches=2)
             wait_until(lambda: len(steps(job)) >= second.at + 8, "steps with weights given every third step")
-            weights = job.run_dir() / "weights"
-            assert 1 <= len(list(weights.iterdir())) <= 3, "versions that were released are deleted"
-            assert not slabs(process.pid, "trainer/0") and not slabs(process.pid, "rollout/0"), "all were let go"
             folder = Path(await coordinator.checkpoint_now(ME, "", False))
             rest = await coordinator.pause_run(ME, "")
             export = Path(await coordinator.checkpoint_now(ME, "", True))
@@ -102,8 +86,8 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
     groups = audit(job.run_dir()).trained
     assert len(groups) == len(set(groups)) == (rest + 2) * 4
     adopted = [e["data"]["version"] for e in events(job.run_dir(), "weights-adopted")]
-    assert adopted == sorted(set(adopted)) and adopted[-1] == rest + 2, "none was missed when the channel changed"
-    assert not events(job.run_dir(), "weights-refused") and not weights.exists(), "and nothing is left over"
+    assert adopted == sorted(set(adopted)) and adopted[-1] == rest + 2, "none was missed"
+    assert not events(job.run_dir(), "weights-refused")
 
 
 TURNS = (
@@ -146,7 +130,7 @@ async def test_where_engines_and_trainer_take_turns_everybody_may_die_and_checkp
         os.kill(worker_pids(process.pid, "rollout/0")[0], signal.SIGKILL)
         wait_until(lambda: len(events(run_dir, "engine-joined")) >= 2, "the return of the killed engine")
         async with at_the_seat(job, "operator-1") as coordinator:
-            values: dict[str, KnobValue] = {"weights_every": 2, "weight_channel": "disk"}
+            values: dict[str, KnobValue] = {"weights_every": 2}
             refused = await coordinator.change_knobs(ChangeRequest(values=values, who=ME))
             assert all(f"no knob {name!r}" in refused.refused for name in values)
             running = Path(await coordinator.checkpoint_now(ME, "", False))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from tests.integration.trainer_room import Conductor, Room, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.weights.channels.reader import ChannelReader
 from myxa.core.knobs import KnobValue, LiveKnob, LiveKnobs
 
 pytestmark = pytest.mark.timeout(120)
@@ -217,83 +214,6 @@ async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines
         await room.conductor.trainer.stop_leader("enough")
         await finished(room)
         assert room.conductor.given == [0, 2]
-
-
-def _by(channel: str, epoch: int) -> LiveKnob:
-    return LiveKnob(name="weight_channel", target="", value=channel, first="shm", epoch=epoch, at=2)
-
-
-async def _published_again(room: Room, version: int) -> str:
-    """No engine can take `version`; the channel by which it comes anew."""
-    told = room.conductor.manifests
-    num_told = len(told)
-    await room.conductor.trainer.publish_again(version)
-    room.data.ring()
-    await room.conductor.until(lambda: len(told) > num_told, f"version {version}, published again")
-    return told[-1].channel
-
-
-async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_left(
-    model: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    async with trainer_room(model, run) as room:
-        for epoch, (channel, why) in enumerate([("cuda_ipc", "there is no GPU"), ("smoke", "must be one of")], 1):
-            assert why in await room.conductor.refused(epoch, weight_channel=channel)
-        room.data.allow(1)
-        await room.conductor.steps(1)
-        assert await room.conductor.change(3, weight_channel="disk") == 2
-        room.data.allow(2)
-        steps = await room.conductor.steps(2)
-        told = room.conductor.manifests
-        assert [manifest.channel for manifest in told] == ["shm", "shm", "disk"]
-        assert "knob/weight_channel" not in steps[1], "metrics are numbers"
-        async with asyncio.timeout(20):
-            while os.path.lexists(told[1].location):  # until the last slab was released
-                await asyncio.sleep(0.01)
-        assert room.trainer._ends.open == ("disk",)
-        with ChannelReader().open(told[2]) as tensors:
-            assert len(tensors) == len(told[1].tensors)
-        room.conductor.live = LiveKnobs(epoch=3, knobs=(_by("disk", 3),))
-        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
-
-        # No engine can take version 2: it is published anew by what was decided since, for there may never be another.
-        assert await room.conductor.change(4, weight_channel="nccl") == 3
-        await _published_again(room, 2)
-        assert [(m.version, m.channel, m.attempt) for m in told[2:]] == [(2, "disk", 0), (2, "nccl", 1)]
-        assert not (run / "weights").exists()
-    async with trainer_room(model, tmp_path / "again", resume=folder) as room:
-        assert [(m.version, m.channel) for m in room.conductor.manifests] == [(2, "disk")], "as its checkpoint says"
-    conductor = Conductor()
-    conductor.live = LiveKnobs(epoch=4, knobs=(_by("nccl", 4),))
-    async with trainer_room(model, tmp_path / "more", resume=folder, conductor=conductor) as room:
-        assert [(m.version, m.channel) for m in conductor.manifests] == [(2, "nccl")], "this run's own word is newer"
-        # Even if it is what the run began with, which is in force here until the numbers of these changes come.
-        for epoch, channel in ((5, "shm"), (6, "disk")):
-            await conductor.change(epoch, weight_channel=channel)
-            assert await _published_again(room, 2) == channel, "and what was decided since is newer still"
-
-
-async def test_a_fork_does_not_take_up_a_channel_that_its_roles_cannot_use(model: Path, tmp_path: Path) -> None:
-    """GPUs where its parent had them are CPUs here."""
-    parent = Conductor()
-    kept = _by("disk", 3)
-    parent.live = LiveKnobs(epoch=4, knobs=(kept, _by("cuda_ipc", 4)))
-    async with trainer_room(model, tmp_path / "run", conductor=parent) as room:
-        folder = await parent.trainer.checkpoint_at_boundary(export=False)
-    async with trainer_room(model, tmp_path / "fork", resume=folder) as room:
-        assert [m.channel for m in room.conductor.manifests] == ["disk"], "what was in force before it"
-        assert room.conductor.resumed == LiveKnobs(epoch=4, knobs=(kept,)), "nor is the coordinator to restore it"
-        events = [e.text for e in room.trainer._telemetry.drain().events if e.kind == "knobs-not-restored"]
-        assert events == ["weight_channel = cuda_ipc: there is no GPU; decided by change 4"]
-
-
-async def test_folders_of_a_killed_trainer_go_although_the_run_went_over_to_memory(model: Path, tmp_path: Path) -> None:
-    left = tmp_path / "weights" / "version_00000004"
-    shutil.copytree(model, left)
-    async with trainer_room(model, tmp_path) as room:
-        assert [m.channel for m in room.conductor.manifests] == ["shm"]
-        assert not left.parent.exists()
 
 
 # -- time

@@ -21,17 +21,14 @@ from myxa.actors.trainer.start_point import StartPoint
 from myxa.actors.trainer.step_plan import StepPlanOptions
 from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
-from myxa.actors.weights.channel_ends import ChannelEnds, EndMakers
-from myxa.actors.weights.channels.disk import clear_folders
 from myxa.actors.weights.channels.reader import make_writer
-from myxa.actors.weights.channels.sender import DeviceWeightSender
+from myxa.actors.weights.publish import ChannelEnd
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
 from myxa.core.errors import EngineError, TrainError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import KnobValue, LiveKnobs
 from myxa.core.messages import BufferStats, CanaryAnswers, Claim, StepReport, WeightManifest
-from myxa.core.process import boot_id
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
 
@@ -231,15 +228,9 @@ async def trainer_room(
         publishes=True, run_dir=str(run_dir),
         checkpoints=CheckpointOptions(run_dir=str(run_dir), **(checkpoints or {})), export_at_end=False,
         guard=CanaryOptions(every=guard_every, bound=1.0), step_values=step_values(algo_config, optimizer_config),
-        refused_channels={"cuda_ipc": "there is no GPU"},
     )  # fmt: skip
-    makers = EndMakers(
-        writer=lambda channel: make_writer(channel, run_dir / "weights", model),  # pyright: ignore[reportArgumentType]
-        sender=lambda channel: DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 20, host=boot_id()),
-        clear=lambda: clear_folders(run_dir / "weights"),
-    )
     trainer = Trainer(
-        backend=TorchBackend(settings), ends=ChannelEnds("trainer/0", makers, writes=True),
+        backend=TorchBackend(settings), end=ChannelEnd("shm", writer=make_writer("shm", run_dir / "weights", model)),
         options=TrainerOptions(rank=0, leader=leader), start=FixedStart(resume), clock=SystemClock(),
     )  # fmt: skip
     node = await Node.attach(name="launcher/0")

@@ -16,7 +16,6 @@ from myxa.launch.composition.weight_channels import (
     is_between_devices,
     prepare_s,
     ranks_beside,
-    refused_channels,
     sent_commit_s,
 )
 
@@ -97,30 +96,6 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
 def test_what_cannot_be_is_said(channel: str, rollout: dict[str, Any], trainer: dict[str, Any], said: str):
     with pytest.raises(ValidationError, match=said):
         config(channel, rollout, trainer)
-    refused = refused_channels(config(rollout=rollout, trainer=trainer))
-    assert said in refused[channel], "nor may the run go over to it"  # pyright: ignore[reportArgumentType]
-
-
-GPUS = (SERVER | {"devices": "1"}, {"devices": "0"})
-
-
-@pytest.mark.parametrize(
-    ("run", "free"),
-    [
-        (config(), {"shm", "disk"}),
-        (config(rollout={"nodes": [1]}), {"disk"}),
-        (config(rollout=RECORDED | {"nodes": [1]}), {"shm", "disk"}),
-        (config(rollout=SERVER), {"disk", "nccl"}),
-        (config(rollout=GPUS[0], trainer=GPUS[1]), {"disk", "nccl"}),
-        (config("disk", *GPUS), {"disk"}),
-        (config(rollout=SERVER | {"devices": "0"}, trainer=GPUS[1]), {"disk", "cuda_ipc"}),
-    ],
-)
-def test_a_run_may_go_over_to_what_it_was_started_for(run: RunConfig, free: set[str]):
-    refused = refused_channels(run)
-    assert {"shm", "disk", "nccl", "cuda_ipc"} - set(refused) == free
-    assert choose_channel(run) in free, "and back to what it began with"
-    assert all(refused.values()), "the others have a reason"
 
 
 def test_each_engine_is_handed_memory_of_the_rank_on_its_own_gpu():

@@ -151,7 +151,7 @@ async def test_it_ends_although_a_publication_hangs(model: Path, tmp_path: Path,
         may_end.wait(4 * HANG_S)
 
     async with trainer_room(model, tmp_path) as room:
-        monkeypatch.setattr(room.trainer._ends._writers["shm"], "publish", publish)
+        monkeypatch.setattr(room.trainer._end._writer, "publish", publish)
         room.data.allow(1)
         while not hangs.is_set():
             await asyncio.sleep(0.01)
@@ -161,21 +161,6 @@ async def test_it_ends_although_a_publication_hangs(model: Path, tmp_path: Path,
         assert not may_end.is_set(), "it waited for what may hang for ever"
         release.cancel()
         may_end.set()
-
-
-async def test_a_version_that_no_engine_could_take_is_published_again_while_it_waits_for_data(
-    model: Path, tmp_path: Path
-):
-    async with trainer_room(model, tmp_path) as room:
-        room.data.allow(1)
-        await room.conductor.steps(1)
-        for version in (0, 1):  # the first is not the newest one any more
-            await room.node.ref(TrainerContract, "trainer/0").publish_again(version)
-        room.data.ring()
-        await room.conductor.until(lambda: len(room.conductor.given) > 2, "another publication")
-        room.data.allow(2)
-        await room.conductor.steps(2)
-        assert room.conductor.given == [0, 1, 1, 2]
 
 
 async def test_a8_a_batch_with_a_token_beyond_the_bound_ends_the_run_and_is_not_trained(

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.knobs.owner import KnobOwner
-from myxa.actors.trainer.knobs import TrainerKnobs
-from myxa.actors.weights.publish import ChannelChoice, Publisher
-from myxa.core.activity import ActivityMeter, TelemetryBuffer
+from myxa.actors.weights.publish import Publisher
+from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.errors import DeadlineExceeded, GatherError
-from myxa.core.messages import WeightChannel, WeightManifest
+from myxa.core.messages import WeightManifest
 
 RANKS = ("trainer/0", "trainer/1")
 
@@ -41,13 +39,8 @@ class Gang:
         self.tasks: list[asyncio.Task[Any]] = []
         ctx: Any = self
         ranks: Any = SimpleNamespace(all=self._publish)
-        knobs = TrainerKnobs({"weight_channel": "nccl"})
-        owner = KnobOwner(self.name, knobs.knobs())
-        telemetry = TelemetryBuffer(self.name, SystemClock())
-        nothing: Any = None
-        channels = ChannelChoice(owner, lambda: "nccl", "nccl", {}, nothing, telemetry)
         meter = ActivityMeter(self.name, SystemClock())
-        self.publisher = Publisher(ctx, ranks, channels, meter, lambda kind, text: None, Path(), lambda channel: 9)
+        self.publisher = Publisher(ctx, ranks, 9, meter, lambda kind, text: None, Path())
 
     def spawn(self, work: Any, *, name: str) -> None:
         self.tasks.append(asyncio.create_task(work, name=name))
@@ -60,12 +53,13 @@ class Gang:
         return SimpleNamespace(all=self._tell_other)
 
     async def _publish(
-        self, method: Callable[..., Any], version: int, channel: WeightChannel
+        self, method: Callable[..., Any], version: int, unreleased: tuple[int, ...]
     ) -> dict[str, WeightManifest]:
         await self.may_publish.wait()
         for staged in self.staged.values():
+            staged.intersection_update(unreleased)
             staged.add(version)
-        return {name: WeightManifest(version, channel, name, 0, 1, (), "aa", "") for name in RANKS}
+        return {name: WeightManifest(version, "nccl", name, 0, 1, (), "aa", "") for name in RANKS}
 
     async def _tell_other(self, method: Callable[..., Any], version: int) -> None:
         await self.may_hear.wait()
@@ -88,8 +82,8 @@ async def test_a_rank_that_did_not_hear_it_is_told_again_with_the_next_one():
     await gang.release(1)
     assert gang.staged == {"trainer/0": {2, 3}, "trainer/1": {1, 2, 3}}
     await asyncio.wait_for(gang.publisher.await_release(4, at_most=2), 5)
-    await gang.release(2)
-    assert gang.staged == {"trainer/0": {3}, "trainer/1": {3}}
+    await gang.publisher.publish(4)
+    assert gang.staged == {"trainer/0": {2, 3, 4}, "trainer/1": {2, 3, 4}}
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
@@ -107,14 +101,3 @@ async def test_nobody_is_said_to_have_let_go_before_the_other_ranks_gave_their_m
     gang.may_hear.set()
     await asyncio.wait_for(asyncio.gather(waiting, releasing), 5)
     assert gang.staged["trainer/1"] == ({1} if deaf else set())
-
-
-async def test_a_version_is_told_apart_from_its_earlier_publication_and_waits_for_no_room_of_its_own():
-    gang = Gang()
-    for version in range(9):
-        await gang.publisher.publish(version)
-    async with asyncio.timeout(5):
-        again = [(await gang.publisher.publish(8)).attempt for _ in range(2)]
-    assert again == [1, 2]
-    await gang.release(0)
-    assert (await gang.publisher.publish(9)).attempt == 0

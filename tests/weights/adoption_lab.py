@@ -299,7 +299,7 @@ class FaultLab:
         await self.node.start(host, name="coordinator")
         await self.node.start(LabTrainer(self), name="trainer/0")
         self.adopter = Adopter(
-            host.ctx, self.adoption, limits=LIMITS, on_adopted=self._on_adopted, on_work=lambda: None,
+            host.ctx, self.adoption, limits=LIMITS, on_adopted=self._on_adopted,
             meter=ActivityMeter("lab", clock), telemetry=self.telemetry, clock=clock,
         )  # fmt: skip
         await asyncio.gather(self.new_sender(), self.add(VICTIM), self.add(WITNESS))

@@ -451,9 +451,6 @@ class SglangEngine:
             finally:
                 if not self._is_paused and not self._torn:
                     await self._continue_generation()
-            for name, route in self._routes.items():
-                if name != manifest.channel:  # what others hold of earlier versions is of no more use
-                    await route.close()
 
     def weight_progress(self) -> WeightProgress:
         return self._routes[self._channel].beacon.progress() if self._channel else WeightProgress(at="idle")

@@ -28,9 +28,14 @@ class DiskWeightWriter:
     model_folder: Path
     host: str
     _folders: dict[int, Path] = field(default_factory=dict[int, Path])
+    _is_clear: bool = False
 
     def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
-        """Write the folder. Raises TrainError naming the path when the disk refuses."""
+        """Write the folder; the first one takes the place of all that a killed trainer left. Raises TrainError naming
+        the path when the disk refuses."""
+        if not self._is_clear:
+            clear_folders(self.root)
+            self._is_clear = True
         folder = self.root / f"version_{version:08d}"
         try:
             config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
