@@ -146,7 +146,7 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
 
 def buffer_limits(config: RunConfig) -> BufferLimits:
     """Bounds of the buffer's live knobs: the same that the run file itself is checked by."""
-    from ..actors.buffer.difficulty import Window
+    from ..actors.buffer.cursor import Window
     from ..actors.buffer.knobs import MAX_TOKENS, BufferLimits
 
     context_length, quarantine_after = config.engine.context_length, config.reward.quarantine_after
@@ -166,7 +166,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=quarantine_after,
         max_deaths=max_deaths,
-        difficulty=Window(low=data.difficulty_low, high=data.difficulty_high, skips=data.difficulty_skips),
+        difficulty=Window(data.difficulty_low, data.difficulty_high),
         samples_per_step=config.monitor.samples_per_step,
         pass_reward=config.reward.pass_reward,
         vocab_size=_vocab_size(config.model.path),

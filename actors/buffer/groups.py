@@ -74,7 +74,7 @@ class Groups:
         self.admission = knobs.admission
         self.versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
         sources = Sources(source)
-        quarantine = Quarantine(ledger.path.parent, sources, ledger, limits.quarantine_after, tell, log)
+        quarantine = Quarantine(sources, ledger, limits.quarantine_after, tell)
         self.cursor = PromptCursor(sources, ledger, quarantine, tell)
         self.cursor.use(knobs.values.mix, knobs.values.difficulty)
         self.poison = PoisonTracker(ledger, limits.max_deaths, tell)
@@ -118,7 +118,7 @@ class Groups:
 
     def draw(self, request: DrawRequest, now_s: float) -> tuple[list[Assignment], DrawBlock]:
         """Groups for the engine that asks: first what was handed back, then new draws. Or why there are none."""
-        self.cursor.is_searching = self.cursor.is_waiting = False  # no search while nothing is given
+        self.cursor.is_searching = False  # no search while nothing is given
         if self.is_finished:
             return [], "finished"
         if not self.knobs.serves(self.ledger.next_step):
@@ -136,7 +136,7 @@ class Groups:
             return [], "paused" if request.max_groups else ""
         if not max_groups:
             return [], "suspect"
-        if not self.cursor.has_next or self.cursor.is_waiting:
+        if not self.cursor.has_next:
             handed_back = self._handed_back(request, now_s)
             if not handed_back:
                 return [], "data-exhausted"
@@ -263,7 +263,7 @@ class Groups:
             self.admission.filtered(group_id)
             self.starvation.left_out(reason, detail)
         if reward is not None:
-            self.cursor.difficulty.judged(row, reward)
+            self.cursor.judged(row, reward)
             self.finished.add(row.source, group, reward, is_left_out=reason is not None)
         if reason is None:
             return PutResult(outcome="ready"), kept
@@ -289,7 +289,7 @@ class Groups:
         self.admission.filtered(row.group_id)
         self.poison.forget(row.group_id)
         self.starvation.left_out(reason, detail)
-        self.cursor.quarantine.failed(self.cursor.sources.prompt(row), row.draw, reason, detail)
+        self.cursor.quarantine.failed(self.cursor.sources.prompt(row), reason, detail)
 
     def take_back(self, returned: GroupReturned, now_s: float) -> bool:
         """A rollout actor returns a group with its tokens, or reports the tokens and keeps the group; False if the

@@ -13,14 +13,13 @@ import msgspec
 
 from ...algos.staleness import POLICIES, Admission, Overdue, make_policy
 from ...core.activity import TelemetryBuffer
-from ...core.config.data import MAX_SKIPS
 from ...core.errors import ConfigError
 from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
 from ...core.messages import Record, SamplingParams
 from ..knobs.owner import Knob, KnobOwner
 from ..ledger.ledger import Ledger
 from ..ledger.states import Terms
-from .difficulty import NO_WINDOW, Window
+from .cursor import NO_WINDOW, Window
 from .sources import mix_text, parse_mix
 
 _PAUSED = "paused"
@@ -51,11 +50,10 @@ class BufferValues(Record, frozen=True):
     """As `parse_mix` reads it; empty: there is one source."""
     difficulty_low: float = 0.0
     difficulty_high: float = 0.0
-    difficulty_skips: int = 3
 
     @property
     def difficulty(self) -> Window:
-        return Window(low=self.difficulty_low, high=self.difficulty_high, skips=self.difficulty_skips)
+        return Window(self.difficulty_low, self.difficulty_high)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -83,7 +81,6 @@ class BufferValues(Record, frozen=True):
             mix=mix_text(weights),
             difficulty_low=window.low,
             difficulty_high=window.high,
-            difficulty_skips=window.skips,
         )
 
 
@@ -331,8 +328,5 @@ _WINDOW = (
           "equal to difficulty_high = no window. Set both where one does not fit the other.", is_judged=True),
     _knob("difficulty_high", "float", "data.difficulty_high",
           "The same for mean rewards above this. Both ends are inside the window.", is_judged=True),
-    _knob("difficulty_skips", "int", "data.difficulty_skips",
-          "Passes in a row that a prompt outside the window is passed over at most, after which it is tried again; 0 = "
-          "never again.", low=0, high=MAX_SKIPS, unit="passes"),
 )
 # fmt: on

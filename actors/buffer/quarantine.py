@@ -1,8 +1,6 @@
 """Prompts that are not drawn again: their reward or workflow failed too often, or they ended workers or rollout actors.
 
-    quarantine.jsonl    one line per prompt, in the run directory; removing a line frees its prompt
-
-The ledger counts the failures: a lost or unreadable file is rebuilt, and a prompt that was freed gets one more try.
+The ledger counts the failures. A resumed run tries every prompt again.
 
 `PoisonTracker` finds groups that may end the actors that run them:
 
@@ -20,17 +18,12 @@ them. Attempts that began under an earlier buffer process are not counted. The c
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
-from ...core.errors import DataError
-from ...core.files import Tell, sync_folder
+from ...core.files import Tell
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger
 from ..ledger.states import State
@@ -174,139 +167,55 @@ class PoisonTracker:
         self._ledger.remember(_KEY, msgspec.json.encode(self._deaths).decode())
 
 
-_FILE = "quarantine.jsonl"
 AT_ONCE = ("reward-crash", POISON)
 """Of these, one time is enough: it ended a process, and more than once."""
 COUNTED = ("reward-error", "reference-error", "workflow-error", "data-error", *AT_ONCE)
 """Reasons for which a group was dropped that are held against its prompt."""
 MAX_DETAIL = 500
-
-
-class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the file. Fields that a person adds are not refused."""
-
-    source: str
-    row: int
-    draw: int
-    """The draw that brought it here."""
-    reason: str
-    count: int
-    detail: str = ""
+_SINCE = "quarantine"
+"""Remembered: the first group whose failure counts. A resumed run has its own, so it tries every prompt again."""
 
 
 class Quarantine:
-    """The list. One per buffer; `after` = 0 keeps no list and heeds none."""
+    """The prompts that are not drawn again, counted from the ledger. One per buffer; `after` = 0 heeds none."""
 
-    def __init__(
-        self, folder: Path, sources: Sources, ledger: Ledger, after: int, tell: Tell, log: logging.Logger
-    ) -> None:
-        """That of the run in this folder. `after`: failures of one prompt."""
+    def __init__(self, sources: Sources, ledger: Ledger, after: int, tell: Tell) -> None:
+        """`after`: failures of one prompt."""
         self._tell = tell
-        self._path = folder / _FILE
         self._after = after
-        self._log = log
         self._counts: Counter[tuple[str, int]] = Counter()
-        self._listed: dict[tuple[str, int], QuarantinedPrompt] = {}
-        self._read_at_ns = 0
+        self._held: set[tuple[str, int]] = set()
         if not after:
             return
-        is_known = self._refresh(is_start=True)
+        if not (since := ledger.recall(_SINCE)):
+            since = str(ledger.draws.next_id)
+            ledger.remember(_SINCE, since)
         for row in ledger.given_up(COUNTED):
-            if sources.has(row.source, row.draw_of_source):
-                self._note(sources.prompt(row), row.draw, row.reason, "", may_list=not is_known)
-        if not is_known:
-            self._append(*self._listed.values())
+            if row.group_id >= int(since) and sources.has(row.source, row.draw_of_source):
+                self._count(sources.prompt(row), row.reason)
 
     def __len__(self) -> int:
-        return len(self._listed)
+        return len(self._held)
 
-    def failed(self, prompt: Prompt, draw: int, reason: str, detail: str) -> None:
-        """A group of that prompt was dropped; the prompt is listed if that was once too often."""
-        if not self._after or reason not in COUNTED:
-            return
-        self._refresh()
-        entry = self._note(prompt, draw, reason, detail, may_list=True)
-        if entry is None:
-            return
-        self._append(entry)
-        times = "once" if entry.count == 1 else f"{entry.count} times"
-        self._tell(
-            "prompt-quarantined",
-            f"row {entry.row} of {entry.source} is not drawn again: {entry.reason} {times}; the last one: "
-            f"{entry.detail} -- mend it and take its line out of {self._path}",
-        )
+    def failed(self, prompt: Prompt, reason: str, detail: str) -> None:
+        """A group of that prompt was dropped; the prompt is held if that was once too often."""
+        if self._after and reason in COUNTED and self._count(prompt, reason):
+            count = self._counts[prompt.source, prompt.row]
+            times = "once" if count == 1 else f"{count} times"
+            self._tell(
+                "prompt-quarantined",
+                f"row {prompt.row} of {prompt.source} is not drawn again in this run: {reason} {times}; the last one: "
+                f"{detail[:MAX_DETAIL]} -- mend it; a resumed run tries it again",
+            )
 
     def holds(self, prompt: Prompt) -> bool:
-        """Whether it is on the list. A person may have taken it out of the file a moment ago."""
-        if (prompt.source, prompt.row) in self._listed:
-            self._refresh()
-        return (prompt.source, prompt.row) in self._listed
+        return (prompt.source, prompt.row) in self._held
 
-    def _note(self, prompt: Prompt, draw: int, reason: str, detail: str, *, may_list: bool) -> QuarantinedPrompt | None:
+    def _count(self, prompt: Prompt, reason: str) -> bool:
+        """Whether that was once too often."""
         key = (prompt.source, prompt.row)
         self._counts[key] += 1
-        is_too_many = self._counts[key] >= self._after or reason in AT_ONCE
-        if not (may_list and is_too_many) or key in self._listed:
-            return None
-        self._listed[key] = entry = QuarantinedPrompt(
-            source=prompt.source,
-            row=prompt.row,
-            draw=draw,
-            reason=reason,
-            count=self._counts[key],
-            detail=detail[:MAX_DETAIL],
-        )
-        return entry
-
-    def _refresh(self, *, is_start: bool = False) -> bool:
-        """Read what was written from outside since the last look; whether there is a list. One that cannot be read (a
-        line that an editor tore) changes nothing; at the start (power loss) it is renamed and kept for its author."""
-        try:
-            at_ns = self._path.stat().st_mtime_ns
-            if at_ns != self._read_at_ns:
-                self._listed, self._read_at_ns = self._read(), at_ns
-        except FileNotFoundError:
-            return False
-        except (OSError, DataError) as error:
-            if not is_start:
-                self._log.warning("%s; the list stays as it was", error)
-                return True
-            aside = self._path.with_name(f"{self._path.name}.bad")
-            text = f"{error}; it is now {aside.name}, and a new one was made of what the ledger counted"
-            self._log.warning("%s", text)
-            self._tell("prompt-quarantined", text)
-            with contextlib.suppress(OSError):
-                self._path.replace(aside)
-            return False
-        return True
-
-    def _read(self) -> dict[tuple[str, int], QuarantinedPrompt]:
-        listed: dict[tuple[str, int], QuarantinedPrompt] = {}
-        for number, line in enumerate(self._path.read_bytes().splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = msgspec.json.decode(line, type=QuarantinedPrompt)
-            except msgspec.DecodeError as error:
-                raise DataError(
-                    f"{self._path}:{number} is no quarantined prompt: {error}",
-                    remedy="take out whole lines only; an empty file sets all prompts free",
-                ) from error
-            listed[(entry.source, entry.row)] = entry
-        return listed
-
-    def _append(self, *entries: QuarantinedPrompt) -> None:
-        """Durably. A disk that refuses is reported: the ledger still has it."""
-        if not entries:
-            return
-        lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
-        try:
-            with self._path.open("a+b") as file:
-                file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-                file.write(lines if file.read(1) in (b"", b"\n") else b"\n" + lines)
-                file.flush()
-                os.fsync(file.fileno())
-            sync_folder(self._path.parent)
-            self._refresh()
-        except OSError as error:
-            self._log.warning("%s cannot be written: %s", self._path, error)
+        is_new = key not in self._held and (self._counts[key] >= self._after or reason in AT_ONCE)
+        if is_new:
+            self._held.add(key)
+        return is_new

@@ -97,7 +97,6 @@ SourceText = Annotated[str | Annotated[tuple[str, ...], Strict(False)], AfterVal
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_SOURCES = 64
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
-MAX_SKIPS = 100
 """Every draw that is passed over is a row of the ledger."""
 _FOR_TEMPLATES = "is for the chat template: set apply_chat_template = true"
 _COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key", "tools_key")
@@ -205,11 +204,9 @@ class DataSettings(RowColumns, frozen=True):
     """For `overlong`, as the chat template writes the prompt; 0 = as many as the context has room for, less one."""
     difficulty_low: float = 0.0
     """A prompt whose newest finished group has a mean reward below this (or above `difficulty_high`) is passed over
-    when it comes up again; equal to `difficulty_high` = no such window."""
+    in the next 3 passes; equal to `difficulty_high` = no such window."""
     difficulty_high: float = 0.0
     """The window's upper end; both ends are inside."""
-    difficulty_skips: Annotated[int, Field(ge=0, le=MAX_SKIPS)] = 3
-    """Passes in a row that such a prompt is passed over at most, after which it is tried again; 0 = never again."""
 
     @model_validator(mode="before")
     @classmethod
@@ -351,8 +348,8 @@ class RewardSettings(Section, frozen=True):
     """Seconds for which answers wait for a function that is left alone, or for which all groups are lost through their
     workflow's environment; then the run ends."""
     quarantine_after: CountInt = 3
-    """Failures of reward or workflow after which a prompt is not drawn again in later passes (`quarantine.jsonl`); one
-    that ended its worker process is not given a second chance; 0 = prompts are always drawn, also those on the list."""
+    """Failures of reward or workflow after which a prompt is not drawn again in this run; one that ended its worker
+    process is not given a second chance; 0 = prompts are always drawn."""
     pass_reward: float = 1.0
     """Reward from which on an answer counts as right: in `reward/pass_rate` and the shares of groups all right and all
     wrong, and for `pass_at_k` of `eval.data`; sets of `[eval.sets]` have their own."""

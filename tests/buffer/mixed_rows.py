@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +60,7 @@ class Desk:
     def open(self) -> None:
         self.ledger = Ledger(self.path, run="r", fingerprint=self.source.fingerprint, wall=lambda: 0.0)
         sources = Sources(self.source)
-        quarantine = Quarantine(self.path.parent, sources, self.ledger, 0, self._tell, logging.getLogger("myxa.test"))
+        quarantine = Quarantine(sources, self.ledger, 0, self._tell)
         self.cursor = PromptCursor(sources, self.ledger, quarantine, self._tell)
 
     def _tell(self, kind: str, text: str) -> None:
@@ -90,4 +89,4 @@ class Desk:
             self.ledger.finish(row.group_id, b"whole", version=0, num_tokens=1, reward=reward)
         else:
             self.ledger.refuse(row.group_id, "zero_variance", detail="", num_tokens=1, reward=reward)
-        self.cursor.difficulty.judged(row, reward)
+        self.cursor.judged(row, reward)

@@ -3,19 +3,16 @@ run hears of it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.buffer.conftest import make_group
 from tests.buffer.mixed_rows import mixed
 
-from myxa.actors.buffer.difficulty import Window
+from myxa.actors.buffer.cursor import Window
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.core.config import RunConfig
-from myxa.core.errors import DataError
 from myxa.launch.program import buffer_limits
 
 WAIT_S = 20.0
@@ -67,8 +64,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mix": 0.5}, "mix"),
     ({"difficulty_low": 0.5}, "difficulty_high"),
     ({"difficulty_high": float("inf")}, "difficulty_high"),
-    ({"difficulty_skips": -1}, "difficulty_skips"),
-    ({"difficulty_skips": 101}, "difficulty_skips"),
 ]
 
 
@@ -89,7 +84,7 @@ async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str)
         rest["rollout"] = {"workflow": "demonstration"}
     limits = buffer_limits(RunConfig.model_validate({"model": {"path": "m"}, **rest}))
     async with shop.open(limits=limits) as desk:
-        window = {"difficulty_low", "difficulty_high", "difficulty_skips"}
+        window = {"difficulty_low", "difficulty_high"}
         assert window & set(await knobs_of(desk)) == (set() if kind == "sft" else window)
         vote = await desk.change(1, difficulty_low=0.2, difficulty_high=0.8)
         assert vote.accepted is (kind != "sft")
@@ -98,7 +93,7 @@ async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str)
 
 async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:
     """One good prompt of 1010: more than one round of the search, in which others have their turn."""
-    window = Window(low=0.2, high=0.8, skips=0)
+    window = Window(0.2, 0.8)
     rows = mixed(only=1010).by_name["only"]
     limits = BufferLimits(difficulty=window)
     async with shop.open(rows=rows, max_staleness=2000, limits=limits, group_filter="zero_variance") as desk:
@@ -110,54 +105,3 @@ async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:
         stats = await desk.ref.stats()
         assert stats.dropped == {"zero_variance": 1009, "out-of-window": 1009}
         assert desk.buffer._groups.gauges()["buffer/dropped/out-of-window"] == 1009
-
-
-async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draw that is held looks again when something changes, not for ever."""
-    limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=1 << 20))
-    async with shop.open(rows=mixed(only=4).by_name["only"], max_staleness=9, limits=limits) as desk:
-        for assignment in (await desk.draw(max_groups=4)).assignments:
-            await desk.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
-        store, looks = desk.buffer._groups, 0
-        look = store.draw
-
-        def counted(*args: Any, **options: Any) -> Any:
-            nonlocal looks
-            looks += 1
-            return look(*args, **options)
-
-        monkeypatch.setattr(store, "draw", counted)
-        held = asyncio.create_task(desk.draw(max_groups=1, wait_s=WAIT_S))
-        async with asyncio.timeout(WAIT_S):
-            while not store.cursor.is_searching:
-                await asyncio.sleep(0.001)
-            await desk.ref.set_paused(True)
-        looks, num_draws = 0, store.ledger.draws.next_draw
-        await asyncio.sleep(0.3)
-        assert looks <= 1 and store.ledger.draws.next_draw == num_draws and not held.done()
-        await desk.ref.set_paused(False)
-        await asyncio.sleep(0.1)
-        assert store.ledger.draws.next_draw > num_draws, "it goes on where it was"
-        held.cancel()
-
-
-@pytest.mark.parametrize("edited", [Window(low=0.1, high=0.1), Window(skips=4)])
-async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_in_the_run_file(
-    shop: Any, edited: Window, tmp_path: Path
-) -> None:
-    """As the error says; then the run is resumed."""
-    rows = mixed(only=4).by_name["only"]
-    async with shop.open(rows=rows, max_staleness=90) as desk:
-        for assignment in (await desk.draw(max_groups=4)).assignments:
-            await desk.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
-        assert (await desk.change(1, difficulty_low=0.2, difficulty_high=0.8, difficulty_skips=0)).accepted
-        with pytest.raises(Exception, match="`myxa set`"):
-            await desk.draw(max_groups=1)
-        assert isinstance(await desk.failure(), DataError)
-    async with shop.open(rows=rows, max_staleness=90) as desk:
-        with pytest.raises(Exception, match="outside the difficulty window"):
-            await desk.draw(max_groups=1)
-    resumed = type(shop)(tmp_path / "resumed.sqlite", run="run-2")
-    limits = BufferLimits(difficulty=edited)
-    async with resumed.open(rows=rows, max_staleness=90, limits=limits, resume_from=shop.path) as desk:
-        assert len((await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments) == 1

@@ -1,4 +1,4 @@
-"""The difficulty window: what is known of a prompt, when it is passed over, when it comes back, and when nothing is left."""
+"""The difficulty window: what is known of a prompt, when it is passed over, when it comes back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from tests.buffer.conftest import NumberedRows
 from tests.buffer.mixed_rows import Desk, ShuffledRows, mixed
 from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.buffer.difficulty import NO_WINDOW, Window
+from myxa.actors.buffer.cursor import NO_WINDOW, SKIPS, Window
 from myxa.actors.ledger.states import OUT_OF_WINDOW, Row
 from myxa.algos.staleness import STALE
-from myxa.core.errors import DataError
 
-HALF = Window(low=0.2, high=0.8, skips=0)
+HALF = Window(0.2, 0.8)
 EASY, HARD, GOOD = 1.0, 0.0, 0.5
 
 
@@ -82,120 +81,39 @@ def test_a_prompt_that_is_drawn_again_for_its_age_keeps_its_place(desk: Desk) ->
     assert (again.redraw_of, again.draw) == (newer[2].group_id, newer[2].draw)
 
 
-@pytest.mark.parametrize("skips", [1, 2])
-def test_after_so_many_passes_it_is_tried_again(desk: Desk, skips: int) -> None:
+def test_after_so_many_passes_it_is_tried_again(desk: Desk) -> None:
     first_pass(desk, EASY, GOOD, GOOD, GOOD)
-    desk.cursor.use("", Window(low=0.2, high=0.8, skips=skips))
-    drawn = desk.draw(3 * (skips + 1) + 1)
-    assert [row.draw // 4 for row in drawn if row.draw % 4 == 0] == [skips + 1]
-
-
-def test_a_window_that_leaves_nothing_waits_for_what_is_under_way_and_then_ends_the_run(desk: Desk) -> None:
-    first_pass(desk, EASY, EASY, HARD)
-    (last,) = desk.draw(1)
     desk.cursor.use("", HALF)
-    (again,) = desk.draw(1)
-    assert again.draw == 7, "nothing is known of it yet"
-    desk.finish(last, EASY)
-    assert desk.draw(1) == []
-    assert desk.cursor.is_waiting and desk.cursor.has_next
-    num_draws = desk.ledger.draws.next_draw
-    assert desk.draw(1) == [] and desk.ledger.draws.next_draw == num_draws, "it does not go round and round"
-    desk.finish(again, GOOD)
-    assert rows_of(desk.draw(1)) == [3], "what was learnt meanwhile opens it"
-    desk.finish(_newest(desk), EASY)
-    with pytest.raises(DataError) as caught:
-        desk.draw(1)
-    for word in ("all 4 prompts", "1 below", "3 above", "data.difficulty_low", "data.difficulty_skips", "`myxa set`"):
-        assert word in str(caught.value)
+    drawn = desk.draw(3 * (SKIPS + 1) + 1)
+    assert [row.draw // 4 for row in drawn if row.draw % 4 == 0] == [SKIPS + 1]
+
+
+def test_where_nothing_is_inside_all_is_tried_again(desk: Desk) -> None:
+    first_pass(desk, EASY, EASY, HARD, HARD)
+    desk.cursor.use("", HALF)
+    assert rows_of(desk.draw(4)) == [0, 1, 2, 3]
+    assert desk.ledger.tally.dropped[OUT_OF_WINDOW] == 4 * SKIPS
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("num_inside", [1, 3])
-def test_a_few_prompts_inside_are_found_in_every_order_of_the_passes(
-    tmp_path: Path, seed: int, num_inside: int
-) -> None:
-    """First in one pass and last in the next, there are nearly two passes between."""
+def test_a_few_prompts_inside_are_found_in_every_order_of_the_passes(tmp_path: Path, seed: int) -> None:
     desk = Desk(tmp_path / "ledger.sqlite", ShuffledRows(30, seed=seed))
-    inside = {(7 * (k + seed)) % 30 for k in range(num_inside)}
+    inside = {(7 * (k + seed)) % 30 for k in range(3)}
     for row in desk.draw(30):
         desk.finish(row, GOOD if desk.told[row.group_id].row in inside else EASY)
     desk.cursor.use("", HALF)
-    for turn in range(30):
-        (row,) = desk.draw(1)
+    for row in desk.draw(3 * SKIPS):
         assert desk.told[row.group_id].row in inside
-        desk.finish(row, GOOD if turn < 29 else HARD)
-    for _ in range(num_inside - 1):
-        desk.finish(desk.draw(1)[0], HARD)
-    with pytest.raises(DataError, match=f"all 30 prompts lie .*: {num_inside} below it, {30 - num_inside} above"):
-        desk.draw(1)
+        desk.finish(row, GOOD)
     desk.ledger.close()
 
 
-def _newest(desk: Desk) -> Row:
-    row = desk.ledger.find(desk.ledger.draws.next_id - 1)
-    assert row is not None
-    return row
-
-
-@pytest.mark.parametrize("reward", [GOOD, HARD])
-def test_passes_are_not_gone_through_while_groups_under_way_may_open_the_window(desk: Desk, reward: float) -> None:
-    """A prompt that was inside, and is drawn again before the window moves away from it."""
-    first_pass(desk, EASY, EASY, EASY, 0.9)
-    desk.cursor.use("", Window(low=0.8, high=0.95, skips=50))
-    (last,) = desk.draw(1)
-    desk.cursor.use("", Window(low=0.2, high=0.8, skips=50))
-    for _ in range(3):
-        assert desk.draw(1) == []
-    assert desk.cursor.is_waiting and desk.cursor.has_next
-    assert desk.ledger.draws.next_draw == 8 + 7, "every row was looked at"
-    desk.finish(last, reward)
-    (found,) = desk.draw(1)
-    assert found.draw == (15 if reward == GOOD else 4 * 51), "what is known now, or what is tried again"
-
-
-def test_a_source_whose_groups_may_open_the_window_leaves_the_others_their_turn(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "ledger.sqlite", mixed(easy=3, good=5))
-    first = desk.draw(6)
-    for row in first:
-        desk.finish(row, EASY if row.source == "easy" else GOOD)
-    (last,) = [row for row in desk.draw(2) if row.source == "easy"]
-    desk.cursor.use("easy:1,good:1", Window(low=0.2, high=0.8, skips=50))
-    assert [row.source for row in desk.draw(6)] == ["good"] * 6
-    assert desk.ledger.tally.dropped[OUT_OF_WINDOW] == 5 and desk.take_news() == []
-    desk.finish(last, GOOD)
-    drawn = desk.draw(6)
-    assert sorted(row.source for row in drawn) == ["easy"] * 3 + ["good"] * 3
-    desk.ledger.close()
-
-
-def test_the_other_sources_go_on_without_one_that_has_nothing_inside(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "ledger.sqlite", mixed(easy=3, good=5))
-    for row in desk.draw(8):
-        desk.finish(row, EASY if row.source == "easy" else GOOD)
-    desk.cursor.use("easy:1,good:1", HALF)
-    assert {row.source for row in desk.draw(6)} == {"good"}
-    ((kind, text),) = desk.take_news()
-    assert kind == "source-outside" and "all 3 prompts of easy" in text
-    assert desk.ledger.draws.stretch.mix == "good:1"
-    desk.cursor.use("easy:1,good:1", Window(low=0.2, high=1.0, skips=0))
-    assert [row.source for row in desk.draw(4)] == ["easy", "good", "easy", "good"]
-    desk.ledger.close()
-
-
-def test_a_source_that_ends_is_told_once_and_the_others_go_on_by_their_ratios(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "ledger.sqlite", mixed(a=(2, 2), b=10, c=10))
-    desk.cursor.use("a:2,b:1,c:1", NO_WINDOW)
-    drawn = [row.source for row in desk.draw(16)]
-    assert [drawn.count(name) for name in "abc"] == [4, 6, 6]
-    assert sorted(drawn[:4]) == ["a", "a", "b", "c"] and sorted(drawn[4:8]) == ["a", "a", "b", "c"]
-    assert drawn[8:] == ["b", "c"] * 4
-    assert [kind for kind, _ in desk.take_news()] == ["source-ended"]
-    desk.draw(4)
-    desk.restart()
-    desk.cursor.use("a:2,b:1,c:1", NO_WINDOW)
-    desk.draw(1)
-    assert desk.take_news() == [], "once, also over a restart"
-    desk.cursor.use("a:1,b:0,c:0", NO_WINDOW)
-    assert desk.draw(1) == [] and not desk.cursor.has_next
+def test_a_source_with_nothing_inside_does_not_stop_the_others(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "ledger.sqlite", mixed(a=3, b=3))
+    for row in desk.draw(6):
+        desk.finish(row, EASY if row.source == "a" else GOOD)
+    desk.cursor.use("a:1,b:1", HALF)
+    drawn = desk.draw(12)
+    assert [row.source for row in drawn].count("b") == 6, "the shares hold"
+    assert {row.source_draw // 3 for row in drawn if row.source == "a"} == {SKIPS + 1, SKIPS + 2}
     desk.ledger.close()

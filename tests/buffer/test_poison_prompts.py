@@ -3,7 +3,6 @@ what is killed by somebody else is never taken for one."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,9 +130,8 @@ async def test_a_prompt_that_kills_its_actor_is_set_aside_and_its_neighbours_are
                 break
         assert (deaths, alone) == (MAX_DEATHS, 1)
         assert (await desk.ref.stats()).dropped == {POISON: 1}
-        (line,) = (shop.path.parent / "quarantine.jsonl").read_text().splitlines()
-        told = json.loads(line)
-        assert (told["row"], told["reason"]) == (3, POISON) and "3 actors or engines in a row" in told["detail"]
+        quarantine = desk.buffer._groups.cursor.quarantine
+        assert [row for _, row in quarantine._held] == [3]
         ready = {recent.group.prompt.row for recent in await desk.ref.recent(50)}
         assert {0, 1, 2, 4, 5, 6, 7} <= ready
 

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.buffer.mixed_rows import Desk, mixed
 from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.buffer.difficulty import Window
+from myxa.actors.buffer.cursor import Window
 from myxa.actors.ledger.states import OUT_OF_WINDOW, PASSED_OVER, Row
 from myxa.algos.staleness import STALE
 
-WINDOWS = (Window(), Window(low=0.2, high=0.8, skips=1), Window(low=0.4, high=1.0, skips=2))
+WINDOWS = (Window(), Window(0.2, 0.8), Window(0.4, 1.0))
 numbers = st.integers(0, 4)
 
 

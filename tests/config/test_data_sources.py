@@ -56,7 +56,6 @@ MISTAKES = [
     ("[data.sources]\n", "run.toml:3: data.train"),
     ("".join(f'[data.sources.s{n}]\npath = "a"\n' for n in range(65)), "data.sources"),
     ('train = "a"\ndifficulty_low = 0.5\n', "run.toml:5: data.difficulty_low"),
-    ('train = "a"\ndifficulty_skips = 101\n', "run.toml:5: data.difficulty_skips"),
     (f'{MATH}[algo]\nkind = "sft"\n', "run.toml:4: data.sources.math.answer_key"),
 ]
 

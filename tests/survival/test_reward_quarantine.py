@@ -1,10 +1,9 @@
-"""A prompt that fails too often is not drawn again: not in later passes, not by a restarted buffer, not after its file was
-lost. It is shown, and taking its line out sets it free."""
+"""A prompt that fails too often is not drawn again: not in later passes, not by a restarted buffer. A resumed run tries it
+again."""
 
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +18,11 @@ from myxa.actors.buffer import cursor as buffer_cursor
 from myxa.actors.buffer.cursor import PromptCursor
 from myxa.actors.buffer.quarantine import Quarantine
 from myxa.actors.buffer.sources import Sources
+from myxa.actors.ledger.file import begin_life
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import QUARANTINED, Row, State
 from myxa.core.errors import DataError
 from myxa.core.messages import RunStatus
-
-LOG = logging.getLogger("test")
 
 
 class Shop:
@@ -32,7 +30,7 @@ class Shop:
         self.ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
         sources = Sources(source)
         self.news: list[tuple[str, str]] = []
-        self.quarantine = Quarantine(folder, sources, self.ledger, after, self._tell, LOG)
+        self.quarantine = Quarantine(sources, self.ledger, after, self._tell)
         self.cursor = PromptCursor(sources, self.ledger, self.quarantine, self._tell)
 
     def _tell(self, kind: str, text: str) -> None:
@@ -50,7 +48,7 @@ class Shop:
 
     def drop(self, row: Row, reason: str, detail: str = "it raised") -> None:
         self.ledger.drop([(row.group_id, reason)], detail)
-        self.quarantine.failed(self.cursor.sources.prompt(row), row.draw, reason, detail)
+        self.quarantine.failed(self.cursor.sources.prompt(row), reason, detail)
 
     def close(self) -> None:
         self.ledger.close()
@@ -77,7 +75,7 @@ def row_numbers(rows: Sequence[Row], num_rows: int = 4) -> list[int]:
     return [row.draw % num_rows for row in rows]
 
 
-def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_path: Path) -> None:
+def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open) -> None:
     here = shop()
     for number in range(2):
         for row in here.draw(4):
@@ -85,8 +83,8 @@ def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_pat
     ((kind, news),) = here.take_news()
     assert kind == "prompt-quarantined"
     assert news == (
-        "row 2 of rows.jsonl is not drawn again: reward-error 2 times; the last one: pass 1 -- mend it and take its line "
-        f"out of {tmp_path / 'quarantine.jsonl'}"
+        "row 2 of rows.jsonl is not drawn again in this run: reward-error 2 times; the last one: pass 1 -- mend it; "
+        "a resumed run tries it again"
     )
     assert here.take_news() == []
     assert row_numbers(here.draw(4)) == [0, 1, 3, 0]
@@ -95,10 +93,6 @@ def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_pat
     passed_over, _ = [row for row in map(here.ledger.find, range(16)) if row is not None and row.reason == QUARANTINED]
     assert (passed_over.state, passed_over.attempt, passed_over.draw) == (State.DROPPED, 0, 10)
     assert len(here.quarantine) == 1
-    (line,) = (tmp_path / "quarantine.jsonl").read_text().splitlines()
-    assert json.loads(line) == {
-        "source": "rows.jsonl", "row": 2, "draw": 6, "reason": "reward-error", "count": 2, "detail": "pass 1",
-    }  # fmt: skip
     again = shop()  # the ledger checks all its invariants
     assert len(again.quarantine) == 1
     again.draw(1)
@@ -112,36 +106,26 @@ def test_one_that_ended_its_worker_gets_no_second_chance(shop: Open) -> None:
     assert row_numbers([row for _ in range(8) for row in here.draw(1)]) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_a_list_that_was_lost_is_made_anew_from_the_ledger(shop: Open, tmp_path: Path) -> None:
-    here = shop()
-    for row in here.draw(8):
-        here.drop(row, "workflow-error" if row.draw % 4 == 1 else "engine-error")
-    (tmp_path / "quarantine.jsonl").unlink()
-    assert len(shop().quarantine) == 1
-    assert (tmp_path / "quarantine.jsonl").exists()
-
-
-@pytest.mark.parametrize("while_it_runs", [True, False])
-def test_without_its_line_it_is_free_and_has_one_more_try(shop: Open, tmp_path: Path, while_it_runs: bool) -> None:
+def test_a_resumed_run_tries_it_again(shop: Open, tmp_path: Path) -> None:
     here = shop()
     for row in here.draw(8):
         here.drop(row, "reward-error" if row.draw % 4 == 0 else "engine-error")
-    here.take_news()
-    (tmp_path / "quarantine.jsonl").write_text("\n")
-    here = here if while_it_runs else shop()
+    here.close()
+    begin_life(tmp_path / "ledger.sqlite", "r")
+    here = shop()
+    assert not len(here.quarantine)
     (row, *_) = here.draw(4)
     assert row.draw == 8, "row 0 is back"
     here.drop(row, "reward-error")
-    assert "reward-error 3 times" in here.take_news()[0][1]
+    assert not len(here.quarantine), "and its failures are counted anew"
 
 
-def test_zero_heeds_no_list(shop: Open, tmp_path: Path) -> None:
+def test_zero_heeds_no_list(shop: Open) -> None:
     here = shop(after=1)
     for row in here.draw(4):
         here.drop(row, "reward-error")
     here = shop(after=0)
     assert len(here.draw(4)) == 4
-    assert len((tmp_path / "quarantine.jsonl").read_text().splitlines()) == 4, "it is kept for later"
 
 
 def test_f7_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,51 +138,6 @@ def test_f7_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypa
     here = shop(after=1, passes=5)
     assert here.draw(4) == [], "the data ends first"
     assert not here.cursor.has_next
-
-
-def test_a_line_that_is_none_is_named_and_the_next_buffer_makes_a_new_list(
-    shop: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    here = shop(after=1)
-    here.drop(here.draw(1)[0], "reward-error")
-    file = tmp_path / "quarantine.jsonl"
-    file.write_text(file.read_text() + '{"source": "rows.jsonl", "row"')
-    here.draw(3)
-    assert here.draw(1)[0].draw == 5, "while it runs, the list stays as it was"
-    assert f"{file}:2 is no quarantined prompt" in caplog.text
-    torn = file.read_bytes()
-    here = shop(after=1)
-    ((_, news),) = here.take_news()
-    assert f"{file}:2 is no quarantined prompt" in news and "take out whole lines" in news and ".bad" in news
-    assert (tmp_path / "quarantine.jsonl.bad").read_bytes() == torn
-    assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == [0]
-
-
-def test_what_a_person_writes_into_the_list_stays(shop: Open, tmp_path: Path) -> None:
-    here = shop(after=1)
-    first, second, third, _ = here.draw(4)
-    here.drop(first, "reward-error")
-    here.drop(second, "reward-error")
-    file = tmp_path / "quarantine.jsonl"
-    lines = file.read_text().splitlines()
-    mine = lines[0].replace("}", ',  "who": "mine"}')
-    file.write_text(mine)  # the other prompt is free; without an end of line
-    here.drop(third, "reward-error")
-    written = file.read_text().splitlines()
-    assert written[0] == mine and [json.loads(line)["row"] for line in written] == [0, 2]
-    assert row_numbers(here.draw(4))[:1] == [1]
-
-
-def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = NumberedRows(4, name="rows.jsonl")
-    ledger = Ledger(tmp_path / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
-    made = Quarantine(tmp_path / "gone", Sources(rows), ledger, 1, lambda kind, text: None, LOG)
-    ledger.close()
-    prompt = rows.prompt(1)
-    assert prompt is not None
-    made.failed(prompt, 1, "reward-error", "it raised")
-    assert made.holds(prompt)
-    assert "cannot be written" in caplog.text
 
 
 REWARD = """
@@ -225,10 +164,8 @@ async def test_a_run_goes_on_without_the_prompt_that_ends_its_reward(
     flags = ("reward.fn=deadly.py:deadly", "run.num_steps=5", "rollout.max_groups=4")
     status, run_dir = await inside("run.toml", *flags)
     assert isinstance(status, RunStatus) and status.phase == "finished", status
-    (entry,) = [json.loads(line) for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
-    assert (entry["row"], entry["reason"], entry["count"]) == (3, "reward-crash", 1)
     (event,) = events(run_dir, "prompt-quarantined")
-    assert "row 3 of " in event["text"]
+    assert "row 3 of " in event["text"] and "reward-crash once" in event["text"]
     assert "ended its worker process (exit code 9)" in event["text"]
     ledger = audit(run_dir)
     assert len(set(ledger.trained)) == len(ledger.trained) == 5 * 4
