@@ -244,10 +244,10 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=10)
-    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
-        """Stop or resume handing out work. Paused with `until_step`: claims of steps below it are served, and work
-        for them handed out; None: nothing more at once, but a step that was claimed already is answered again. Returns
-        the version that the trainer will rest at: `until_step`, or the first step without a claim if that is later."""
+    async def set_paused(self, is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
+        """Stop or resume handing out work, durably. Paused with `until_step`: claims of steps below it are served, and
+        work for them handed out; None: nothing more at once, but a step that was claimed already is answered again.
+        Returns the version that the trainer will rest at: `until_step`, or the first step without a claim if later."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

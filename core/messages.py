@@ -271,6 +271,14 @@ class Scores(Record, frozen=True):
     """float32 [sum of R]: log-probs of all response tokens, sample by sample; 0 where the loss mask is 0."""
 
 
+class PauseState(Record, frozen=True):
+    """What an operator has the buffer hold back; see `BufferContract.set_paused`."""
+
+    is_paused: bool = False
+    until_step: int | None = None
+    reason: str = ""
+
+
 class BufferStats(Record, frozen=True):
     """Counts of groups by state and what admission allows now."""
 
@@ -288,6 +296,7 @@ class BufferStats(Record, frozen=True):
     """"trained", and each reason for dropping -> mean response tokens of a group: shows a bias for short answers"""
     complaint: str = ""
     """What a person should know now: no group could be used for a long time, or `disk`."""
+    pause: PauseState = PauseState()
     disk: str = ""
     """Why the ledger cannot be written and what to do; the run waits for it. The counts are those from before."""
 

@@ -55,6 +55,7 @@ from ...core.messages import (
     GroupDropped,
     GroupFinished,
     GroupReturned,
+    PauseState,
     PutResult,
     RecentGroup,
     SamplingParams,
@@ -400,13 +401,13 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._tell("retuned", f"{words}; {num_dropped} groups dropped")
         self._polls.ring()
 
-    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
+    async def set_paused(self, is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
         knobs, next_step = self._groups.knobs, self._groups.ledger.next_step
         with self._at_work("pause"):
-            knobs.pause(is_paused, until_step)
+            knobs.pause(PauseState(is_paused=is_paused, until_step=until_step if is_paused else None, reason=reason))
         self._book_waiting()
         self._polls.ring()
-        return max(next_step, knobs.until_step or 0)
+        return max(next_step, knobs.paused.until_step or 0)
 
     def _book_waiting(self) -> None:
         if self._opened is None:

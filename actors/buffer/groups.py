@@ -210,7 +210,7 @@ class Groups:
     @property
     def has_enough(self) -> bool:
         """Paused, and all groups of the steps that are still to be made are drawn."""
-        if (until := self.knobs.until_step) is None:
+        if (until := self.knobs.paused.until_step) is None:
             return False
         return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
 
@@ -419,6 +419,7 @@ class Groups:
             policy=self.admission.policy,
             mean_tokens=tally.mean_tokens,
             complaint=self.starvation.complaint,
+            pause=self.knobs.paused,
         )
 
     def gauges(self) -> dict[str, float]:

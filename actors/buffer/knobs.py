@@ -15,7 +15,7 @@ from ...algos.staleness import POLICIES, Admission, Overdue, make_policy
 from ...core.activity import TelemetryBuffer
 from ...core.errors import ConfigError
 from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
-from ...core.messages import Record, SamplingParams
+from ...core.messages import PauseState, Record, SamplingParams
 from ..knobs.owner import Knob, KnobOwner
 from ..ledger.ledger import Ledger
 from ..ledger.states import Terms
@@ -155,10 +155,8 @@ class BufferKnobs(KnobOwner):
         """Of the newest change of `values`; 0: none yet."""
         self.use: Callable[[Mapping[str, KnobValue], int], object] = self.change
         """Puts other values into force; the buffer's own does more than `change`."""
-        paused = ledger.recall(_PAUSED)
-        self.is_paused = bool(paused)
-        """No work is handed out and no batch formed, but for steps below `until_step`."""
-        self.until_step = int(paused) if paused.isdecimal() else None
+        self.paused = msgspec.json.decode(ledger.recall(_PAUSED) or "{}", type=PauseState)
+        """While it is so, no work is handed out and no batch formed, but for steps below `until_step`."""
         self._sampling = sampling
         self._vocab_size = limits.vocab_size
         self._only_temperature = limits.only_temperature
@@ -193,15 +191,13 @@ class BufferKnobs(KnobOwner):
         self.terms_epoch = max(self.terms_epoch, epoch)
         return overdue
 
-    def pause(self, is_paused: bool, until_step: int | None = None) -> None:
-        """Stop or resume handing out work; steps below `until_step` are served all the same."""
-        until_step = until_step if is_paused else None
-        text = "yes" if until_step is None else str(until_step)
-        self.ledger.remember(_PAUSED, text if is_paused else "")
-        self.is_paused, self.until_step = is_paused, until_step
+    def pause(self, paused: PauseState) -> None:
+        self.ledger.remember(_PAUSED, msgspec.json.encode(paused).decode())
+        self.paused = paused
 
     def serves(self, step: int) -> bool:
-        return not self.is_paused or (self.until_step is not None and step < self.until_step)
+        until = self.paused.until_step
+        return not self.paused.is_paused or (until is not None and step < until)
 
     def sheet(self) -> KnobSheet:
         return msgspec.structs.replace(super().sheet(), past_epoch=self._past_epoch)

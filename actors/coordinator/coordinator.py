@@ -3,7 +3,7 @@
 It moves no data and admits no sample: rollout, buffer and trainer work without it, up to the admission limit. The
 phases of a run are in `run_state`; the launcher reads them here, and ends the processes of a run that is over.
 
-It may die at any time. What only it knows (phase, pause) is in its journal before it takes effect; what it decided
+It may die at any time. What only it knows (the phase) is in its journal before it takes effect; what it decided
 about knobs is in the audit log. The trainer's version and the engines' versions are reported to its next incarnation,
 which continues in the same phase:
 """
@@ -95,7 +95,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if kept is not None:
             state = self._state
             self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
-            self.control.take_up(kept.pause)
             if state.has_stale_engines:
                 self._adoption.rewound()
         self._take_up_knobs(is_anew=kept is not None)
@@ -136,8 +135,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if event.name.startswith(OTHER_OWNERS):
             if event.kind in ("up", "restarted"):
                 self.ctx.spawn(self.conductor.joined(event.name), name=f"knobs-for-{event.name}")
-                if event.name == "buffer" and self.control.must_tell:
-                    self.ctx.spawn(self.control.tell_again(), name="pause-for-buffer")
+                if event.name == "buffer":
+                    self.ctx.spawn(self.control.look(), name="pause-of-buffer")
             if event.name == LEADER and event.kind != "up":
                 self._adoption.trainer_ended(event.epoch - (event.kind == "restarted"))
         elif event.kind in ("down", "restarted"):
@@ -163,7 +162,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         await self._adopt_forever()
 
     def _to_keep(self) -> Kept:
-        return Kept(launch=self._options.launch, run=self._phases.kept(), pause=self.control.kept())
+        return Kept(launch=self._options.launch, run=self._phases.kept())
 
     def _take_up_knobs(self, *, is_anew: bool) -> None:
         """What an earlier incarnation decided. Raises LedgerError for an audit log that cannot be read."""
@@ -592,12 +591,13 @@ class Rejoin:
         began_s = self._ctx.clock.monotonic()
         for name in (name for prefix in OTHER_OWNERS for name in self._ctx.peers(prefix)):
             self._ctx.spawn(self._conductor.joined(name), name=f"knobs-for-{name}")
-        self._ctx.spawn(self._control.tell_again(), name="pause-again")
         try:
             async with asyncio.timeout(REJOIN_S):
                 while self._missing() and not self._state.is_over:
                     self._news.clear()
                     await self._news.wait()
+                if self._ctx.peers("buffer"):
+                    await self._control.look()
         except TimeoutError:
             self._tell("coordinator-alone", f"not heard within {REJOIN_S:g} s: {', '.join(self._missing())}")
         took_s = self._ctx.clock.monotonic() - began_s

@@ -32,21 +32,12 @@ MAX_BYTES = 64 << 20
 _DIGEST_BYTES = 32
 
 
-class PauseKept(Record, frozen=True):
-    """What an operator asked the buffer to hold back; see `BufferContract.set_paused`."""
-
-    is_paused: bool = False
-    until_step: int | None = None
-    reason: str = ""
-
-
 class Kept(Record, frozen=True):
     """All of it."""
 
     launch: str
     """Names the launcher of this run: another one's journal is no word of this run."""
     run: RunState = msgspec.field(default_factory=RunState)
-    pause: PauseKept = PauseKept()
 
 
 class CoordinatorJournal:

@@ -1,12 +1,9 @@
 """What operators do to a run beside knobs: pause, resume, step, write a checkpoint, evaluate; all recorded.
 
-The buffer pauses and resumes: while it is paused, nothing is drawn or claimed, a claimed step is trained to its end,
-and the trainer waits before the next.
-
-    journal -> audit log -> buffer      if one fails, all is undone, and the buffer gets the old state: it may have
-                                        received the new one
-
-A deed that has begun completes, even if its caller is gone. When either side restarts, the buffer gets the state again.
+The buffer pauses and resumes, and keeps that: while it is paused, nothing is drawn or claimed, a claimed step is
+trained to its end, and the trainer waits before the next. What the audit log does not take is not done, and what the
+buffer may have heard of a deed that failed is taken back. A deed that has begun completes, even if its caller is gone.
+After a restart of either side the buffer is asked what it holds back.
 """
 
 from __future__ import annotations
@@ -17,20 +14,19 @@ from typing import TypeVar
 
 import msgspec
 
-from ...core.errors import CallError, ConfigError, DiskRefused, LedgerError, MyxaError, NotExecuted, RemoteError
+from ...core.errors import ConfigError, LedgerError, MyxaError
 from ...core.knobs import AuditRecord, Operator
-from ...core.messages import EvalResult
+from ...core.messages import EvalResult, PauseState
 from ...core.retry import until_answered
 from ..contracts import BufferContract, TrainerContract
 from .audit import AuditWriter
-from .journal import PauseKept, RunContext
+from .journal import RunContext
 
 T = TypeVar("T")
 
 MAX_STEPS = 1_000_000
 TELL_S = 20.0
 """For how long a buffer that is away is waited for; less than an operator's call has."""
-TELL_AGAIN_S = 1.0
 
 
 def _deed(verb: str, who: Operator, reason: str, **arguments: object) -> AuditRecord:
@@ -47,49 +43,26 @@ class RunControl:
 
     def __init__(self, run: RunContext, audit: AuditWriter, evaluate: Callable[[str], Awaitable[EvalResult]]) -> None:
         """`evaluate`: on the held-out prompts now, of that set or all."""
-        self._ctx, self._journal, self._meter = run.ctx, run.journal, run.meter
+        self._ctx, self._meter = run.ctx, run.meter
         self._version, self._tell = run.version, run.tell
         self._audit = audit
         self._evaluate = evaluate
         self._buffer = run.ctx.ref(BufferContract, "buffer")
         self._leader = run.ctx.ref(TrainerContract, "trainer/0")
         self._turn = asyncio.Lock()
-        self._now = PauseKept()
-        self._is_unsent = False
-        """The buffer may have heard of something that was taken back."""
+        self._now = PauseState()
 
-    def kept(self) -> PauseKept:
-        return self._now
-
-    def take_up(self, kept: PauseKept) -> None:
-        """Continue from what an earlier incarnation kept; `tell_again` sends it to the buffer."""
-        self._now = kept
-        if self.paused:
-            self._meter.switch("paused", "paused")
-
-    async def tell_again(self) -> None:
-        """Send the pause to the buffer until it answers or is gone: after a restart of either side, or an answer that
-        was lost. Its successor gets it when it comes up."""
-        while True:
-            try:
-                async with self._turn:
-                    await self._tell_buffer()
-                    self._is_unsent = False
-            except MyxaError as error:
-                self._tell("pause-not-told", f"{error}; sent again when the buffer answers")
-                is_away = isinstance(error, CallError) and not isinstance(error, NotExecuted | RemoteError)
-                if not is_away and not isinstance(error, DiskRefused):
-                    return  # it has answered
-            else:
-                return
-            await asyncio.sleep(TELL_AGAIN_S)
-            if not self._ctx.peers("buffer"):
-                return
-
-    @property
-    def must_tell(self) -> bool:
-        """Whether a buffer that comes up may hold back something else than this one says."""
-        return self._now.is_paused or self._is_unsent
+    async def look(self) -> None:
+        """Hear from the buffer what it holds back: after a restart of either side."""
+        try:
+            async with self._turn:
+                stats = await self._until_answered(self._buffer.stats)
+                self._now = stats.pause
+        except MyxaError as error:
+            self._tell("pause-unknown", f"{error}; asked again when the buffer is back")
+        else:
+            if self.paused:
+                self._meter.switch("paused", "paused")
 
     @property
     def paused(self) -> str:
@@ -108,7 +81,7 @@ class RunControl:
 
         async def work() -> int:
             async with self._turn:
-                rests_at = await self._change(deed, PauseKept(is_paused=True, reason=reason or _by(who)))
+                rests_at = await self._change(deed, PauseState(is_paused=True, reason=reason or _by(who)))
             self._rests(f"at version {rests_at}: {self._now.reason}")
             return rests_at
 
@@ -120,7 +93,7 @@ class RunControl:
 
         async def work() -> None:
             async with self._turn:
-                await self._change(deed, PauseKept())
+                await self._change(deed, PauseState())
             self._meter.switch("wait-data", "orders")
             self._tell("run-resumed", reason or _by(who))
 
@@ -133,7 +106,7 @@ class RunControl:
         deed = _deed("step", who, reason, num_steps=num_steps)
 
         async def work() -> int:
-            wanted = PauseKept(is_paused=True, reason=reason or _by(who))
+            wanted = PauseState(is_paused=True, reason=reason or _by(who))
             async with self._turn:
                 until = await self._change(deed, wanted, num_steps)
             self._meter.switch("wait-data", "orders")
@@ -154,37 +127,35 @@ class RunControl:
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         return await self._audit.newest(min(limit, 1000))
 
-    async def _change(self, deed: AuditRecord, wanted: PauseKept, num_steps: int = 0) -> int:
-        """Durable, recorded, sent; returns where the trainer rests, `num_steps` later. As before if any of it fails."""
+    async def _change(self, deed: AuditRecord, wanted: PauseState, num_steps: int = 0) -> int:
+        """Recorded and done; returns where the trainer rests, `num_steps` later. As before if any of it fails."""
         before = self._now
         try:
             if num_steps:  # the step is certain once nothing more begins
-                self._now = wanted
-                await self._journal.keep()
-                wanted = msgspec.structs.replace(wanted, until_step=await self._tell_buffer() + num_steps)
-            self._now = wanted
-            await self._journal.keep()
+                wanted = msgspec.structs.replace(wanted, until_step=await self._tell_buffer(wanted) + num_steps)
             await self._audit.write(_ended(deed, "done", str(wanted.until_step or "")))
-            return await self._tell_buffer()
+            rests_at = await self._tell_buffer(wanted)
         except MyxaError:
-            self._now, self._is_unsent = before, True
-            try:
-                await self._journal.keep()
-            except MyxaError as error:
-                self._tell("journal-not-written", str(error))
-            self._ctx.spawn(self.tell_again(), name="pause-taken-back")
+            self._ctx.spawn(self._take_back(before), name="pause-taken-back")
             raise
+        self._now = wanted
+        return rests_at
 
-    async def _tell_buffer(self) -> int:
-        now = self._now
-        return await until_answered(
-            lambda: self._buffer.set_paused(now.is_paused, now.until_step),
-            who="buffer",
-            clock=self._ctx.clock,
-            log=self._ctx.log,
-            give_up_s=TELL_S,
-            waits_for_disk=False,
+    async def _take_back(self, before: PauseState) -> None:
+        async with self._turn:
+            try:
+                await self._tell_buffer(before)
+            except MyxaError as error:
+                self._tell("pause-unknown", f"{error}; asked again when the buffer is back")
+
+    async def _tell_buffer(self, wanted: PauseState) -> int:
+        return await self._until_answered(
+            lambda: self._buffer.set_paused(wanted.is_paused, wanted.until_step, wanted.reason)
         )
+
+    async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
+        clock, log = self._ctx.clock, self._ctx.log
+        return await until_answered(ask, who="buffer", clock=clock, log=log, give_up_s=TELL_S, waits_for_disk=False)
 
     def _rests(self, text: str) -> None:
         self._meter.switch("paused", "paused")

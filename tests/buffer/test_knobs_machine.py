@@ -29,7 +29,7 @@ from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeRequest, LiveKnob, LiveKnobs
-from myxa.core.messages import Assignment, DrawRequest, GroupReturned, SamplingParams
+from myxa.core.messages import Assignment, DrawRequest, GroupReturned, PauseState, SamplingParams
 
 BATCH = 2
 FIRST = BufferValues(
@@ -119,12 +119,12 @@ class KnobsMachine(RuleBasedStateMachine):
     def pause(self, ahead: int | None) -> None:
         self.rests_at = None if ahead is None else self.ledger.next_step + ahead
         self.is_paused = True
-        self.knobs.pause(True, self.rests_at)
+        self.knobs.pause(PauseState(is_paused=True, until_step=self.rests_at))
 
     @rule()
     def go_on(self) -> None:
         self.is_paused, self.rests_at = False, None
-        self.knobs.pause(False)
+        self.knobs.pause(PauseState())
 
     @rule()
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Pause, resume and step are whole or not at all: journal, audit log and buffer agree, whoever goes or fails meanwhile."""
+"""Pause, resume and step are whole or not at all: audit log and buffer agree, whoever goes or fails meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from myxa.actors.coordinator import run_control as module
 from myxa.actors.coordinator.audit import AuditWriter, read_audit
-from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, RunContext
+from myxa.actors.coordinator.journal import RunContext
 from myxa.actors.coordinator.run_control import RunControl
 from myxa.actors.coordinator.run_state import RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError
 from myxa.core.knobs import Operator
-from myxa.core.messages import EvalResult
+from myxa.core.messages import BufferStats, EvalResult, PauseState
 
 WHO = Operator(user="ada", via="test")
 STANDS_AT = 7
@@ -34,18 +34,35 @@ class Buffer:
         self.may_answer.set()
         self.errors: list[MyxaError] = []
         self.num_asked = 0
+        self.reason = ""
 
-    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
+    async def set_paused(self, is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
         self.num_asked += 1
         self.holds = (is_paused, until_step)
+        self.reason = reason
         await self.may_answer.wait()
         if self.errors:
             raise self.errors.pop(0)
         return max(STANDS_AT, until_step or 0)
 
+    async def stats(self) -> BufferStats:
+        is_paused, until_step = self.holds
+        pause = PauseState(is_paused=is_paused, until_step=until_step, reason=self.reason)
+        return BufferStats(
+            states={},
+            drawn=0,
+            trained=0,
+            dropped={},
+            slots_total=0,
+            slots_used=0,
+            max_staleness=0,
+            policy="",
+            pause=pause,
+        )
+
 
 class Place:
-    """A conduct with a journal and an audit log on disk; and as much of an actor's context as it needs."""
+    """A conduct with an audit log on disk; and as much of an actor's context as it needs."""
 
     log = logging.getLogger("conduct")
 
@@ -54,14 +71,12 @@ class Place:
         self.buffer, self.folder = Buffer(), folder
         self.tasks: set[asyncio.Task[Any]] = set()
         self.told: list[str] = []
-        self.journal = CoordinatorJournal(folder / "coordinator.journal", "here")
         anything: Any = self
         telemetry: Any = self
         meter, state = ActivityMeter("c", self.clock), RunState(version=STANDS_AT)
-        context = RunContext(anything, anything, self.clock, meter, telemetry, self.journal, state)
+        context = RunContext(anything, anything, self.clock, meter, telemetry, anything, state)
         audit = AuditWriter(folder / "audit.jsonl", context.version, self.clock)
         self.control = RunControl(context, audit, self._evaluate)
-        self.journal.make = lambda: Kept(launch="here", pause=self.control.kept())
 
     def ref(self, contract: type, name: str) -> Any:
         return self.buffer
@@ -84,11 +99,6 @@ class Place:
         await asyncio.gather(*self.tasks)
 
     @property
-    def kept(self) -> bool:
-        found, _ = self.journal.load()
-        return found is not None and found.pause.is_paused
-
-    @property
     def audit(self) -> list[tuple[str, str]]:
         path = self.folder / "audit.jsonl"
         return [(record.verb, record.result) for record in read_audit(path)] if path.exists() else []
@@ -103,8 +113,8 @@ class Place:
                 return await self.control.step(WHO, "look", 3)
 
     def agree(self) -> bool:
-        """All say the same of whether the run is held back."""
-        return self.kept == self.buffer.holds[0] == self.control.kept().is_paused
+        """Both say the same of whether the run is held back."""
+        return self.buffer.holds == (self.control._now.is_paused, self.control._now.until_step)
 
 
 async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> None:
@@ -118,7 +128,7 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
         await asked
     place.buffer.may_answer.set()
     await place.settled()
-    assert place.agree() and place.control.kept().is_paused
+    assert place.agree() and place.control.paused == "look"
     assert place.audit == [("pause", "done")]
     assert "run-paused" in place.told
 
@@ -142,22 +152,19 @@ async def test_a_buffer_that_may_have_heard_is_told_that_it_is_as_before(
     tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "TELL_S", 0.0)
-    monkeypatch.setattr(module, "TELL_AGAIN_S", 0.001)
     place = Place(tmp_path)
-    # Obeyed, but not heard of: the word itself, and twice that it is taken back.
-    place.buffer.errors = [DeadlineExceeded("no answer") for _ in range(3)]
+    place.buffer.errors = [DeadlineExceeded("no answer")]  # obeyed, but not heard of
     with pytest.raises(CallError):
         await place.do(verb)
     await place.settled()
     assert place.agree() and place.buffer.holds == (False, None)
     assert place.audit[-1] == (verb, "failed")
-    assert not place.control.must_tell, "it has heard"
 
 
 async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tmp_path: Path) -> None:
     place = Place(tmp_path)
 
-    async def set_paused(is_paused: bool, until_step: int | None = None) -> int:
+    async def set_paused(is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
         if until_step is not None:
             raise LedgerError("the disk is full")
         place.buffer.holds = (is_paused, until_step)
@@ -167,18 +174,17 @@ async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tm
     with pytest.raises(LedgerError, match="the disk is full"):
         await place.control.step(WHO, "", 3)
     await place.settled()
-    assert place.agree() and not place.control.kept().is_paused
+    assert place.agree() and not place.control.paused
 
 
-async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
+async def test_a_coordinator_that_restarts_hears_what_is_held_back(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    await place.journal.keep()
-    (tmp_path / ".coordinator.journal.part").mkdir()
-    with pytest.raises(LedgerError, match="check disk and rights"):
-        await place.control.pause(WHO, "look")
-    await place.settled()
-    assert place.agree() and not place.control.kept().is_paused
-    assert place.audit == [("pause", "failed")]
+    await place.control.pause(WHO, "look")
+    again = Place(tmp_path)
+    again.buffer = place.buffer
+    again.control._buffer = again.ref(type(place), "buffer")
+    await again.control.look()
+    assert again.agree() and again.control.paused == "look"
 
 
 async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path: Path) -> None:
@@ -194,4 +200,4 @@ async def test_steps_are_counted_from_where_the_run_stands(tmp_path: Path) -> No
     assert place.buffer.holds == (True, STANDS_AT + 3)
     assert place.audit == [("step", "done")]
     await place.control.resume(WHO, "")
-    assert place.agree() and not place.control.kept().is_paused
+    assert place.agree() and not place.control.paused

@@ -17,7 +17,7 @@ import pytest
 from tests.harness.commands import Command
 
 from myxa.actors.coordinator import journal as journal_module
-from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, PauseKept
+from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
 from myxa.actors.coordinator.run_state import RunState
 from myxa.core.errors import ConfigError, LedgerError
 
@@ -48,7 +48,6 @@ async def test_what_was_kept_comes_back(tmp_path: Path) -> None:
     kept = Kept(
         launch="here",
         run=RunState(phase="draining", version=12, leader_reason="all done", eval_reward=0.5),
-        pause=PauseKept(is_paused=True, until_step=14, reason="look"),
     )
     journal.make = lambda: kept
     assert journal.load() == (None, "")
