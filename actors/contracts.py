@@ -16,7 +16,6 @@ from ..core.device_memory import (
     MemoryReply,
     MemoryView,
     TenantReport,
-    WatchedProcess,
 )
 from ..core.files import FileEntry
 from ..core.handlers import call, cast
@@ -143,16 +142,6 @@ class TenantContract(Actor):
 class MemoryContract(Actor):
     """The memory manager of a run: the ledger of all its shared devices."""
 
-    @call(deadline=30, reentrant=True)
-    async def register(self, report: TenantReport) -> int:
-        """A tenant is there, with all that it holds; returns the manager's epoch. Repeated after every change."""
-        raise NotImplementedError
-
-    @cast
-    async def changed(self, report: TenantReport) -> None:
-        """A registered tenant holds something else now."""
-        raise NotImplementedError
-
     @call(deadline=600, reentrant=True)
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Have tags of a gang mapped, making room where there is none; waits its turn, one switch at a time."""
@@ -169,11 +158,6 @@ class NodeAgentContract(Actor):
     @call(deadline=30, reentrant=True)
     async def measure(self, uses: tuple[DeviceUse, ...]) -> dict[str, DeviceReading]:
         """Each device once, now. Raises MemoryFault for one that is not there."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def gone(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
-        """Those of these that have ended."""
         raise NotImplementedError
 
 

@@ -4,8 +4,8 @@ A *tenant* is one actor with memory on one device (a trainer rank) or, in like p
 its engine); a *gang* is all tenants that must hold or leave memory together. Memory is leased by *tag*, never by
 device, so two gangs may lawfully overlap while weights are handed over. Order of events of one switch:
 
-    register    a tenant reports its name, what it holds and how each tag can leave the device
     lease       the leader of the trainers asks that tags of a gang be mapped; the manager then sends
+    survey      to every tenant: report what you hold, and how each tag can leave the device; obey nothing older
     drain       to every member of the gang that must make room: finish what runs, admit nothing, synchronise
     release     the tags that have to go leave the device, by the policy of each
     restore     to every member of the asking gang, once measured free memory holds what it will take
@@ -39,10 +39,8 @@ parts: what fits on the device beside the other side stays there, and what left 
 TagPolicy = Literal["discard", "rematerialise", "backup", "keep"]
 """How a tag leaves: dropped (zeros on return), rebuilt by its owner, copied to the host (not while clean), never."""
 Backing = Literal["mapped_dirty", "mapped_clean", "copy_out", "host", "discarded", "copy_in", "poisoned"]
-TenantState = Literal[
-    "cold", "active", "draining", "quiesced", "releasing", "released", "granted", "restoring", "fenced", "dead"
-]
-CommandKind = Literal["drain", "release", "restore", "commit"]
+TenantState = Literal["cold", "active", "draining", "quiesced", "releasing", "released", "granted", "restoring"]
+CommandKind = Literal["survey", "drain", "release", "restore", "commit"]
 
 
 class TagReport(Record, frozen=True):
@@ -58,7 +56,7 @@ class TagReport(Record, frozen=True):
 
 
 class TenantReport(Record, frozen=True):
-    """All that a manager needs to know of a tenant; sent again whenever it changes, and when a manager asks."""
+    """All that a manager needs to know of a tenant; in the answer to each command, and when somebody asks."""
 
     tenant: str
     epoch: int
@@ -70,16 +68,12 @@ class TenantReport(Record, frozen=True):
     all of them or on none, and all bytes here are those of the fullest one."""
     pids: tuple[int, ...]
     """Processes whose memory this is: the actor's own, and an engine's."""
-    started_at: tuple[int, ...]
-    """Start time of each, in clock ticks since boot: a number that is used again is another process."""
     state: TenantState
     tags: tuple[TagReport, ...]
     reserved_bytes: int = 0
     """Of the mapped tags' bytes: leased before anything was loaded, and not taken from the device yet."""
     comm_epoch: int = 0
     """Under which its communicators were restored last; members of a gang must agree before they use them."""
-    sequence: int = 0
-    """Grows with every report of one incarnation: of two that overtook each other the later one counts."""
     node: int = 0
 
 
@@ -153,15 +147,6 @@ class DeviceUse(Record, frozen=True):
     """Processes that are known to use it; a device that is made of the host's memory is measured by them."""
 
 
-class WatchedProcess(Record, frozen=True):
-    """A process whose end has to be known."""
-
-    node: int
-    pid: int
-    started_at: int
-    """In clock ticks since boot: a number that is used again is another process."""
-
-
 class DeviceView(Record, frozen=True):
     """One device, for people."""
 
@@ -170,7 +155,7 @@ class DeviceView(Record, frozen=True):
     free_bytes: int
     """Measured."""
     unattributed_bytes: int
-    """Used by processes that did not register."""
+    """Used by processes that are no tenants."""
     tenants: tuple[TenantReport, ...]
     node: int = 0
 

@@ -239,7 +239,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             with self.ctx.busy(START_LIMIT_S, "starts its engine"):
                 info = await self._engine.start()
             if self._tenant is not None:
-                await self._tenant.loaded()
+                self._tenant.loaded()
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
             self._max_running = info.max_running
@@ -278,8 +278,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         await self._pull(runner)
 
     async def _start_workers(self) -> None:
-        if self._tenant is not None:
-            await self._tenant.register()  # room for the engine may be asked for meanwhile
         if isinstance(self._workflow, WorkflowPool):
             await self._workflow.start()
 
@@ -296,8 +294,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._has_reported:
             self.ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
             self.ctx.spawn(self._report(), name=f"report in {event.epoch}")
-        if self._tenant is not None:
-            await self._tenant.tenant.on_peer(event)
 
     async def on_stop(self, why: str) -> None:
         for task in self._end():

@@ -1,12 +1,12 @@
 """A rollout actor whose engine shares its device in turns with a trainer.
 
-    register -> (room is made) -> load -> loaded -> (weights handed over) -> (its turn) -> (the trainer's turn) -> ...
+    (room is made) -> load -> loaded -> (weights handed over) -> (its turn) -> (the trainer's turn) -> ...
 
     quiesce   the gate closes -> what runs is aborted, its tokens stay with the episodes that asked -> engine parked
     resume    engine unparked -> the gate opens -> those episodes continue from prompt and tokens, others begin
 
 `EngineTurn` is the gate, and the engine's memory as an `AssetStore`: its calls come in a thread, the engine's own
-belong to the loop. `RolloutTenant` registers it with the memory manager and says when the engine may load.
+belong to the loop. `RolloutTenant` obeys the memory manager and says when the engine may load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...core.device_memory import MovedMemory, Tag, TagReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
 from ...core.retry import until_answered
-from ..contracts import CoordinatorContract, MemoryContract
+from ..contracts import CoordinatorContract
 from ..daemon_thread import in_daemon_thread
 from ..tenancy.tenant import Tenant, TenantOptions
 from ..tenancy.time_share import ROLLOUT
@@ -34,12 +34,11 @@ from ..tenancy.time_share import ROLLOUT
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """Where the engine's memory lies, and who leases it."""
+    """Where the engine's memory lies."""
 
     memory: ReleasesMemory
     devices: tuple[str, ...]
     node: int
-    manager: str
 
 
 class RolloutTenant:
@@ -57,8 +56,6 @@ class RolloutTenant:
     ) -> None:
         """`on_change(has_turn)`: the device was given to, or taken from, this engine."""
         self._ctx = ctx
-        self._memory = tenancy.memory
-        self._manager = tenancy.manager
         self.may_load = asyncio.Event()
         """The leader says that the engine may load."""
         self.has_joined = asyncio.Event()
@@ -82,15 +79,11 @@ class RolloutTenant:
             telemetry=telemetry,
         )
 
-    async def register(self) -> None:
-        self._ctx.watch(self._manager)
-        await self.tenant.join(self._ctx.ref(MemoryContract, self._manager))
-
-    async def loaded(self) -> None:
+    def loaded(self) -> None:
         """The engine holds its memory now."""
         self.turn.started()
         self.tenant.add_store(self.turn)
-        await self.tenant.loaded()
+        self.tenant.loaded()
 
     async def load(self) -> None:
         """Said by the leader; returns once the actor has joined the run."""

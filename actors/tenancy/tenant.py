@@ -5,6 +5,8 @@
     restore   the stores' tags, then communicators
     commit    the gate opens
 
+Commands may come twice, late, or out of order. Three rules make that harmless: the same id is carried out once and gets
+the same reply every time; an epoch older than the newest one seen is answered but not obeyed; one command at a time.
 Tags that are planned but not loaded yet are leased like others: their bytes are reserved, and no store is called.
 """
 
@@ -13,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...core.activity import TelemetryBuffer
-from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import (
     AssetStore,
@@ -33,15 +35,14 @@ from ...core.device_memory import (
     wholes,
 )
 from ...core.errors import MyxaError
-from ...core.process import start_time
-from ...core.retry import until_answered
 from ...memory.communicators.residency import Absent, CommResidency
-from ...memory.leases.lease_ledger import TenantMachine, resting_state
-from ..contracts import MemoryContract
+from ...memory.leases.lease_ledger import resting_state
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 REOPEN_S = 10.0
+MAX_REPLIES = 256
+"""Remembered; a command is repeated within seconds, not after so many others."""
 NOTHING_MOVED = MovedMemory()
 
 _log = logging.getLogger(__name__)
@@ -95,16 +96,15 @@ class Tenant:
         self._clock = clock
         self._pids = pids or (lambda: (os.getpid(),))
         self._telemetry = telemetry
-        self._machine = TenantMachine(options.name)
         self._assets = TenantAssets(options.planned, stores, comms)
-        self._sequence = 0
-        self._manager: MemoryContract | None = None
-        self._free = asyncio.Condition()
-        self._tasks: dict[str, asyncio.Task[MemoryReply]] = {}
-
-    @property
-    def state(self) -> str:
-        return self._machine.state
+        self.state: TenantState = "cold"
+        self._epoch = 0
+        """The newest seen."""
+        self._running: MemoryCommand | None = None
+        self._turn = asyncio.Lock()
+        """One command at a time, in the order in which they came."""
+        self._tasks: OrderedDict[str, asyncio.Task[MemoryReply]] = OrderedDict()
+        """By command, also of those that are over: the same id is carried out once, and answered alike every time."""
 
     def add_store(self, store: AssetStore) -> None:
         """More memory, found after the tenant was made."""
@@ -117,48 +117,24 @@ class Tenant:
     def report(self) -> TenantReport:
         """Its present state. While a command works on the memory: the state before."""
         pids = self._pids() or (os.getpid(),)
-        tags = self._assets.tags(is_busy=self._machine.running is not None)
-        self._sequence += 1
         return TenantReport(
             tenant=self._options.name,
             epoch=self._options.epoch,
             gang=self._options.gang,
             devices=self._options.devices,
             pids=pids,
-            started_at=tuple(start_time(pid) for pid in pids),
-            state=self._machine.state,
-            tags=tags,
+            state=self.state,
+            tags=self._assets.tags(is_busy=self._running is not None),
             reserved_bytes=self._assets.reserved_bytes,
             comm_epoch=self._assets.comm_epoch,
-            sequence=self._sequence,
             node=self._options.node,
         )
 
-    async def join(self, manager: MemoryContract) -> None:
-        """Register; waits for a manager that is being started. Raises CallError when there is none."""
-        self._manager = manager
-        who = f"memory manager of {self._options.name}"
-        await until_answered(lambda: manager.register(self.report()), who=who, clock=self._clock, log=_log)
-
-    async def on_peer(self, event: PeerEvent) -> None:
-        """A restarted manager gets it again, if the event is of one."""
-        target = getattr(self._manager, "ref_target", "")
-        if self._manager is not None and event.name == target and event.kind in ("up", "restarted"):
-            await self.join(self._manager)
-
-    async def loaded(self) -> None:
+    def loaded(self) -> None:
         """Everything planned is there: from now on the stores' own numbers count."""
         self._assets.planned.clear()
-        if self._machine.state == "granted" and self._machine.running is None:
-            self._machine.rest("quiesced")
-        await self.changed()
-
-    async def changed(self) -> None:
-        if self._manager is not None:
-            try:
-                await self._manager.changed(self.report())
-            except MyxaError as error:
-                _log.warning("%s: the memory manager did not hear of it: %s", self._options.name, error)
+        if self.state == "granted":
+            self.state = "quiesced"
 
     async def command(self, command: MemoryCommand) -> MemoryReply:
         """Obey, answer again, or refuse. A caller that goes away does not end what it began."""
@@ -167,56 +143,51 @@ class Tenant:
             return self._reply(command, reason=reason)
         task = self._tasks.get(command.command_id)
         if task is None:
-            # A command belongs to the tenant, not to the call that brought it: it is kept here until it is over.
+            # A command belongs to the tenant, not to the call that brought it: it is kept here when that is over.
             task = asyncio.ensure_future(self._obey(command))  # noqa: TID251
             self._tasks[command.command_id] = task
-            task.add_done_callback(lambda _: self._tasks.pop(command.command_id, None))
+            while len(self._tasks) > MAX_REPLIES:
+                self._tasks.popitem(last=False)
         return await asyncio.shield(task)
 
     async def _obey(self, command: MemoryCommand) -> MemoryReply:
-        async with self._free:
-            while (verdict := self._machine.decide(command)).do in ("wait", "join"):
-                await self._free.wait()
-        if verdict.do == "again" and verdict.reply is not None:
-            return verdict.reply
-        if verdict.do == "refuse":
-            reply = self._reply(command, reason=verdict.reason)
-            self._machine.remember(reply)
-            return reply
-        started, wall_s = self._clock.monotonic(), self._clock.wall()
-        reply = self._reply(command, reason="it was ended in the middle")
-        try:
-            reply = await self._carry_out(command)
-        finally:
-            self._machine.finished(reply)
-            async with self._free:
-                self._free.notify_all()
-            self._span(command, wall_s, self._clock.monotonic() - started)
-        return reply
+        self._epoch = max(self._epoch, command.epoch)
+        async with self._turn:
+            if command.epoch < self._epoch:
+                reason = f"epoch {command.epoch} is over; {self._options.name} has seen {self._epoch}"
+                return self._reply(command, reason=reason)
+            if self.state == "active" and command.kind in ("release", "restore"):  # memory of what runs
+                reason = f"{self._options.name} is {self.state}: {command.kind} is not possible"
+                return self._reply(command, reason=reason)
+            started, wall_s = self._clock.monotonic(), self._clock.wall()
+            self._running = command
+            try:
+                return await self._carry_out(command)
+            finally:
+                self._running = None
+                self._span(command, wall_s, self._clock.monotonic() - started)
 
     async def _carry_out(self, command: MemoryCommand) -> MemoryReply:
-        work = {"drain": self._drain, "release": self._release, "restore": self._restore, "commit": self._commit}
         try:
-            return await work[command.kind](command)
+            if command.kind == "drain" and self.state == "active":
+                return await self._drain(command)
+            if command.kind == "commit" and self.state != "active":
+                await self._gate.resume()
+                self.state = "active"
+            moved = NOTHING_MOVED
+            if command.kind in ("release", "restore"):
+                self.state = "releasing" if command.kind == "release" else "restoring"
+                move = self._assets.release if command.kind == "release" else self._assets.restore
+                moved = await self._in_thread(lambda: move(command))
+            return self._reply(command, moved=moved)
         except MyxaError as error:
-            self._rest()
             return self._reply(command, reason=str(error))
         except Exception as error:  # noqa: BLE001 -- a store of another's making: the manager must hear of it
             _log.exception("%s: %s", self._options.name, command.command_id)
-            self._rest()
             return self._reply(command, reason=f"{type(error).__name__}: {error}")
 
-    def _rest(self) -> None:
-        if self._machine.state in ("releasing", "restoring"):
-            self._machine.rest(self._rested())
-
-    def _rested(self) -> TenantState:
-        rested = resting_state(self._assets.tags(is_busy=False))
-        return "granted" if rested == "quiesced" and self._assets.is_granted else rested
-
     async def _drain(self, command: MemoryCommand) -> MemoryReply:
-        if self._machine.state != "draining":
-            return self._reply(command)
+        self.state = "draining"
         try:
             async with asyncio.timeout(command.deadline_s):
                 await self._gate.quiesce()
@@ -226,7 +197,7 @@ class Tenant:
         except BaseException:
             await self._reopen()
             raise
-        self._machine.rest("quiesced")
+        self.state = "quiesced"
         return self._reply(command)
 
     async def _reopen(self) -> None:
@@ -236,29 +207,16 @@ class Tenant:
                 await self._gate.resume()
         except Exception:  # noqa: BLE001 -- a gate of another's making may raise anything
             _log.exception("%s: the gate does not open", self._options.name)
-            self._machine.rest("quiesced")
+            self.state = "quiesced"
         else:
-            self._machine.rest("active")
-
-    async def _release(self, command: MemoryCommand) -> MemoryReply:
-        moved = await self._in_thread(lambda: self._assets.release(command))
-        self._machine.rest(self._rested())
-        return self._reply(command, moved=moved)
-
-    async def _restore(self, command: MemoryCommand) -> MemoryReply:
-        moved = await self._in_thread(lambda: self._assets.restore(command))
-        self._machine.rest(self._rested())
-        return self._reply(command, moved=moved)
-
-    async def _commit(self, command: MemoryCommand) -> MemoryReply:
-        if self._machine.state != "active":
-            await self._gate.resume()
-            self._machine.rest("active")
-        return self._reply(command)
+            self.state = "active"
 
     def _reply(self, command: MemoryCommand, *, reason: str = "", moved: MovedMemory = NOTHING_MOVED) -> MemoryReply:
-        if self._machine.running is command:
+        if self._running is command:
             self._assets.refresh()
+            if self.state in ("releasing", "restoring"):
+                rested = resting_state(self._assets.tags(is_busy=True))
+                self.state = "granted" if rested == "quiesced" and self._assets.is_granted else rested
         return MemoryReply(
             command_id=command.command_id,
             report=self.report(),

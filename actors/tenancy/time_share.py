@@ -21,7 +21,7 @@ from ...core.device_memory import OPTIMIZER_PARTS, LeaseRequest, Tag, wholes
 from ...core.errors import CallError, LeaseRefused
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
-from ..contracts import MemoryContract, RolloutContract, TrainerContract
+from ..contracts import MemoryContract, RolloutContract
 
 ATTEMPTS = 3
 """At one lease, before its refusal ends the gang."""
@@ -76,8 +76,6 @@ class TimeShare:
     async def set_up(self) -> None:
         """Room for the trainer; to be called before anything is loaded."""
         await self._ctx.wait_for(self._options.manager, *self._options.trainers, timeout_s=self._options.start_s)
-        ranks = self._ctx.group(TrainerContract, self._options.trainers)
-        await ranks.options(deadline_s=self._options.start_s).all(TrainerContract.memory_report)  # they are registered
         await self._insist(lambda: self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=()))
 
     async def take(self) -> None:

@@ -1,6 +1,6 @@
-"""A trainer rank's side of taking turns: registered before anything is loaded, its backend's memory leased by tag.
+"""A trainer rank's side of taking turns: its backend's memory is leased by tag, before anything is loaded.
 
-    join -> (room is made) -> set-up -> loaded -> train -> (the engines' turn) -> (its turn) -> train -> ...
+    (room is made) -> set-up -> loaded -> train -> (the engines' turn) -> (its turn) -> train -> ...
 
 It is the tenant's side of leases, with the backend's thread.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...core.activity import TelemetryBuffer
@@ -34,8 +34,9 @@ class TrainerTenancy:
     share: TimeShareOptions
     vacate: Callable[[], None]
     """Gives back what the backend's steps left behind; called in the backend's thread."""
-    comms: Callable[[], CommResidency | None] = field(default=lambda: None)
-    """Makes what releases communicators, in the backend's thread after set-up; None: they stay."""
+    comms: Callable[[], CommResidency] | None = None
+    """Makes what releases communicators, in the backend's thread after set-up; None: they stay. `planned` says so by
+    the tag "nccl"."""
 
 
 class BackendTurn:
@@ -72,7 +73,6 @@ class TrainerTenant(Tenant):
     ) -> None:
         """`in_thread`: runs work in the backend's thread, in order."""
         self._tenancy = tenancy
-        self.has_joined = asyncio.Event()
         self.turn = BackendTurn(in_thread)
         options = TenantOptions(
             name=ctx.name,
@@ -92,7 +92,6 @@ class TrainerTenant(Tenant):
             self.add_store(store)
         if WORKSPACE in self._tenancy.planned:
             self.add_store(WorkspaceRoom(self._tenancy.planned[WORKSPACE][0], self._tenancy.vacate))
-        comms = await self._in_thread(self._tenancy.comms)
-        if comms is not None:
-            self.add_comms(comms)
-        await self.loaded()
+        if self._tenancy.comms is not None:
+            self.add_comms(await self._in_thread(self._tenancy.comms))
+        self.loaded()

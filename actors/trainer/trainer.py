@@ -31,7 +31,7 @@ from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import Sample, TrainShard
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
-from ..contracts import MemoryContract, MonitorContract, TrainerContract
+from ..contracts import MonitorContract, TrainerContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
@@ -102,6 +102,10 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._meter.switch("other", "start")
+        if self._tenancy is not None:  # from the first moment: the leader leases room for all ranks
+            self._tenant = TrainerTenant(
+                self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
+            )
         pace, knobs = ReportPace(), () if self._options.rank else self._knobs.knobs()  # rank 0 owns them for all ranks
         self.knob_owner = KnobOwner(self.ctx.name, knobs, self._telemetry)
         self.knob_owner.add(process_knobs(pace))
@@ -148,15 +152,9 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def _wait_for_room(self) -> TimeShare | None:
         """Where the device is shared in turns: nothing is loaded before this rank has it. The leader asks for all."""
-        if self._tenancy is None:
+        if self._tenancy is None or self._tenant is None:
             return None
         self._meter.switch("wait-memory", "room to load")
-        self._tenant = TrainerTenant(
-            self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
-        )
-        self.ctx.watch(manager := self._tenancy.share.manager)
-        await self._tenant.join(self.ctx.ref(MemoryContract, manager))
-        self._tenant.has_joined.set()
         share = None
         if self._options.rank == 0:
             share = TimeShare(self.ctx, self._tenancy.share, self._meter, self._telemetry, self._clock)
@@ -168,8 +166,6 @@ class Trainer(OwnsKnobs, TrainerContract):
         return share
 
     async def on_peer(self, event: PeerEvent) -> None:
-        if self._tenant is not None:
-            await self._tenant.on_peer(event)
         if self._share is not None:
             self._share.on_peer(event)
         if self._leader is not None:
@@ -271,10 +267,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         return await self._tenant.command(command)
 
     async def memory_report(self) -> TenantReport | None:
-        if self._tenant is None:
-            return None
-        await self._tenant.has_joined.wait()
-        return self._tenant.report()
+        return None if self._tenant is None else self._tenant.report()
 
     # -- what only the leader answers
 

@@ -40,7 +40,7 @@ START_SLACK_S = 120.0
 GRAPH_BYTES = 2 * GIB
 """Captured graphs and workspaces: an estimate until the server reports."""
 
-MakeComms = Callable[[], CommResidency | None]
+MakeComms = Callable[[], CommResidency] | None
 """Called once the gang is initialised; None: its communicators stay on their devices."""
 Planned = Mapping[Tag, tuple[int, TagPolicy]]
 
@@ -105,9 +105,9 @@ def start_timeout_s(config: RunConfig) -> float:
 
 def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     """The manager on the first node with shared devices, its agent on the others. Neither imports torch."""
-    from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
-    from ...actors.tenancy.node_agent import NodeAgent
-    from ...memory.leases.switch import ArbiterOptions
+    from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager, NodeAgent
+    from ...actors.tenancy.time_share import ROLLOUT, TRAINER
+    from ...memory.leases.switch import LeaseOptions
     from ...memory.meters import DeviceMeters
 
     on_gpus = bool(config.roles.trainer.device_ids)
@@ -116,14 +116,16 @@ def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     if spec.name != manager_name(config):
         return NodeAgent(meter=meter)
     limits = (
-        ArbiterOptions(reserve_bytes=config.memory.reserve_mb * MIB)
+        LeaseOptions(reserve_bytes=config.memory.reserve_mb * MIB)
         if on_gpus
-        else ArbiterOptions(reserve_bytes=0, margin_bytes=0)
+        else LeaseOptions(reserve_bytes=0, margin_bytes=0)
     )
+    share = share_options(config)
     return MemoryManager(
         meter=meter,
         options=ManagerOptions(
-            arbiter=limits,
+            gangs={TRAINER: share.trainers, ROLLOUT: share.rollouts},
+            limits=limits,
             node=spec.node,
             agents={node: f"memory/{node}" for node in shared_nodes(config) if node != spec.node},
         ),
@@ -145,6 +147,8 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
     planned = dict(trainer_plan(spec, config))
     if config.memory.workspace_mb:
         planned[WORKSPACE] = (config.memory.workspace_mb * MIB, "discard")
+    if comms is not None:
+        planned["nccl"] = (0, "rematerialise")
     device = devices_of(spec, config)[0]
     return TrainerTenancy(
         device=device,
@@ -252,7 +256,7 @@ def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -
         raise ConfigError(f"{spec.name}: this kind of engine keeps its memory", remedy='set memory.share = "none"')
     from ...actors.rollout.tenant import Tenancy
 
-    return Tenancy(memory=engine, devices=devices_of(spec, config), node=spec.node, manager=manager_name(config))
+    return Tenancy(memory=engine, devices=devices_of(spec, config), node=spec.node)
 
 
 def sglang_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> tuple[TagReport, ...] | None:

@@ -25,7 +25,6 @@ from ...core.process import boot_id
 from ...core.protocols import TrainBackend, WeightSender
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ...memory.communicators.reload import ReloadComms, missing_for_build, proxied_name
-from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away
 from ..run_lineage.resume_point import named_checkpoint
@@ -121,21 +120,16 @@ def _serving_dtype(config: RunConfig) -> str:
 # -- communicators
 
 
-def stay() -> CommResidency | None:
-    """Communicators that stay on their devices."""
-    return None
-
-
 def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, MakeComms]:
     """The gang with the backend that it must be initialised with, and a factory of its communicators' residency,
-    called after initialisation. A gang of one rank has no communicators to release.
+    called after initialisation; None: they stay. A gang of one rank has no communicators to release.
 
     Raises ConfigError for a method that this process does not have.
     """
     if gang.world_size == 1 and on_gpus and choose_channel(config) != "nccl":
         os.environ.setdefault(*FEW_CHANNELS)
     if config.memory.share == "none" or gang.world_size == 1:
-        return gang, stay
+        return gang, None
     setting = config.memory.communicators
     lacking = missing_for_build()
     if setting == "reload" and lacking:
@@ -143,7 +137,7 @@ def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, M
             f'memory.communicators = "reload": {lacking}', remedy='install it, or set "auto" or "keep": they stay'
         )
     if setting == "keep" or lacking or (setting == "auto" and not on_gpus):  # gloo holds no device memory
-        return gang, stay
+        return gang, None
     comms = ReloadComms()
     comms.register()
     return replace(gang, backend=proxied_name("nccl" if on_gpus else "gloo")), lambda: comms

@@ -1,18 +1,13 @@
-"""The lease ledger of a node's devices: states of tenants, who holds what, what could be granted.
+"""The lease ledger of a run's devices: states of tenants, who holds what, what could be granted.
 
-cold      registered, holds nothing yet                active     may run; holds its leased tags
+cold      holds nothing yet                            active     may run; holds its leased tags
 draining  finishes what runs                           quiesced   gate closed, nothing runs
 releasing tags leave                                   released   gate closed, no tag is left that could leave
 granted   leased while cold: free to load              restoring  tags come back
-fenced    ignored by the manager until proven          dead       its process ended
 
-Commands may come twice, late, or out of order. Three rules make that harmless: the same id is carried out once and gets
-the same reply every time; an epoch older than the newest one seen is answered but not obeyed; one command at a time
-(`TenantMachine`; `actors/tenancy/tenant.py` carries the commands out).
-
-The ledger keeps two figures side by side. The *books* are what tenants reported and were promised; the *measurement* is
-what the device reports. A grant needs room in both: the books include memory that is promised and not taken yet, the
-measurement includes processes that never registered, and those that died and whose memory is not free yet.
+The ledger keeps two figures side by side. The *books* are what tenants reported; the *measurement* is what the device
+reports. A grant needs room in both: the books include memory that is reserved and not taken yet, the measurement
+includes processes that are no tenants, and those that died and whose memory is not free yet.
 
 A plan says who is drained, which tags leave, which come back, who resumes; without one there is a `Shortage` with the
 reason. Tags leave whole, the cheapest first, and none that is not needed. Cost per byte freed, lowest first:
@@ -22,21 +17,16 @@ contents without further use (discard), with a valid host copy (clean), that the
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal
 
 from ...core.device_memory import (
     OPTIMIZER_PARTS,
     Backing,
-    CommandKind,
     DeviceReading,
+    DeviceUse,
     DeviceView,
     LeaseRequest,
-    MemoryCommand,
-    MemoryReply,
     Tag,
     TagReport,
     TenantReport,
@@ -44,12 +34,6 @@ from ...core.device_memory import (
     whole_of,
 )
 
-AT_WORK: MappingProxyType[CommandKind, TenantState] = MappingProxyType(
-    {"drain": "draining", "release": "releasing", "restore": "restoring"}
-)
-"""While the command is being carried out."""
-
-STABLE: frozenset[TenantState] = frozenset({"cold", "active", "quiesced", "released", "granted"})
 MAPPED: frozenset[Backing] = frozenset({"mapped_dirty", "mapped_clean", "copy_out", "copy_in"})
 """Backings that hold device memory."""
 
@@ -79,68 +63,6 @@ def resting_state(report_tags: tuple[TagReport, ...]) -> TenantState:
     return "quiesced" if any(can_leave(tag) for tag in report_tags) else "released"
 
 
-MAX_REPLIES = 256
-"""Remembered; a command is repeated within seconds, not after so many others."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandDecision:
-    """run: carry it out, then say `finished`. again: it was, give `reply`. join: it is running. refuse: `reason`.
-    wait: another one is running, decide again after it."""
-
-    do: Literal["run", "again", "join", "refuse", "wait"]
-    reply: MemoryReply | None = None
-    reason: str = ""
-
-
-class TenantMachine:
-    """One tenant of one process incarnation."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.state: TenantState = "cold"
-        self.epoch = 0
-        """The newest seen."""
-        self.running: MemoryCommand | None = None
-        self._replies: OrderedDict[str, MemoryReply] = OrderedDict()
-
-    def decide(self, command: MemoryCommand) -> CommandDecision:
-        """What to do with it; after "run" the machine is at work until `finished`."""
-        if (reply := self._replies.get(command.command_id)) is not None:
-            return CommandDecision("again", reply)
-        if self.running is not None and self.running.command_id == command.command_id:
-            return CommandDecision("join")
-        if command.epoch < self.epoch:
-            return CommandDecision(
-                "refuse", reason=f"epoch {command.epoch} is over; {self._name} has seen {self.epoch}"
-            )
-        self.epoch = command.epoch
-        if self.running is not None:
-            return CommandDecision("wait")
-        if self.state == "active" and command.kind in ("release", "restore"):  # memory of what runs
-            return CommandDecision("refuse", reason=f"{self._name} is {self.state}: {command.kind} is not possible")
-        self.running = command
-        if command.kind != "drain" or self.state == "active":  # else nothing runs, and nothing changes but the epoch
-            self.state = AT_WORK.get(command.kind, self.state)
-        return CommandDecision("run")
-
-    def rest(self, state: TenantState) -> None:
-        """The command's work is over; before its reply is made."""
-        self.state = state
-
-    def finished(self, reply: MemoryReply) -> None:
-        """Remember what was answered. A command that failed is remembered too: the manager chooses a new id."""
-        if self.running is not None:
-            self.running = None
-            self.remember(reply)
-
-    def remember(self, reply: MemoryReply) -> None:
-        """A refusal is a reply like any other: what was refused once stays refused."""
-        self._replies[reply.command_id] = reply
-        while len(self._replies) > MAX_REPLIES:
-            self._replies.popitem(last=False)
-
-
 # -- the ledger
 
 MAX_HOLDERS = 12
@@ -151,25 +73,13 @@ def in_words(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
 
 
-def place_of(report: TenantReport) -> str:
-    """Where a tenant is: "GPU-6f1c", "GPU-6f1c, GPU-88a0"."""
-    return ", ".join(report.devices)
-
-
-def unmeasured_words(devices: Iterable[str], trouble: str) -> str:
-    """Of devices that could not be measured. `trouble`: the reason, if known."""
-    return f"refused: {', '.join(sorted(devices))} could not be measured in time" + (f": {trouble}" if trouble else "")
-
-
 @dataclass(slots=True)
 class Incarnation:
     """One process incarnation of a tenant."""
 
     report: TenantReport
-    promised: dict[Tag, int] = field(default_factory=dict[Tag, int])
-    """To be restored, not reported as mapped yet."""
-    fenced: str = ""
-    """Why it does not count any more; empty: it does."""
+    silent: str = ""
+    """Why it gets no commands in this lease; empty: it gets them."""
 
     @property
     def name(self) -> str:
@@ -177,12 +87,10 @@ class Incarnation:
 
     @property
     def held_bytes(self) -> int:
-        """Of each of its devices, at worst. Fenced: everything it ever registered."""
-        report = self.report
-        if self.fenced:
-            return sum(tag.num_bytes for tag in report.tags)
-        mapped = {tag.tag for tag in report.tags if is_mapped(tag)}
-        return held_bytes(report) + sum(n for tag, n in self.promised.items() if tag not in mapped)
+        """Of each of its devices, at worst. Of a silent one: everything it ever reported."""
+        if self.silent:
+            return sum(tag.num_bytes for tag in self.report.tags)
+        return held_bytes(self.report)
 
     @property
     def untaken_bytes(self) -> int:
@@ -192,7 +100,7 @@ class Incarnation:
     @property
     def is_usable(self) -> bool:
         """It accepts commands."""
-        return not self.fenced
+        return not self.silent
 
     def counts_on(self, device: str) -> bool:
         """Whether some of that device is, or may be, in its use."""
@@ -203,64 +111,34 @@ class Incarnation:
         return next((tag for tag in self.report.tags if tag.tag == name), None)
 
 
-@dataclass(slots=True)
-class DeviceAccount:
-    """Where a device is, and what it was last measured as."""
-
-    node: int = 0
-    reading: DeviceReading | None = None
-    died_at: float = float("-inf")
-    """When a tenant of it died last: its memory may not be free yet."""
-
-
 class LeaseLedger:
-    """Entries by tenant name, and sums by device."""
+    """Tenants by name, and sums by device."""
 
     def __init__(self, *, reserve_bytes: int, margin_bytes: int) -> None:
         """`reserve_bytes` of each device are never promised; `margin_bytes` must be free beyond what is asked."""
         self.reserve_bytes = reserve_bytes
         self.margin_bytes = margin_bytes
-        self.devices: dict[str, DeviceAccount] = {}
         self.tenants: dict[str, Incarnation] = {}
-        """The newest incarnation of each that lives."""
+        """The living incarnation of each."""
+        self.readings: dict[str, DeviceReading] = {}
+        """The last one of each device."""
 
-    # -- reports
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(sorted({device for t in self.tenants.values() for device in t.report.devices}))
 
-    def accept(self, report: TenantReport) -> Incarnation | None:
-        """Enter a report; None if a newer one is known already."""
-        known = self.tenants.get(report.tenant)
-        for device in report.devices:
-            self.devices.setdefault(device, DeviceAccount(report.node))
-        if known is None or report.epoch > known.report.epoch:
-            self.tenants[report.tenant] = Incarnation(report)
-            return self.tenants[report.tenant]
-        if (report.epoch, report.sequence) <= (known.report.epoch, known.report.sequence):
-            return known if report == known.report else None
-        known.report = report
-        for tag in report.tags:
-            if is_mapped(tag):
-                known.promised.pop(tag.tag, None)
-        return known
+    def add(self, report: TenantReport, silent: str = "") -> None:
+        """What a tenant says now."""
+        self.tenants[report.tenant] = Incarnation(report, silent)
 
-    def fence(self, name: str, reason: str) -> Incarnation | None:
-        """It gets no commands from now on; its bytes still count."""
-        known = self.tenants.get(name)
-        if known is not None:
-            known.fenced = known.fenced or reason
-        return known
-
-    def died(self, name: str, epoch: int, now: float) -> Incarnation | None:
-        """All processes of that incarnation ended. Returns it, unless it is not the one that is known."""
-        known = self.tenants.get(name)
-        if known is None or known.report.epoch != epoch:
-            return None
-        for device in known.report.devices:
-            self.devices[device].died_at = now
-        return self.tenants.pop(name)
-
-    def died_since(self, devices: Iterable[str], then: float) -> bool:
-        """Whether a tenant of one of these has."""
-        return any(self.devices[device].died_at >= then for device in devices if device in self.devices)
+    def uses(self, devices: Iterable[str] | None = None) -> dict[int, list[DeviceUse]]:
+        """Whose use of these devices (None: of all) is to be measured, by node."""
+        uses: dict[int, list[DeviceUse]] = {}
+        for device in self.devices if devices is None else devices:
+            there = list(self.on(device))
+            pids = sorted({pid for tenant in there for pid in tenant.report.pids})
+            uses.setdefault(there[0].report.node, []).append(DeviceUse(device, tuple(pids)))
+        return uses
 
     # -- sums
 
@@ -279,28 +157,21 @@ class LeaseLedger:
 
     def capacity(self, device: str) -> int:
         """0 before the first measurement."""
-        reading = self.devices[device].reading
+        reading = self.readings.get(device)
         return 0 if reading is None else reading.capacity_bytes
 
-    def room(self, device: str, *, besides: Mapping[str, Iterable[Tag]] | None = None) -> int:
-        """Bytes that could be granted now: the smaller of what the books and what the last measurement leave.
-        `besides`: promises that are not to be counted (the ones this is asked for)."""
-        account = self.devices[device]
-        if account.reading is None:
+    def room(self, device: str) -> int:
+        """Bytes that could be granted now: the smaller of what the books and what the last measurement leave."""
+        reading = self.readings.get(device)
+        if reading is None:
             return 0
-        mine = 0
-        for name, tags in (besides or {}).items():
-            tenant = self.tenants.get(name)
-            if tenant is not None and tenant.counts_on(device) and tenant.is_usable:
-                mine += sum(tenant.promised.get(tag, 0) for tag in tags)
-        untaken = sum(tenant.untaken_bytes for tenant in self.on(device)) - mine
-        by_books = account.reading.capacity_bytes - self.reserve_bytes - (self.held(device) - mine)
-        by_measurement = account.reading.free_bytes - self.margin_bytes - untaken
-        return min(by_books, by_measurement)
+        untaken = sum(tenant.untaken_bytes for tenant in self.on(device))
+        by_books = reading.capacity_bytes - self.reserve_bytes - self.held(device)
+        return min(by_books, reading.free_bytes - self.margin_bytes - untaken)
 
     def unattributed(self, device: str) -> int:
         """Used by neither a tenant nor the driver, by the last measurement."""
-        reading = self.devices[device].reading
+        reading = self.readings.get(device)
         if reading is None:
             return 0
         taken = sum(t.held_bytes - t.untaken_bytes for t in self.on(device))
@@ -312,29 +183,32 @@ class LeaseLedger:
         """Of a device that cannot be made to hold what is asked: who holds it, largest first, strangers last."""
         held: list[tuple[int, str]] = []
         for tenant in self.on(device):
-            state = "fenced" if tenant.fenced else tenant.report.state
-            mapped = {tag.tag: tag.num_bytes for tag in tenant.report.tags if is_mapped(tag) or tenant.fenced}
+            state = "silent" if tenant.silent else tenant.report.state
             sizes: dict[str, int] = {}
-            for tag, num_bytes in {**tenant.promised, **mapped}.items():
-                sizes[whole_of(tag)] = sizes.get(whole_of(tag), 0) + num_bytes
+            for tag in tenant.report.tags:
+                if is_mapped(tag) or tenant.silent:
+                    sizes[whole_of(tag.tag)] = sizes.get(whole_of(tag.tag), 0) + tag.num_bytes
             held += [(n, f"{tenant.name} {tag} {in_words(n)} ({state})") for tag, n in sizes.items() if n]
         held.sort(key=lambda one: (-one[0], one[1]))
         parts = [words for _, words in held[:MAX_HOLDERS]]
         if rest := held[MAX_HOLDERS:]:
             parts.append(f"{len(rest)} more {in_words(sum(n for n, _ in rest))}")
-        if unregistered := self.unattributed(device):
-            parts.append(f"{in_words(unregistered)} by unregistered processes")
+        if strangers := self.unattributed(device):
+            parts.append(f"{in_words(strangers)} by unregistered processes")
         return f"refused: {in_words(short_bytes)} short on {device}, held by {', '.join(parts) or 'no process'}"
 
     def view(self, device: str) -> DeviceView:
         """One device, for `myxa mem`."""
-        reading, node = self.devices[device].reading or DeviceReading(0, 0), self.devices[device].node
-        tenants = tuple(t.report for t in sorted(self.on(device), key=lambda t: (t.name, t.report.epoch)))
-        return DeviceView(device, reading.capacity_bytes, reading.free_bytes, self.unattributed(device), tenants, node)
-
-    def is_settled(self, device: str) -> bool:
-        """No usable tenant there is in a change that this ledger did not start."""
-        return all(t.report.state in STABLE for t in self.on(device) if t.is_usable)
+        reading = self.readings.get(device, DeviceReading(0, 0))
+        tenants = tuple(t.report for t in sorted(self.on(device), key=lambda t: t.name))
+        return DeviceView(
+            device=device,
+            capacity_bytes=reading.capacity_bytes,
+            free_bytes=reading.free_bytes,
+            unattributed_bytes=self.unattributed(device),
+            tenants=tenants,
+            node=tenants[0].node,
+        )
 
 
 # -- plans
@@ -394,11 +268,6 @@ class SwitchPlan:
         """Nothing to do."""
         return not (self.drain or self.release or self.restore or self.commit)
 
-    @property
-    def touched(self) -> frozenset[str]:
-        """All tenants that get a command."""
-        return frozenset(self.drain) | self.release.keys() | self.restore.keys() | frozenset(self.commit)
-
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
@@ -448,15 +317,23 @@ def build(ledger: LeaseLedger, request: LeaseRequest) -> SwitchPlan | Shortage:
 
 def _wrong_with(request: LeaseRequest, members: tuple[Incarnation, ...]) -> Shortage | None:
     if not members:
-        return Shortage(f"refused: no tenant of gang {request.gang!r} is registered", may_pass=True)
+        return Shortage(f"refused: no tenant of gang {request.gang!r} is there", may_pass=True)
     if request.gang in request.quiet:
         return Shortage(f"refused: gang {request.gang!r} asks for memory and to be quiet itself")
     for member in members:
         if not member.is_usable:
-            return Shortage(f"refused: {member.name} is fenced ({member.fenced})", may_pass=True)
+            return Shortage(f"refused: {member.name} {member.silent}", may_pass=True)
         lost = [tag.tag for tag in member.report.tags if tag.tag in request.tags and tag.backing == "poisoned"]
         if lost:
             return Shortage(f"refused: {member.name} lost the contents of {', '.join(lost)}; it has to be restarted")
+    for tag in COLLECTIVE:
+        have = [member.name for member in members if member.tag(tag) is not None]
+        if tag in request.tags and have and len(have) < len(members):  # the others would be waited for in vain
+            without = ", ".join(member.name for member in members if member.name not in have)
+            return Shortage(
+                f"refused: {', '.join(have)} can release communicators and {without} cannot: all ranks must be alike; "
+                'install a C++ compiler on each node, or set memory.communicators = "keep"'
+            )
     return None
 
 
@@ -483,8 +360,9 @@ def _candidates(ledger: LeaseLedger, request: LeaseRequest, device: str) -> list
         for t in ledger.on(device)
         if t.is_usable and t.report.gang != request.gang
         for tag in t.report.tags
-        # What leaves by common action cannot leave while a member takes no commands.
-        if can_leave(tag) and (tag.tag not in COLLECTIVE or all(m.is_usable for m in ledger.gang(t.report.gang)))
+        # What leaves by common action cannot leave while a member takes no commands, or does not have it.
+        if can_leave(tag)
+        and (tag.tag not in COLLECTIVE or all(m.is_usable and m.tag(tag.tag) for m in ledger.gang(t.report.gang)))
     ]
 
 

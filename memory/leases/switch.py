@@ -1,503 +1,480 @@
-"""One lease from request to answer. Sans-IO: events in, instructions out, time as an argument.
+"""Leases of a run, one at a time: trainer and engines share all devices. Plans are the ledger's; here they are carried
+out, through a `Site`.
 
-    survey    the devices are measured and no tenant gets a command: a refusal here disturbs no tenant
+    survey    every tenant is asked for a report, the devices are measured: a refusal here disturbs no tenant
     forward   a plan is carried out; if memory that should be free is not, more tags leave, if there are more
     back      tags restored for the lease leave again, tags that left for it come back, tenants that ran resume
 
-Forward work ends early enough to leave time for the way back before the lease's deadline.
+The survey is a command like any other. A tenant answers it once no earlier command is being carried out, and then obeys
+no command of an older epoch. So its answer is the truth, whatever was lost, repeated or late before, and whichever
+manager had sent it. Nothing has to be remembered between two leases. Epochs grow with every survey and every plan, and
+those of a restarted manager are above all that its predecessors can have used. A tenant that is there and does not
+answer gets no commands in this lease, and counts as holding all that it ever reported. One that is gone does not
+count: what its processes still hold is in the measurement.
 
 A plan has the steps drain, release, verify, restore, commit. A step ends when all its tenants answered: none releases
 before all are quiet, and none restores before all have released and a measurement shows the memory free. Going forward,
-one refusal or one missed deadline ends the plan. Falling back, a tenant that does not answer is skipped and named, and
-the others continue.
+one refusal or one missed deadline ends the plan. Falling back, a tenant that does not answer is skipped, and the others
+continue. Forward work ends early enough to leave time for the way back before the lease's deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections import OrderedDict
+from collections.abc import Coroutine, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Protocol
 
-from ...core.device_memory import CommandKind, LeaseReply, LeaseRequest, MemoryCommand, MemoryReply, Tag, wholes
-from .lease_ledger import (
-    LeaseLedger,
-    Shortage,
-    SwitchPlan,
-    asked_bytes,
-    build,
-    is_mapped,
-    place_of,
-    unmeasured_words,
+from ...core.clock import Clock
+from ...core.device_memory import (
+    CommandKind,
+    DeviceReading,
+    DeviceUse,
+    LeaseReply,
+    LeaseRequest,
+    MemoryCommand,
+    MemoryReply,
+    Tag,
+    TenantReport,
+    wholes,
 )
+from ...core.errors import CallError, MyxaError
+from .lease_ledger import LeaseLedger, Shortage, SwitchPlan, asked_bytes, build, can_leave, is_mapped
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """A command to that incarnation of a tenant; journalled before it goes. Comes back as `replied` or `unanswered`."""
-
-    tenant: str
-    tenant_epoch: int
-    command: MemoryCommand
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """Read these devices, `after_s` from now. Comes back as `measured` or `unmeasured` under the same key."""
-
-    key: str
-    devices: tuple[str, ...]
-    after_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class AskReport:
-    """Have a tenant report. Comes back as `reported`, or not at all."""
-
-    tenant: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseAnswer:
-    """The end of a lease request."""
-
-    request_id: str
-    reply: LeaseReply
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineNote:
-    """Something for the timeline and the event log."""
-
-    device: str
-    tenant: str
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseEnded:
-    """A stretch of a switch, for the trace and for `memory/*` metrics."""
-
-    switch: str
-    phase: str
-    started_s: float
-    ended_s: float
-    devices: tuple[str, ...] = ()
-
-
-Instruction = Send | Measure | AskReport | LeaseAnswer | TimelineNote | PhaseEnded
-"""What the manager's actor does; it comes back with events."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArbiterOptions:
+class LeaseOptions:
     """Limits and times of one manager."""
 
     reserve_bytes: int = 1 << 30
     """Of each device, never promised."""
     margin_bytes: int = 64 << 20
     """Free on a device beyond what is asked."""
-    phase_s: float = 120.0
-    """One step at most; the lease's own deadline cuts it."""
-    verify_s: float = 5.0
-    """Released memory may show late in the measurement."""
+    survey_s: float = 5.0
+    """For a tenant's answer to a survey."""
     still_s: float = 1.0
-    """A shortage that did not shrink for so long is none that passes."""
+    """A shortage that did not shrink for so long is none that passes: released memory may show late."""
     resend_s: float = 5.0
     """A command that was not answered is repeated, under the same id."""
-    settle_s: float = 2.0
-    """A shortage that may pass is looked at again for so long before anybody is disturbed or refused."""
-    death_s: float = 15.0
-    """The same after a death, or while a fenced tenant is being taken back: memory is about to become free."""
-    max_plans: int = 4
-    """Plans of one lease: the first, and further ones when the measurement shows that more has to leave."""
+    settle_s: float = 15.0
+    """A shortage that may pass is looked at again for so long before a tenant is disturbed or the lease refused: after
+    a death memory is about to become free."""
 
 
-Phase = Literal["drain", "release", "verify", "restore", "commit", "done"]
-_PHASES: tuple[Phase, ...] = get_args(Phase)
-_SURVEY_POLL_S = 0.05
-_FIRST_POLL_S = 0.05
-_AGAIN_S = 0.2
-"""Before a command whose call ended without an answer is repeated."""
-_LONGEST_POLL_S = 0.4
+EPOCHS_PER_MANAGER = 1 << 32
+MAX_ANSWERS = 256
+MAX_PLANS = 4
+"""Of one lease: the first, and further ones when the measurement shows that more has to leave."""
 FORWARD_SHARE = 0.7
 """Of a lease's time; the rest is kept for the way back."""
+_AGAIN_S = 0.2
+"""Before a command or a measurement that failed is repeated."""
+_SURVEY_PAUSE_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
 
 
-@dataclass(slots=True)
-class _Pending:
-    command: MemoryCommand
-    resend_at: float
+class Site(Protocol):
+    """The tenants and devices of a run."""
+
+    def is_there(self, tenant: str) -> bool:
+        """Whether an actor of that name is registered."""
+        ...
+
+    async def command(self, tenant: str, command: MemoryCommand, within_s: float) -> MemoryReply:
+        """Raises CallError."""
+        ...
+
+    async def measure(self, uses: Mapping[int, Iterable[DeviceUse]]) -> dict[str, DeviceReading]:
+        """`uses`: by node. Raises MyxaError naming what gave no reading."""
+        ...
+
+    def note(self, device: str, tenant: str, kind: str, text: str) -> None:
+        """For the timeline and the event log."""
+
+    def spent(self, switch: str, phase: str, started_s: float, ended_s: float, devices: Iterable[str]) -> None:
+        """A stretch of a switch, for the trace."""
+
+    def spawn(self, work: Coroutine[Any, Any, LeaseReply], name: str) -> asyncio.Task[LeaseReply]: ...
 
 
-@dataclass(slots=True)
-class _Wait:
-    """For room for a restore, in the measurements."""
-
-    least_short: int = 0
-    shrank_at: float | None = None
-    poll_s: float = _FIRST_POLL_S
-
-
-class Switch:
-    """See the module's head."""
+class Leases:
+    """All leases of a run."""
 
     def __init__(
         self,
-        ledger: LeaseLedger,
-        request: LeaseRequest,
-        options: ArbiterOptions,
+        site: Site,
+        gangs: Mapping[str, Iterable[str]],
+        options: LeaseOptions,
+        clock: Clock,
         *,
-        now: float,
-        until_s: float,
-        epoch: int,
-        next_epoch: Callable[[], int],
-        emit: Callable[[Instruction], None],
+        incarnation: int = 1,
     ) -> None:
-        """Begins with a measurement."""
-        self._ledger = ledger
-        self.request = request
-        self._options = options
-        self.devices = tuple(sorted({d for t in ledger.tenants.values() for d in t.report.devices}))
-        self._started = now
+        """`gangs`: names of each gang's tenants. `incarnation`: number of this manager, above that of all before it."""
+        self.site = site
+        self.gangs = {gang: tuple(names) for gang, names in gangs.items()}
+        self.options = options
+        self.clock = clock
+        self.epoch = max(incarnation - 1, 0) * EPOCHS_PER_MANAGER
+        self.switching = ""
+        """What is under way, for people."""
+        self.reports: dict[str, TenantReport] = {}
+        """What each tenant said last."""
+        self.readings: dict[str, DeviceReading] = {}
+        self._turn = asyncio.Lock()
+        self._asked: OrderedDict[str, asyncio.Task[LeaseReply]] = OrderedDict()
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Have tags of a gang mapped; waits its turn. The same id asked again gets the same answer."""
+        task = self._asked.get(request.request_id)
+        if task is None:
+            task = self._asked[request.request_id] = self.site.spawn(self._lease(request), request.request_id)
+            while len(self._asked) > MAX_ANSWERS:
+                self._asked.popitem(last=False)
+        return await asyncio.shield(task)
+
+    def ledger(self) -> LeaseLedger:
+        """What is known of the tenants that are there."""
+        ledger = LeaseLedger(reserve_bytes=self.options.reserve_bytes, margin_bytes=self.options.margin_bytes)
+        ledger.readings = self.readings
+        for name, report in self.reports.items():
+            if self.site.is_there(name):
+                ledger.add(report)
+        return ledger
+
+    def next_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
+
+    async def _lease(self, request: LeaseRequest) -> LeaseReply:
+        started = self.clock.monotonic()
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            waited_s = self.clock.monotonic() - started
+            reason = f"refused: {request.gang} waited {waited_s:.1f} s for its turn behind {self.switching}"
+            return LeaseReply(granted=False, epoch=self.epoch, reason=reason)
+        try:
+            self.switching = f"{request.gang}: {wholes(request.tags)}"
+            return await Switch(self, request, started + request.deadline_s).run()
+        finally:
+            self.switching = ""
+            self._turn.release()
+
+
+class _Stopped(Exception):
+    """The plan cannot go on, and why."""
+
+
+class _Lost(Exception):
+    """That incarnation of a tenant is gone."""
+
+
+class Switch:
+    """One lease from request to answer."""
+
+    def __init__(self, leases: Leases, request: LeaseRequest, until_s: float) -> None:
+        self._leases = leases
+        self._site = leases.site
+        self._options = leases.options
+        self._now = leases.clock.monotonic
+        self._request = request
         self._until_s = until_s
-        self._forward_until = now + FORWARD_SHARE * (until_s - now)
-        self._epoch = epoch
-        self._next_epoch = next_epoch
-        self._emit = emit
-        self.stage: Literal["survey", "forward", "back", "over"] = "survey"
+        self._step_until_s = until_s
+        self._ledger = leases.ledger()
+        self._before: dict[str, TenantReport] = {}
+        """By tenant, before the first plan; empty: no tenant was disturbed."""
+        self._epoch = leases.epoch
         self._seconds: dict[str, float] = {}
         self._copied_bytes = self._dropped_bytes = 0
-        self._failure = ""
+        self._phase = "survey"
+        self._phase_started = self._now()
+        self._pending: set[str] = set()
         self._trouble = ""
         """Why the last measurement brought no readings."""
-        self._was_active = {t.name for t in ledger.tenants.values() if t.report.state == "active"}
-        self._was_mapped = {t.name: {g.tag for g in t.report.tags if is_mapped(g)} for t in ledger.tenants.values()}
-        self._sent: dict[CommandKind, dict[str, set[Tag]]] = {"drain": {}, "release": {}, "restore": {}, "commit": {}}
-        """By all plans so far."""
-        self._num_plans = 0
-        self._plan = SwitchPlan()
-        self._phase: Phase = "done"
-        self._phase_started = self._phase_until = 0.0
-        self._epochs: dict[str, int] = {}
-        self._pending: dict[str, _Pending] = {}
-        self._unwilling: set[str] = set()
-        self._silent: set[str] = set()
-        """On the way back."""
-        self._wait = _Wait()
-        self._measure_due = 0.0
-        self._survey_again(now, 0.0)
 
-    # -- events
-
-    def measured(self, now: float) -> None:
-        """The readings are in the books."""
-        if self.stage == "survey":
-            self._plan_after_survey(now)
-        elif self._phase == "verify":
-            self._verify(now)
-
-    def unmeasured(self, reason: str) -> None:
-        """No readings came; what a refusal for want of them will say."""
-        self._trouble = reason
-
-    def replied(self, reply: MemoryReply, now: float) -> None:
-        """A tenant answered; its report is in the books already."""
-        name = reply.report.tenant
-        pending = self._pending.get(name)
-        if pending is None or pending.command.command_id != reply.command_id:
-            return
-        del self._pending[name]
-        self._copied_bytes += reply.copied_bytes
-        self._dropped_bytes += reply.dropped_bytes
-        tenant = self._ledger.tenants.get(name)
-        if tenant is not None:
-            tenant.promised.clear()  # whatever an older command promised has happened, or never will
-        if reply.accepted:
-            self._leave_if_ready(now)
-        else:
-            self._refused(name, reply.reason, now)
-
-    def unanswered(self, command_id: str, now: float) -> None:
-        """A call ended without an answer: once more, unless its tenant is gone."""
-        for pending in self._pending.values():
-            if pending.command.command_id == command_id:
-                pending.resend_at = min(pending.resend_at, now + _AGAIN_S)
-
-    def lost(self, name: str, now: float) -> None:
-        """A tenant died, was fenced or restarted."""
-        self._pending.pop(name, None)
-        if self.stage not in ("forward", "back") or name not in self._plan.touched:
-            return
-        if self.stage == "forward" and (name in self._plan.restore or name in self._plan.commit):
-            self._stop(f"{name} was lost while the switch was in its {self._phase} step", now)
-        else:
-            self._leave_if_ready(now)
-
-    def tick(self, now: float) -> None:
-        """Repeat what is due; end what is late."""
-        if self.stage == "survey":
-            if now >= self._measure_due:
-                if now >= self._forward_until:
-                    self._refuse(unmeasured_words(self.devices, self._trouble), now)
-                else:
-                    self._survey_again(now, 0.0)
-        elif self._phase == "verify":
-            if now >= self._measure_due:
-                if now >= self._phase_until + _LONGEST_POLL_S * 2:
-                    self._stop(unmeasured_words(self._asked(), self._trouble), now)
-                else:
-                    self._measure(sorted(self._asked()), now, 0.0)
-        elif now >= self._phase_until:
-            self._late(now)
-        else:
-            for name, pending in list(self._pending.items()):
-                if now >= pending.resend_at:
-                    pending.resend_at = now + self._options.resend_s
-                    self._emit(Send(name, self._epochs[name], pending.command))
-
-    def wakes_at(self) -> float:
-        """When `tick` has something to do."""
-        if self.stage == "survey" or self._phase == "verify":
-            return self._measure_due
-        return min([self._phase_until, *(p.resend_at for p in self._pending.values())])
-
-    # -- survey and plans
-
-    def _survey_again(self, now: float, after_s: float) -> None:
-        self._measure(self.devices, now, after_s)
-
-    def _measure(self, devices: Iterable[str], now: float, after_s: float) -> None:
-        self._measure_due = now + after_s + 1.0
-        self._emit(Measure(self.request.request_id, tuple(devices), after_s))
-
-    def _plan_after_survey(self, now: float) -> None:
-        if not all(self._ledger.is_settled(device) for device in self.devices) and now < self._forward_until:
-            self._survey_again(now, 4 * _SURVEY_POLL_S)
-            return
-        plan = build(self._ledger, self.request)
-        if not isinstance(plan, Shortage):
-            self._carry_out(plan, now)
-            return
-        options = self._options
-        is_dying = self._ledger.died_since(self.devices, now - options.death_s)
-        patience = options.death_s if is_dying else options.settle_s
-        if plan.may_pass and now < min(self._started + patience, self._forward_until):
-            self._survey_again(now, _SURVEY_POLL_S)
-            return
-        self._refuse(plan.reason, now)
-
-    def _plan_again(self, reason: str, now: float) -> None:
-        """What is still missing? Nothing, as a rule. But a member may have come during the switch, and a
-        measurement may show memory that the books do not have, so that more has to leave."""
-        plan = build(self._ledger, self.request)
-        if isinstance(plan, Shortage):
-            self._go_back(reason or plan.reason, now)
-        elif plan.is_empty or self._num_plans < self._options.max_plans:
-            self._carry_out(plan, now)
-        else:
-            self._go_back(reason or f"members of {self.request.gang} keep changing", now)
-
-    def _carry_out(self, plan: SwitchPlan, now: float) -> None:
-        if plan.is_empty:
-            self._answer(granted=True, reason="", now=now)
-            return
-        self._num_plans += 1
-        self._begin("forward", plan, now)
-
-    def _begin(self, stage: Literal["forward", "back"], plan: SwitchPlan, now: float) -> None:
-        self.stage = stage
-        self._plan = plan
-        self._epoch = self._next_epoch()
-        self._epochs = {name: t.report.epoch for name, t in self._ledger.tenants.items()}
-        self._pending.clear()
-        self._enter("drain", now)
-
-    def _go_back(self, reason: str, now: float) -> None:
-        self._failure = reason
-        self._emit(TimelineNote(min(self.devices, default=""), "", "fallback", f"{self.request.gang}: {reason}"))
-        self._begin("back", self._way_back(), now)
-
-    def _way_back(self) -> SwitchPlan:
-        """Undo the commands, as far as the tenants still live."""
-        release: dict[str, set[Tag]] = {}
-        for name, tags in self._sent["restore"].items():
-            tenant = self._ledger.tenants.get(name)
-            kept = {tag.tag for tag in tenant.report.tags if tag.policy == "keep"} if tenant is not None else set[Tag]()
-            release[name] = tags - self._was_mapped.get(name, set()) - kept
-        restore = {name: tags & self._was_mapped.get(name, set()) for name, tags in self._sent["release"].items()}
-        touched = {name for names in self._sent.values() for name in names}
-        return SwitchPlan(
-            drain=tuple(sorted(self._sent["commit"])),
-            release={name: self._ordered(name, tags) for name, tags in sorted(release.items())},
-            restore={name: self._ordered(name, tags) for name, tags in sorted(restore.items()) if tags},
-            commit=tuple(sorted(touched & self._was_active)),
-        )
-
-    def _ordered(self, name: str, tags: set[Tag]) -> tuple[Tag, ...]:
-        tenant = self._ledger.tenants.get(name)
-        return () if tenant is None else tuple(tag.tag for tag in tenant.report.tags if tag.tag in tags)
-
-    # -- steps
-
-    def _enter(self, phase: Phase, now: float) -> None:
-        self._phase, self._phase_started = phase, now
-        if phase == "done":
-            self._done(now)
-            return
-        is_back = self.stage == "back"
-        left = max((self._until_s if is_back else self._forward_until) - now, 0.0)
-        # Falling back, each step may use half of what is left, so that time is left for the last ones.
-        limit = self._options.verify_s if phase == "verify" else self._options.phase_s
-        self._phase_until = now + min(limit, left / 2 if is_back and phase != "commit" else left)
-        if phase == "verify":
-            self._wait = _Wait()
-            if asked := self._asked():
-                self._measure(sorted(asked), now, 0.0)
-            else:
-                self._leave(now)
-            return
-        none: tuple[Tag, ...] = ()
-        sets: dict[CommandKind, Mapping[str, tuple[Tag, ...]]] = {
-            "drain": dict.fromkeys(self._plan.drain, none),
-            "release": self._plan.release,
-            "restore": self._plan.restore,
-            "commit": dict.fromkeys(self._plan.commit, none),
-        }
-        for name, tags in sets[phase].items():
-            if self._is_there(name):
-                self._command(phase, name, tags, now)
-        self._leave_if_ready(now)
-
-    def _is_there(self, name: str) -> bool:
-        tenant = self._ledger.tenants.get(name)
-        if tenant is None or not tenant.is_usable or name in self._unwilling:
-            return False
-        return tenant.report.epoch == self._epochs.get(name)
-
-    def _command(self, phase: CommandKind, name: str, tags: tuple[Tag, ...], now: float) -> None:
-        tenant = self._ledger.tenants[name]
-        if phase == "restore":
-            tenant.promised.update({t.tag: t.num_bytes for t in tenant.report.tags if t.tag in tags})
-        command = MemoryCommand(
-            command_id=f"{self.request.request_id}.{self._epoch}.{phase}.{name}",
+    async def run(self) -> LeaseReply:
+        started, request = self._now(), self._request
+        failure = ""
+        forward_s = FORWARD_SHARE * (self._until_s - started)
+        self._step_until_s = started + forward_s
+        try:
+            async with asyncio.timeout(forward_s):
+                await self._forward()
+        except TimeoutError:
+            failure = self._late_words()
+        except _Stopped as stopped:
+            failure = str(stopped)
+        if failure and self._before:
+            await self._go_back(failure)
+        if failure and not failure.startswith("refused"):
+            failure = f"refused: {failure}"
+        text = f"{request.gang}: {wholes(request.tags)}" + (f": {failure}" if failure else "")
+        devices = self._ledger.devices
+        for device in devices or ("",):
+            self._site.note(device, "", "refused" if failure else "granted", text)
+        self._site.spent(request.request_id, "switch", started, self._now(), devices)
+        return LeaseReply(
+            granted=not failure,
             epoch=self._epoch,
-            kind=phase,
-            tags=tags,
-            deadline_s=max(self._phase_until - now, 0.05),
-            tenant_epoch=self._epochs[name],
-        )
-        self._sent[phase].setdefault(name, set()).update(tags)
-        self._pending[name] = _Pending(command, now + self._options.resend_s)
-        self._emit(Send(name, self._epochs[name], command))
-
-    def _leave_if_ready(self, now: float) -> None:
-        if not self._pending and self._phase not in ("verify", "done"):
-            self._leave(now)
-
-    def _leave(self, now: float) -> None:
-        self._close_phase(now)
-        self._enter(_PHASES[_PHASES.index(self._phase) + 1], now)
-
-    def _close_phase(self, now: float) -> None:
-        name = f"fallback_{self._phase}" if self.stage == "back" else self._phase
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._phase_started
-        touched = [self._ledger.tenants[name] for name in self._plan.touched if name in self._ledger.tenants]
-        devices = sorted({device for tenant in touched for device in tenant.report.devices})
-        self._emit(PhaseEnded(self.request.request_id, name, self._phase_started, now, tuple(devices)))
-
-    # -- until memory is free
-
-    def _asked(self) -> dict[str, int]:
-        return asked_bytes(self._ledger, self._plan.restore)
-
-    def _short(self, asked: Mapping[str, int]) -> dict[str, int]:
-        room = {device: self._ledger.room(device, besides=self._plan.restore) for device in asked}
-        return {device: n - room[device] for device, n in asked.items() if room[device] < n}
-
-    def _verify(self, now: float) -> None:
-        asked, wait = self._asked(), self._wait
-        short = self._short(asked)
-        if not short:
-            self._leave(now)
-            return
-        if now >= self._phase_until or not self._is_shrinking(sum(short.values()), now):
-            device = max(short, key=lambda d: short[d])
-            self._stop(self._ledger.short_words(device, short[device]), now, is_short=True)
-            return
-        self._measure(sorted(asked), now, wait.poll_s)
-        wait.poll_s = min(2 * wait.poll_s, _LONGEST_POLL_S)
-
-    def _is_shrinking(self, num_bytes: int, now: float) -> bool:
-        """Whether the shortage became smaller lately. Falling back there is nothing else to do but wait."""
-        wait = self._wait
-        if wait.shrank_at is None or num_bytes < wait.least_short:
-            wait.least_short, wait.shrank_at = num_bytes, now
-        return self.stage == "back" or now - wait.shrank_at < self._options.still_s
-
-    # -- what goes wrong
-
-    def _refused(self, name: str, reason: str, now: float) -> None:
-        place = place_of(self._ledger.tenants[name].report) if name in self._ledger.tenants else ""
-        self._emit(TimelineNote(place, name, "refused", f"{self._phase}: {reason}"))
-        if self.stage == "back":
-            self._unwilling.add(name)
-            self._leave_if_ready(now)
-        else:
-            self._stop(f"{name} refused to {self._phase}: {reason}", now)
-
-    def _late(self, now: float) -> None:
-        late = sorted(self._pending)
-        self._pending.clear()
-        if self.stage == "back":
-            self._silent.update(late)
-            self._unwilling.update(late)
-            self._leave_if_ready(now)
-        else:
-            waited = now - self._phase_started
-            self._stop(f"{', '.join(late) or 'no tenant'} did not {self._phase} within {waited:.1f} s", now)
-
-    def _stop(self, reason: str, now: float, *, is_short: bool = False) -> None:
-        self._close_phase(now)
-        self._pending.clear()
-        if self.stage == "back":
-            self._unwilling.update(self._plan.restore)  # their memory is not there: they stay quiet
-            self._enter("commit", now)
-        elif is_short and self._num_plans < self._options.max_plans:
-            self._plan_again(reason, now)
-        else:
-            self._go_back(reason, now)
-
-    # -- ends
-
-    def _done(self, now: float) -> None:
-        if self.stage == "forward":
-            self._plan_again("", now)
-            return
-        for name in sorted(self._silent):
-            tenant = self._ledger.tenants.get(name)
-            if tenant is not None and tenant.is_usable:
-                reason = f"it did not answer to {self.request.request_id}, nor to the way back"
-                self._ledger.fence(name, reason)
-                self._emit(TimelineNote(place_of(tenant.report), name, "fenced", reason))
-        self._refuse(self._failure, now)
-
-    def _refuse(self, reason: str, now: float) -> None:
-        self._answer(granted=False, reason=reason if reason.startswith("refused") else f"refused: {reason}", now=now)
-
-    def _answer(self, *, granted: bool, reason: str, now: float) -> None:
-        self.stage = "over"
-        request = self.request
-        reply = LeaseReply(
-            granted=granted,
-            epoch=self._epoch,
-            reason=reason,
+            reason=failure,
             seconds=self._seconds,
             copied_bytes=self._copied_bytes,
             dropped_bytes=self._dropped_bytes,
         )
-        text = f"{request.gang}: {wholes(request.tags)}" + (f": {reason}" if reason else "")
-        for device in self.devices or ("",):
-            self._emit(TimelineNote(device, "", "granted" if granted else "refused", text))
-        self._emit(PhaseEnded(request.request_id, "switch", self._started, now, self.devices))
-        self._emit(LeaseAnswer(request.request_id, reply))
+
+    # -- forward
+
+    async def _forward(self) -> None:
+        plan = await self._first_plan()
+        if not plan.is_empty:
+            self._before = {t.name: t.report for t in self._ledger.tenants.values() if t.is_usable}
+        reason = ""
+        for _ in range(MAX_PLANS):
+            if plan.is_empty:
+                return
+            reason = await self._carry_out(plan)
+            # Nothing is missing then, as a rule. But a member may have been restarted, and a measurement may show
+            # memory that the books do not have, so that more has to leave.
+            following = self._planned()
+            if isinstance(following, Shortage):
+                raise _Stopped(reason or following.reason)
+            plan = following
+        if not plan.is_empty:
+            raise _Stopped(reason or f"members of {self._request.gang} keep changing")
+
+    async def _first_plan(self) -> SwitchPlan:
+        started = self._now()
+        patience_s = min(self._options.settle_s, 0.5 * (self._until_s - started))
+        while True:
+            await self._survey(self._all_names(), min(self._options.survey_s, 0.25 * (self._until_s - started)))
+            await self._measure(self._ledger.devices)
+            plan = self._planned()
+            if isinstance(plan, SwitchPlan):
+                return plan
+            if not plan.may_pass or self._now() >= started + patience_s:
+                raise _Stopped(plan.reason)
+            await asyncio.sleep(_SURVEY_PAUSE_S)
+
+    def _all_names(self) -> list[str]:
+        return [name for names in self._leases.gangs.values() for name in names]
+
+    def _planned(self) -> SwitchPlan | Shortage:
+        wanted = self._leases.gangs.get(self._request.gang, ())
+        if missing := [name for name in wanted if name not in self._ledger.tenants]:
+            return Shortage(f"{', '.join(missing)} of gang {self._request.gang} did not report", may_pass=True)
+        return build(self._ledger, self._request)
+
+    async def _carry_out(self, plan: SwitchPlan) -> str:
+        """Empty, or in words what was short before anything was restored."""
+        self._epoch = self._leases.next_epoch()
+        await self._step("drain", dict.fromkeys(plan.drain, ()))
+        await self._step("release", plan.release)
+        with self._timed("verify"):
+            if short := await self._verify(plan.restore, self._options.still_s):
+                return short
+        await self._step("restore", plan.restore)
+        await self._step("commit", dict.fromkeys(plan.commit, ()))
+        return ""
+
+    async def _step(self, kind: CommandKind, tags: Mapping[str, tuple[Tag, ...]]) -> None:
+        with self._timed(kind):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for name, some in tags.items():
+                        if name in self._ledger.tenants:
+                            group.create_task(self._command(kind, name, some))
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+    def _late_words(self) -> str:
+        if self._trouble:
+            return self._trouble
+        who = ", ".join(sorted(self._pending)) or "no tenant"
+        return f"{who} did not {self._phase} within {self._now() - self._phase_started:.1f} s"
+
+    # -- back
+
+    async def _go_back(self, reason: str) -> None:
+        first = min(self._ledger.devices, default="")
+        self._site.note(first, "", "fallback", f"{self._request.gang}: {reason}")
+        self._pending.clear()
+        # Each step may use a part of what is left, so that time is left for the last ones.
+        await self._survey(self._before, self._left_s() / 3)
+        plan = self._way_back()
+        self._epoch = self._leases.next_epoch()
+        await self._attempt("drain", dict.fromkeys(plan.drain, ()), self._left_s() / 2)
+        await self._attempt("release", plan.release, self._left_s() / 2)
+        unwilling: set[str] = set()
+        try:
+            async with asyncio.timeout(self._left_s() / 2):
+                with self._timed("fallback_verify"):
+                    await self._verify(plan.restore, float("inf"))
+        except TimeoutError:
+            unwilling.update(plan.restore)  # their memory is not there: they stay quiet
+        else:
+            unwilling = await self._attempt("restore", plan.restore, self._left_s() / 2)
+        commit = [name for name in plan.commit if name not in unwilling]
+        await self._attempt("commit", dict.fromkeys(commit, ()), self._left_s())
+
+    def _left_s(self) -> float:
+        return max(self._until_s - self._now(), 0.0)
+
+    def _way_back(self) -> SwitchPlan:
+        """From what the tenants hold now to what they held before, as far as they still live."""
+        drain: list[str] = []
+        release: dict[str, tuple[Tag, ...]] = {}
+        restore: dict[str, tuple[Tag, ...]] = {}
+        commit: list[str] = []
+        for name, before in self._before.items():
+            tenant = self._ledger.tenants.get(name)
+            if tenant is None or not tenant.is_usable or tenant.report.epoch != before.epoch:
+                continue
+            was_mapped = {tag.tag for tag in before.tags if is_mapped(tag)}
+            now = tenant.report
+            gone: list[Tag] = [tag.tag for tag in now.tags if tag.tag in was_mapped and not is_mapped(tag)]
+            come: list[Tag] = [tag.tag for tag in now.tags if tag.tag not in was_mapped and can_leave(tag)]
+            if gone:
+                restore[name] = tuple(gone)
+            if come:
+                release[name] = tuple(come)
+            if now.state == "active" and before.state != "active":
+                drain.append(name)
+            if now.state != "active" and before.state == "active":
+                commit.append(name)
+        return SwitchPlan(tuple(drain), release, restore, tuple(commit))
+
+    async def _attempt(self, kind: CommandKind, tags: Mapping[str, tuple[Tag, ...]], within_s: float) -> set[str]:
+        """The tenants that did not do it."""
+        failed: set[str] = set()
+        self._step_until_s = self._now() + within_s
+
+        async def attempt(name: str, some: tuple[Tag, ...]) -> None:
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._command(kind, name, some)
+            except TimeoutError:
+                self._ledger.tenants[name].silent = f"did not answer to {kind}"
+                failed.add(name)
+            except _Stopped:
+                failed.add(name)
+
+        with self._timed(f"fallback_{kind}"):
+            there = [name for name in tags if name in self._ledger.tenants and self._ledger.tenants[name].is_usable]
+            await asyncio.gather(*(attempt(name, tags[name]) for name in there))
+        return failed
+
+    # -- tenants
+
+    async def _survey(self, names: Iterable[str], within_s: float) -> None:
+        """Have them report, under an epoch of its own."""
+        self._epoch = epoch = self._leases.next_epoch()
+
+        async def ask(name: str) -> None:
+            command = MemoryCommand(
+                command_id=f"{self._request.request_id}.{epoch}.survey.{name}",
+                epoch=epoch,
+                kind="survey",
+                deadline_s=within_s,
+            )
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._answer(name, command)
+            except _Lost:
+                self._ledger.tenants.pop(name, None)
+            except TimeoutError:
+                self._ledger.tenants.pop(name, None)
+                if (known := self._leases.reports.get(name)) is not None:
+                    self._ledger.add(known, f"does not answer (asked for {within_s:.1f} s)")
+
+        await asyncio.gather(*map(ask, names))
+
+    async def _command(self, kind: CommandKind, name: str, tags: tuple[Tag, ...]) -> None:
+        """Raises _Stopped when it refuses, or is lost before it has its memory."""
+        command = MemoryCommand(
+            command_id=f"{self._request.request_id}.{self._epoch}.{kind}.{name}",
+            epoch=self._epoch,
+            kind=kind,
+            tags=tags,
+            deadline_s=max(self._step_until_s - self._now(), 0.05),
+            tenant_epoch=self._ledger.tenants[name].report.epoch,
+        )
+        self._pending.add(name)
+        try:
+            reply = await self._answer(name, command)
+        except _Lost:
+            self._pending.discard(name)
+            if not self._site.is_there(name):
+                self._ledger.tenants.pop(name, None)
+            if kind in ("restore", "commit"):
+                raise _Stopped(f"{name} was lost while the switch was in its {kind} step") from None
+            return
+        self._pending.discard(name)
+        self._copied_bytes += reply.copied_bytes
+        self._dropped_bytes += reply.dropped_bytes
+        if not reply.accepted:
+            self._site.note(", ".join(reply.report.devices), name, "refused", f"{kind}: {reply.reason}")
+            raise _Stopped(f"{name} refused to {kind}: {reply.reason}")
+
+    async def _answer(self, name: str, command: MemoryCommand) -> MemoryReply:
+        """Asked for until it comes; the report is in the books then. Raises _Lost."""
+        while True:
+            if not self._site.is_there(name):
+                raise _Lost
+            try:
+                reply = await self._site.command(name, command, self._options.resend_s)
+                break
+            except CallError:
+                await asyncio.sleep(_AGAIN_S)
+        self._leases.reports[name] = reply.report
+        self._ledger.add(reply.report)
+        if command.tenant_epoch not in (0, reply.report.epoch):
+            raise _Lost
+        return reply
+
+    # -- devices
+
+    async def _measure(self, devices: Iterable[str]) -> None:
+        """Now; asked for until there are readings."""
+        uses = self._ledger.uses(devices)
+        while True:
+            try:
+                self._ledger.readings |= await self._site.measure(uses)
+            except MyxaError as error:
+                names = ", ".join(use.device for some in uses.values() for use in some)
+                self._trouble = f"{names} could not be measured in time: {error}"
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                self._trouble = ""
+                return
+
+    async def _verify(self, restore: Mapping[str, tuple[Tag, ...]], still_s: float) -> str:
+        """Wait until a measurement shows room. In words what is short, once that did not shrink for `still_s`."""
+        asked = asked_bytes(self._ledger, restore)
+        least: float = float("inf")
+        shrank_at, pause_s = self._now(), _FIRST_PAUSE_S
+        while asked:
+            await self._measure(sorted(asked))
+            short = {d: n - room for d, n in asked.items() if (room := self._ledger.room(d)) < n}
+            if not short:
+                break
+            if sum(short.values()) < least:
+                least, shrank_at = sum(short.values()), self._now()
+            elif self._now() - shrank_at >= still_s:
+                device = max(short, key=lambda d: short[d])
+                return self._ledger.short_words(device, short[device])
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return ""
+
+    @contextmanager
+    def _timed(self, phase: str) -> Generator[None]:
+        self._phase, self._phase_started = phase, self._now()
+        try:
+            yield
+        finally:
+            now = self._now()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._phase_started
+            self._site.spent(self._request.request_id, phase, self._phase_started, now, self._ledger.devices)

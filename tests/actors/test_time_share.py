@@ -47,7 +47,7 @@ class ToyRollout(RolloutContract):
         self.state: TenantState = "cold"
 
     async def memory_report(self) -> TenantReport | None:
-        return TenantReport(self.ctx.name, self.epoch, "rollout", ("host:0",), (1,), (1,), self.state, ())
+        return TenantReport(self.ctx.name, self.epoch, "rollout", ("host:0",), (1,), self.state, ())
 
     async def load_engine(self) -> None:
         self.num_loads += 1

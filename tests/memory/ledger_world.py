@@ -1,29 +1,33 @@
-"""A node in virtual time around the real arbiter and the real tenant machines: messages that are lost, doubled, late and
+"""A node in virtual time around the real leases and the real tenants: messages that are lost, doubled, late and
 reordered; processes that die or stop in any state; copies that are slow; measurements that lie; strangers that take
-memory; a manager that dies. The world knows the truth, byte by byte, and holds the arbiter to it."""
+memory; a manager that dies. The world knows the truth, byte by byte, and holds the leases to it."""
 
 from __future__ import annotations
 
-import heapq
+import asyncio
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from tests.simulation.sim_loop import SimClock, SimLoop
+
+from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.device_memory import (
     DeviceReading,
+    DeviceUse,
     LeaseReply,
     LeaseRequest,
     MemoryCommand,
     MemoryReply,
+    MovedMemory,
     Tag,
     TagPolicy,
     TagReport,
-    TenantReport,
 )
-from myxa.memory.leases.arbiter import Arbiter
-from myxa.memory.leases.lease_ledger import TenantMachine, resting_state
-from myxa.memory.leases.switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send
+from myxa.core.errors import DeadlineExceeded, MemoryFault
+from myxa.memory.leases.switch import LeaseOptions, Leases
 
 MIB = 1 << 20
 CAPACITY = 1000 * MIB
@@ -31,19 +35,19 @@ RESERVE = 10 * MIB
 MARGIN = 5 * MIB
 RESIDUE = 5 * MIB
 """Of every process on a device, in no tag: the measurement has it, the books do not."""
-OPTIONS = ArbiterOptions(reserve_bytes=RESERVE, margin_bytes=MARGIN, phase_s=20, resend_s=2, death_s=8)
+OPTIONS = LeaseOptions(reserve_bytes=RESERVE, margin_bytes=MARGIN, survey_s=2, resend_s=2, settle_s=8)
 TAGS: dict[str, dict[Tag, tuple[int, TagPolicy]]] = {
     "trainer": {
         "params": (120 * MIB, "rematerialise"),
         "grads": (200 * MIB, "discard"),
         "optimizer": (240 * MIB, "backup"),
-        "nccl": (30 * MIB, "rematerialise"),
         "context": (20 * MIB, "keep"),
     },
     "rollout": {"weights": (120 * MIB, "backup"), "kv_cache": (420 * MIB, "discard"), "cuda_graph": (40 * MIB, "keep")},
     "other": {"frozen": (60 * MIB, "backup"), "workspace": (100 * MIB, "discard")},
 }
 ALL: dict[str, tuple[Tag, ...]] = {gang: tuple(tags) for gang, tags in TAGS.items()}
+ALL["trainer"] += ("nccl",)
 DEVICES = ("gpu-a", "gpu-b", "gpu-c")
 Members = dict[str, tuple[str, tuple[str, ...]]]
 """Tenant -> (gang, devices)."""
@@ -97,24 +101,28 @@ class Asset:
         return TagReport(tag, self.num_bytes, self.policy, backing, held)
 
 
-@dataclass
 class Process:
-    """One incarnation of a tenant."""
+    """One incarnation of a tenant: its gate, its memory, its communicators, and what it was told."""
 
-    name: str
-    gang: str
-    devices: tuple[str, ...]
-    epoch: int
-    assets: dict[Tag, Asset]
-    machine: TenantMachine
-    is_alive: bool = True
-    is_stopped: bool = False
-    freed: set[str] = field(default_factory=set)
-    sequence: int = 0
-    inbox: list[MemoryCommand] = field(default_factory=list)
-    waiting: list[MemoryCommand] = field(default_factory=list)
-    executed: list[tuple[str, int]] = field(default_factory=list)
-    comm_epoch: int = 0
+    def __init__(self, world: World, name: str, epoch: int) -> None:
+        self.world, self.name, self.epoch = world, name, epoch
+        self.gang, self.devices = world.members[name]
+        self.assets: dict[Tag, Asset] = {
+            tag: Asset(num_bytes, policy) for tag, (num_bytes, policy) in TAGS[self.gang].items()
+        }
+        self.is_alive, self.is_stopped, self.is_open = True, False, False
+        self.freed: set[str] = set()
+        self.executed: list[tuple[str, int]] = []
+        self.comm_epoch = 0
+        self.tenant = Tenant(
+            options=TenantOptions(name=name, epoch=epoch, gang=self.gang, devices=self.devices),
+            stores=(self,),
+            gate=self,
+            in_thread=self.in_thread,
+            clock=world.clock,
+            comms=Comms(self) if self.gang == "trainer" else None,
+            telemetry=self,  # pyright: ignore[reportArgumentType]
+        )
 
     def used(self, device: str) -> int:
         """Of that device, truly."""
@@ -122,293 +130,281 @@ class Process:
             return 0
         return RESIDUE + sum(a.num_bytes for a in self.assets.values() if a.on_device)
 
-    def report(self) -> TenantReport:
-        self.sequence += 1
-        return TenantReport(
-            tenant=self.name, epoch=self.epoch, gang=self.gang, devices=self.devices, pids=(self.epoch,),
-            started_at=(1,), state=self.machine.state, tags=tuple(a.report(tag) for tag, a in self.assets.items()),
-            comm_epoch=self.comm_epoch,
-            sequence=self.sequence,
-        )  # fmt: skip
+    async def lives(self) -> None:
+        """Returns when it is not stopped; never once it is dead."""
+        while self.is_stopped or not self.is_alive:
+            await asyncio.sleep(0.2)
+
+    async def in_thread(self, work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(self.world.random.random() * self.world.weather.slow_s)
+        await self.lives()
+        return work()
+
+    async def quiesce(self) -> None:
+        await self.in_thread(lambda: None)
+        self.is_open = False
+
+    async def resume(self) -> None:
+        await self.lives()
+        self.is_open = True
+
+    def span(self, kind: str, *_: object, epoch: int, **__: object) -> None:
+        """A command was carried out."""
+        self.world.expect((kind, epoch) not in self.executed, f"I5: {kind} of {epoch} carried out twice")
+        last = self.executed[-1][1] if self.executed else 0
+        self.world.expect(epoch >= last, f"I4: epoch {epoch} obeyed after {last}")
+        self.executed.append((kind, epoch))
+
+    def report(self) -> tuple[TagReport, ...]:
+        return tuple(asset.report(tag) for tag, asset in self.assets.items())
+
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
+        self.world.expect(not self.is_open, "I6: memory of what runs is taken")
+        for tag in tags:
+            self.world.leave(self.assets[tag])
+        return MovedMemory()
+
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+        self.world.expect(not self.is_open, "I6: memory of what runs is given")
+        self.world.come(self, tags)
+        return MovedMemory()
+
+
+class Comms:
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    def release(self, epoch: int, timeout_s: float) -> None:
+        self.process.comm_epoch = 0
+
+    def restore(self, epoch: int, timeout_s: float) -> None:
+        self.process.comm_epoch = epoch
+
+    def abort(self) -> None:
+        self.process.comm_epoch = 0
 
 
 class World:
-    """See the module's head."""
+    """See the module's head. It is the leases' site."""
 
     def __init__(self, seed: int, members: Members = MEMBERS) -> None:
         self.members = members
         self.random = random.Random(seed)
-        self.now = 0.0
+        self.loop = SimLoop(seed, limit_s=1e9)
+        self.clock = SimClock(self.loop)
         self.weather = Weather()
-        self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.count = itertools.count(1)
         self.epochs = itertools.count(1)
-        self.arbiter = Arbiter(OPTIONS)
         self.generation = 0
+        self.errors: list[BaseException] = []
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.manager_tasks: list[asyncio.Task[Any]] = []
         self.processes: list[Process] = []
         self.live: dict[str, Process] = {}
+        self.there: dict[str, Process] = {}
+        """As the registry has it."""
         self.strangers: dict[str, int] = dict.fromkeys(DEVICES, 0)
         self.has_cheated = False
-        self.readings: dict[str, list[tuple[float, int]]] = {device: [] for device in DEVICES}
+        self.readings: dict[str, int] = {}
+        self.granting: dict[tuple[int, str], int] = {}
+        """(epoch, device) -> bytes that are being restored."""
         self.sent: set[str] = set()
-        self.leases: dict[str, tuple[LeaseRequest, float]] = {}
+        self.requests: dict[str, tuple[LeaseRequest, float]] = {}
         self.answers: dict[str, LeaseReply] = {}
         self.last_epoch: dict[str, int] = {}
         self.num_granted = self.num_refused = 0
+        self.before: Callable[[str, MemoryCommand], None] = lambda _, __: None
+        """Called for each command that is sent, before it goes."""
+        gangs: dict[str, list[str]] = {}
+        for name, (gang, _) in members.items():
+            gangs.setdefault(gang, []).append(name)
+        self.gangs = gangs
+        self.leases = Leases(self, gangs, OPTIONS, self.clock)
         for name in members:
-            self.spawn(name)
+            self.spawn_tenant(name)
+
+    def expect(self, holds: bool, words: str) -> None:
+        if not holds:
+            self.errors.append(AssertionError(words))
 
     # -- time
 
+    @property
+    def now(self) -> float:
+        return self.clock.monotonic()
+
+    def go(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                self.errors.append(error)
+
+        task = self.loop.create_task(guarded())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
     def at(self, delay: float, work: Callable[[], None]) -> None:
-        heapq.heappush(self.heap, (self.now + max(delay, 0.0), next(self.count), work))
+        self.loop.call_later(max(delay, 0.0), work)
 
     def advance(self, seconds: float) -> None:
-        """Everything that happens until then, the arbiter's ticks included."""
-        until = self.now + seconds
-        for _ in range(200_000):
-            wake = max(self.arbiter.wakes_at(), self.now)
-            due = min(self.heap[0][0] if self.heap else until, wake)
-            if due >= until:
-                break
-            self.now = max(self.now, due)
-            if self.heap and self.heap[0][0] <= wake:
-                heapq.heappop(self.heap)[2]()
-            else:
-                self.now += 0.001
-                self.do(self.arbiter.tick(self.now))
-            self.check()
-        else:
-            raise AssertionError("the arbiter spins")
-        self.now = until
+        """Everything that happens until then."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+        self.check()
 
-    # -- the manager's side
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
 
-    def do(self, instructions: list[Instruction]) -> None:
-        restores: dict[str, int] = {}
-        for instruction in instructions:
-            if isinstance(instruction, Send):
-                self.note_send(instruction, restores)
-                self.call(instruction)
-            elif isinstance(instruction, Measure):
-                self.later(instruction.after_s + 0.001, lambda m=instruction: self.measure(m))
-            elif isinstance(instruction, AskReport):
-                self.later(self.lag(), lambda a=instruction: self.ask(a))
-            elif isinstance(instruction, LeaseAnswer):
-                self.answered(instruction)
-        for device, asked in restores.items():
-            self.check_proof(device, asked)
+    # -- the site
 
-    def later(self, delay: float, work: Callable[[], None]) -> None:
-        """Nothing happens if another manager is there by then."""
-        generation = self.generation
-        self.at(delay, lambda: work() if generation == self.generation else None)
+    def is_there(self, tenant: str) -> bool:
+        return tenant in self.there
 
-    def tell_gone(self, process: Process) -> None:
-        """The manager finds no such process."""
-        self.later(0.01, lambda: self.do(self.arbiter.died(process.name, process.epoch, "gone", self.now)))
+    async def command(self, tenant: str, command: MemoryCommand, within_s: float) -> MemoryReply:
+        self.note_send(tenant, command)
+        process = self.there.get(tenant)
+        reply: asyncio.Future[MemoryReply] = self.loop.create_future()
+        for _ in range(self.copies() if process is not None else 0):
+            assert process is not None
+            self.go(self.deliver(process, command, reply))
+        try:
+            async with asyncio.timeout(within_s):
+                return await reply
+        except TimeoutError:
+            raise DeadlineExceeded(f"{tenant} did not answer") from None
 
-    def note_send(self, send: Send, restores: dict[str, int]) -> None:
-        command = send.command
+    async def deliver(self, process: Process, command: MemoryCommand, reply: asyncio.Future[MemoryReply]) -> None:
+        await asyncio.sleep(self.lag())
+        await process.lives()
+        answer = await process.tenant.command(command)
+        for _ in range(self.copies()):
+            await asyncio.sleep(self.lag())
+            if not reply.done():
+                reply.set_result(answer)
+
+    def note_send(self, tenant: str, command: MemoryCommand) -> None:
+        self.before(tenant, command)
         if command.command_id in self.sent:
             return
         self.sent.add(command.command_id)
-        assert command.epoch >= self.last_epoch.get(send.tenant, 0), "I4: epochs do not go back"
-        self.last_epoch[send.tenant] = command.epoch
-        if command.kind == "restore":
-            report = self.arbiter.ledger.tenants[send.tenant].report
-            asked = sum(
-                t.num_bytes for t in report.tags if t.tag in command.tags and not t.backing.startswith("mapped")
-            )
-            for device in report.devices if asked else ():
-                restores[device] = restores.get(device, 0) + asked
+        self.expect(command.epoch >= self.last_epoch.get(tenant, 0), "I4: epochs do not go back")
+        self.last_epoch[tenant] = command.epoch
+        if command.kind == "restore" and tenant in self.there:
+            process = self.there[tenant]
+            coming = [self.assets_of(process, tag) for tag in command.tags]
+            asked = sum(asset.num_bytes for asset in coming if asset is not None and not asset.on_device)
+            for device in process.devices if asked else ():
+                key = (command.epoch, device)
+                self.granting[key] = self.granting.get(key, 0) + asked
+                room = self.readings[device] - MARGIN
+                self.expect(self.granting[key] <= room, f"I2: {self.granting[key]} granted of {room} on {device}")
 
-    def check_proof(self, device: str, asked: int) -> None:
-        """I2: a grant follows a reading with room for it."""
-        _, free = self.readings[device][-1]
-        assert free >= asked + MARGIN, f"I2: {device}: {asked} granted after {self.readings[device][-4:]}"
-        held = self.arbiter.ledger.held(device)
-        assert held <= CAPACITY - RESERVE or self.has_cheated, f"I1: {held} promised on {device}"
+    def assets_of(self, process: Process, tag: Tag) -> Asset | None:
+        return process.assets.get(tag)
 
-    def measure(self, measure: Measure) -> None:
+    async def measure(self, uses: Mapping[int, Iterable[DeviceUse]]) -> dict[str, DeviceReading]:
+        await asyncio.sleep(0.001)
         readings: dict[str, DeviceReading] = {}
-        for device in measure.devices:
+        for device in (use.device for some in uses.values() for use in some):
             free = CAPACITY - self.used(device)
             if self.random.random() < self.weather.lie:
                 free += self.random.randrange(-200, 400) * MIB
                 self.has_cheated = True
-            self.readings[device].append((self.now, free))
+            self.readings[device] = free
             readings[device] = DeviceReading(CAPACITY, free)
-        self.do(self.arbiter.measured(measure.key, readings, self.now))
+        return readings
 
-    def ask(self, ask: AskReport) -> None:
-        process = self.live.get(ask.tenant)
-        if process is None or process.is_stopped or self.random.random() < self.weather.drop:
-            return
-        report = process.report()
-        self.later(self.lag(), lambda: self.hear(report, self.arbiter.reported))
+    def note(self, device: str, tenant: str, kind: str, text: str) -> None:
+        pass
 
-    def hear(self, report: TenantReport, event: Callable[[TenantReport, float], list[Instruction]]) -> None:
-        self.do(event(report, self.now))
-        process = next(p for p in self.processes if p.epoch == report.epoch)
-        if not process.is_alive:  # it has ended meanwhile
-            self.tell_gone(process)
+    def spent(self, switch: str, phase: str, started_s: float, ended_s: float, devices: Iterable[str]) -> None:
+        self.expect(ended_s >= started_s, phase)
 
-    def call(self, send: Send) -> None:
-        process = self.live.get(send.tenant)
-        command = send.command
-        silent = command.deadline_s + 1
-        self.later(silent, lambda: self.do(self.arbiter.unanswered(command.command_id, self.now)))
-        if process is None or process.epoch != send.tenant_epoch:
-            return
-        for _ in range(self.copies()):
-            self.at(self.lag(), lambda: self.deliver(process, command))
+    def spawn(self, work: Coroutine[Any, Any, LeaseReply], name: str) -> asyncio.Task[LeaseReply]:
+        task = self.loop.create_task(work)
+        self.manager_tasks.append(task)
+        return task
 
     def restart_manager(self) -> None:
         self.generation += 1
-        self.arbiter = Arbiter(OPTIONS, incarnation=self.generation + 1)
-        for process in self.processes:
-            if process.is_alive:
-                self.register(process, self.random.random())
-        for request, _ in list(self.leases.values()):
-            self.later(0.2, lambda r=request: self.do(self.arbiter.leased(r, self.now)))
-            self.leases[request.request_id] = (request, self.now + 0.2 + request.deadline_s)
+        for task in self.manager_tasks:
+            task.cancel()
+        self.manager_tasks.clear()
+        self.leases = Leases(self, self.gangs, OPTIONS, self.clock, incarnation=self.generation + 1)
+        for request, _ in list(self.requests.values()):
+            self.requests[request.request_id] = (request, self.now + 0.2 + request.deadline_s)
+            self.go(self.ask(request, 0.2))
 
-    # -- the tenants' side
+    # -- the tenants
 
-    def spawn(self, name: str) -> None:
-        gang, devices = self.members[name]
-        assets: dict[Tag, Asset] = {tag: Asset(num_bytes, policy) for tag, (num_bytes, policy) in TAGS[gang].items()}
-        process = Process(name, gang, devices, next(self.epochs), assets, TenantMachine(name))
+    def spawn_tenant(self, name: str) -> None:
+        process = Process(self, name, next(self.epochs))
         self.processes.append(process)
         self.live[name] = process
-        self.register(process, 0.01)
+        self.at(0.01, lambda: self.registered(process))
 
-    def register(self, process: Process, delay: float) -> None:
-        def go() -> None:
-            if process.is_alive and not process.is_stopped:
-                self.hear(process.report(), self.arbiter.registered)
-            elif process.is_alive:
-                self.register(process, 0.3)
+    def registered(self, process: Process) -> None:
+        if process.is_alive:
+            self.there[process.name] = process
+            self.leases.reports.pop(process.name, None)
 
-        self.later(delay, go)
-
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, frees: bool = True) -> Process | None:
         process = self.live.pop(name, None)
         if process is None:
-            return
+            return None
         process.is_alive = False
-        self.at(self.random.random() * 0.1, lambda: self.do(self.arbiter.died(name, process.epoch, "killed", self.now)))
-        for device in process.devices:
+        self.at(self.random.random() * 0.1, lambda: self.gone(process))
+        for device in process.devices if frees else ():
             self.at(self.random.random() * 2.0, lambda d=device: process.freed.add(d))
+        return process
+
+    def gone(self, process: Process) -> None:
+        if self.there.get(process.name) is process:
+            del self.there[process.name]
+            self.leases.reports.pop(process.name, None)
 
     def stop(self, name: str) -> None:
         if name in self.live:
             self.live[name].is_stopped = True
 
     def cont(self, name: str) -> None:
-        process = self.live.get(name)
-        if process is not None and process.is_stopped:
-            process.is_stopped = False
-            inbox, process.inbox = process.inbox, []
-            for command in inbox:
-                self.deliver(process, command)
-
-    def deliver(self, process: Process, command: MemoryCommand) -> None:
-        if not process.is_alive:
-            return
-        if process.is_stopped:
-            process.inbox.append(command)
-            return
-        verdict = process.machine.decide(command)
-        if verdict.do == "again" and verdict.reply is not None:
-            self.reply(verdict.reply)
-        elif verdict.do == "refuse":
-            reply = MemoryReply(
-                command_id=command.command_id, report=process.report(), accepted=False, reason=verdict.reason
-            )
-            self.reply(reply)
-        elif verdict.do in ("wait", "join"):
-            process.waiting.append(command)
-        else:
-            ids = [done[0] for done in process.executed]
-            assert command.command_id not in ids, "I5: carried out twice"
-            assert not process.executed or command.epoch >= process.executed[-1][1], "I4: an older epoch obeyed"
-            process.executed.append((command.command_id, command.epoch))
-            if command.kind in ("release", "restore"):
-                assert process.machine.state in ("releasing", "restoring"), "I6"
-            self.at(self.random.random() * self.weather.slow_s, lambda: self.finish(process, command))
-
-    def finish(self, process: Process, command: MemoryCommand) -> None:
-        if not process.is_alive:
-            return
-        if process.is_stopped:
-            self.at(0.2, lambda: self.finish(process, command))
-            return
-        reason = self.apply(process, command)
-        reply = MemoryReply(command_id=command.command_id, report=process.report(), accepted=not reason, reason=reason)
-        process.machine.finished(reply)
-        self.reply(reply)
-        waiting, process.waiting = process.waiting, []
-        for each in waiting:
-            self.deliver(process, each)
-
-    def apply(self, process: Process, command: MemoryCommand) -> str:
-        machine, reason = process.machine, ""
-        if command.kind == "drain":
-            if machine.state == "draining":
-                machine.rest("quiesced")
-            return ""
-        if command.kind == "commit":
-            machine.rest("active")
-            return ""
-        if command.kind == "release":
-            for tag in command.tags:
-                self.leave(process.assets[tag])
-        else:
-            reason = self.come(process, command)
-        machine.rest(resting_state(tuple(a.report(tag) for tag, a in process.assets.items())))
-        return reason
+        if name in self.live:
+            self.live[name].is_stopped = False
 
     def leave(self, asset: Asset) -> None:
-        assert asset.policy != "keep", "a kept tag was told to leave"
+        self.expect(asset.policy != "keep", "a kept tag was told to leave")
         if not asset.on_device:
             return
         if asset.policy == "backup" and asset.dirty:
             asset.host_version = asset.device_version
         asset.on_device = False
 
-    def come(self, process: Process, command: MemoryCommand) -> str:
-        assets = [process.assets[tag] for tag in command.tags if not process.assets[tag].on_device]
+    def come(self, process: Process, tags: Collection[Tag]) -> None:
+        assets = [process.assets[tag] for tag in tags if not process.assets[tag].on_device]
         if max(map(self.used, process.devices)) + sum(a.num_bytes for a in assets) > CAPACITY:
-            assert self.has_cheated, f"out of memory at {process.name}: {command}"
-            return "out of device memory"
+            self.expect(self.has_cheated, f"out of memory at {process.name}: {tags}")
+            raise MemoryFault("out of device memory")
         for asset in assets:
             asset.on_device = True
             if asset.policy == "backup":
-                assert asset.version == 0 or asset.host_version == asset.version, "I3: the contents are lost"
+                self.expect(asset.version in (0, asset.host_version), "I3: the contents are lost")
             asset.device_version = asset.version
             asset.dirty = asset.host_version < 0
-        if "nccl" in command.tags:
-            process.comm_epoch = command.epoch
-        return ""
 
     def work(self, name: str) -> None:
         """An active tenant writes to what it holds."""
         process = self.live.get(name)
-        if process is None or process.machine.state != "active" or process.machine.running is not None:
+        if process is None or not process.is_open:
             return
         for asset in process.assets.values():
             if asset.on_device and asset.policy == "backup":
                 asset.version += 1
                 asset.device_version = asset.version
                 asset.dirty = True
-        report = process.report()
-        self.later(self.lag(), lambda: self.hear(report, self.arbiter.reported))
-
-    def reply(self, reply: MemoryReply) -> None:
-        for _ in range(self.copies()):
-            self.later(self.lag(), lambda: self.hear(reply.report, lambda _, now: self.arbiter.replied(reply, now)))
 
     # -- the network
 
@@ -427,40 +423,44 @@ class World:
             gang=gang, tags=tags, is_active=active, quiet=quiet, deadline_s=deadline_s,
             request_id=f"lease{next(self.count)}",
         )  # fmt: skip
-        self.leases[request.request_id] = (request, self.now + deadline_s)
-        self.do(self.arbiter.leased(request, self.now))
+        self.requests[request.request_id] = (request, self.now + deadline_s)
+        self.go(self.ask(request))
         return request.request_id
 
-    def answered(self, answer: LeaseAnswer) -> None:
-        request, _ = self.leases.pop(answer.request_id, (None, 0.0))
-        self.answers[answer.request_id] = answer.reply
-        if request is None:
+    async def ask(self, request: LeaseRequest, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
+        generation = self.generation
+        try:
+            reply = await self.leases.lease(request)
+        except asyncio.CancelledError:
+            if generation == self.generation:
+                raise
             return
-        if not answer.reply.granted:
+        if self.requests.pop(request.request_id, None) is None:
+            return
+        self.answers[request.request_id] = reply
+        if not reply.granted:
             self.num_refused += 1
-            assert answer.reply.reason.startswith("refused"), answer.reply.reason
+            self.expect(reply.reason.startswith("refused"), reply.reason)
             return
         self.num_granted += 1
+        self.check_granted(request)
+
+    def check_granted(self, request: LeaseRequest) -> None:
         for process in self.live.values():
-            if not self.is_usable(process):
+            known = self.leases.reports.get(process.name)
+            if known is None or known.epoch != process.epoch:
                 continue
             if process.gang == request.gang:
                 missing = [t for t in request.tags if t in process.assets and not process.assets[t].on_device]
-                assert not missing, f"granted without {missing} at {process.name}"
-                assert (process.machine.state == "active") or not request.is_active, process.machine.state
-            elif process.gang in request.quiet:
-                assert process.machine.state != "active", f"{process.name} was to be quiet"
-        self.check_comms(request)
-
-    def check_comms(self, request: LeaseRequest) -> None:
-        """I7: a gang whose communicators are there has all of them from one epoch."""
-        members = [p for p in self.live.values() if p.gang == request.gang and "nccl" in p.assets]
-        if "nccl" in request.tags and all(map(self.is_usable, members)):
-            assert len({p.comm_epoch for p in members}) <= 1, "I7: communicators of different epochs"
-
-    def is_usable(self, process: Process) -> bool:
-        known = self.arbiter.ledger.tenants.get(process.name)
-        return known is not None and known.is_usable and known.report.epoch == process.epoch
+                self.expect(not missing, f"granted without {missing} at {process.name}")
+                self.expect(process.is_open or not request.is_active, process.tenant.state)
+            elif process.gang in request.quiet and self.weather == Weather() and not process.is_stopped:
+                self.expect(not process.is_open, f"{process.name} was to be quiet")
+        members = [self.live.get(name) for name in self.gangs.get(request.gang, ())]
+        if "nccl" in request.tags and all(p is not None for p in members):
+            epochs = {p.comm_epoch for p in members if p is not None}
+            self.expect(len(epochs) <= 1, f"I7: communicators of epochs {epochs}")
 
     # -- the truth
 
@@ -468,21 +468,17 @@ class World:
         return self.strangers[device] + sum(p.used(device) for p in self.processes)
 
     def check(self) -> None:
-        for device in self.readings:
+        for device in DEVICES:
             if not self.has_cheated:
-                assert self.used(device) <= CAPACITY, f"I1: {device} is overfull"
-        for process in self.live.values():
-            known = self.arbiter.ledger.tenants.get(process.name)
-            if known is not None and known.report.epoch == process.epoch:
-                assert known.held_bytes + RESIDUE >= max(map(process.used, process.devices)), (
-                    f"the ledger has less of {process.name} than it holds"
-                )
+                self.expect(self.used(device) <= CAPACITY, f"I1: {device} is overfull")
         for process in self.processes:
             for tag, asset in process.assets.items():
                 if process.is_alive and asset.policy == "backup" and asset.version:
                     has_copy = (asset.on_device and asset.device_version == asset.version) or (
                         asset.host_version == asset.version
                     )
-                    assert has_copy, f"I3: {process.name} {tag} has no copy"
-        for name, (request, until) in self.leases.items():
-            assert self.now <= until + 1.5, f"I10: {name} ({request.gang}) is not answered at its deadline"
+                    self.expect(has_copy, f"I3: {process.name} {tag} has no copy")
+        for name, (request, until) in self.requests.items():
+            self.expect(self.now <= until + 1.5, f"I10: {name} ({request.gang}) is not answered at its deadline")
+        if self.errors:
+            raise self.errors[0]

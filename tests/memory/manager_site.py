@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -42,7 +43,11 @@ class Site:
         gang, device = self.members.get(name, ("memory", ",".join(self.devices)))
         child = self._spare or await self._spawn()
         self._spare = None
-        orders = (str(self.folder / "rdzv.json"), str(self.folder), name, gang, device)
+        gangs: dict[str, list[str]] = {}
+        for member, (its_gang, _) in self.members.items():
+            gangs.setdefault(its_gang, []).append(member)
+        words = json.dumps(gangs, separators=(",", ":"))
+        orders = (str(self.folder / "rdzv.json"), name, gang, device, words)
         child.stdin.write(" ".join(orders).encode() + b"\n")
         await child.stdin.drain()
         self.children[name] = child

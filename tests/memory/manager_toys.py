@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -15,16 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myxa.actors.contracts import MemoryContract, TenantContract
+from myxa.actors.contracts import TenantContract
 from myxa.actors.daemon_thread import in_daemon_thread
-from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
-from myxa.actors.tenancy.node_agent import NodeAgent
+from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager, NodeAgent
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
-from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import (
     DeviceReading,
     DeviceUse,
+    LeaseReply,
+    LeaseRequest,
     MemoryCommand,
     MemoryReply,
     Tag,
@@ -36,7 +37,7 @@ from myxa.core.handlers import call
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.leases.switch import ArbiterOptions, LeaseAnswer, Measure, Send
+from myxa.memory.leases.switch import LeaseOptions
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node, Rendezvous
 
@@ -106,10 +107,9 @@ class Points:
 class Toy(Mortal, TenantContract):
     """A tenant whose memory is real. Work on it is a toy, but depends on every byte."""
 
-    def __init__(self, gang: str, devices: list[str], manager: str) -> None:
+    def __init__(self, gang: str, devices: list[str]) -> None:
         self._gang = gang
         self._devices = devices
-        self._manager = manager
         self._turn = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,15 +131,13 @@ class Toy(Mortal, TenantContract):
             in_thread=lambda work: in_daemon_thread(work, "memory"),
             clock=SystemClock(),
         )  # fmt: skip
-        self.ctx.watch(self._manager)
         self.ctx.spawn(self._run(), name="toy")
 
     async def _run(self) -> None:
-        await self._tenant.join(self.ctx.ref(MemoryContract, self._manager))
         await self._turn.wait()
         self._arenas = [self._load(device) for device in self._devices]
         self._tenant.add_store(Points(self._arenas, self._refill))
-        await self._tenant.loaded()
+        self._tenant.loaded()
         self._is_loaded = True
 
     def _load(self, device: str) -> Arena:
@@ -158,9 +156,6 @@ class Toy(Mortal, TenantContract):
     async def on_stop(self, why: str) -> None:
         for arena in self._arenas:
             arena.close()
-
-    async def on_peer(self, event: PeerEvent) -> None:
-        await self._tenant.on_peer(event)
 
     def _refill(self) -> None:
         """Parameters are half of the optimizer's state."""
@@ -227,19 +222,14 @@ class Toy(Mortal, TenantContract):
 
 
 class MortalManager(Mortal, MemoryManager):
-    def _do(self, instructions: list[Any]) -> None:
-        for instruction in instructions:
-            if isinstance(instruction, Send):
-                point(f"decides_{instruction.command.kind}")
-            elif isinstance(instruction, Measure) and instruction.key != "view":
-                point("before_measure")
-            elif isinstance(instruction, LeaseAnswer):
-                point("before_answer")
-        super()._do(instructions)
+    async def command(self, tenant: str, command: MemoryCommand, within_s: float) -> MemoryReply:
+        point(f"sends_{command.kind}")
+        return await super().command(tenant, command, within_s)
 
-    async def _send(self, send: Send) -> None:
-        point(f"sends_{send.command.kind}")
-        await super()._send(send)
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        reply = await super().lease(request)
+        point("before_answer")
+        return reply
 
 
 class MortalAgent(Mortal, NodeAgent):
@@ -258,11 +248,12 @@ def agent_of(devices: list[str], node: int) -> MortalAgent:
     return MortalAgent(meter=meter)
 
 
-def manager_of(devices: list[str]) -> MortalManager:
+def manager_of(devices: list[str], gangs: dict[str, list[str]]) -> MortalManager:
     options = ManagerOptions(
+        gangs=gangs,
         agents={node: f"memory/{node}" for node in map(node_of, devices) if node},
         measure_s=3.0,
-        arbiter=ArbiterOptions(reserve_bytes=0, margin_bytes=MARGIN, resend_s=1.0, verify_s=3.0, death_s=5.0),
+        limits=LeaseOptions(reserve_bytes=0, margin_bytes=MARGIN, resend_s=1.0, settle_s=5.0),
     )
     meter = DeviceMeters({device: CAPACITY for device in devices if not node_of(device)})
     return MortalManager(meter=meter, options=options, clock=SystemClock())
@@ -273,13 +264,13 @@ def wait_for_orders() -> list[str]:
     return sys.stdin.readline().split()
 
 
-async def main(rdzv: str, run_dir: str, name: str, gang: str, device: str) -> int:
+async def main(rdzv: str, name: str, gang: str, device: str, gangs: str) -> int:
     node = await Node.attach(name=f"node-{name}", rdzv=Rendezvous.load(Path(rdzv)))
     if gang == "memory":
         number, devices = int(name.rpartition("/")[2]), device.split(",")
-        await node.start(agent_of(devices, number) if number else manager_of(devices), name)
+        await node.start(agent_of(devices, number) if number else manager_of(devices, json.loads(gangs)), name)
     else:
-        await node.start(Toy(gang, device.split(","), "memory/0"), name)
+        await node.start(Toy(gang, device.split(",")), name)
     error = await node.failed
     print(f"{name}: {error!r}", file=sys.stderr, flush=True)
     await node.close(grace_s=0.5)

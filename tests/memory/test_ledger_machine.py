@@ -55,7 +55,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def respawn(self, name: str) -> None:
         if name in self.world.members and name not in self.world.live:
-            self.world.spawn(name)
+            self.world.spawn_tenant(name)
         self.world.advance(0.05)
 
     @rule(name=NAMES)
@@ -90,8 +90,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def same_again(self) -> None:
         """A lease that is asked for twice."""
-        for request, _ in list(self.world.leases.values()):
-            self.world.do(self.world.arbiter.leased(request, self.world.now))
+        for request, _ in list(self.world.requests.values()):
+            self.world.go(self.world.ask(request))
 
     @invariant()
     def holds(self) -> None:
@@ -109,13 +109,14 @@ class LedgerMachine(RuleBasedStateMachine):
         for name in world.members:
             world.cont(name)
             if name not in world.live:
-                world.spawn(name)
+                world.spawn_tenant(name)
         world.advance(150)
-        assert not world.leases, "I10: a lease is still open"
+        assert not world.requests, "I10: a lease is still open"
         for gang, quiet in (("trainer", "rollout"), ("rollout", "trainer")):
             asked = world.lease(gang, ALL[gang], (quiet,), True, 60.0)
             world.advance(61)
             assert world.answers[asked].granted, world.answers[asked].reason
+        world.close()
         COUNTS["granted"] += world.num_granted
         COUNTS["refused"] += world.num_refused
 

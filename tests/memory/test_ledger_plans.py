@@ -11,8 +11,6 @@ from myxa.core.device_memory import (
     Backing,
     DeviceReading,
     LeaseRequest,
-    MemoryCommand,
-    MemoryReply,
     Tag,
     TagPolicy,
     TagReport,
@@ -24,7 +22,6 @@ from myxa.memory.leases.lease_ledger import (
     LeaseLedger,
     Shortage,
     SwitchPlan,
-    TenantMachine,
     build,
     choose,
     rank_of,
@@ -37,19 +34,17 @@ def tag(name: Tag, gib: float, policy: TagPolicy = "discard", backing: Backing =
     return TagReport(name, int(gib * GIB), policy, backing)
 
 
-def tenant(
-    name: str, gang: str, *tags: TagReport, state: TenantState = "active", device: str = "gpu", sequence: int = 1
-) -> TenantReport:
-    return TenantReport(name, 1, gang, tuple(device.split()), (1,), (1,), state, tags, sequence=sequence)
+def tenant(name: str, gang: str, *tags: TagReport, state: TenantState = "active", device: str = "gpu") -> TenantReport:
+    return TenantReport(name, 1, gang, tuple(device.split()), (1,), state, tags)
 
 
 def ledger_of(*reports: TenantReport, free_gib: float | None = None) -> LeaseLedger:
     ledger = LeaseLedger(reserve_bytes=GIB, margin_bytes=0)
     for report in reports:
-        ledger.accept(report)
-    for device, account in ledger.devices.items():
+        ledger.add(report)
+    for device in ledger.devices:
         free = 100 * GIB - ledger.held(device) if free_gib is None else int(free_gib * GIB)
-        account.reading = DeviceReading(100 * GIB, free)
+        ledger.readings[device] = DeviceReading(100 * GIB, free)
     return ledger
 
 
@@ -112,8 +107,7 @@ def test_what_leaves_several_devices_suffices_on_each_and_nothing_of_it_could_st
         for on, size in asked.items()
     ]
     ledger = ledger_of(*quiet, *asking)
-    for account in ledger.devices.values():
-        account.reading = DeviceReading(1000 * GIB, 0)
+    ledger.readings = dict.fromkeys(ledger.devices, DeviceReading(1000 * GIB, 0))
     plan = build(ledger, ask("x", "weights"))
     there = {on: [size for size, devices in tenants if on in devices.split()] for on in asked}
     if isinstance(plan, Shortage):
@@ -185,7 +179,7 @@ def test_communicators_leave_on_all_members_or_on_none() -> None:
     plan = plan_of(ledger, ask("rollout", "kv_cache", quiet=("trainer",)))
     assert plan.release == {"trainer/0": ("nccl", "grads"), "trainer/1": ("nccl",)}
     assert plan.drain == ("trainer/0", "trainer/1")
-    ledger.fence("trainer/1", "silent")
+    ledger.tenants["trainer/1"].silent = "does not answer"
     assert isinstance(build(ledger, ask("rollout", "kv_cache")), Shortage)
 
 
@@ -217,40 +211,10 @@ def test_lost_contents_are_not_leased() -> None:
     assert "t/0 lost the contents of optimizer" in refused.reason
 
 
-def command(number: int, kind: str, epoch: int) -> MemoryCommand:
-    return MemoryCommand(command_id=f"c{number}", epoch=epoch, kind=kind)  # pyright: ignore[reportArgumentType]
-
-
-def reply_to(order: MemoryCommand) -> MemoryReply:
-    return MemoryReply(command_id=order.command_id, report=tenant("t/0", "t"))
-
-
-def carry_out(machine: TenantMachine, order: MemoryCommand, rest: TenantState) -> None:
-    assert machine.decide(order).do == "run"
-    machine.rest(rest)
-    machine.finished(reply_to(order))
-
-
-def test_a_command_is_carried_out_once_and_an_old_one_never() -> None:
-    machine = TenantMachine("t/0")
-    carry_out(machine, command(1, "restore", 3), "quiesced")
-    carry_out(machine, command(2, "commit", 3), "active")
-    assert machine.decide(command(1, "restore", 3)).do == "again"
-    assert machine.decide(command(3, "drain", 2)).do == "refuse"
-    assert machine.decide(command(4, "release", 3)).reason == "t/0 is active: release is not possible"
-    assert machine.decide(command(5, "drain", 4)).do == "run"
-    assert machine.decide(command(5, "drain", 4)).do == "join"
-    assert machine.decide(command(6, "release", 5)).do == "wait"
-    machine.rest("quiesced")
-    machine.finished(reply_to(command(5, "drain", 4)))
-    assert machine.decide(command(7, "release", 4)).do == "refuse"  # a newer epoch was seen meanwhile
-    assert machine.state == "quiesced"
-
-
 def test_what_the_driver_keeps_for_itself_is_held_by_somebody() -> None:
     ledger = ledger_of(tenant("trainer/0", "trainer", *TRAINER), free_gib=19.0)
     stranger = 100 * GIB - 19 * GIB - ledger.held("gpu")
     assert ledger.unattributed("gpu") == stranger == int(1.5 * GIB)
-    ledger.devices["gpu"].reading = DeviceReading(100 * GIB, 19 * GIB, driver_bytes=GIB)
+    ledger.readings["gpu"] = DeviceReading(100 * GIB, 19 * GIB, driver_bytes=GIB)
     assert ledger.unattributed("gpu") == stranger - GIB
     assert ledger.short_words("gpu", GIB).endswith(", 512 MiB by unregistered processes")

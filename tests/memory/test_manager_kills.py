@@ -34,7 +34,7 @@ POINTS = [
     (FAR_VICTIM, "after_release"),
     (ASKER, "in_restore"),
     (ASKER, "before_commit"),
-    (MANAGER, "decides_drain"),
+    (MANAGER, "sends_drain"),
     (MANAGER, "sends_release"),
     (MANAGER, "before_answer"),
     (AGENT, "before_measure"),

@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 def tenant(name: str, gang: str, state: TenantState, *tags: TagReport) -> TenantReport:
     return TenantReport(
-        tenant=name, epoch=1, gang=gang, devices=("GPU-1",), pids=(7,), started_at=(3,), state=state, tags=tags,
+        tenant=name, epoch=1, gang=gang, devices=("GPU-1",), pids=(7,), state=state, tags=tags,
     )  # fmt: skip
 
 
