@@ -32,7 +32,6 @@ from ..core.knobs import (
 )
 from ..core.messages import (
     BufferStats,
-    CanaryAnswers,
     Claim,
     DrawReply,
     DrawRequest,
@@ -45,14 +44,13 @@ from ..core.messages import (
     PutResult,
     RecentGroup,
     RunStatus,
-    Scores,
     StepReport,
     Telemetry,
     WeightAck,
     WeightManifest,
 )
 from ..core.protocols import EngineTrace, StepStats
-from ..core.samples import Group, Prompt, Sample, TrainShard
+from ..core.samples import Group, Prompt, TrainShard
 from ..core.weight_channel import AnyAnswer, AnyOrder, WeightProgress
 
 
@@ -297,12 +295,6 @@ class CoordinatorContract(KnobsContract, ConductContract):
         """The leader's loop ended (all steps done, or no more data)."""
         raise NotImplementedError
 
-    @call(deadline=300, reentrant=True)
-    async def canary(self, version: int) -> CanaryAnswers:
-        """Have the canary prompts answered by an engine that serves `version`; waits until one does, unless trainer and
-        engines take turns."""
-        raise NotImplementedError
-
     @call(deadline=30, reentrant=True)
     async def pause(self, reason: str) -> None:
         """Nothing is generated or trained any more until an operator resumes the run; the reason is reported."""
@@ -310,7 +302,7 @@ class CoordinatorContract(KnobsContract, ConductContract):
 
     @call(deadline=30, reentrant=True)
     async def rollout_leaving(self, rollout: str, reason: str) -> None:
-        """That actor is about to be ended on purpose: no weights, evaluation or canary go to it any more."""
+        """That actor is about to be ended on purpose: no weights and no evaluation go to it any more."""
         raise NotImplementedError
 
     @cast
@@ -339,11 +331,6 @@ class DataContract(Actor):
     @call(deadline=30)
     async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The evaluation set of that name, at most `limit` prompts; the only one is called ""."""
-        raise NotImplementedError
-
-    @call(deadline=30)
-    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        """The first prompts of the training data, at most `limit`; group ids are negative, they are no draws."""
         raise NotImplementedError
 
 
@@ -393,11 +380,6 @@ class RolloutContract(TenantContract, KnobsContract):
         """Answer held-out prompts; does not touch the ledger."""
         raise NotImplementedError
 
-    @call(deadline=300, reentrant=True)
-    async def answer(self, request: EvalRequest) -> CanaryAnswers:
-        """Answer prompts by the engine alone: one turn each, no workflow, no reward, no ledger."""
-        raise NotImplementedError
-
     @call(deadline=10, reentrant=True)
     async def status(self) -> EngineStatus:
         raise NotImplementedError
@@ -430,11 +412,6 @@ class TrainerContract(TenantContract, KnobsContract):
     @call(deadline=600)
     async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         """This rank's part of one step; returns the metrics (reduced over ranks), and its scores of what is shown."""
-        raise NotImplementedError
-
-    @call(deadline=600)
-    async def score(self, samples: tuple[Sample, ...]) -> Scores:
-        """Log-probs of the samples' response tokens under the current weights. Collective, the same on every rank."""
         raise NotImplementedError
 
     @call(deadline=600)

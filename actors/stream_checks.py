@@ -9,7 +9,7 @@ Every piece of every stream:
 The first piece that fails ends the stream with EngineLied; the tokens before it are sound. The checks know which
 versions the actor had the engine load (a trainer that went back makes numbers go down: order counts, not size). Tokens
 that are missing or doubled with plausible numbers are not seen here: the clients count tokens
-(`engines/sglang/wire.HeldTokens`), and the canary compares log-probs with the trainer's.
+(`engines/sglang/wire.HeldTokens`), and the guard compares log-probs with the trainer's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StreamChecks:
     def _lie(self, request: GenerateRequest, stream: _Stream, wrong: str) -> EngineLied:
         lie = EngineLied(
             f"{self._place}: request {request.request_id!r}, after {stream.num_tokens} tokens: {wrong}",
-            remedy="the engine is built again; if it lies again, see the canary (guard) and its versions",
+            remedy="the engine is built again; if it lies again, compare its versions with the trainer's",
         )
         self._on_lie(lie)
         return lie

@@ -55,8 +55,6 @@ batch_size = {batch}
 group_filter = "none"
 [optimizer]
 lr = 1e-9
-[guard]
-every = 0
 [trainer]
 export_at_end = false
 """

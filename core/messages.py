@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from .record import Record
-from .samples import F32, Group, Prompt, Sample
+from .samples import Group, Prompt, Sample
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,20 +255,6 @@ class EvalResult(Record, frozen=True):
     def left_out(self) -> str:
         """For texts: how many rows were not asked; empty if all were."""
         return f"; {self.num_left_out:,} held-out rows beyond num_prompts were left out" if self.num_left_out else ""
-
-
-class CanaryAnswers(Record, frozen=True):
-    """What an engine answered to the canary prompts."""
-
-    rollout: str
-    samples: tuple[Sample, ...]
-
-
-class Scores(Record, frozen=True):
-    """What a trainer rank says of samples."""
-
-    logprobs: F32
-    """float32 [sum of R]: log-probs of all response tokens, sample by sample; 0 where the loss mask is 0."""
 
 
 class PauseState(Record, frozen=True):

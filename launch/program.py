@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..actors.models.model_config import ModelConfig
-from ..actors.trainer.canary import BOUNDS, CanaryOptions, precision_of
 from ..actors.weights.receive import TrainerSenders
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
@@ -33,7 +32,6 @@ from .composition.memory_parts import (
     trainer_tenancy,
 )
 from .composition.rollout_parts import (
-    canary_sampling,
     eval_rewarders,
     eval_sampling,
     eval_sets,
@@ -99,8 +97,6 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             eval_temperature=config.eval.temperature,
             eval_sampling=eval_sampling(config),
             eval_sets=eval_sets(config),
-            canary_prompts=config.guard.prompts,
-            canary_sampling=canary_sampling(config),
             start_timeout_s=start_timeout_s(config),
             takes_turns=takes_turns(config),
             prepare_s=prepare_s(config),
@@ -330,6 +326,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         channel_end,
         checkpoint_options,
         gang_comms,
+        guard_bound,
         make_backend,
         shard_of_rank,
         standby_folder,
@@ -359,7 +356,8 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         step_timeout_s=config.trainer.step_timeout_s,
         standby_folder=standby_folder(spec, config),
         standby_every=config.trainer.standby_every,
-        guard=_guard(config),
+        guard_bound=guard_bound(config),
+        guard_fails=config.guard.above == "fail",
     )
     options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
     return Trainer(
@@ -387,13 +385,6 @@ def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOp
         functions=BatchFunctions() if rank else BatchFunctions.load(config.algo),
         takes_reference=bool(config.algo.ref_urls),
     )
-
-
-def _guard(config: RunConfig) -> CanaryOptions:
-    guard = config.guard
-    precision = precision_of(config.trainer.dtype, config.engine.dtype, config.sglang)
-    bound = BOUNDS[precision] if guard.bound == "auto" else guard.bound
-    return CanaryOptions(every=guard.every, bound=bound, is_fatal=guard.above == "fail")
 
 
 def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) -> Routes:

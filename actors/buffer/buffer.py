@@ -81,8 +81,6 @@ DEADLINE_SHARE = 0.9
 """A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""
 MAX_SAMPLES = 8192
 """In one message, which holds at most 65,536 arrays."""
-CANARY_ID = -1_000_000
-"""Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
 
 
 class Buffer(OwnsKnobs, DataContract, BufferContract):
@@ -426,12 +424,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return self._source.eval_prompts(max(limit, 0), name)
-
-    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        found = Sources(self._source).first_prompts(max(limit, 0))
-        return tuple(
-            msgspec.structs.replace(prompt, group_id=CANARY_ID - number) for number, prompt in enumerate(found)
-        )
 
     async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
         return self._recent.newest(num_groups, None if self._opened is None else self._opened.ledger)

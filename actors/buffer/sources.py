@@ -61,16 +61,6 @@ class Sources:
             )
         return msgspec.structs.replace(prompt, group_id=row.group_id, draw=row.draw)
 
-    def first_prompts(self, limit: int) -> list[Prompt]:
-        """So many first prompts, of all sources in turn; fewer if there are no more."""
-        found: list[Prompt] = []
-        for draw in range(limit):
-            for source in self._by_name.values():
-                prompt = source.prompt(draw) if len(found) < limit else None
-                if prompt is not None:
-                    found.append(prompt)
-        return found
-
 
 Shares = Mapping[str, int]
 """Source -> its share as a whole number, lowest terms; none is 0."""

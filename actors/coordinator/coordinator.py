@@ -28,7 +28,7 @@ from ...core.knobs import (
     LiveKnobs,
     Operator,
 )
-from ...core.messages import CanaryAnswers, EngineStatus, EvalResult, RunPhase, RunStatus, StepReport, WeightManifest
+from ...core.messages import EngineStatus, EvalResult, RunPhase, RunStatus, StepReport, WeightManifest
 from ...core.retry import until_answered
 from ..contracts import CoordinatorContract, MonitorContract, TrainerContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
@@ -360,9 +360,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         return await self.control.history(limit)
-
-    async def canary(self, version: int) -> CanaryAnswers:
-        return await self.evaluator.canary(version)
 
     async def rollout_leaving(self, rollout: str, reason: str) -> None:
         await self.fleet.leaving(rollout, reason)

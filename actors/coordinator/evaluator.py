@@ -1,4 +1,4 @@
-"""Held-out reward beside training, and canary answers for the trainer's comparison."""
+"""Held-out reward beside training."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ...core.errors import ConfigError, EngineError, MyxaError
-from ...core.messages import CanaryAnswers, EvalRequest, EvalResult
+from ...core.errors import ConfigError, MyxaError
+from ...core.messages import EvalRequest, EvalResult
 from ...core.retry import until_answered
 from ...core.suggestion import suggest
 from ..contracts import DataContract, RolloutContract
@@ -25,9 +25,6 @@ class Evaluator:
         self._adoption = adoption
         self._adopter = adopter
         self._turn = asyncio.Lock()
-        self._asked: dict[str, int] = {}
-        """Rollout actor -> version at which the canary was last put to it."""
-        self._rewound = asyncio.Event()
 
     async def attempt(self) -> EvalResult | None:
         """Evaluate if there are prompts and an engine. A failure is reported, not fatal."""
@@ -110,7 +107,7 @@ class Evaluator:
     async def _ask(self, name: str) -> EvalResult:
         live, buffer = self._options, self._ctx.ref(DataContract, "buffer")
         one, others = live.eval_sets[name], live.eval_sampling
-        ready = await self._adopter.engines_at(None)
+        ready = await self._adopter.ready_engines()
         engine = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
         num_prompts = one.num_prompts or live.eval_prompts
         prompts = await until_answered(
@@ -143,46 +140,6 @@ class Evaluator:
     def rewound(self) -> None:
         """The trainer returned to an older version: no engine will serve those it had made since."""
         self._state.evaluated = -1
-        self._rewound.set()
-        self._rewound = asyncio.Event()
-
-    async def canary(self, version: int) -> CanaryAnswers:
-        """The canary prompts, answered by an engine that serves `version`; a second one is asked if the first fails."""
-        prompts = await self._ctx.ref(DataContract, "buffer").canary_prompts(self._options.canary_prompts)
-        request = EvalRequest(prompts=prompts, num_samples=1, sampling=self._options.canary_sampling)
-        try:
-            return await self._ask_canary(version, request)
-        except MyxaError as err:
-            self._ctx.log.warning("canary of version %d: %s; another engine is asked", version, err)
-        return await self._ask_canary(version, request)
-
-    async def _ask_canary(self, version: int, request: EvalRequest) -> CanaryAnswers:
-        ready = await self._engines_at(version)
-        name = min(ready, key=lambda n: (self._asked.get(n, -1), n))
-        self._asked[name] = version
-        return await self._ctx.ref(RolloutContract, name).answer(request)
-
-    async def _engines_at(self, version: int) -> list[str]:
-        """As the adopter's; ends at once when the version will not come any more. In turns none is waited for: the
-        trainer, which waits for this answer, is who gives an engine that was started again its room."""
-        if self._options.takes_turns:
-            if ready := self._adoption.engines_at(version):
-                return ready
-            raise EngineError(f"no engine has version {version}", remedy="one that comes gets it in its next turn")
-        loop = asyncio.get_running_loop()  # not the actor's scope: an engine that does not come fails the caller only
-        undone = loop.create_task(self._rewound.wait())
-        coming = loop.create_task(self._adopter.engines_at(version))
-        try:
-            await asyncio.wait((undone, coming), return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():
-                return coming.result()
-            raise EngineError(
-                f"version {version} was undone: the trainer returned to an older one",
-                remedy="ask for one that it made since",
-            )
-        finally:
-            undone.cancel()
-            coming.cancel()
 
 
 def _together(results: Mapping[str, EvalResult]) -> EvalResult:

@@ -35,8 +35,6 @@ class CoordinatorOptions:
     """But for its temperature."""
     eval_sets: Mapping[str, EvalSetSettings] = field(default_factory=dict[str, EvalSetSettings])
     """In the order of names; the only one is called ""."""
-    canary_prompts: int = 8
-    canary_sampling: SamplingParams = field(default_factory=SamplingParams)
     start_timeout_s: float = 300.0
     prepare_s: float = 60.0
     commit_s: float = 30.0

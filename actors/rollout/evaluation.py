@@ -1,7 +1,4 @@
-"""Held-out prompts answered and judged by one engine, and canary prompts answered for comparison with the trainer.
-
-Neither touches the ledger. A canary has no workflow and no reward: one turn per prompt, tokens and log-probs only.
-"""
+"""Held-out prompts answered and judged by one engine. The ledger knows nothing of them."""
 
 from __future__ import annotations
 
@@ -15,14 +12,11 @@ from msgspec.structs import replace
 
 from ...algos.rewards.outcome import pass_rates
 from ...core.errors import EngineError
-from ...core.messages import Assignment, CanaryAnswers, EvalRequest, EvalResult, GroupText
-from ...core.protocols import Tokenizer
-from ...core.samples import I32, Group, Prompt, Sample
+from ...core.messages import Assignment, EvalRequest, EvalResult, GroupText
+from ...core.samples import Group
 from ..rewards.guard import Scorer
 from ..telemetry import group_text
-from ..workflows.episode import Episode, Interrupted, ModelAccess
-from ..workflows.turn_renderer import TurnRenderer
-from .group_runner import GroupRunner, all_or_first_error
+from .group_runner import GroupRunner
 
 
 class Evaluation:
@@ -35,6 +29,7 @@ class Evaluation:
         self._show: Callable[[GroupText], None] | None = None
         self._scorers = dict(scorers or {})
         self._numbers = itertools.count(1)
+        """Of questions: asked again while the first still runs, one must not be taken for the other."""
 
     def listen(self, tell: Callable[[str, str], None], show: Callable[[GroupText], None] | None = None) -> None:
         """`tell` (kind, text): calls of a set's own function stop or resume; `show`: answers."""
@@ -42,17 +37,12 @@ class Evaluation:
         for name, scorer in self._scorers.items():
             scorer.listen(lambda kind, text, name=name: tell(kind, f"evaluation set {name}: {text}"))
 
-    def number(self) -> int:
-        """Of a question, be it an evaluation or a canary: asked again while the first still runs, one must not be taken
-        for the other."""
-        return next(self._numbers)
-
     async def answer(
         self, runner: GroupRunner, request: EvalRequest, name: str, version: int, *, log: logging.Logger
     ) -> EvalResult:
         """Mean reward over the prompts that were answered; failures are logged and counted. `version` is used when no
         token has a version. Raises EngineError when not a single prompt was answered."""
-        scorer, number = self._scorers.get(request.name), self.number()
+        scorer, number = self._scorers.get(request.name), next(self._numbers)
         judged = runner if scorer is None else runner.judged_by(scorer)
         assignments = [
             Assignment(prompt=p, attempt=-number, num_samples=request.num_samples, sampling=request.sampling)
@@ -107,26 +97,3 @@ def measured(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
         "response_length": sum(len(sample.response_ids) for sample in samples) / len(samples),
         "truncated_ratio": sum(sample.finish == "length" for sample in samples) / len(samples),
     }
-
-
-async def answer_canary(
-    model: ModelAccess, tokenizer: Tokenizer, request: EvalRequest, *, name: str, prefix: str
-) -> CanaryAnswers:
-    """One turn for every prompt, side by side; the first that fails ends the others. Raises what the engine raises,
-    DataError for a prompt that is too long, EngineError when the actor had to stop. `prefix`: makes the request ids
-    unique among all that this actor sends, also for the same question asked again."""
-    access, renderer = replace(model, sampling=request.sampling, request_prefix=prefix), TurnRenderer(tokenizer)
-
-    async def answer(prompt: Prompt, prompt_ids: I32, index: int) -> Sample:
-        episode = Episode(
-            prompt=prompt, index=index, tokenizer=tokenizer, model=access, renderer=renderer, prompt_ids=prompt_ids
-        )
-        try:
-            await episode.generate()
-        except Interrupted as err:
-            raise EngineError(f"{name} had to stop in the middle of a canary", remedy="ask another engine") from err
-        return episode.sample()
-
-    rendered = [(prompt, renderer.prompt(prompt)) for prompt in request.prompts]
-    jobs = [answer(prompt, ids, index) for prompt, ids in rendered for index in range(request.num_samples)]
-    return CanaryAnswers(rollout=name, samples=tuple(await all_or_first_error(jobs)))

@@ -50,7 +50,6 @@ from ...core.knobs import KnobValue, KnobVerdict
 from ...core.messages import (
     ActivityKind,
     Assignment,
-    CanaryAnswers,
     DrawBlock,
     DrawRequest,
     EngineStatus,
@@ -79,7 +78,7 @@ from ..weights.engine_versions import ALWAYS_NEWEST
 from ..weights.receive import EngineWeights
 from ..workflows.episode import Generate, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
-from .evaluation import Evaluation, answer_canary
+from .evaluation import Evaluation
 from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, drop_reason, no_engine
 from .knobs import crowding, rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
@@ -367,12 +366,6 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         runner, log = self._ready_runner(), self.ctx.log
         return await self._evaluation.answer(runner, request, self.ctx.name, self._version, log=log)
-
-    async def answer(self, request: EvalRequest) -> CanaryAnswers:
-        prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{self._evaluation.number()}."
-        with self._meter.working("canary"):
-            model = self._ready_runner().model
-            return await answer_canary(model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)
 
     async def status(self) -> EngineStatus:
         status = EngineStatus(

@@ -93,8 +93,6 @@ LEADER_TUNABLES: tuple[Tunable, ...] = (
           "Steps between checkpoints; 0 = none during the run.", unit="steps", low=0, is_judged=True),
     _knob("keep_last", "int", "trainer.keep_last",
           "Checkpoints kept; older ones are deleted when the next one is there.", unit="checkpoints", low=1),
-    _knob("guard_every", "int", "guard.every",
-          "Weight versions between two comparisons of an engine with the trainer; 0 = never.", unit="versions", low=0),
     _knob("weights_every", "int", "",
           "Steps between two weight versions that engines are given; the last one, and one without which nothing is "
           "dispatched, is given whenever it is made. Samples grow older by up to so many steps less one.",

@@ -44,7 +44,6 @@ from ..knobs.owner import KnobOwner, pull
 from ..ledger.states import State
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import Publisher, max_unreleased
-from .canary import CanaryGuard, CanaryOptions
 from .checkpoints import AskUntilAnswered, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
 from .start_point import Standby
@@ -59,6 +58,7 @@ HELD_BACK_WAIT_S = 0.25
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
 COORDINATOR = "coordinator"
+GUARD_REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.bound = 0` switches the check off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,10 @@ class TrainLoopOptions:
     """A call to all ranks (a step, a publication, a checkpoint) that takes longer hangs."""
     shard_of_rank: tuple[int, ...] = ()
     """Number of the shard that each rank trains, where ranks share one; empty: each its own."""
-    guard: CanaryOptions = field(default_factory=lambda: CanaryOptions(every=0, bound=0.0))
+    guard_bound: float = 0.0
+    """Mean absolute difference (nats) of an engine's log-probs from the trainer's above which the run pauses, or fails
+    (`guard_fails`); 0: none."""
+    guard_fails: bool = False
     channel: WeightChannel = "shm"
     """By which weights are published."""
     standby_folder: str = ""
@@ -98,7 +101,6 @@ class TrainLoopOptions:
             "keep_last": self.checkpoints.keep_last,
         }
         if self.publishes:
-            first["guard_every"] = self.guard.every
             first |= {} if takes_turns else {"weights_every": 1}
         return TrainerKnobs(first)
 
@@ -138,7 +140,6 @@ class TrainLoop:
         self._buffer = ctx.ref(BufferContract, "buffer")
         self._fetcher = GroupFetcher(lambda ids: self._ask("buffer", lambda: self._buffer.fetch(ids)))
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
-        self._guard = CanaryGuard(ctx, options.guard, self._together, meter, telemetry)
         self._written = -1
         """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
         side = RunSide(self._buffer, self._coordinator, self._ask)
@@ -190,7 +191,6 @@ class TrainLoop:
         with self._meter.during("other", "start, first engine"):
             await self._may_go.wait()
         self._meter.switch("compute", "lead")
-        await self._compare(version)
         reason = ""
         while not await self._is_end(version):
             batch = await self._next_batch(version)
@@ -198,7 +198,6 @@ class TrainLoop:
                 reason = self._stop_reason or self._end_of_data(version)
                 break
             version = await self._step(version, batch)
-            await self._compare(version)
             if self._stop_reason:
                 reason = self._stop_reason
                 break
@@ -217,11 +216,6 @@ class TrainLoop:
             await self._pass_step(version)
             self._knobs.is_at_end = version >= self._last
         return self._knobs.is_at_end
-
-    async def _compare(self, version: int) -> None:
-        """With an engine, when that is due and engines were given `version`; the trainer stays at it meanwhile."""
-        if version == self.publisher.newest and not self._stop_reason and version < self._last:
-            await self._guard.check(version, lambda: self._trainers_turn(version))
 
     async def _next_batch(self, version: int) -> ClaimedBatch | None:
         """Wait for a whole batch; None when there is none to come or the run is to stop."""
@@ -304,7 +298,25 @@ class TrainLoop:
             await self._write_if_due(made)
         else:
             self._telemetry.metric(made, self._share.metrics())
+        if not any(plan.lags):
+            await self._guard(version, stats.metrics.get("train/logprob_diff_abs_mean", 0.0))
         return made
+
+    async def _guard(self, version: int, gap: float) -> None:
+        """`gap`: mean |log p(engine) - log p(trainer)| of tokens that `version` generated, under `version`. It measures
+        precision, kernels, a wrong layout of a tensor, a weight that never arrived. The largest difference does not:
+        one unlikely token in bf16 may be off by a nat. Raises TrainError above the bound if that is to fail the run."""
+        bound = self._options.guard_bound
+        if not bound or gap <= bound:
+            return
+        reason = (
+            f"engines and trainer disagree at weight version {version}: mean |log-prob difference| {gap:.3g} nats, "
+            f"guard.bound is {bound:g}"
+        )
+        if self._options.guard_fails:
+            raise TrainError(reason, remedy=GUARD_REMEDY)
+        self._ctx.log.error("%s -- %s", reason, GUARD_REMEDY)
+        await self._ask("coordinator", lambda: self._coordinator.pause(f"{reason} -- {GUARD_REMEDY}"))
 
     async def _pass_step(self, version: int) -> None:
         """What was decided for the step from `version` is in force from here on."""
@@ -316,8 +328,6 @@ class TrainLoop:
                 every=self._knobs.count("checkpoint_every"),
                 keep_last=self._knobs.count("keep_last"),
             )
-            if self._options.publishes:
-                self._guard.options = replace(self._guard.options, every=self._knobs.count("guard_every"))
 
     async def _publish_if_due(self, made: int) -> WeightManifest | None:
         """None where engines keep what they have. The last version is always published."""
@@ -335,7 +345,6 @@ class TrainLoop:
         stats = await self._ask("buffer", self._buffer.stats)
         if not stats.states.get(State.DISPATCHED, 0):
             await self._offer(version)
-            await self._compare(version)
 
     async def _offer(self, version: int) -> None:
         manifest = await self.publisher.publish(version)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
-import numpy as np
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import PeerEvent
@@ -26,9 +25,9 @@ from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
 from ...core.files import naming_disk
 from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
-from ...core.messages import Scores, WeightManifest
+from ...core.messages import WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
-from ...core.samples import Sample, TrainShard
+from ...core.samples import TrainShard
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
 from ..contracts import MonitorContract, TrainerContract
@@ -203,12 +202,6 @@ class Trainer(OwnsKnobs, TrainerContract):
             stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
         self._version = shard.step + 1
         return stats
-
-    async def score(self, samples: tuple[Sample, ...]) -> Scores:
-        await self._until_turn()
-        with self._meter.during("compute", "score"), self._blocking("first scores", when=not self._has_trained):
-            parts = await self._in_thread(lambda: self._backend.score(samples))
-        return Scores(logprobs=np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
 
     async def publish(self, version: int, unreleased: tuple[int, ...]) -> WeightManifest | None:
         await self._is_set_up.wait()

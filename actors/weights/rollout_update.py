@@ -299,20 +299,19 @@ class Adopter:
     """Lineage and version of releases that the trainer has not acknowledged yet."""
     _is_releasing: bool = False
 
-    async def engines_at(self, version: int | None) -> list[str]:
-        """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
+    async def ready_engines(self) -> list[str]:
+        """Engines that serve any version. Raises EngineError when none comes to one in time."""
         try:
             async with asyncio.timeout(self.limits.prepare_s + max(self.limits.commit_s, self.limits.sent_commit_s)):
-                while not (ready := self.adoption.engines_at(version)):
+                while not (ready := self.adoption.engines_at(None)):
                     self._adopted.clear()
                     await self._adopted.wait()
         except TimeoutError as err:
-            what = "a version" if version is None else f"version {version}"
-            raise EngineError(f"no engine came to {what} in time", remedy="see the engines' logs") from err
+            raise EngineError("no engine came to a version in time", remedy="see the engines' logs") from err
         return ready
 
     def look_again(self) -> None:
-        """An engine reported in: it may already serve a version that `engines_at` waits for."""
+        """An engine reported in: it may already serve what `ready_engines` waits for."""
         self._adopted.set()
 
     async def adopt_pending(self) -> None:

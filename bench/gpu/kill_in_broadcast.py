@@ -11,7 +11,7 @@ stand-ins of the tests, or the real SGLang of `--python`.
 
 From the run's own files: an event names the engine; the other one adopts further versions meanwhile; another
 incarnation joins and is brought to the newest version; every token of every kept group bears a version that the
-incarnation which made it had adopted. The canary, which compares log-probs with the trainer's, never complains.
+incarnation which made it had adopted. The guard, which compares log-probs with the trainer's, never complains.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def launch_command(options: argparse.Namespace, work: Path) -> tuple[list[str], 
     if is_cpu:
         path = os.pathsep.join([str(REAL_STAND_INS if options.python else STAND_IN), python_path])
         sets += [
-            *cpu_overrides(), "roles.rollout.threads=1", 'engine.dtype="float32"', "guard.every=2",
+            *cpu_overrides(), "roles.rollout.threads=1", 'engine.dtype="float32"',
             f'roles.rollout.env={{PYTHONPATH="{path}", STAND_IN_ACCESS_LOG="1", CUDA_VISIBLE_DEVICES=""}}',
             "algo.batch_size=4", "engine.max_running=16", "rollout.max_groups=4",
         ]  # fmt: skip
@@ -284,7 +284,7 @@ def judge(report: Report, trial: Trial, kill: Kill) -> None:
     if first_back[1] < newest:
         problems.append(f"{VICTIM} came back with version {first_back[1]}, when {newest} was there")
     if paused := trial.events("run-paused"):
-        problems.append(f"the canary complains: {paused[0]['text']}")
+        problems.append(f"the guard complains: {paused[0]['text']}")
     seen: dict[str, list[int]] = {name: [0] * len(trial.joined(name)) for name in (SPARED, VICTIM)}
     wrong = wrong_stamps(trial, seen)
     problems += wrong[:5]

@@ -35,8 +35,8 @@ from .run import (
 from .section import Conflict, Section, Table, as_table, clashes
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
-RECORDED_DEFAULTS = {"data": {"preset": "recorded", "shuffle": False}, "guard": {"every": 0}}
-"""Defaults of a run of recorded answers: the dump's groups in its order, and no canary, which could not hold."""
+RECORDED_DEFAULTS = {"data": {"preset": "recorded", "shuffle": False}}
+"""Defaults of a run of recorded answers: the dump's groups in its order."""
 
 
 class RunConfig(Section, frozen=True):
@@ -73,8 +73,8 @@ class RunConfig(Section, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _fill_by_kind(cls, raw: object) -> object:
-        """SFT has one sample per prompt and no use for a filter, recorded answers have an order and no use for a
-        canary: values left out become that, not the defaults of RL with an engine that generates."""
+        """SFT has one sample per prompt and no use for a filter, recorded answers have an order: values left
+        out become that, not the defaults of RL with an engine that generates."""
         table = as_table(raw)
         if table is None:
             return raw
@@ -292,8 +292,6 @@ def _recorded_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (config.algo.kind == "sft", f"{ENGINE} algo.kind", 'is an engine, and algo.kind = "sft" has none'),
         *((getattr(config.eval, key), f"eval.{key} {ENGINE}",
            "must be empty: to held-out prompts no answers are recorded") for key in ("data", "sets")),
-        (config.guard.every, f"guard.every {ENGINE}",
-         "must be 0: recorded log-probs are of the weights of then, and the trainer's of those of now"),
         (config.memory.share != "none", f"{SHARE} {ENGINE}", 'must be "none": an engine without a model has no turn'),
         (config.roles.rollout.device_ids, f"roles.rollout.devices {ENGINE}", 'must be "cpu": nothing is generated'),
     )  # fmt: skip

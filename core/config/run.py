@@ -80,22 +80,15 @@ class ModelSettings(Section, frozen=True):
 
 
 class GuardSettings(Section, frozen=True):
-    """Does the engine compute what the trainer computes? A few prompts are answered by an engine and scored by the
-    trainer under the same weight version; their log-probs must agree, or the run is paused."""
+    """Does the engine compute what the trainer computes? In each step whose tokens are all of the version that it is
+    made from, as those of the first step are, both log-probs of a token must agree, or the run is paused."""
 
-    every: CountInt = 20
-    """Weight versions between two checks, after one at the start; 0 = never, the default where
-    `roles.rollout.kind = "recorded"`."""
-    prompts: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Prompts per check, taken from the start of the training data."""
-    max_new_tokens: PositiveInt = 64
-    """Tokens per answer at most."""
     above: Literal["pause", "fail"] = "pause"
     """What happens above the bound: pause (nothing is generated or trained until the run is resumed or stopped) or
     fail (the run ends)."""
     bound: Literal["auto"] | NonNegativeFloat = "auto"
     """Mean absolute difference of log-probs (nats) above which the run is paused; "auto" = by precision, see
-    docs/engines.md."""
+    docs/engines.md; 0 = none."""
 
 
 class MonitorSettings(Section, frozen=True):

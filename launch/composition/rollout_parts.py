@@ -48,15 +48,6 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
     )
 
 
-def canary_sampling(config: RunConfig) -> SamplingParams:
-    """How canary prompts are answered: as the trainer scores, from the whole distribution at its temperature."""
-    return SamplingParams(
-        temperature=config.rollout.temperature or 1.0,
-        max_new_tokens=min(config.guard.max_new_tokens, config.rollout.max_new_tokens),
-        stop_token_ids=config.rollout.stop_token_ids,
-    )
-
-
 def _seed(config: RunConfig) -> int | None:
     return config.run.seed if config.rollout.deterministic else None
 

@@ -264,6 +264,28 @@ def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Che
     )
 
 
+BOUNDS: Mapping[str, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05, "fp8": 0.15}
+"""Coarsest precision on either side, from fine to coarse -> nats; about 2.5 times what was seen of sound pairs on GPUs
+(bf16 0.02)."""
+COARSE_WORDS = ("fp8", "int8", "int4", "awq", "gptq", "w4a", "w8a", "fp4")
+"""Beginnings and parts of names of quantisations."""
+
+
+def guard_bound(config: RunConfig) -> float:
+    """Nats by which engines may differ from the trainer; 0: as they like. Penalties change what an engine draws from,
+    which the trainer does not repeat; recorded log-probs are of the weights of then."""
+    rollout, bound = config.rollout, config.guard.bound
+    penalties = rollout.frequency_penalty or rollout.presence_penalty or rollout.repetition_penalty != 1
+    if config.roles.rollout.kind == "recorded" or penalties or rollout.min_new_tokens:
+        return 0.0
+    if bound != "auto":
+        return bound
+    named = f"{config.sglang.get('quantization', '')} {config.sglang.get('kv_cache_dtype', '')}".lower()
+    if any(word in named for word in COARSE_WORDS):
+        return BOUNDS["fp8"]
+    return max(BOUNDS[config.trainer.dtype], BOUNDS[config.engine.dtype])
+
+
 # -- weight channels
 
 

@@ -28,7 +28,7 @@ from .run_files import NEWEST, RunFiles
 
 Bound = Literal[
     "unknown", "starting", "disk", "paused", "filter", "generation", "concurrency", "reward", "environment", "data",
-    "training", "weights", "guard", "capacity", "memory", "none",
+    "training", "weights", "capacity", "memory", "none",
 ]  # fmt: skip
 Shares = Mapping[str, Mapping[str, float]]
 """Actor -> kind, or "kind/part" -> share of its time (0..1)."""
@@ -61,7 +61,6 @@ REMEDIES: Mapping[Bound, str] = {
     "training": "`myxa set max_tokens_per_microbatch=N` where memory allows; more trainer ranks, fewer mini-batches, "
     "or rollout devices for the trainer",
     "weights": "`myxa set weights_every=N`, a faster weights.channel, or fewer and larger steps (algo.batch_size)",
-    "guard": "`myxa set guard_every=N`, or fewer guard.prompts",
     "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
     "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
 }
@@ -321,13 +320,6 @@ def _waits(leader: str, trainer: Mapping[str, float], wait: str) -> Reason:
     """For weights, for the device, or for room."""
     share, waits = trainer[wait], f"{leader} waits {_pct(trainer, wait)} of the time"
     if wait == "wait-weights":
-        canary = trainer.get("wait-weights/canary", 0.0)
-        if canary > share / 2:
-            sentence = (
-                f"{leader} waits {percent(canary)} of the time while an engine answers the canary prompts: "
-                "the comparison of trainer and engines is the bottleneck"
-            )
-            return _verdict("guard", sentence, canary)
         return _verdict("weights", f"{waits} until its weights are taken: publishing weights is the bottleneck", share)
     if wait == "wait-memory":
         sentence = f"{waits} until the device has changed hands: switching memory is the bottleneck"
@@ -372,7 +364,6 @@ _MOVES: Mapping[Bound, tuple[tuple[str, int, int, str], ...]] = {
     ),
     "capacity": (("max_staleness", 1, 1, "the rollout actors may run one version further ahead of the trainer"),),
     "weights": (("max_staleness", 1, 1, "engines may keep generating with theirs while the next version travels"),),
-    "guard": (("guard_every", 4, 0, "the comparison of trainer and engines comes less often"),),
     "training": (
         ("max_tokens_per_microbatch", 2, 0, "larger micro-batches use the device better, where memory allows"),
     ),

@@ -1,9 +1,7 @@
-"""Evaluation on several sets: each asked in its own way, told by its own name; one that fails does not hide the others.
-Where trainer and engines take turns, no canary waits for an engine that waits for its room."""
+"""Evaluation on several sets: each asked in its own way, told by its own name; one that fails does not hide the others."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ from myxa.actors.coordinator.evaluator import Evaluator
 from myxa.actors.coordinator.journal import RunContext
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.coordinator.run_state import RunState
-from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.config.data import EvalSetSettings
-from myxa.core.errors import ConfigError, EngineError, PeerDied
-from myxa.core.messages import CanaryAnswers, EvalRequest, EvalResult, SamplingParams
+from myxa.core.errors import ConfigError, EngineError
+from myxa.core.messages import EvalRequest, EvalResult, SamplingParams
 from myxa.core.samples import Prompt
 
 REWARDS = {"easy": 0.9, "hard": 0.1}
@@ -38,9 +35,7 @@ class World:
         sets: dict[str, EvalSetSettings] | None = None,
         *,
         broken: str = "none of them",
-        adoption: Adoption | None = None,
     ) -> None:
-        """`adoption`: where engines take turns with the trainer."""
         self.asked: list[EvalRequest] = []
         self.metrics: dict[str, float] = {}
         self.events: list[tuple[str, str]] = []
@@ -51,19 +46,19 @@ class World:
         options = CoordinatorOptions(
             name="r", num_steps=1, has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
             eval_prompts=4, eval_samples=2, eval_temperature=0.7, eval_sampling=SamplingParams(max_new_tokens=50),
-            eval_sets=sets or {"": of_set()}, takes_turns=adoption is not None,
+            eval_sets=sets or {"": of_set()},
         )  # fmt: skip
         every: Any = self
         meter = ActivityMeter("c", self.clock)
         context = RunContext(every, options, self.clock, meter, every, every, self.state)
-        self.evaluator = Evaluator(context, adoption or every, every)
+        self.evaluator = Evaluator(context, every, every)
 
     async def keep(self) -> None: ...
 
     def ref(self, contract: type, name: str) -> Any:
         return self
 
-    async def engines_at(self, version: int | None) -> list[str]:
+    async def ready_engines(self) -> list[str]:
         return ["rollout/0"]
 
     async def num_held_out(self, name: str = "") -> int:
@@ -145,31 +140,3 @@ async def test_a5_rows_that_are_not_asked_are_told_with_the_result() -> None:
     result = await world.evaluator.evaluate()
     assert result.num_left_out == 36
     assert world.events[-1][1].endswith("; 36 held-out rows beyond num_prompts were left out")
-
-
-class Dies(World):
-    """Its engine is killed by the canary; the next one has no room until the trainer, which waits, gives it some."""
-
-    def __init__(self) -> None:
-        self.engines = Adoption(keeps_newest=False)
-        self.engines.joined("rollout/0", 1, version=7)
-        super().__init__(adoption=self.engines)
-
-    async def engines_at(self, version: int | None) -> list[str]:
-        return await asyncio.Future()
-
-    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        return await self.eval_prompts(limit)
-
-    async def answer(self, request: EvalRequest) -> CanaryAnswers:
-        self.asked.append(request)
-        self.engines.gone("rollout/0", 1)
-        raise PeerDied("its process ended")
-
-
-async def test_in_turns_a_canary_whose_engine_dies_ends_at_once() -> None:
-    world = Dies()
-    async with asyncio.timeout(5.0):
-        with pytest.raises(EngineError, match="no engine has version 7"):
-            await world.evaluator.canary(7)
-    assert len(world.asked) == 1

@@ -157,7 +157,6 @@ MISTAKES: dict[str, str] = {
     '[roles.rollout]\ndevices = "0"\n': '6 roles.rollout.devices ! must be "cpu"',
     f'preset = "chat"\n{RECORDED}': "5 data.preset",
     f'system = "Be brief."\n{RECORDED}': "5 data.system",
-    f"{RECORDED}[guard]\nevery = 5\n": "8 guard.every",
     f'{RECORDED}[eval]\ndata = "p.jsonl"\n': "8 eval.data",
     f'{RECORDED}[weights]\nchannel = "nccl"\n': "8 weights.channel",
     f'{RECORDED}[memory]\nshare = "switch"\ncapacity_mb = 64\n': "8 memory.share",
@@ -330,13 +329,12 @@ def test_recorded_answers_need_a_dump_and_an_algorithm_with_an_engine(tmp_path: 
     assert "roles.rollout.kind" in failure(tmp_path, f'{HEAD}{RECORDED}[algo]\nkind = "sft"\n')
 
 
-def test_recorded_answers_have_their_order_and_no_canary_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_recorded_answers_have_their_order_unless_the_file_says_otherwise(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(HEAD + RECORDED)
     config = load_config(file)
-    assert (config.data.preset, config.data.shuffle, config.guard.every) == ("recorded", False, 0)
+    assert (config.data.preset, config.data.shuffle) == ("recorded", False)
     config = load_config(file, overrides=["data.shuffle=true"])
-    assert (config.data.preset, config.data.shuffle, config.guard.every) == ("recorded", True, 0)
+    assert (config.data.preset, config.data.shuffle) == ("recorded", True)
     plain = load_config(file, overrides=["roles.rollout.kind=embedded"])
     assert (plain.data.preset, plain.data.shuffle) == ("slime", True)
-    assert plain.guard.every > 0

@@ -18,9 +18,9 @@ from myxa.actors.engines.sglang import server_probe
 from myxa.actors.engines.sglang.engine import ServerSampling
 from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
 from myxa.actors.engines.sglang.server_args import ServerSchema, SglangNeeds, check_sizes, check_table, command_line
-from myxa.actors.trainer.canary import BOUNDS
 from myxa.core.config.run import OWNED
 from myxa.core.errors import ConfigError, RequestRefused
+from myxa.launch.composition.trainer_parts import BOUNDS
 
 SERVER_ARGS = STAND_IN / "sglang" / "srt" / "server_args.py"
 SEEDED = {"enable_deterministic_inference": True}

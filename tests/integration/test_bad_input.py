@@ -251,15 +251,16 @@ def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> N
 
 
 def test_an_engine_that_disagrees_with_the_trainer_pauses_the_run_with_the_reason(here: Job) -> None:
-    """No two programs agree to the last bit: a bound of 0 is always broken."""
-    flags = ("guard.every=1", "guard.bound=0.0")
+    """No two programs agree to the last bit."""
+    (here.folder / "ids.py").write_text("def score(completion, **_):\n    return sum(map(ord, completion.text)) % 11\n")
+    flags = ("guard.bound=1e-12", "reward.fn=ids.py:score")
     _, run_dir = asyncio.run(
         inside("run.toml", *flags, until=lambda _, run_dir: events(run_dir.path, "run-paused") != [])
     )
     (paused,) = events(run_dir, "run-paused")
-    for word in ("rollout/0 and the trainer disagree at weight version 0", "guard.bound is 0", "docs/engines.md"):
+    for word in ("engines and trainer disagree at weight version 0", "guard.bound is 1e-12", "docs/engines.md"):
         assert word in paused["text"]
-    assert audit(run_dir).trained == []
+    assert len(audit(run_dir).trained) == 4, "the step that told it, and no other"
 
 
 def test_when_a_drought_is_told_and_when_it_is_hopeless() -> None:

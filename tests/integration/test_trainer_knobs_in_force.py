@@ -189,7 +189,7 @@ async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, 
 async def test_engines_are_given_every_third_version_the_last_one_and_one_they_cannot_do_without(
     model: Path, tmp_path: Path
 ) -> None:
-    async with trainer_room(model, tmp_path, num_steps=10, guard_every=2) as room:
+    async with trainer_room(model, tmp_path, num_steps=10) as room:
         room.data.allow(1)
         await room.conductor.steps(1)
         assert await room.conductor.change(1, weights_every=3) == 2
@@ -203,7 +203,6 @@ async def test_engines_are_given_every_third_version_the_last_one_and_one_they_c
         room.data.allow(10)
         await finished(room)
         assert room.conductor.given == [0, 1, 4, 6, 9, 10]
-        assert room.conductor.asked_canary == [0, 4, 6, 9], "only of versions that engines were given"
 
 
 async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines(model: Path, tmp_path: Path) -> None:

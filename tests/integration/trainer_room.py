@@ -14,7 +14,6 @@ from tests.harness.decider import Decider
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.contracts import BufferContract, TrainerContract
-from myxa.actors.trainer.canary import CanaryOptions
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
 from myxa.actors.trainer.start_point import StartPoint
@@ -25,10 +24,10 @@ from myxa.actors.weights.channels.reader import make_writer
 from myxa.actors.weights.publish import ChannelEnd
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
-from myxa.core.errors import EngineError, TrainError
+from myxa.core.errors import TrainError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import KnobValue, LiveKnobs
-from myxa.core.messages import BufferStats, CanaryAnswers, Claim, StepReport, WeightManifest
+from myxa.core.messages import BufferStats, Claim, StepReport, WeightManifest
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
 
@@ -131,7 +130,6 @@ class Conductor(Decider):
         self.reports: list[StepReport] = []
         self.given: list[int] = []
         self.manifests: list[WeightManifest] = []
-        self.asked_canary: list[int] = []
         self.live = LiveKnobs()
         self.resumed: LiveKnobs | None = None
         self.finished = asyncio.Event()
@@ -172,10 +170,6 @@ class Conductor(Decider):
     async def trainer_finished(self, version: int, reason: str) -> None:
         self.finished.set()
 
-    async def canary(self, version: int) -> CanaryAnswers:
-        self.asked_canary.append(version)
-        raise EngineError("no engine here", remedy="none is needed")
-
     async def live_knobs(self) -> LiveKnobs:
         return self.live
 
@@ -214,7 +208,7 @@ class Room:
 @asynccontextmanager
 async def trainer_room(
     model: Path, run_dir: Path, *, num_steps: int = 0, algo: dict[str, Any] | None = None,
-    optimizer: dict[str, Any] | None = None, checkpoints: dict[str, Any] | None = None, guard_every: int = 0,
+    optimizer: dict[str, Any] | None = None, checkpoints: dict[str, Any] | None = None,
     resume: str = "", restored: dict[str, KnobValue] | None = None, conductor: Conductor | None = None,
 ) -> AsyncGenerator[Room]:  # fmt: skip
     algo_config = AlgoConfig.model_validate({"batch_size": BATCH, **(algo or {})})
@@ -227,7 +221,7 @@ async def trainer_room(
         ),
         publishes=True, run_dir=str(run_dir),
         checkpoints=CheckpointOptions(run_dir=str(run_dir), **(checkpoints or {})), export_at_end=False,
-        guard=CanaryOptions(every=guard_every, bound=1.0), step_values=step_values(algo_config, optimizer_config),
+        step_values=step_values(algo_config, optimizer_config),
     )  # fmt: skip
     trainer = Trainer(
         backend=TorchBackend(settings), end=ChannelEnd("shm", writer=make_writer("shm", run_dir / "weights", model)),

@@ -79,7 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     command = job.command(
         *(f"eval.sets.{name}.{key}={json.dumps(value)}" for name, one in sets.items() for key, value in one.items()),
         f"run.num_steps={NUM_STEPS}", "roles.trainer.count=2", "roles.rollout.count=2", "eval.every=4",
-        "eval.num_prompts=6", "trainer.checkpoint_every=4", "guard.every=4", "reward.functions.exact.weight=1.0",
+        "eval.num_prompts=6", "trainer.checkpoint_every=4", "reward.functions.exact.weight=1.0",
         "reward.functions.format.weight=0.5", "rollout.deterministic=true", 'rollout.stop=["never said"]',
         f"monitor.sinks={FAR_SINKS}".replace("'", '"'),
         *(['monitor.options.wandb={project="sorting"}'] if "wandb" in FAR_SINKS else []),

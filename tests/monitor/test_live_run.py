@@ -27,7 +27,7 @@ from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit
 from myxa.launch.control.client import ControlClient
 
 WINDOW_S = 3.0
-TINY = ("rollout.max_groups=1", "rollout.max_new_tokens=96", "guard.every=0")
+TINY = ("rollout.max_groups=1", "rollout.max_new_tokens=96")
 """So little concurrency that it is the bottleneck."""
 
 

@@ -46,7 +46,6 @@ CASES: list[tuple[Bound, Shares]] = [
     ("capacity", two({"compute": 0.4, "wait-capacity": 0.6}, BUSY)),
     ("concurrency", two(HUNGRY, {"compute": 0.9, "compute/generate at limit": 0.8, "compute/generate": 0.1,
                                  "wait-data": 0.1})),
-    ("guard", two({"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4, "wait-weights/canary": 0.35}, BUSY)),
     ("generation", two({"compute": 0.1, "wait-data": 0.3, "other": 0.6, "other/start": 0.6},
                        {"compute": 0.4, "other": 0.6, "other/start": 0.4, "other/start, engine": 0.2})),
     ("starting", two({"other": 1.0, "other/start": 0.99}, {"other": 1.0, "other/start": 1.0})),
@@ -62,7 +61,7 @@ CASES: list[tuple[Bound, Shares]] = [
 def test_planted_cases(bound: Bound, shares: Shares) -> None:
     verdict = judge(shares, Facts())
     assert verdict.bound == bound
-    if bound in {"generation", "concurrency", "reward", "data", "training", "weights", "guard", "capacity"}:
+    if bound in {"generation", "concurrency", "reward", "data", "training", "weights", "capacity"}:
         assert verdict.remedy
         assert verdict.share >= 0.25
 
@@ -156,7 +155,6 @@ def facts(**values: KnobValue) -> Facts:
         ("concurrency", facts(max_staleness=1), "`myxa set max_staleness=2`: "),
         ("capacity", facts(max_staleness=1), "`myxa set max_staleness=2`: "),
         ("weights", facts(max_staleness=1, weights_every=1), "`myxa set max_staleness=2`: "),
-        ("guard", facts(guard_every=2), "`myxa set guard_every=8`: "),
         ("training", facts(max_tokens_per_microbatch=500), "`myxa set max_tokens_per_microbatch=1000`: "),
         ("training", facts(max_tokens_per_microbatch=900), "`myxa set max_tokens_per_microbatch=1000`: "),
         ("reward", facts(concurrency=4), ""),

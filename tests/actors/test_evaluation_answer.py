@@ -1,4 +1,4 @@
-"""Canaries, evaluations and rewards in a rollout actor: a second try meets nothing of the first, failures leave nothing
+"""Evaluations and rewards in a rollout actor: a second try meets nothing of the first, failures leave nothing
 behind."""
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.actors.data_floor import GateEngine, data_floor
+from tests.actors.data_floor import data_floor
 from tests.harness.waiting import until
 from tests.rewards.world import call_here
 
 from myxa.actors.rewards.rewarder import FixedReward, Rewarder
 from myxa.actors.rollout.evaluation import Evaluation
 from myxa.core.config import RewardSettings
-from myxa.core.errors import CallError, EngineError
 from myxa.core.messages import EvalRequest, SamplingParams
 from myxa.core.samples import Message, Prompt
 
@@ -26,43 +25,6 @@ def question(num_prompts: int = 2, **wishes: Any) -> EvalRequest:
         for row in range(num_prompts)
     )
     return EvalRequest(prompts=prompts, **({"num_samples": 1, "sampling": SamplingParams(max_new_tokens=4)} | wishes))
-
-
-async def test_a_canary_that_fails_leaves_no_request_and_the_next_has_ids_of_its_own(tmp_path: Path) -> None:
-    engine: Any = GateEngine()
-    whole, is_broken = engine.generate, True
-
-    async def generate(request: Any) -> Any:
-        if is_broken and engine.requests:
-            raise EngineError("the stream broke")
-        async for delta in whole(request):
-            yield delta
-
-    engine.generate = generate
-    async with data_floor(tmp_path) as floor:
-        await floor.buffer.set_paused(True)
-        await floor.add("rollout/0", engine=engine)
-        with pytest.raises((CallError, EngineError), match="the stream broke"):
-            await floor.ref().answer(question())
-        assert engine.open == 0, "the other one was ended"
-        is_broken = False
-        engine.gate.set()
-        answers = await floor.ref().answer(question())
-        assert len(answers.samples) == 2
-        ids = [request.request_id for request in engine.requests]
-        assert len(set(ids)) == len(ids)
-
-
-async def test_a_canary_in_an_actor_that_drains_says_so(tmp_path: Path) -> None:
-    async with data_floor(tmp_path) as floor:
-        await floor.buffer.set_paused(True)
-        engine = await floor.add("rollout/0")
-        asking = asyncio.ensure_future(floor.ref().answer(question()))
-        await until(lambda: engine.open == 2, "it answers")
-        floor.rollouts["rollout/0"]._end()
-        await engine.abort()
-        with pytest.raises((CallError, EngineError), match="stop in the middle of a canary"):
-            await asking
 
 
 async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(tmp_path: Path) -> None:
