@@ -40,6 +40,8 @@ from myxa.transport.wire import Endpoints, Lane
 
 PER_INSIDER = 300
 """More than what is listened to: after a hundred malformed ones the rest is ignored."""
+MAX_LEAVING = 16
+"""Insiders that take their leave at the same time."""
 VICTIM = Path(__file__).parent / "victim.py"
 TABLES = [handlers_of(each) for each in (RegistryContract, BufferContract, MixedContract)]
 """Of the victim's actors, in the order of their numbers."""
@@ -231,10 +233,14 @@ async def _strangers(ground: Field, num_raw: int, rng: random.Random, tally: Soc
 
 
 async def _insiders(ground: Field, num_frames: int, rng: random.Random, tally: SocketTally) -> None:
-    """One after the other."""
+    """One after the other. Their leaves overlap: where the frames used up the numbers of calls, the victim takes the
+    leave for a copy, and each waits two seconds for its answer."""
     number, corpus = 0, Corpus(rng, PeerKey(0, 1), ground.to, TABLES, 800)
+    leaving: set[asyncio.Task[None]] = set()
     while tally.frames < num_frames:
         number += 1
+        if len(leaving) >= MAX_LEAVING:
+            _, leaving = await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
         node = await _let_in(ground, f"insider/{number}")
         insider = Insider(node, ground.rdzv.endpoints, corpus, rng)
         try:
@@ -243,7 +249,8 @@ async def _insiders(ground: Field, num_frames: int, rng: random.Random, tally: S
         finally:
             tally.may_run += insider.may_run
             await asyncio.to_thread(insider.context.term)
-            await node.close(grace_s=0.0)
+            leaving.add(asyncio.get_running_loop().create_task(node.close(grace_s=0.0), name=f"leave of {number}"))
+    await asyncio.gather(*leaving)
 
 
 async def _let_in(ground: Field, name: str) -> Node:
