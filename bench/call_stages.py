@@ -76,8 +76,8 @@ def stage_of(path: str) -> str:
 
 
 async def count(depth: int, num_calls: int) -> Tally:
-    near = await Node.attach(name="near", turn_budget_s=10.0)
-    far = await Node.attach(name="far", rdzv=near.rendezvous, turn_budget_s=10.0)
+    near = await Node.attach(name="near")
+    far = await Node.attach(name="far", rdzv=near.rendezvous)
     await near.start(Echo(), "echo")
     await far.wait_for("echo", timeout_s=10)
     ref, report = far.ref(EchoContract, "echo"), msgspec.convert(PAYLOAD, Report)

@@ -27,12 +27,12 @@ from pathlib import Path
 
 from answerer import Answerer, AnswererContract
 
+from myxa.transport import zeromq
 from myxa.transport.node import Node, Rendezvous
-from myxa.transport.zeromq import TURN_S
 
 TICK_S = 0.001
-QUIET, ATTACHED, UNBOUNDED = "nobody calls", f"attached, {1000 * TURN_S:g} ms a turn", "attached, no bound"
-BUDGETS_S = {QUIET: TURN_S, ATTACHED: TURN_S, UNBOUNDED: 60.0}
+QUIET, ATTACHED, UNBOUNDED = "nobody calls", f"attached, {1000 * zeromq.TURN_S:g} ms a turn", "attached, no bound"
+BUDGETS_S = {QUIET: zeromq.TURN_S, ATTACHED: zeromq.TURN_S, UNBOUNDED: 60.0}
 LIMIT_MS = 1.0
 
 
@@ -95,7 +95,8 @@ async def lateness(seconds: float, selector: TimedSelector) -> tuple[list[float]
 
 
 async def measure(mode: str, seconds: float, rate: float, burst: int, selector: TimedSelector) -> Figures:
-    node = await Node.attach(name="host", turn_budget_s=BUDGETS_S[mode])
+    zeromq.TURN_S = BUDGETS_S[mode]
+    node = await Node.attach(name="host")
     actor = Answerer()
     await node.start(actor, "answerer")
     with tempfile.TemporaryDirectory(prefix="b-") as folder:

@@ -1,7 +1,7 @@
 """Runs one hosted actor: its mailbox, the order of its handlers, its background tasks, its end.
 
-Serial handlers run one after another, re-entrant ones beside them; each is a task, which can be cancelled alone. Knows
-messages only as `Delivery`; never sees a socket.
+Serial handlers run one after another, re-entrant ones beside them; each is a task, which can be cancelled alone. Never
+sees a socket.
 
     NEW -> STARTING -> RUNNING -> DRAINING -> STOPPED       (also STARTING | RUNNING | DRAINING -> STOPPED by failure)
 """
@@ -20,7 +20,7 @@ import msgspec
 from ..core.actor import Actor, PeerEvent
 from ..core.errors import BadRequest, CallError, Draining, MyxaError, Overloaded, PeerDied, UserCodeError, WouldDeadlock
 from ..core.handlers import NO_SCOPE, CallScope, HandlerSpec, enter_scope, fresh_context, handlers_of
-from .codec import Codecs, UndecodableError, codecs_of
+from .codec import UndecodableError, codecs_of
 from .session.links import Arrival
 from .session.serving import Serving
 
@@ -49,40 +49,6 @@ NEXT: dict[RunnerState, tuple[RunnerState, ...]] = {
 }
 
 
-class Delivery(msgspec.Struct, eq=False):
-    """A call that arrived for a handler; it ends by exactly one of `reply` and `fail`."""
-
-    spec: HandlerSpec
-    chain: tuple[str, ...]
-    deadline_at: float | None
-    arrival: Arrival
-    codecs: Codecs
-    callee: str
-    serving: Serving
-    is_abandoned: bool = False
-
-    def begin(self) -> msgspec.Struct:
-        """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded."""
-        arrival = self.arrival
-        self.serving.begin(arrival)
-        envelope = arrival.envelope
-        try:
-            return self.codecs.request.decode(envelope.body, envelope.frames)
-        except UndecodableError as error:
-            raise BadRequest(f"{self.callee}.{self.spec.name}: {error}", remedy="see the handler's types") from error
-
-    def reply(self, value: Any) -> None:
-        try:
-            body, frames = self.codecs.reply.encode(value)
-        except MyxaError as error:
-            what = f"{self.callee}.{self.spec.name} returned what cannot travel: {error}"
-            raise UserCodeError(what) from error
-        self.serving.reply(self.arrival, body, frames)
-
-    def fail(self, error: BaseException) -> None:
-        self.serving.fail(self.arrival, error)
-
-
 _TAKES = (RunnerState.RUNNING, RunnerState.DRAINING)
 _as_arguments = msgspec.structs.astuple
 
@@ -92,7 +58,10 @@ OnFailed = Callable[["ActorRunner", BaseException], None]
 class ActorRunner:
     """Runs one actor."""
 
-    def __init__(self, actor: Actor, name: str, epoch: int, log: logging.Logger, on_failed: OnFailed) -> None:
+    def __init__(
+        self, actor: Actor, name: str, epoch: int, serving: Serving, log: logging.Logger, on_failed: OnFailed
+    ) -> None:
+        self._serving = serving
         self.actor = actor
         self.name = name
         self.tag = f"{name}@{epoch}"
@@ -102,10 +71,10 @@ class ActorRunner:
         self.error: BaseException | None = None
         self._log = log
         self._on_failed = on_failed
-        self._waiting: deque[Delivery | PeerEvent] = deque()
+        self._waiting: deque[Arrival | PeerEvent] = deque()
         self.num_held = 0
         """Messages that wait or are being handled, without events."""
-        self._running: dict[int, tuple[Delivery | PeerEvent, asyncio.Task[None]]] = {}
+        self._running: dict[int, tuple[Arrival | PeerEvent, asyncio.Task[None]]] = {}
         """By the identity of the message."""
         self._is_busy = False
         """A serial handler is among them."""
@@ -179,8 +148,8 @@ class ActorRunner:
     async def _wind_up(self, why: str, *, has_started: bool) -> None:
         waiting, self._waiting = self._waiting, deque()
         for item in (*waiting, *(item for item, _ in self._running.values())):
-            if not isinstance(item, PeerEvent) and not item.arrival.has_begun:
-                item.fail(Draining(f"{self.name} stopped before it came to {item.spec.name}: {why}"))
+            if not isinstance(item, PeerEvent) and not item.has_begun:
+                self._serving.fail(item, Draining(f"{self.name} stopped before it came to {_spec(item).name}: {why}"))
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._running.values()]
         tasks += self._background
         await self._cancel([t for t in tasks if t is not asyncio.current_task()])
@@ -219,15 +188,16 @@ class ActorRunner:
 
     # -- messages
 
-    def accept(self, inbound: Delivery) -> None:
+    def accept(self, inbound: Arrival) -> None:
         """Take a message; raises Draining, Overloaded or WouldDeadlock and then will not touch it again."""
-        chain, is_serial = inbound.chain, not inbound.spec.declaration.is_reentrant
+        chain, spec = inbound.envelope.chain, _spec(inbound)
+        is_serial = not spec.declaration.is_reentrant
         if self.state in (RunnerState.DRAINING, RunnerState.STOPPED):
-            raise Draining(f"{self.name} is shutting down and takes no {inbound.spec.name}")
+            raise Draining(f"{self.name} is shutting down and takes no {spec.name}")
         if chain and is_serial and self.tag in chain:
             path = " -> ".join([*chain, self.tag])
             raise WouldDeadlock(
-                f"{self.name}.{inbound.spec.name} was called by an actor that {self.name} itself waits for: {path}",
+                f"{self.name}.{spec.name} was called by an actor that {self.name} itself waits for: {path}",
                 remedy="make the handler reentrant, or answer before calling back",
             )
         if self.num_held >= self.actor.mailbox_size:
@@ -248,15 +218,14 @@ class ActorRunner:
             self._waiting.append(event)
             self._next()
 
-    def abandon(self, inbound: Delivery) -> None:
-        inbound.is_abandoned = True
-        if not inbound.spec.declaration.is_cancellable:
+    def abandon(self, inbound: Arrival) -> None:
+        if inbound.spec is None or not inbound.spec.declaration.is_cancellable:
             return
         if inbound in self._waiting:
             self._waiting.remove(inbound)
             self.num_held -= 1
             self._note_quiet()
-        elif inbound.arrival.has_begun and (found := self._running.get(id(inbound))) is not None:
+        elif inbound.has_begun and (found := self._running.get(id(inbound))) is not None:
             found[1].cancel()
 
     def _next(self) -> None:
@@ -264,21 +233,21 @@ class ActorRunner:
         while not self._is_busy and self.state in _TAKES and self._waiting:
             self._run(self._waiting.popleft())
 
-    def _run(self, item: Delivery | PeerEvent) -> None:
+    def _run(self, item: Arrival | PeerEvent) -> None:
         if isinstance(item, PeerEvent):
             name, is_serial, scope, work = f"on_peer {item.name}", True, CallScope(chain=(self.tag,)), self._tell(item)
         else:
-            name, is_serial = item.spec.name, not item.spec.declaration.is_reentrant
-            chain = (*item.chain, self.tag) if is_serial else item.chain
-            scope = CallScope(item.deadline_at, chain, item.arrival.link.key)
-            work = self._serve(item, is_serial)
+            spec, chain = _spec(item), item.envelope.chain
+            name, is_serial = spec.name, not spec.declaration.is_reentrant
+            scope = CallScope(item.deadline_at, (*chain, self.tag) if is_serial else chain, item.link.key)
+            work = self._serve(item, spec, is_serial)
         self._is_busy = self._is_busy or is_serial
         context = self._context.copy()
         context.run(enter_scope, scope)
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name}: {name}", context=context)
         self._running[id(item)] = item, task
 
-    def _finish(self, item: Delivery | PeerEvent, is_serial: bool) -> None:
+    def _finish(self, item: Arrival | PeerEvent, is_serial: bool) -> None:
         del self._running[id(item)]
         if type(item) is not PeerEvent:
             self.num_held -= 1
@@ -299,27 +268,42 @@ class ActorRunner:
         finally:
             self._finish(event, True)
 
-    async def _serve(self, inbound: Delivery, is_serial: bool) -> None:
-        spec = inbound.spec
+    async def _serve(self, inbound: Arrival, spec: HandlerSpec, is_serial: bool) -> None:
+        serving, codecs, envelope = self._serving, self.codecs[spec.index], inbound.envelope
         try:
-            if inbound.is_abandoned and spec.declaration.is_cancellable:
+            if inbound.is_answered and spec.declaration.is_cancellable:
                 return
             try:
-                request = inbound.begin()
-            except (CallError, MemoryError) as error:
-                inbound.fail(error)
+                serving.begin(inbound)
+                request = codecs.request.decode(envelope.body, envelope.frames)
+            except UndecodableError as error:
+                serving.fail(inbound, BadRequest(f"{self.name}.{spec.name}: {error}", remedy="see the handler's types"))
                 return
-            inbound.reply(await getattr(self.actor, spec.name)(*_as_arguments(request)))
+            except (CallError, MemoryError) as error:
+                serving.fail(inbound, error)
+                return
+            value = await getattr(self.actor, spec.name)(*_as_arguments(request))
+            try:
+                body, frames = codecs.reply.encode(value)
+            except MyxaError as error:
+                what = f"{self.name}.{spec.name} returned what cannot travel: {error}"
+                raise UserCodeError(what) from error
+            serving.reply(inbound, body, frames)
         except asyncio.CancelledError:
-            if not inbound.is_abandoned:
-                inbound.fail(PeerDied(f"{self.name} stopped while it ran {spec.name}"))
+            if not inbound.is_answered:
+                serving.fail(inbound, PeerDied(f"{self.name} stopped while it ran {spec.name}"))
             raise
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error goes to the caller
-            inbound.fail(error)
+            serving.fail(inbound, error)
             if spec.declaration.kind == "cast":
                 self.fail(error)
         except BaseException as error:  # not even an Exception: the caller hears of it all the same
-            inbound.fail(error)
+            serving.fail(inbound, error)
             raise
         finally:
             self._finish(inbound, is_serial)
+
+
+def _spec(inbound: Arrival) -> HandlerSpec:
+    assert inbound.spec is not None  # the host has looked it up
+    return inbound.spec

@@ -7,6 +7,7 @@ cancellation.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
 from .codec import UndecodableError, codecs_of
 from .session.calls import Calls
 from .session.frames import Envelope
-from .session.pending import CallOrder, Outcome, Route
+from .session.pending import Outcome, PendingCall, Route
 
 
 class Finder(Protocol):
@@ -39,16 +40,16 @@ class CallClient:
         self._new_future = asyncio.get_running_loop().create_future
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
-        order = self._order(target, spec, request, deadline_s)
+        future: asyncio.Future[Envelope | None] = self._new_future()
+        call = self._call(target, spec, request, deadline_s, partial(_settle, future))
         route = self._finder.route(target, spec)
         if route is None:
-            left_s = None if order.deadline_at is None else order.deadline_at - self._now()
+            left_s = None if call.deadline_at is None else call.deadline_at - self._now()
             route = await self._finder.find(target, spec, left_s)
         if isinstance(route, CallError):
             raise _named(route, target)
-        future: asyncio.Future[Envelope | None] = self._new_future()
         try:
-            corr = self._calls.submit(order, route, partial(_settle, future))
+            corr = self._calls.submit(call, route)
         except CallError as error:
             raise _named(error, target) from None
         try:
@@ -60,7 +61,10 @@ class CallClient:
             raise
         return None if envelope is None else _decoded(envelope, target, spec)
 
-    def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> CallOrder:
+    def _call(
+        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None,
+        tell: Callable[[Outcome], object],
+    ) -> PendingCall:  # fmt: skip
         declaration, now, scope = spec.declaration, self._now(), current_scope()
         kind = declaration.kind
         waits, left_s = kind != "cast", deadline_s
@@ -69,8 +73,8 @@ class CallClient:
         if left_s is not None and left_s <= 0:
             raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
         body, frames = codecs_of(spec).request.encode(request)
-        return CallOrder(
-            target=target, method=spec.name, kind=kind, body=body, frames=frames,
+        return PendingCall(
+            target=target, method=spec.name, kind=kind, body=body, frames=frames, tell=tell,
             deadline_at=None if left_s is None else now + left_s,
             chain=scope.chain if waits else NO_SCOPE.chain,
         )  # fmt: skip

@@ -1,12 +1,8 @@
 """A process's part in the actor system: hosts actors, carries their calls, knows the other processes.
 
 Attaches to a running loop; installs no loop policy, no signal handler, no logging handler. Everything that runs here is
-ended by `close`.
-
-After a fork the child has a copy of every node, and none of them may be touched: the sockets, their threads' work and
-the loop's epoll set belong to the parent (a child that unregisters a descriptor does so in the parent too). One hook
-for the whole process, registered when the first node attaches, turns the child's copies into objects that raise. It
-opens, closes and locks nothing. All descriptors are close-on-exec.
+ended by `close`. All descriptors are close-on-exec. A forked child has a copy of every node and must not touch it:
+sockets, threads and the loop's epoll set belong to the parent.
 """
 
 from __future__ import annotations
@@ -15,12 +11,10 @@ import asyncio
 import ctypes
 import functools
 import logging
-import os
-import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
@@ -29,7 +23,6 @@ from ..core.errors import (
     CallError,
     ConfigError,
     Draining,
-    LaunchError,
     MyxaError,
     NoSuchActor,
     NoSuchMethod,
@@ -38,20 +31,17 @@ from ..core.errors import (
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
 from ..core.refs import ActorGroup, make_ref, with_deadline
-from .actor_runner import STOP_LIMIT_S, ActorRunner, Delivery
+from .actor_runner import STOP_LIMIT_S, ActorRunner
 from .address import Rendezvous
-from .call_client import CallClient
 from .registry.bootstrap import Mirror, host_registry, join
 from .registry.directory import HostedActor, keys_of
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
 from .session.calls import TICK_S
-from .session.heartbeat import Verdict
-from .session.links import Arrival
+from .session.links import Arrival, Verdict
 from .session.session import LOOPBACK, Session
 from .socket_transport import open_transport
 from .wire import Lane, Transport
-from .zeromq import TURN_S, TurnBudget
 
 A = TypeVar("A")
 
@@ -80,8 +70,6 @@ class Node:
         self._session = Session(own=key, name=name, transport=transport, host=self._hosting, clock=clock)
         self._hosting.session = self._session
         self._mirror = Mirror(rdzv, self._session, clock, self._hosting.tell, self.node_failed)
-        self._call_client = CallClient(self._session.calls, self._mirror, clock)
-        self._mirror.call_with(self._call_client)
         self._mirror.on_update = lambda directory: transport.follow(keys_of(directory.nodes()))
         self._registry: RegistryActor | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order: a simulated run repeats itself
@@ -94,7 +82,7 @@ class Node:
     # -- start and end
 
     @classmethod
-    async def attach(  # noqa: PLR0913  # keyword-only, and nearly all have a default
+    async def attach(  # keyword-only, and nearly all have a default
         cls,
         *,
         name: str,
@@ -106,7 +94,6 @@ class Node:
         tcp: str = "",
         network: Callable[[], Transport] | None = None,
         timeout_s: float = 10.0,
-        turn_budget_s: float = TURN_S,
     ) -> Node:
         """Join the system on the running loop.
 
@@ -115,15 +102,14 @@ class Node:
         any port) of an own interface, to listen on encrypted tcp besides ipc; nodes of other hosts need it. It needs
         `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself. `key`:
         the job's, or one that was announced to the registry (`RegistryContract.expect`) and that fits this name only.
-        `network`: makes a transport without sockets, for tests. `turn_budget_s`: how long the node may take in messages
-        before the loop's other work gets its turn.
+        `network`: makes a transport without sockets, for tests.
         Raises LaunchError naming the registry's endpoint if it does not answer within `timeout_s`.
         """
         check_name(name)
         clock = clock or SystemClock()
         transport = open_transport(
             rdzv=rdzv, run_dir=Path(run_dir) if run_dir else None, node_rank=node_rank, key=key, listen=tcp,
-            network=network, turn=TurnBudget(turn_budget_s),
+            network=network,
         )  # fmt: skip
         registry: RegistryActor | None = None
         try:
@@ -146,8 +132,6 @@ class Node:
         return node
 
     def _run(self) -> None:
-        guard(self)
-        guard(self._call_client)
         self._transport.joined()
         self._transport.start(self._session)
         self._tick()
@@ -162,7 +146,6 @@ class Node:
         if self._is_closed:
             return
         self._is_closed = True
-        release(self)
         await self._drain(grace_s)
         if self._registry is None and not self._is_fenced:
             await self._leave()
@@ -209,7 +192,7 @@ class Node:
         if not isinstance(actor, Actor):
             raise ConfigError(f"{type(actor).__name__} is no actor", remedy="derive it from core.actor.Actor")
         log = logging.getLogger(f"myxa.{name.replace('/', '.')}")
-        cell = ActorRunner(actor, check_name(name), self._key.epoch, log, self._on_failed)
+        cell = ActorRunner(actor, check_name(name), self._key.epoch, self._session.serving, log, self._on_failed)
         actor.ctx = NodeContext(self, cell, log)
         self._hosting.add(cell)
         try:
@@ -219,7 +202,7 @@ class Node:
             await cell.stop("it did not start")
             self._hosting.remove(cell)
             raise
-        return make_ref(self._call_client, type(actor), name)
+        return make_ref(self._mirror.call_client, type(actor), name)
 
     async def stop(self, name: str, why: str = "stopped", grace_s: float = 5.0) -> None:
         """Stop one actor cleanly. Raises NoSuchActor if it is not here."""
@@ -231,10 +214,10 @@ class Node:
 
     def ref(self, contract: type[A], name: str) -> A:
         """A proxy for the actor of that name, in any process, whether or not it is there yet."""
-        return make_ref(self._call_client, contract, name)
+        return make_ref(self._mirror.call_client, contract, name)
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
-        return ActorGroup(self._call_client, contract, members, self.peers)
+        return ActorGroup(self._mirror.call_client, contract, members, self.peers)
 
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}
@@ -373,7 +356,7 @@ class Hosting:
                 cell.post(event)
 
     def deliver(self, arrival: Arrival) -> None:
-        envelope, session = arrival.envelope, self.session
+        envelope = arrival.envelope
         cell = self._cells.get(envelope.actor)
         if cell is None:
             raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
@@ -385,18 +368,15 @@ class Hosting:
         if arrival.is_cast != (kind == "cast"):
             sent = "cast" if arrival.is_cast else "call"
             raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
-        if self.is_draining and arrival.peer != session.own:
+        if self.is_draining and arrival.peer != self.session.own:
             raise Draining(f"{cell.name}: its process is shutting down and takes no {spec.name}")
-        delivery = arrival.handle = Delivery(
-            spec, envelope.chain, arrival.deadline_at, arrival, cell.codecs[method],
-            cell.name, session.serving,
-        )  # fmt: skip
-        cell.accept(delivery)
+        arrival.spec, arrival.callee = spec, cell.name
+        cell.accept(arrival)
 
     def abandon(self, arrival: Arrival) -> None:
         cell = self._cells.get(arrival.envelope.actor)
-        if cell is not None and arrival.handle is not None:
-            cell.abandon(arrival.handle)
+        if cell is not None:
+            cell.abandon(arrival)
 
     def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
         asyncio.get_running_loop().call_soon(self.session.received, LOOPBACK, lane, memoryview(data))
@@ -426,55 +406,6 @@ class NodeContext:
 
     def deadline(self) -> float | None:
         return remaining_s(None, self.clock.monotonic())
-
-
-_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
-_is_hooked = False
-"""Forked children inherit both the hook and this."""
-
-
-def guard(thing: object) -> None:
-    """From now on a forked child's copy of `thing` is unusable. For plain objects (no `__slots__`)."""
-    global _is_hooked
-    if not _is_hooked:
-        os.register_at_fork(after_in_child=_poison_all)
-        _is_hooked = True
-    _guarded.add(thing)
-
-
-def release(thing: object) -> None:
-    _guarded.discard(thing)
-
-
-class Inherited:
-    """What a node, a reference's carrier or a facade is in a forked child. Closing it is allowed and does nothing."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__"):
-            return object.__getattribute__(self, name)
-        return _close if name == "close" else _refuse(name)
-
-
-class _Nothing:
-    def __await__(self) -> Any:
-        return iter(())
-
-
-def _close(*_args: object, **_kwargs: object) -> Awaitable[None]:
-    return _Nothing()
-
-
-def _refuse(name: str) -> NoReturn:
-    raise LaunchError(
-        f"{name}: this node was inherited by a fork and belongs to the parent process",
-        remedy="attach another node in the child, or start the child with the 'spawn' method",
-    )
-
-
-def _poison_all() -> None:
-    for thing in tuple(_guarded):
-        thing.__class__ = Inherited
-    _guarded.clear()
 
 
 CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")

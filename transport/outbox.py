@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -24,7 +23,7 @@ from zmq.backend import Socket as SocketBase
 
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
-from .session.frames import LIMITS, batch, fill_chunk, sole
+from .session.frames import LIMITS, batch, fill_chunk
 from .wire import InboundSink, Lane, Parcel
 from .zeromq import MONITORED, STATUS_OVER, Pump, Socket, read_event
 
@@ -101,22 +100,11 @@ class Outbox:
     def send(self, parcel: Parcel) -> None:
         self._queue.append(parcel)
         if not self._is_waiting and self._state is _READY:
-            self._depart()
+            self.depart()
             self._wait()
 
-    def flush(self, until: float) -> None:
-        """Send what is queued now, whatever the turn, for the loop may be blocked next. Waits, blocking, for a
-        connection that is just being made and for room, until that moment of `time.monotonic` at most."""
-        if self._state is OutboxState.CONNECTING:
-            self._settle(until)
-        while self._state is _READY and (socket := self._socket) is not None:
-            self._depart()
-            left_ms = int((until - time.monotonic()) * 1000)
-            if not self._is_unfinished or left_ms < 0 or not socket.poll(left_ms, zmq.POLLOUT):
-                return
-
-    def _depart(self) -> None:
-        """Send what is queued, until it has to wait."""
+    def depart(self) -> None:
+        """Send what is queued now, until it has to wait."""
         if self._state is not _READY:
             return
         queue = self._queue
@@ -142,7 +130,7 @@ class Outbox:
                 parcels.append(parcel)
         if not parcels:
             return True
-        if not self._put(sole(parcels[0].data) if len(parcels) == 1 else batch([parcel.data for parcel in parcels])):
+        if not self._put(batch([parcel.data for parcel in parcels])):
             queue.extendleft(reversed(parcels))
             return False
         for parcel in parcels:
@@ -192,7 +180,7 @@ class Outbox:
         if self._socket is socket:
             self._is_waiting = False
             if self._is_unfinished:
-                self._depart()
+                self.depart()
 
     def _connect(self) -> None:
         self._state = OutboxState.CONNECTING
@@ -204,21 +192,12 @@ class Outbox:
     def _open(self) -> None:
         self._socket = self._make_socket()
         self._monitor = self._socket.get_monitor_socket(MONITORED)
-        self._pump = Pump(self._monitor, self._watch, 16)
+        self._pump = Pump(self._monitor, self._watch)
         self._set_timer(self._loop.call_later(REACH_LIMIT_S, self._on_unreached))
         try:
             self._socket.connect(self._endpoint)
         except zmq.ZMQError as error:
             self._on_broken(f"cannot connect: {error}")
-
-    def _settle(self, until: float) -> None:
-        """Wait, blocking, for a connection that is just being made, until that moment of `time.monotonic` at most."""
-        while self._state is OutboxState.CONNECTING and self._monitor is not None:
-            left_s = until - time.monotonic()
-            if left_s <= 0 or not self._monitor.poll(int(left_s * 1000) + 1):
-                return
-            while self._watch():
-                pass
 
     def _watch(self) -> bool:
         monitor = self._monitor
@@ -272,7 +251,7 @@ class Outbox:
         self._down_since = None
         self._queue.appendleft(Parcel(self._sink_of().greeting(self._peer, self._lane)))
         self._sink_of().connected(self._peer, self._lane)
-        self._depart()
+        self.depart()
 
     def _on_broken(self, why: str) -> None:
         if self._state not in (OutboxState.CONNECTING, _READY):
@@ -309,7 +288,7 @@ class Outbox:
             return
         self._loop.call_later(linger_s, self._finish)
         if self._state is _READY:
-            self._depart()
+            self.depart()
 
     def abort(self) -> None:
         """End at once; what was not sent is lost."""

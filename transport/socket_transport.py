@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +30,6 @@ from .address import (
     check_owner,
     check_socket_dir,
     interface_towards,
-    make_private,
     make_socket_dir,
     socket_paths,
 )
@@ -44,19 +42,13 @@ from .zeromq import (
     HandshakeWatch,
     Inbox,
     Socket,
-    TurnBudget,
     ZapHandler,
     make_context,
     make_inbox,
     make_outbox,
 )
 
-SETTLE_S = 0.25
-"""How long `flush` waits for connections that are just being made, where a handshake takes a few milliseconds, and for
-room on those that are full."""
 TERM_S = 5.0
-LOOK_S = 1.0
-"""How often our sockets' files are checked: their folder may be cleaned up during a run."""
 NAMED_S = 0.1
 """By then ZeroMQ's threads have given themselves their names."""
 
@@ -82,7 +74,6 @@ class SocketTransport(Transport):
         listen: str,
         keys: CurveKeys | None,
         guard: PeerGuard | None = None,
-        turn: TurnBudget | None = None,
         key_file: str = "",
         is_own_folder: bool = False,
     ) -> None:
@@ -90,7 +81,6 @@ class SocketTransport(Transport):
         self.socket_dir, self.key_file = str(folder), key_file
         self._is_own_folder = is_own_folder
         self._node_rank = node_rank
-        self._turn = turn or TurnBudget()
         self._folder = folder
         self._listen = listen
         self._keys = keys
@@ -99,8 +89,6 @@ class SocketTransport(Transport):
         self.counters: Counter[str] = Counter()
         self._other_threads = thread_ids()
         self._lowering: asyncio.TimerHandle | None = None
-        self._looking: asyncio.TimerHandle | None = None
-        self._were_gone = False
         self._context = make_context()
         self._inboxes: list[tuple[Lane, Inbox]] = []
         self._zap_handler: ZapHandler | None = None
@@ -138,7 +126,7 @@ class SocketTransport(Transport):
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
-        self._inboxes.append((lane, Inbox(socket, lane, self._turn)))
+        self._inboxes.append((lane, Inbox(socket, lane)))
         if key is not None:
             self._watches.append(HandshakeWatch(socket, self.counters, self._note))
         try:
@@ -153,31 +141,10 @@ class SocketTransport(Transport):
         if self._lowering is None:
             loop = asyncio.get_running_loop()
             self._lowering = loop.call_later(NAMED_S, lower_bulk_thread, self._other_threads)
-            self._looking = loop.call_later(LOOK_S, self._look_for_files)
         if self._zap_handler is not None:
             self._zap_handler.start()
         for _, inbox in self._inboxes:
             inbox.start(sink)
-
-    def _look_for_files(self) -> None:
-        """Connections outlive the files of the sockets by which they came; new peers need them. Twice in a
-        row: a process that removes them has ended by then."""
-        is_gone = not all(path.exists() for path in self._paths)
-        try:
-            if is_gone and self._were_gone:
-                self._listen_again()
-        except (OSError, LaunchError, zmq.ZMQError) as error:
-            self.counters["files_gone"] += 1
-            self._note("files_gone", str(self._folder), f"who comes later does not reach this process: {error}")
-        self._were_gone = is_gone
-        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_for_files)
-
-    def _listen_again(self) -> None:
-        make_private(self._folder)
-        for path, (_, inbox) in zip(self._paths, self._inboxes, strict=False):  # those of this host come first
-            if not path.exists():
-                inbox.listen_again(f"ipc://{path}")
-        _log.warning("%s was removed under this process; it is there again", self._folder)
 
     def joined(self) -> None:
         self._has_joined = True
@@ -214,13 +181,9 @@ class SocketTransport(Transport):
             (known.outboxes[lane] or self._outbox(peer, known, lane)).send(parcel)
 
     def flush(self) -> None:
-        until = time.monotonic() + SETTLE_S
-        outboxes = [outbox for known in self._peers.values() if (outbox := known.outboxes[Lane.CONTROL]) is not None]
-        for outbox in outboxes:
-            outbox.flush(0.0)
-        for number, outbox in enumerate(outboxes):  # one that is stuck does not take the others' time
-            now = time.monotonic()
-            outbox.flush(now + (until - now) / (len(outboxes) - number))
+        for known in self._peers.values():
+            if (outbox := known.outboxes[Lane.CONTROL]) is not None:
+                outbox.depart()
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:
         known = self._peers.pop(peer, None)
@@ -277,9 +240,8 @@ class SocketTransport(Transport):
         await self._terminate()
 
     def _close_inboxes(self) -> None:
-        for timer in (self._lowering, self._looking):
-            if timer is not None:
-                timer.cancel()
+        if self._lowering is not None:
+            self._lowering.cancel()
         for watch in self._watches:
             watch.close()
         self._watches.clear()
@@ -359,7 +321,6 @@ def open_transport(
     key: KeyPair | None,
     listen: str,
     network: Callable[[], Transport] | None,
-    turn: TurnBudget,
 ) -> Transport:
     """See `Node.attach`. Raises LaunchError."""
     if network is not None:
@@ -377,7 +338,7 @@ def open_transport(
     keys, guard = _keys_and_guard(rdzv, key) if key is not None and listen else (None, None)
     try:
         transport = SocketTransport(
-            node_rank=node_rank, folder=folder, listen=listen, keys=keys, guard=guard, turn=turn,
+            node_rank=node_rank, folder=folder, listen=listen, keys=keys, guard=guard,
             key_file=rdzv.key_file if rdzv is not None else "", is_own_folder=is_own,
         )  # fmt: skip
         transport.bind()

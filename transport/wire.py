@@ -132,8 +132,7 @@ class Transport(Protocol):
         ...
 
     def flush(self) -> None:
-        """Hand what is queued on the control lane to the network now, for the loop may be blocked next; may wait for
-        connections that are just being made, and for room on those that are full."""
+        """Hand what is queued on the control lane to the network now, for the loop may be blocked next."""
         ...
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:

@@ -2,16 +2,13 @@
 
 Receiving: one ROUTER that is only read, pumped by the loop's own reader. `zmq.asyncio` was considered and measured: 4
 times the latency and 20 times the CPU. Rules of the pump: the file descriptor is only a hint and edge-like, so look
-once after registering it; take messages until there are none, at most `BUDGET` per turn of the loop and no longer than
-the node's turn may take, even within a batch; never send on a socket that is polled; never wait. `HandshakeWatch`
-counts failed connections to a bound tcp endpoint: no key, no ZeroMQ at all, dropped half-way.
-
-`TurnBudget` bounds how much a node takes in before the loop's other work runs. The inboxes of a node share it: a burst
-of thousands of messages would otherwise hold the host's loop up for tens of milliseconds.
+once after registering it; take messages until there are none, or for `TURN_S`; never send on a socket that is polled;
+never wait. `HandshakeWatch` counts failed connections to a bound tcp endpoint: no key, no ZeroMQ at all, dropped
+half-way.
 
 Admission of tcp keys (ZeroMQ's RFC 27) is answered in our own pump. The guard decides; a change of its list takes
-effect with the next connection. An unknown key waits for a moment, because a process may connect before the directory
-has its key. pyzmq's `ThreadAuthenticator` was considered: it needs a thread and admits every key by default.
+effect with the next connection. An outbox whose key is not known yet connects again by itself. pyzmq's
+`ThreadAuthenticator` was considered: it needs a thread and admits every key by default.
 """
 
 from __future__ import annotations
@@ -22,16 +19,15 @@ import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
 
-from ..core.errors import ConfigError, LaunchError
+from ..core.errors import LaunchError
 from .descriptors import check_room
 from .security import KeyPair
-from .session.frames import CHUNK_HEADER_BYTES, LIMITS, SOLE_BYTES, Assemblies, is_sole
+from .session.frames import CHUNK_HEADER_BYTES, LIMITS, Assemblies
 from .session.guard import KeyVerdict, PeerGuard
 from .wire import InboundSink, Lane
 
@@ -146,42 +142,8 @@ def _common(socket: Socket, lane: Lane, *, has_network: bool) -> None:
 
 
 TURN_S = 0.001
-"""Default: what a host that streams tokens does not notice."""
-
-
-class TurnBudget:
-    """Asked after each message; when it is over, the rest waits for the next turn of the loop."""
-
-    __slots__ = ("_num_inboxes", "is_spent", "turn_s", "until")
-
-    def __init__(self, turn_s: float = TURN_S) -> None:
-        """`turn_s`: of one turn of the loop, for all inboxes together. Raises ConfigError if nothing fits into it."""
-        if not turn_s > 0:
-            raise ConfigError(f"in a turn of {turn_s} s no message is taken in", remedy="turn_budget_s is above 0")
-        self.turn_s = turn_s
-        self.is_spent = False
-        """The current inbox has to stop, as of the last look at the clock."""
-        self._num_inboxes = 0
-        self.until = 0.0
-        """When the part of the inbox whose turn it is ends."""
-
-    def add_inbox(self) -> None:
-        """One more shares the time; each overruns its part by one message at most."""
-        self._num_inboxes += 1
-
-    def begin(self) -> None:
-        self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
-        self.is_spent = False
-
-    def look(self) -> bool:
-        """Something was taken in. True: the turn is over, the current inbox has to stop."""
-        self.is_spent = is_spent = time.monotonic() >= self.until
-        return is_spent
-
-
-BUDGET = 256
-BULK_BUDGET = 8
-"""Of 1 MiB chunks: about a millisecond."""
+"""So long a socket is read before the loop's other work gets its turn: what a host that streams tokens does not notice.
+A message under way is taken in whole, so each overruns by `LIMITS.batch` envelopes at most."""
 
 _NOTHING = memoryview(b"")
 _ID_BYTES = 5
@@ -194,11 +156,8 @@ _log = logging.getLogger("myxa.transport")
 class Pump:
     """Calls `take` for a socket until it says that there is nothing more, whenever there may be something."""
 
-    def __init__(self, socket: Socket, take: Callable[[], bool], budget: int, turn: TurnBudget | None = None) -> None:
-        self._socket = socket
+    def __init__(self, socket: Socket, take: Callable[[], bool]) -> None:
         self._take = take
-        self._budget = budget
-        self._turn = turn
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_stopped = False
@@ -206,11 +165,6 @@ class Pump:
         """The next turn of the loop looks anyway; a second look in it would take twice what fits."""
         self._loop.add_reader(self._fd, self._signalled)
         self._look_soon()  # arm: without this look the first message may never be signalled
-
-    def look(self) -> None:
-        """Something was sent on this very socket: a wake-up may have been eaten, so look once."""
-        if not self._is_stopped:
-            self._look_soon()
 
     def _look_soon(self) -> None:
         if not self._is_due:
@@ -227,39 +181,30 @@ class Pump:
             self._loop.remove_reader(self._fd)
 
     def _drain(self) -> None:
-        turn, self._is_due = self._turn, False
+        self._is_due = False
+        until = time.monotonic() + TURN_S
         try:
-            if turn is not None:
-                turn.begin()
-            for _ in range(self._budget):
-                if self._is_stopped or not self._take():
+            while not self._is_stopped and self._take():
+                if time.monotonic() >= until:
+                    self._look_soon()
                     return
-                if turn is not None and turn.is_spent:
-                    break
         except BaseException:  # an interrupt; the loop may be run again after it
             self._look_soon()
             raise
-        if not self._is_stopped:
-            self._look_soon()
 
 
 class Inbox:
     """One bound endpoint of one lane."""
 
-    def __init__(self, socket: Socket, lane: Lane, turn: TurnBudget | None = None) -> None:
+    def __init__(self, socket: Socket, lane: Lane) -> None:
         self._socket = socket
         self._lane = lane
-        self._turn = turn or TurnBudget()
-        self._turn.add_inbox()
         self._sink: InboundSink | None = None
         self._assemblies = Assemblies()
         self._pump: Pump | None = None
         self._copies = lane is Lane.CONTROL and not socket.getsockopt(zmq.CURVE_SERVER)
         """A frame of pyzmq costs more than a copy of what is small. Bulk is large, and a frame alone has the proof."""
-        self._last = b""
         self._frame: zmq.Frame | None = None
-        self._rest: tuple[bytes, zmq.Frame | None, Iterator[memoryview]] | None = None
-        """Of a batch: what had to wait for the next turn."""
 
     @property
     def proof(self) -> str:
@@ -274,15 +219,7 @@ class Inbox:
     def start(self, sink: InboundSink) -> None:
         self._sink = sink
         if self._pump is None:
-            budget = BULK_BUDGET if self._lane is Lane.BULK else BUDGET
-            self._pump = Pump(self._socket, self._take, budget, self._turn)
-
-    def listen_again(self, endpoint: str) -> None:
-        """Its file is gone: newcomers come in by a new one. The old listener goes with the socket: ZeroMQ would remove
-        the new file with it. Raises zmq.ZMQError."""
-        if self._pump is not None and not self._socket.closed:
-            self._socket.bind(endpoint)
-            self._pump.look()
+            self._pump = Pump(self._socket, self._take)
 
     def forget(self, source: bytes) -> None:
         self._assemblies.forget(source)
@@ -296,35 +233,21 @@ class Inbox:
         self._socket.close(linger=0)
 
     def _take(self) -> bool:
-        """One message of ZeroMQ, or what had to wait of the last one. False: there are no more."""
+        """One message of ZeroMQ. False: there are no more."""
         sink, lane = self._sink, self._lane
         if sink is None:
             return False
-        (source, self._frame, envelopes), self._rest = self._rest or (b"", None, None), None
         try:
-            if envelopes is None:
-                source, self._frame, data = self._receive()
-                self._last = source
-                if is_sole(data):  # nearly always, and alone
-                    sink.received(source, lane, data[SOLE_BYTES:])
-                else:
-                    envelopes = self._assemblies.envelopes(sink, source, lane, data)
-            for envelope in envelopes or ():
+            source, self._frame, data = self._receive()
+            for envelope in self._assemblies.envelopes(sink, source, lane, data):
                 sink.received(source, lane, envelope)
-                if self._turn.look():
-                    self._rest = source, self._frame, envelopes or iter(())
-                    return True
         except zmq.Again:
             return False
         except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and not stop the pump
             _log.exception("the session failed on a message")
             sink.crashed(error)
-        except BaseException:  # an interrupt; the loop may be run again after it
-            self._rest = None if envelopes is None else (source, self._frame, envelopes)
-            raise
         finally:
             self._frame = None
-        self._turn.look()
         # Asking whether there is more costs half of the exception that would say that there is not.
         return not self._socket.closed and bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
@@ -336,7 +259,7 @@ class Inbox:
         if len(source) != _ID_BYTES:
             while self._socket.getsockopt(_RCVMORE):
                 recv(_NOBLOCK)
-            return self._last, None, _NOTHING
+            return source, None, _NOTHING
         if self._copies:
             return source, None, memoryview(recv(_NOBLOCK))
         frame = recv(_NOBLOCK, copy=False)
@@ -364,7 +287,7 @@ class HandshakeWatch:
         self._counters = counters
         self._note = note
         self._monitor: Socket | None = socket.get_monitor_socket(WATCHED)
-        self._pump = Pump(self._monitor, self._take, 64)
+        self._pump = Pump(self._monitor, self._take)
 
     def close(self) -> None:
         self._pump.stop()
@@ -392,9 +315,6 @@ STATUS_OVER = 500
 ENDPOINT = "inproc://zeromq.zap.01"
 NUM_REQUEST_FRAMES = 9
 """Routing id, delimiter, version, request id, domain, address, identity, mechanism, credentials."""
-HOLD_S = 1.0
-MAX_HELD = 64
-"""Connections with an unknown key that are kept waiting; the others are refused at once."""
 NOTE_ADDRESS_CHARS = 64
 
 _STATUS: dict[KeyVerdict, tuple[bytes, bytes]] = {
@@ -402,30 +322,15 @@ _STATUS: dict[KeyVerdict, tuple[bytes, bytes]] = {
     KeyVerdict.UNKNOWN: (b"400", b"not of this job"),
     KeyVerdict.OVER: (b"500", b"this incarnation is over"),
 }
+_REFUSED: dict[KeyVerdict, str] = {KeyVerdict.UNKNOWN: "key_unknown", KeyVerdict.OVER: "key_over"}
 _ZAP_REMEDIES: dict[str, str] = {
-    "key_unknown": "has it the job's key of this run, and was it registered? a process that joins needs both",
+    "key_unknown": "has it the job's key of this run, or one that was announced? one that has just joined comes again",
     "key_over": "that process was replaced or reported dead; it must end",
     "key_malformed": "only CURVE is spoken here",
-}
-_COUNTED: dict[KeyVerdict, str] = {
-    KeyVerdict.UNKNOWN: "key_unknown",
-    KeyVerdict.OVER: "key_over",
 }
 
 Note = Callable[[str, str, str], None]
 """What was refused, whom, remedy: to be reported once."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """Of libzmq."""
-
-    head: tuple[bytes, ...]
-    """What the answer begins with."""
-    key: str
-    address: str
-    until: float
-    """When it is answered at the latest."""
 
 
 class ZapHandler:
@@ -438,19 +343,13 @@ class ZapHandler:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ENDPOINT)
         self._pump: Pump | None = None
-        self._held: list[_Question] = []
-        self._timer: asyncio.TimerHandle | None = None
         self._counters = counters
 
     def start(self) -> None:
         if self._pump is None:
-            self._pump = Pump(self._socket, self._take, 64)
-            self._guard.on_change = self._look_again
+            self._pump = Pump(self._socket, self._take)
 
     def close(self) -> None:
-        self._guard.on_change = None
-        if self._timer is not None:
-            self._timer.cancel()
         if self._pump is not None:
             self._pump.stop()
         self._socket.close(linger=0)
@@ -460,49 +359,23 @@ class ZapHandler:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        head = (*frames[:4],)
         address = frames[5].decode("ascii", "replace")[:NOTE_ADDRESS_CHARS] if len(frames) > 5 else ""
         is_curve = len(frames) == NUM_REQUEST_FRAMES and frames[4] == ZAP_DOMAIN and frames[7] == b"CURVE"
         if not is_curve or len(frames[8]) != 32:
-            self._refuse_for("key_malformed", address)
-            self._answer(head, b"400", b"CURVE is needed", "")
+            self._refuse("key_malformed", address)
+            self._answer(frames, b"400", b"CURVE is needed", "")
             return True
         key = z85.encode(frames[8]).decode("ascii")
-        self._judge(_Question(head, key, address, asyncio.get_running_loop().time() + HOLD_S))
+        verdict = self._guard.verdict(key)
+        if verdict in _REFUSED:
+            self._refuse(_REFUSED[verdict], address)
+        self._answer(frames, *_STATUS[verdict], key)
         return True
 
-    def _judge(self, question: _Question) -> None:
-        now = asyncio.get_running_loop().time()
-        verdict = self._guard.verdict(question.key)
-        if verdict is KeyVerdict.UNKNOWN and now < question.until and len(self._held) < MAX_HELD:
-            self._held.append(question)
-            self._wake_at(question.until)
-            return
-        if verdict is not KeyVerdict.ADMIT:
-            self._refuse_for(_COUNTED[verdict], question.address)
-        self._answer(question.head, *_STATUS[verdict], question.key)
-
-    def _look_again(self) -> None:
-        held, self._held = self._held, []
-        for question in held:
-            self._judge(question)
-        if held and self._pump is not None:
-            self._pump.look()
-
-    def _wake_at(self, when: float) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(when, self._on_time)
-
-    def _on_time(self) -> None:
-        self._timer = None
-        self._look_again()
-        if self._held:
-            self._wake_at(min(question.until for question in self._held))
-
-    def _refuse_for(self, what: str, address: str) -> None:
+    def _refuse(self, what: str, address: str) -> None:
         self._counters[what] += 1
         self._note(what, address, _ZAP_REMEDIES[what])
 
-    def _answer(self, head: tuple[bytes, ...], status: bytes, text: bytes, key: str) -> None:
+    def _answer(self, frames: list[bytes], status: bytes, text: bytes, key: str) -> None:
         user = key.encode() if status == b"200" else b""
-        self._socket.send_multipart([*head, status, text, user, b""], zmq.DONTWAIT)
+        self._socket.send_multipart([*frames[:4], status, text, user, b""], zmq.DONTWAIT)

@@ -81,9 +81,7 @@ class Audit:
             if node.current is None:
                 continue
             found += [
-                f"{node.name}: {call} has not ended"
-                for call in _calls_of(node.current)
-                if call.order.target != REGISTRY
+                f"{node.name}: {call} has not ended" for call in _calls_of(node.current) if call.target != REGISTRY
             ]
             for link in _links_of(node.current):
                 found += [
@@ -91,7 +89,7 @@ class Audit:
                     for window in link.windows
                     if (lost := window.unanswered.keys() - link.pending.keys())
                 ]
-                callees = [getattr(arrival.handle, "callee", "?") for arrival in link.served.values()]
+                callees = [arrival.callee or "?" for arrival in link.served.values()]
                 found += [
                     f"{node.name}: a call of {link.key} to {callee} is still open"
                     for callee in callees

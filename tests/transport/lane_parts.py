@@ -15,7 +15,7 @@ from myxa.core.ids import PeerKey
 from myxa.transport.outbox import Outbox
 from myxa.transport.session.frames import Envelope, Kind, encode, split
 from myxa.transport.wire import Lane, Parcel
-from myxa.transport.zeromq import Inbox, Socket, TurnBudget, make_inbox, make_outbox
+from myxa.transport.zeromq import Inbox, Socket, make_inbox, make_outbox
 
 GREETING = encode(Envelope(kind=Kind.HELLO, body=b"{}"))
 
@@ -87,10 +87,10 @@ class Lab:
         self._outboxes: list[Outbox] = []
         self._raw: list[Socket] = []
 
-    def inbox(self, sink: Sink, turn: TurnBudget | None = None, lane: Lane = Lane.CONTROL) -> Inbox:
+    def inbox(self, sink: Sink, lane: Lane = Lane.CONTROL) -> Inbox:
         socket = make_inbox(self.context, lane, None)
         socket.bind(self.endpoint)
-        made = Inbox(socket, lane, turn or TurnBudget())
+        made = Inbox(socket, lane)
         made.start(sink)  # pyright: ignore[reportArgumentType]
         self._inboxes.append(made)
         return made

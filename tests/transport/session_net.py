@@ -7,7 +7,7 @@ from typing import Any
 
 from myxa.core.handlers import HandlerKind
 from myxa.core.ids import PeerKey
-from myxa.transport.session.pending import CallOrder, Route
+from myxa.transport.session.pending import PendingCall, Route
 from myxa.transport.session.session import LOOPBACK, Session
 from myxa.transport.wire import Endpoints, Lane, Transport
 
@@ -140,12 +140,12 @@ class End(Transport):
 
     def call(self, other, sink, *, deadline_s=None, kind: HandlerKind = "call"):
         now = self.net.clock.monotonic()
-        order = CallOrder(
-            target=f"actor{other.key.node_id}", method="do", kind=kind, body=b"[1]",
+        call = PendingCall(
+            target=f"actor{other.key.node_id}", method="do", kind=kind, body=b"[1]", tell=sink.done,
             deadline_at=None if deadline_s is None else now + deadline_s,
         )  # fmt: skip
         route = Route(peer=other.key, endpoints=other.endpoints, actor=0, method=0)
-        return self.session.calls.submit(order, route, sink.done)
+        return self.session.calls.submit(call, route)
 
     def serve(self):
         """Execute what has arrived."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tests.transport.cast_of_actors import Echo
 
-from myxa.core.errors import ConfigError
 from myxa.transport.node import Node
 
 pytestmark = pytest.mark.timeout(90)
@@ -46,11 +45,12 @@ def fine(program: str) -> None:
 
 ATTACH = """
 async def guest():
-    node = await Node.attach(name="guest", turn_budget_s=0.002)
+    node = await Node.attach(name="guest")
     other = await Node.attach(name="other", rdzv=node.rendezvous)
     await node.start(Echo(), "echo")
     ref = other.ref(Echo, "echo")
-    await asyncio.gather(*(ref.ping() for _ in range(200)))
+    for _ in range(20):
+        await asyncio.gather(*(ref.ping() for _ in range(10)))
     await other.close()
     await node.close()
 
@@ -89,59 +89,13 @@ def in_child(what):
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-def refused(act):
-    try:
-        act()
-    except MyxaError as error:
-        assert "inherited by a fork" in str(error) and "spawn" in error.remedy, error
-    else:
-        raise AssertionError("an inherited node did something")
 """
 
 
-def test_a_forked_child_cannot_use_an_attached_node_and_the_parent_can():
+def test_a_forked_child_may_have_a_node_of_its_own():
     fine(
         FORK
         + """
-async def main():
-    node = await Node.attach(name="host")
-    other = await Node.attach(name="other", rdzv=node.rendezvous)
-    await node.start(Echo(), "echo")
-    ref = other.ref(Echo, "echo")
-    await ref.ping()
-
-    def child():
-        refused(lambda: node.ref(Echo, "echo"))
-        refused(lambda: node.peers("echo"))
-        refused(lambda: ref.ping().send(None))
-        refused(lambda: setattr(node, "name", node.name + "x"))
-        try:
-            node.close().__await__().send(None)  # allowed, and does nothing
-        except (StopIteration, AttributeError):
-            pass
-        for _ in node.close().__await__():
-            raise AssertionError("closing an inherited node waits for something")
-
-    for _ in range(3):
-        in_child(child)
-    await ref.ping()
-    await other.close()
-    await node.close()
-    in_child(lambda: None)
-
-asyncio.run(main())
-print("fine")
-"""
-    )
-
-
-def test_a_forked_child_may_have_a_node_of_its_own_and_there_is_one_hook():
-    fine(
-        FORK
-        + """
-hooks, register = [], os.register_at_fork
-os.register_at_fork = lambda **kinds: hooks.append(list(kinds)) or register(**kinds)
 rdzv = None
 
 async def host():
@@ -166,20 +120,13 @@ assert ready.wait(20)
 in_child(lambda: asyncio.run(child()))
 over.set()
 thread.join()
-assert hooks == [["after_in_child"]], hooks
 print("fine")
 """
     )
 
 
-async def test_a_turn_needs_time():
-    for nothing in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match="no message is taken in"):
-            await Node.attach(name="host", turn_budget_s=nothing)
-
-
 async def test_a_burst_leaves_room_for_the_hosts_own_work():
-    """A thousand casts arrive in a few batches; between two turns of a small budget the host's work runs."""
+    """A thousand casts arrive in a few batches; between two turns the host's work runs."""
 
     class Slow(Echo):
         mailbox_size = 4096
@@ -187,7 +134,7 @@ async def test_a_burst_leaves_room_for_the_hosts_own_work():
         async def note(self, text: str) -> None:
             self.log.append(text)
 
-    node = await Node.attach(name="host", turn_budget_s=0.0002)
+    node = await Node.attach(name="host")
     other = await Node.attach(name="other", rdzv=node.rendezvous)
     echo = Slow()
     await node.start(echo, "echo")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.transport.session.frames import (
-    Assembly,
+    LIMITS,
+    Assemblies,
     Envelope,
-    EnvelopeChunk,
     FrameLimits,
     Kind,
     Malformed,
@@ -18,8 +20,10 @@ from myxa.transport.session.frames import (
     chunk_header,
     decode,
     encode,
+    peek,
     split,
 )
+from myxa.transport.wire import Lane
 
 U32 = st.integers(0, 0xFFFFFFFF)
 U16 = st.integers(0, 0xFFFF)
@@ -107,34 +111,72 @@ def test_large_frames_begin_on_a_cache_line():
 
 def chunks_of(data, size):
     pieces = [data[i : i + size] for i in range(0, len(data), size)]
-    return [chunk_header(i, i * size, len(data)) + piece for i, piece in enumerate(pieces)]
+    return [chunk_header(i * size, len(data)) + piece for i, piece in enumerate(pieces)]
+
+
+class Whole:
+    """Takes what chunks make; implements `wire.InboundSink` as far as `Assemblies` asks for it."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.given_up: list[tuple[bytes, int]] = []
+
+    def is_known(self, source, lane):
+        return source != b"stranger"
+
+    def malformed(self, source, lane, reason):
+        self.wrong.append(reason)
+
+    def overflowed(self, source, lane, head, total):
+        self.given_up.append((head, total))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(min_size=1, max_size=500), st.integers(1, 64))
 def test_chunks_make_the_whole(data, size):
-    assembly = Assembly()
-    results = []
-    for message in chunks_of(data, size):
-        chunk = split(memoryview(message))
-        assert isinstance(chunk, EnvelopeChunk)
-        results.append(assembly.add(chunk))
-    assert results[-1] == data
-    assert all(r is None for r in results[:-1])
-    assert assembly.num_bytes == 0
+    sink, assemblies = cast(Any, Whole()), Assemblies()
+    results = [assemblies.envelopes(sink, b"a", Lane.BULK, memoryview(one)) for one in chunks_of(data, size)]
+    assert [list(one) for one in results] == [[]] * (len(results) - 1) + [[data]]
+    assert assemblies.num_bytes == 0 and not sink.wrong
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40), st.integers(0, 60), st.binary(max_size=20)), max_size=8)
-)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.binary(max_size=20)), max_size=8))
 def test_chunks_in_any_order_never_raise(parts):
-    assembly = Assembly()
-    for index, offset, total, data in parts:
-        chunk = split(memoryview(chunk_header(index, offset, total) + data))
-        if isinstance(chunk, EnvelopeChunk):
-            result = assembly.add(chunk)
-            assert result is None or isinstance(result, Malformed) or len(result) == total
+    sink, assemblies = cast(Any, Whole()), Assemblies()
+    for offset, total, data in parts:
+        for whole in assemblies.envelopes(sink, b"a", Lane.BULK, memoryview(chunk_header(offset, total) + data)):
+            assert len(whole) == total
+
+
+def test_announcing_a_large_envelope_costs_nothing():
+    sink, assemblies = cast(Any, Whole()), Assemblies()
+    for i in range(1000):
+        assert not assemblies.envelopes(sink, b"%d" % i, Lane.BULK, memoryview(chunk_header(0, LIMITS.message) + b"x"))
+    assert assemblies.num_bytes == 1000
+    assert not assemblies.envelopes(sink, b"stranger", Lane.BULK, memoryview(chunk_header(0, 500) + b"x"))
+    assert assemblies.num_bytes == 1000 and "before HELLO" in sink.wrong[0]
+
+
+def test_all_half_received_envelopes_together_are_bounded():
+    sink, assemblies = cast(Any, Whole()), Assemblies(limit_bytes=100)
+
+    def came(source: bytes, offset: int, total: int, data: bytes):
+        return list(assemblies.envelopes(sink, source, Lane.BULK, memoryview(chunk_header(offset, total) + data)))
+
+    head = encode(Envelope(kind=Kind.CALL, corr=77))
+    assert came(b"a", 0, 500, bytes(head)) == []
+    assert came(b"a", len(head), 500, bytes(90)) == []
+    [(beginning, total)] = sink.given_up
+    assert peek(beginning) == (Kind.CALL, 77) and total == 500
+    assert assemblies.num_bytes == 0
+    assert came(b"a", len(head) + 90, 500, bytes(90)) == []  # the rest of it is dropped without a word
+    assert len(sink.given_up) == 1 and not sink.wrong
+    assert came(b"a", 0, 3, b"abc") == [b"abc"]  # the next one is welcome
+    assert came(b"a", 9, 500, b"abc") == [] and "out of order" in sink.wrong[0]
+    came(b"b", 0, 50, b"abc")
+    assemblies.forget(b"b")
+    assert assemblies.num_bytes == 0
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, 0), (2, 9), (3, 0), (3, 99), (5, 255)])

@@ -20,15 +20,10 @@ from myxa.transport.codec import Codec, UndecodableError, decode_value
 from myxa.transport.descriptors import SPARE
 from myxa.transport.session.frames import (
     LIMITS,
-    Assemblies,
     Envelope,
-    EnvelopeChunk,
     Kind,
     Malformed,
-    chunk_header,
     encode,
-    peek,
-    split,
 )
 from myxa.transport.session.handshake import MAX_HELLO_BYTES, Hello, read_hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
@@ -51,42 +46,6 @@ def test_nonsense_is_counted_and_holds_nobody_up():
     net.run()
     assert len(sink.outcomes) == 1
     assert two.session.counters == {"malformed": 2000}
-
-
-# -- half-received envelopes
-
-
-def chunk(index: int, offset: int, total: int, data: bytes) -> EnvelopeChunk:
-    made = split(memoryview(chunk_header(index, offset, total) + data))
-    assert isinstance(made, EnvelopeChunk)
-    return made
-
-
-def test_announcing_a_large_envelope_costs_nothing():
-    assemblies = Assemblies()
-    for i in range(1000):
-        assert assemblies.add(str(i).encode(), chunk(0, 0, LIMITS.message, b"x")) is None
-    assert assemblies.num_bytes == 1000
-
-
-def test_all_half_received_envelopes_together_are_bounded():
-    assemblies = Assemblies(limit_bytes=100)
-    head = encode(Envelope(kind=Kind.CALL, corr=77))
-    first = chunk(0, 0, 500, bytes(head))
-    assert assemblies.overflow(b"a", first) is None
-    assert assemblies.add(b"a", first) is None
-    second = chunk(1, len(head), 500, bytes(90))
-    given_up = assemblies.overflow(b"a", second)
-    assert given_up is not None and peek(given_up) == (Kind.CALL, 77)
-    assert assemblies.num_bytes == 0
-    assert assemblies.overflow(b"a", second) is None  # told once
-    assert assemblies.add(b"a", second) is None  # the rest of it is dropped without a word
-    whole = assemblies.add(b"a", chunk(0, 0, 3, b"abc"))  # the next one is welcome
-    assert whole == b"abc"
-    assert isinstance(assemblies.add(b"a", chunk(4, 9, 500, b"abc")), Malformed)
-    assemblies.add(b"b", chunk(0, 0, 50, b"abc"))
-    assemblies.forget(b"b")
-    assert assemblies.num_bytes == 0
 
 
 # -- bodies
@@ -148,7 +107,6 @@ def hello(**changes) -> Hello:
         b"", b"{", b"[]", b"\xff\xfe", b"[" * 5000, write_hello(hello(name="x" * 200)), write_hello(hello(name="A B\n")),
         write_hello(hello(attempt=0)), write_hello(hello(attempt=1 << 63)),
         write_hello(hello(endpoints=Endpoints(inproc="x" * MAX_HELLO_BYTES))),
-        orjson.dumps({**orjson.loads(write_hello(hello())), "more": 1}),
         write_hello(hello(endpoints=Endpoints(curve="nonsense"))),
         write_hello(hello(endpoints=Endpoints(curve="\u00e4" * 40))),
         write_hello(hello(endpoints=Endpoints(tcp=("tcp://10.0.0.1:1", "")))),
@@ -162,6 +120,8 @@ def test_a_hello_that_is_none_is_a_value_error(body):
 
 def test_a_hello_travels():
     assert read_hello(write_hello(hello(attempt=7))) == hello(attempt=7)
+    newer = orjson.dumps({**orjson.loads(write_hello(hello(protocol="2"))), "more": 1})
+    assert read_hello(newer) == hello(protocol="2"), "another version is told why it is refused"
 
 
 def test_every_lane_has_a_largest_message():

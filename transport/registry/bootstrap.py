@@ -18,14 +18,14 @@ from ...core.clock import Clock
 from ...core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotExecuted, NotSent, PeerDied, StaleEpoch
 from ...core.handlers import HandlerSpec, handlers_of
 from ...core.ids import PeerKey
-from ...core.refs import RequestSender, make_ref, with_deadline
+from ...core.refs import make_ref, with_deadline
 from ..address import Rendezvous
 from ..call_client import CallClient
 from ..session.calls import TICK_S
 from ..session.guard import PROVISIONAL
-from ..session.links import Arrival
+from ..session.links import Arrival, SessionHost
 from ..session.pending import Route
-from ..session.session import Session, SessionHost
+from ..session.session import Session
 from ..wire import Transport
 from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord, keys_of
 from .registry import REGISTRY, REGISTRY_KEY, Changes, RegistryActor, RegistryContract
@@ -58,8 +58,7 @@ async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, 
     session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock)
     transport.start(session)
     ticking = asyncio.get_running_loop().create_task(_tick(session), name=f"{name}: join")
-    mirror = Mirror(rdzv, session, clock, lambda _: None, lambda _: None)
-    registry = make_ref(CallClient(session.calls, mirror, clock), RegistryContract, REGISTRY)
+    registry = Mirror(rdzv, session, clock, lambda _: None, lambda _: None).registry
     give_up_at, patience_s = clock.monotonic() + timeout_s, PATIENCE_S
     try:
         while True:
@@ -137,18 +136,10 @@ class Mirror:
         self.changes = Changes()
         """Of the directory."""
         self._log = logging.getLogger("myxa.transport")
-        self._caller: RequestSender | None = None
+        self.call_client = CallClient(session.calls, self, clock)
+        self.registry = make_ref(self.call_client, RegistryContract, REGISTRY)
         self.on_update: Callable[[Directory], None] | None = None
         """Called first when something has changed: who may speak is decided by the directory."""
-
-    def call_with(self, caller: RequestSender) -> None:
-        self._caller = caller
-
-    @property
-    def registry(self) -> RegistryContract:
-        if self._caller is None:
-            raise RuntimeError("the mirror has no caller yet")
-        return make_ref(self._caller, RegistryContract, REGISTRY)
 
     async def follow(self) -> None:
         while True:

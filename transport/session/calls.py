@@ -13,7 +13,6 @@ Deadlines are looked at every `TICK_S`: one `loop.call_later` per call costs mor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from ...core.clock import Clock
 from ...core.errors import (
@@ -28,7 +27,7 @@ from ..wire import Lane
 from .faults import decode_fault
 from .frames import Envelope, Kind
 from .links import Link, Links
-from .pending import CallOrder, Outcome, PendingCall, Route, ttl_ms_of
+from .pending import Outcome, PendingCall, Route, ttl_ms_of
 
 TICK_S = 0.05
 FULL_S = 0.1
@@ -52,13 +51,12 @@ class Calls:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def submit(self, order: CallOrder, route: Route, tell: Callable[[Outcome], object]) -> int:
+    def submit(self, call: PendingCall, route: Route) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, no way), it never began."""
-        if order.kind == "cast" and self._now() < self._refused_until.get(order.target, 0.0):
-            raise Overloaded(f"{order.target} refused a cast a moment ago: its mailbox is full")
+        if call.kind == "cast" and self._now() < self._refused_until.get(call.target, 0.0):
+            raise Overloaded(f"{call.target} refused a cast a moment ago: its mailbox is full")
         link = self._links.open(route.peer, route.endpoints)
-        call = PendingCall(self._next_corr, order, tell, due_at=order.deadline_at)
-        call.address(route, self._links.own)
+        call.address(self._next_corr, route, self._links.own)
         self._next_corr += 1
         self._pending[call.corr] = link.pending[call.corr] = call
         queue = link.waiting[call.lane]
@@ -100,12 +98,12 @@ class Calls:
             self._on_error(call, envelope)
 
     def _on_error(self, call: PendingCall, envelope: Envelope) -> None:
-        order, is_refusal = call.order, envelope.kind is Kind.NACK
-        error = decode_fault(envelope.body, order.target, order.method, is_refusal=is_refusal)
-        if order.kind == "cast" and is_refusal:
+        is_refusal = envelope.kind is Kind.NACK
+        error = decode_fault(envelope.body, call.target, call.method, is_refusal=is_refusal)
+        if call.kind == "cast" and is_refusal:
             self._counters["casts_refused"] += 1
             if isinstance(error, Overloaded):
-                self._refused_until[order.target] = self._now() + FULL_S
+                self._refused_until[call.target] = self._now() + FULL_S
         self._end(call, error)
 
     def on_credit(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
@@ -152,8 +150,7 @@ class Calls:
         """An actor ended in a process that continues. It answered what it had; lost answers are not waited for."""
         until = self._now() + LAST_WORDS_S
         for call in self._pending.values():
-            is_later = call.order.deadline_at is None or call.order.deadline_at > until
-            if call.order.target == target and is_later:
+            if call.target == target and (call.deadline_at is None or call.deadline_at > until):
                 call.doom, call.due_at = why, until
 
     def _end_of(self, call: PendingCall, why: str) -> None:
@@ -168,12 +165,12 @@ class Calls:
             self._end_of(call, why)
 
     def _transmit(self, link: Link, call: PendingCall) -> None:
-        envelope, order = call.envelope, call.order
+        envelope = call.envelope
         assert envelope is not None
         link.windows[call.lane].spend(call.corr, call.cost)
-        call.parcel = self._links.hand_over(link, call.lane, envelope, ttl_ms_of(order, self._now()))
+        call.parcel = self._links.hand_over(link, call.lane, envelope, ttl_ms_of(call, self._now()))
         call.envelope = None  # the parcel has it
-        if order.kind == "cast":
+        if call.kind == "cast":
             call.is_told = True
             call.tell(None)
 
@@ -196,6 +193,6 @@ class Calls:
         if (link := self._links.find(call.peer)) is not None:
             link.pending.pop(corr, None)
         if type(outcome) is not Envelope and isinstance(outcome, CallError):
-            outcome.callee = call.order.target
+            outcome.callee = call.target
         if tell and not call.is_told:
             call.tell(outcome)

@@ -2,7 +2,7 @@
 
     envelope   header (48 bytes, little endian) | chain | frame lengths | body | aligned raw frames
     batch      'B' count lengths envelopes        what leaves for one peer in one turn of the loop
-    chunk      'C' index offset total bytes       a large envelope in pieces of 1 MiB; one at a time per connection
+    chunk      'C' offset total bytes             a large envelope in pieces of 1 MiB; one at a time per connection
 
 Routing, expiry and staleness are decided from the header before any body is read. `struct` was preferred to msgpack
 because exact lengths make every disagreement visible. ZeroMQ multipart was considered for raw frames: it costs a
@@ -15,11 +15,9 @@ dropped with its remaining chunks.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
 
@@ -30,16 +28,13 @@ from ..wire import InboundSink, Lane
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"my"
-VERSION = 2
+VERSION = 3
 NO_TTL = 0xFFFFFFFF
 
 _MAGIC = int.from_bytes(MAGIC, "little")  # a number costs less than two bytes, to make and to compare
 _HEADER = struct.Struct("<HBBHHIQIIIIII4x")
 _BATCH = struct.Struct("<cBH")
-_SOLE = struct.Struct("<cBHI")
-SOLE_BYTES = _SOLE.size
-_HUGE_FROM = 4 << 20
-_CHUNK = struct.Struct("<c3xIQQ")
+_CHUNK = struct.Struct("<c7xQQ")
 
 HEADER_BYTES = _HEADER.size
 CHUNK_HEADER_BYTES = _CHUNK.size
@@ -60,7 +55,8 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Body of an envelope on the bulk lane: groups and step plans of thousands of samples are some megabytes without
     their arrays."""
     message: int = 1 << 30
-    batch: int = 512
+    batch: int = 64
+    """Envelopes in one message; they are taken in together."""
     arrays: int = 1 << 16
 
     def of_control(self) -> FrameLimits:
@@ -128,7 +124,6 @@ class Malformed(msgspec.Struct, frozen=True, kw_only=True):
 class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a large envelope."""
 
-    index: int
     offset: int
     total: int
     data: memoryview
@@ -216,18 +211,8 @@ def batch(envelopes: Sequence[bytes | bytearray]) -> bytes:
     return b"".join([_BATCH.pack(b"B", VERSION, count), lengths, *envelopes])
 
 
-def sole(envelope: bytes | bytearray) -> bytes:
-    return _SOLE.pack(b"B", VERSION, 1, len(envelope)) + envelope
-
-
-def is_sole(data: memoryview) -> bool:
-    """A batch of one, whose envelope begins at `SOLE_BYTES`. Most are; `split` takes five times as long."""
-    size = len(data) - SOLE_BYTES
-    return size >= 0 and _SOLE.unpack_from(data) == (b"B", VERSION, 1, size)
-
-
-def chunk_header(index: int, offset: int, total: int) -> bytes:
-    return _CHUNK.pack(b"C", index, offset, total)
+def chunk_header(offset: int, total: int) -> bytes:
+    return _CHUNK.pack(b"C", offset, total)
 
 
 def split(data: memoryview, limits: FrameLimits = LIMITS) -> list[memoryview] | EnvelopeChunk | Malformed:
@@ -249,62 +234,11 @@ def split(data: memoryview, limits: FrameLimits = LIMITS) -> list[memoryview] | 
 def _read_chunk(data: memoryview, limits: FrameLimits) -> EnvelopeChunk | Malformed:
     if len(data) <= CHUNK_HEADER_BYTES:
         return Malformed(reason="empty chunk")
-    _, index, offset, total = _CHUNK.unpack_from(data)
+    _, offset, total = _CHUNK.unpack_from(data)
     piece = data[CHUNK_HEADER_BYTES:]
     if total > limits.message or offset + len(piece) > total or len(piece) > limits.chunk:
         return Malformed(reason=f"chunk of {len(piece)} bytes at {offset} of {total}")
-    return EnvelopeChunk(index=index, offset=offset, total=total, data=piece)
-
-
-class Assembly:
-    """Puts the chunks of one connection together; they must come in order. Memory grows as bytes arrive: a peer that
-    only announces a large envelope costs nothing but addresses."""
-
-    def __init__(self) -> None:
-        self._reset(0)
-
-    def _reset(self, total: int) -> None:
-        self._data = _new_memory(total)
-        self._index = self._num_bytes = 0
-        self._total = total
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    @property
-    def head(self) -> bytes:
-        return bytes(self._data[: min(self._num_bytes, 2 * HEADER_BYTES)])
-
-    def add(self, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
-        """None before its last chunk. Out of order: Malformed, and it starts again. Raises MemoryError."""
-        if chunk.index == 0:
-            self._reset(chunk.total)
-        begin, end = self._num_bytes, self._num_bytes + len(chunk.data)
-        if chunk.index != self._index or chunk.offset != begin or chunk.total != self._total:
-            self._reset(0)
-            return Malformed(reason=f"chunk {chunk.index} out of order")
-        self._data[begin:end] = chunk.data  # at the end of a bytearray this appends
-        self._index += 1
-        self._num_bytes = end
-        if end < chunk.total:
-            return None
-        whole = memoryview(self._data)
-        self._reset(0)
-        return whole
-
-
-def _new_memory(num_bytes: int) -> bytearray | mmap.mmap:
-    """Of huge pages, if there are such: to be given a page of 4 KiB for the first time takes as long as to copy it."""
-    if num_bytes < _HUGE_FROM:
-        return bytearray()
-    try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no address space for {num_bytes} bytes") from error
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    return EnvelopeChunk(offset=offset, total=total, data=piece)
 
 
 def peek(data: bytes) -> tuple[int, int] | None:
@@ -374,7 +308,7 @@ def fill_chunk(scratch: bytearray, data: Buffer, offset: int) -> memoryview:
     if len(scratch) < end:
         scratch.extend(bytes(end - len(scratch)))
     made = memoryview(scratch)[:end]
-    made[:CHUNK_HEADER_BYTES] = chunk_header(offset // LIMITS.chunk, offset, len(data))
+    made[:CHUNK_HEADER_BYTES] = chunk_header(offset, len(data))
     made[CHUNK_HEADER_BYTES:] = memoryview(data)[offset : offset + size]
     return made
 
@@ -385,16 +319,18 @@ def room_bytes() -> int:
 
 
 class Assemblies:
-    """Joins the chunks of all connections of one receiver."""
+    """Joins the chunks of all connections of one receiver; those of a connection must come in order."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = room_bytes() if limit_bytes is None else limit_bytes
-        self._parts: dict[bytes, Assembly] = {}
-        self._given_up: dict[bytes, int] = {}
-        """Connection -> total of the envelope whose chunks are dropped."""
-        self.num_bytes = 0
+        self._parts: dict[bytes, bytearray | None] = {}
+        """Connection -> what has come of its envelope; None: it was given up, its further chunks are dropped."""
 
-    def envelopes(self, sink: InboundSink, source: bytes, lane: Lane, message: memoryview) -> Iterator[memoryview]:
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part) for part in self._parts.values() if part)
+
+    def envelopes(self, sink: InboundSink, source: bytes, lane: Lane, message: memoryview) -> Sequence[memoryview]:
         """Those in a message; what is malformed or given up is reported to the sink."""
         parts = split(message)
         if isinstance(parts, EnvelopeChunk):
@@ -402,57 +338,34 @@ class Assemblies:
             parts = whole if isinstance(whole, Malformed) else [whole] if whole is not None else []
         if isinstance(parts, Malformed):
             sink.malformed(source, lane, parts.reason)
-            return iter(())
-        return iter(parts)
+            return ()
+        return parts
 
     def _joined(
         self, sink: InboundSink, source: bytes, lane: Lane, chunk: EnvelopeChunk
     ) -> memoryview | Malformed | None:
         if not sink.is_known(source, lane):
             return Malformed(reason="a chunk before HELLO")
-        given_up = self.overflow(source, chunk)
-        if given_up is None:
-            try:
-                return self.add(source, chunk)
-            except MemoryError:  # the kernel's limits may be narrower than ours
-                given_up = self.give_up(source, chunk)
-        sink.overflowed(source, lane, given_up, chunk.total)
-        return None
-
-    def add(self, source: bytes, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
-        """The whole envelope with its last chunk; Malformed for one out of order; None: there is more to come. Raises
-        MemoryError if the process may not have so much; the caller drops it then."""
-        if chunk.index == 0:
-            self._given_up.pop(source, None)
-        elif self._given_up.get(source) == chunk.total:
+        if chunk.offset == 0:
+            self._parts[source] = bytearray()
+        part = self._parts.get(source, b"")
+        if part is None:
             return None
-        part = self._parts.setdefault(source, Assembly())
-        before = part.num_bytes
+        if chunk.offset != len(part) or not isinstance(part, bytearray):
+            self.forget(source)
+            return Malformed(reason=f"a chunk at {chunk.offset} out of order")
         try:
-            result = part.add(chunk)
-        finally:
-            self.num_bytes += part.num_bytes - before
-        if part.num_bytes == 0:
-            del self._parts[source]
-        return result
-
-    def overflow(self, source: bytes, chunk: EnvelopeChunk) -> bytes | None:
-        """If there is no room for what comes next: the beginning of the envelope that is given up."""
-        if self.num_bytes + len(chunk.data) <= self._limit_bytes or self._given_up.get(source) == chunk.total:
+            if self.num_bytes + len(chunk.data) > self._limit_bytes:
+                raise MemoryError  # as the kernel, whose limits may be narrower than ours
+            part += chunk.data
+        except MemoryError:
+            self._parts[source] = None
+            sink.overflowed(source, lane, bytes((part or chunk.data)[: 2 * HEADER_BYTES]), chunk.total)
             return None
-        return self.give_up(source, chunk)
-
-    def give_up(self, source: bytes, chunk: EnvelopeChunk) -> bytes:
-        """Drop the envelope that this chunk is of, and what still comes of it; returns its beginning."""
-        part = self._parts.pop(source, None)
-        self._given_up[source] = chunk.total
-        head = bytes(chunk.data[: 2 * HEADER_BYTES]) if part is None or chunk.index == 0 else part.head
-        if part is not None:
-            self.num_bytes -= part.num_bytes
-        return head
+        if len(part) < chunk.total:
+            return None
+        self.forget(source)
+        return memoryview(part)
 
     def forget(self, source: bytes) -> None:
-        part = self._parts.pop(source, None)
-        if part is not None:
-            self.num_bytes -= part.num_bytes
-        self._given_up.pop(source, None)
+        self._parts.pop(source, None)

@@ -8,7 +8,7 @@ A connection without a proof came over ipc or within the process, where the oper
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, TypeVar
@@ -63,7 +63,6 @@ class PeerGuard:
         """Keys that were dropped, oldest first."""
         self._candidates: OrderedDict[str, KeyRights] = OrderedDict()
         self._strangers: OrderedDict[PeerKey, KeyRights] = OrderedDict()
-        self.on_change: Callable[[], None] | None = None
 
     def follow(self, members: Mapping[str, tuple[PeerKey, str]]) -> None:
         """The directory changed; at once this is the list."""
@@ -73,14 +72,12 @@ class PeerGuard:
             self._past.pop(key, None)
         while len(self._past) > MAX_PAST:
             self._past.popitem(last=False)
-        self._changed()
 
     def expect(self, badge: KeyRights) -> None:
         """The registry's process: a process with that key will ask to join. A later key of that name replaces it."""
         for key in [k for k, known in self._candidates.items() if known.name == badge.name]:
             del self._candidates[key]
         _remember(self._candidates, badge.key, badge, MAX_CANDIDATES)
-        self._changed()
 
     def joined(self, key: str) -> None:
         """That key has been used to join; it does so once."""
@@ -122,10 +119,6 @@ class PeerGuard:
 
     def expected(self, key: str) -> KeyRights | None:
         return self._candidates.get(key)
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
 
 
 def is_provisional(peer: PeerKey) -> bool:

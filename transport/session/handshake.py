@@ -18,8 +18,8 @@ from .frames import VERSION
 MAX_HELLO_BYTES = 4096
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a HELLO."""
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of a HELLO. That of another version is read too, so that it hears why it is refused."""
 
     name: str
     protocol: str
@@ -64,19 +64,3 @@ def _check_endpoints(endpoints: Endpoints) -> None:
 
 
 PROTOCOL = f"{VERSION}/{__version__}"
-
-
-class HelloHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a HELLO must stay readable for ever, whatever else changes in it."""
-
-    protocol: str = ""
-    name: str = ""
-    endpoints: Endpoints | None = None
-
-
-def read_stranger(body: Buffer) -> HelloHead | None:
-    """None for what is no HELLO of any version."""
-    try:
-        return msgspec.convert(orjson.loads(body), HelloHead)
-    except (msgspec.ValidationError, ValueError, RecursionError):
-        return None

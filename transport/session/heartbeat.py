@@ -17,7 +17,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Generator
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,10 +27,7 @@ from ...core.ids import PeerKey
 from ..wire import Lane
 from .calls import TICK_S
 from .frames import Envelope, Kind
-from .links import Link, Links
-
-Verdict = Literal["suspect", "hung", "recovered"]
-"""What is reported of a peer."""
+from .links import Link, Links, SessionHost, Verdict
 
 INTERVAL_S = 1.0
 """How often a living peer is expected to be heard."""
@@ -56,17 +53,6 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     who: str = ""
     why: str = ""
     num_waiting: int = 0
-
-
-class HeartbeatHost(Protocol):
-    """Whose heartbeat it is."""
-
-    def num_waiting(self) -> int:
-        """Messages waiting or running now."""
-        ...
-
-    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        """What became of a peer."""
 
 
 class _Heart:
@@ -109,13 +95,7 @@ class _Heart:
 class Heartbeat:
     """The heartbeat of one process."""
 
-    def __init__(
-        self,
-        links: Links,
-        host: HeartbeatHost,
-        clock: Clock,
-        counters: Counter[str],
-    ) -> None:
+    def __init__(self, links: Links, host: SessionHost, clock: Clock, counters: Counter[str]) -> None:
         self._links = links
         self._host = host
         self._clock = clock
@@ -151,7 +131,6 @@ class Heartbeat:
         return max(0.0, until - self._clock.monotonic())
 
     def _tell_all(self) -> None:
-        self._links.flush()  # who is just connecting shall hear it too
         for link in self._links.all():
             if self._can_hear(link):
                 self._send(link, Kind.PING)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, Protocol
 
 import msgspec
 
-from ...core.errors import NotSent, StaleEpoch
+from ...core.errors import MyxaError, NotSent, StaleEpoch
+from ...core.handlers import HandlerSpec
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .frames import NO_TTL, Buffer, Envelope, Kind, encode
 from .pending import CreditWindow, PendingCall
 
 STRANGER_LINGER_S = 1.0
+Verdict = Literal["suspect", "hung", "recovered"]
+"""What is reported of a peer."""
 
 
 class Link:
@@ -181,12 +184,47 @@ class Arrival(msgspec.Struct, eq=False):
     deadline_at: float | None
     """On this process's monotonic clock."""
     is_cast: bool
+    spec: HandlerSpec | None = None
+    """Of its handler; set by the host, as the next."""
+    callee: str = ""
+    """Name of its actor."""
     has_begun: bool = False
     is_answered: bool = False
-    handle: Any = None
-    """For the host's use, until it is answered: it refers back to this, and a cycle for every call would be left to the
-    garbage collector."""
+    """Or its caller waits no more."""
 
     @property
     def peer(self) -> PeerKey:
         return self.link.key
+
+
+class SessionHost(Protocol):
+    """What the session asks of its surroundings."""
+
+    def deliver(self, arrival: Arrival) -> None:
+        """Queue a call for its actor. Raises a CallError to refuse it."""
+        ...
+
+    def abandon(self, arrival: Arrival) -> None:
+        """The caller does not wait for the answer any more."""
+
+    def num_waiting(self) -> int:
+        """Messages waiting or running now."""
+        ...
+
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+        """What became of a peer."""
+
+    def unreachable(self, key: PeerKey, why: str) -> None:
+        """A peer was given up."""
+        ...
+
+    def fenced(self, error: MyxaError) -> None:
+        """Another incarnation has taken this process's place."""
+        ...
+
+    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
+        """Give an envelope back to `Session.received` as from LOOPBACK, in a later turn of the loop."""
+
+    def crashed(self, error: BaseException) -> None:
+        """A bug in this layer; the node cannot be trusted any more."""
+        ...

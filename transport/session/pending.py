@@ -61,18 +61,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: int
 
 
-class CallOrder(msgspec.Struct, frozen=True, gc=False):
-    """What is to be called, with which bytes."""
-
-    target: str
-    method: str
-    kind: HandlerKind
-    body: Buffer
-    deadline_at: float | None = None
-    frames: tuple[Buffer, ...] = ()
-    chain: tuple[str, ...] = ()
-
-
 Outcome = Envelope | MyxaError | None
 """The reply, the error, or None for a cast that is on its way."""
 
@@ -81,12 +69,19 @@ NO_PEER = PeerKey(0, 0)
 
 
 class PendingCall(msgspec.Struct, eq=False):
-    """One call under way."""
+    """One call: what is asked for, of whom, and how far it has come."""
 
-    corr: int
-    order: CallOrder
+    target: str
+    method: str
+    kind: HandlerKind
+    body: Buffer
     tell: Callable[[Outcome], object]
     """Called at most once."""
+    deadline_at: float | None = None
+    frames: tuple[Buffer, ...] = ()
+    chain: tuple[str, ...] = ()
+    corr: int = 0
+    """Its number; 0: it has not begun."""
     peer: PeerKey = NO_PEER
     cost: int = 0
     parcel: Parcel | None = None
@@ -101,25 +96,25 @@ class PendingCall(msgspec.Struct, eq=False):
     doom: str = ""
     """Why there will be no answer, if it is not on its way already."""
 
-    def address(self, route: Route, own: PeerKey) -> None:
-        """It goes there. Raises MessageTooLarge."""
-        order = self.order
+    def address(self, corr: int, route: Route, own: PeerKey) -> None:
+        """It goes there, under that number. Raises MessageTooLarge."""
         envelope = self.envelope = Envelope(
-            kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=self.corr,
+            kind=Kind.CAST if self.kind == "cast" else Kind.CALL, corr=corr,
             src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch,
-            actor=route.actor, method=route.method, chain=order.chain, body=order.body, frames=order.frames,
+            actor=route.actor, method=route.method, chain=self.chain, body=self.body, frames=self.frames,
         )  # fmt: skip
-        self.peer, num_bytes = route.peer, encoded_bytes(envelope)
+        self.peer, self.due_at, num_bytes = route.peer, self.deadline_at, encoded_bytes(envelope)
         self.lane = Lane.BULK if num_bytes > LIMITS.bulk_from else Lane.CONTROL
         self.cost = cost_of(num_bytes)
-        if num_bytes > LIMITS.message or len(order.body) > LIMITS.body:
+        if num_bytes > LIMITS.message or len(self.body) > LIMITS.body:
             raise MessageTooLarge(
                 f"{self}: {num_bytes} bytes are over the limit of {LIMITS.message} (body: {LIMITS.body})",
                 remedy="send it in parts",
             )
+        self.corr = corr
 
     def __str__(self) -> str:
-        return f"{self.order.target}.{self.order.method}"
+        return f"{self.target}.{self.method}"
 
     @property
     def was_sent(self) -> bool:
@@ -127,9 +122,9 @@ class PendingCall(msgspec.Struct, eq=False):
         return self.parcel is not None and self.parcel.is_sent
 
 
-def ttl_ms_of(order: CallOrder, now: float) -> int:
+def ttl_ms_of(call: PendingCall, now: float) -> int:
     """What is left of its caller's patience, as it travels."""
-    if order.deadline_at is None:
+    if call.deadline_at is None:
         return NO_TTL
-    left_ms = int((order.deadline_at - now) * 1000)
+    left_ms = int((call.deadline_at - now) * 1000)
     return 0 if left_ms < 0 else left_ms if left_ms < NO_TTL else NO_TTL - 1

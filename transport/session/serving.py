@@ -7,7 +7,6 @@ credit goes back).
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 from ...core.clock import Clock
 from ...core.errors import (
@@ -21,27 +20,16 @@ from ...core.errors import (
 from ..wire import Lane
 from .faults import encode_fault
 from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encoded_bytes
-from .links import Arrival, Link, Links
+from .links import Arrival, Link, Links, SessionHost
 
 _WRONG = (BadRequest, NoSuchActor, NoSuchMethod)
 _CAST, _REPLY = Kind.CAST, Kind.REPLY  # members of an Enum are looked up in Python
 
 
-class Host(Protocol):
-    """Who executes calls."""
-
-    def deliver(self, arrival: Arrival) -> None:
-        """Queue it for its actor. Raises a CallError to refuse it."""
-        ...
-
-    def abandon(self, arrival: Arrival) -> None:
-        """The caller does not wait for the answer any more."""
-
-
 class Serving:
     """All calls that this process answers."""
 
-    def __init__(self, links: Links, host: Host, clock: Clock, counters: Counter[str]) -> None:
+    def __init__(self, links: Links, host: SessionHost, clock: Clock, counters: Counter[str]) -> None:
         self._links = links
         self._host = host
         self._clock = clock
@@ -114,7 +102,6 @@ class Serving:
 
     def _settle(self, arrival: Arrival) -> None:
         arrival.is_answered = True
-        arrival.handle = None
         served, corr = arrival.link.served, arrival.envelope.corr
         if served.get(corr) is arrival:
             del served[corr]

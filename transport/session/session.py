@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
 
 from ...core.clock import Clock
 from ...core.errors import BadRequest, CallError, LaunchError, MyxaError, Overloaded, ProtocolMismatch, StaleEpoch
-from ...core.ids import MAX_NAME_LENGTH, PeerKey
+from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Transport
 from .calls import Calls
 from .faults import decode_fault, encode_fault
-from .frames import LIMITS, Buffer, Envelope, Kind, Malformed, decode, encode, peek
-from .handshake import PROTOCOL, Hello, read_hello, read_stranger, write_hello
-from .heartbeat import Heartbeat, HeartbeatHost
-from .links import Link, Links
-from .serving import Host, Serving
+from .frames import LIMITS, Envelope, Kind, Malformed, decode, encode, peek
+from .handshake import PROTOCOL, Hello, read_hello, write_hello
+from .heartbeat import Heartbeat
+from .links import Link, Links, SessionHost
+from .serving import Serving
 
 LOOPBACK = b"self"
 _LIMITS = LIMITS.of_control(), LIMITS
@@ -39,15 +38,7 @@ GOODBYE_LINGER_S = 2.0
 class Session:
     """The peers of one process and its envelopes. Implements `wire.InboundSink`."""
 
-    def __init__(
-        self,
-        *,
-        own: PeerKey,
-        name: str,
-        transport: Transport,
-        host: SessionHost,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, *, own: PeerKey, name: str, transport: Transport, host: SessionHost, clock: Clock) -> None:
         self.own = own
         self._epoch = own.epoch
         self.counters: Counter[str] = Counter()
@@ -206,8 +197,9 @@ class Session:
 
     def _on_hello(self, source: bytes, lane: Lane, envelope: Envelope) -> None:
         key = PeerKey(envelope.src_node, envelope.src_epoch)
-        if objection := self._objection(source, lane, key, envelope.body):
-            self.malformed(source, lane, f"HELLO: {objection}")
+        known = self._sources[lane].get(source)
+        if known is not None and known.key != key:
+            self.malformed(source, lane, f"HELLO: this connection is that of {known.key}")
             return
         try:
             hello = read_hello(envelope.body)
@@ -217,6 +209,9 @@ class Session:
         if objection := self._transport.objection(lane, key, hello.name):
             self.counters["hello_in_anothers_name"] += 1
             self.malformed(source, lane, objection)
+            return
+        if hello.protocol != PROTOCOL:
+            self._refuse_version(key, hello)
             return
         if key == self.own or (hello.to_node, hello.to_epoch) != (self.own.node_id, self.own.epoch):
             self._refuse(key, hello, StaleEpoch(f"{hello.name} {ANOTHER} {self.own}"))
@@ -239,31 +234,18 @@ class Session:
             return
         self._adopt(link, source, lane)
 
-    def _objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
-        known = self._sources[lane].get(source)
-        if known is not None and known.key != key:
-            return f"this connection is that of {known.key}"
-        return self._objection_to_version(lane, key, body)
-
-    def _objection_to_version(self, lane: Lane, key: PeerKey, body: Buffer) -> str:
-        """Why we cannot talk to the sender of this HELLO; "" if we can, or if it is no HELLO at all. Calls to it that
-        wait end as not executed: it takes nothing from us either."""
-        stranger = read_stranger(body)
-        if stranger is None or stranger.protocol in ("", PROTOCOL):
-            return ""
-        if objection := self._transport.objection(lane, key, stranger.name):
-            return objection
+    def _refuse_version(self, key: PeerKey, hello: Hello) -> None:
+        """Calls to it that wait end as not executed: it takes nothing from us either."""
         self.counters["hello_of_another_version"] += 1
         error = ProtocolMismatch(
-            f"{stranger.name[:MAX_NAME_LENGTH]} speaks protocol {stranger.protocol[:16]}, this process {PROTOCOL}",
+            f"{hello.name} speaks protocol {hello.protocol[:16]}, this process {PROTOCOL}",
             remedy="run the same version of myxa in all processes of a job",
         )
         if (link := self._links.find(key)) is not None:
             self.calls.on_refused(link, error)
             self.peer_over(key, error.message)
-        elif stranger.endpoints is not None:
-            self._tell_stranger(key, stranger.endpoints, error)
-        return error.message
+        else:
+            self._tell_stranger(key, hello.endpoints, error)
 
     def _tell_stranger(self, key: PeerKey, endpoints: Endpoints, error: CallError, to_node: int = 0) -> None:
         """With our own HELLO in front, from which it sees the same."""
@@ -346,22 +328,3 @@ class Session:
             kind=kind, src_node=self.own.node_id, src_epoch=self.own.epoch, dst_epoch=peer.epoch,
             corr=corr, actor=actor, body=body,
         )  # fmt: skip
-
-
-class SessionHost(Host, HeartbeatHost, Protocol):
-    """What the session asks of its surroundings."""
-
-    def unreachable(self, key: PeerKey, why: str) -> None:
-        """A peer was given up."""
-        ...
-
-    def fenced(self, error: MyxaError) -> None:
-        """Another incarnation has taken this process's place."""
-        ...
-
-    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
-        """Give an envelope back to `Session.received` as from LOOPBACK, in a later turn of the loop."""
-
-    def crashed(self, error: BaseException) -> None:
-        """A bug in this layer; the node cannot be trusted any more."""
-        ...
