@@ -14,7 +14,7 @@ from tests.faults.depot import DepotContract, pair
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import State
 from myxa.core.errors import RemoteError
-from myxa.transport.actor_runner import Delivery
+from myxa.transport.session.serving import Serving
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -142,12 +142,12 @@ def test_a_caller_without_descriptors_keeps_its_friends_and_finds_others_later(t
 async def test_a_request_that_there_is_no_memory_for_is_answered(tmp_path, monkeypatch):
     """At once, and not by silence until the deadline."""
 
-    def begin(self):
+    def begin(self, arrival):
         raise MemoryError
 
     async with pair(tmp_path) as (near, _):
         with monkeypatch.context() as patch:
-            patch.setattr(Delivery, "begin", begin)
+            patch.setattr(Serving, "begin", begin)
             with pytest.raises(RemoteError, match="MemoryError"):
                 await near.ref(DepotContract, "depot").whoami()
         await near.ref(DepotContract, "depot").whoami()

@@ -55,7 +55,7 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Body of an envelope on the bulk lane: groups and step plans of thousands of samples are some megabytes without
     their arrays."""
     message: int = 1 << 30
-    batch: int = 64
+    batch: int = 32
     """Envelopes in one message; they are taken in together."""
     arrays: int = 1 << 16
 
