@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -102,6 +103,14 @@ class Outbox:
         if not self._is_waiting and self._state is _READY:
             self.depart()
             self._wait()
+
+    def settle(self, until: float) -> None:
+        """Wait, blocking, for a connection that is being made, up to that moment of `time.monotonic`."""
+        while self._state is OutboxState.CONNECTING and (monitor := self._monitor) is not None:
+            left_ms = int((until - time.monotonic()) * 1000)
+            if left_ms < 0 or not monitor.poll(left_ms):
+                return
+            self._watch()
 
     def depart(self) -> None:
         """Send what is queued now, until it has to wait."""

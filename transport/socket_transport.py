@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,6 +49,8 @@ from .zeromq import (
     make_outbox,
 )
 
+SETTLE_S = 0.25
+"""How long `flush` waits for connections that are just being made: a handshake takes a few milliseconds."""
 TERM_S = 5.0
 NAMED_S = 0.1
 """By then ZeroMQ's threads have given themselves their names."""
@@ -181,8 +184,10 @@ class SocketTransport(Transport):
             (known.outboxes[lane] or self._outbox(peer, known, lane)).send(parcel)
 
     def flush(self) -> None:
+        until = time.monotonic() + SETTLE_S
         for known in self._peers.values():
             if (outbox := known.outboxes[Lane.CONTROL]) is not None:
+                outbox.settle(until)
                 outbox.depart()
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:

@@ -132,7 +132,8 @@ class Transport(Protocol):
         ...
 
     def flush(self) -> None:
-        """Hand what is queued on the control lane to the network now, for the loop may be blocked next."""
+        """Hand what is queued on the control lane to the network now, for the loop may be blocked next. Waits a moment
+        for connections that are just being made."""
         ...
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:

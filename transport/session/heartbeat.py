@@ -131,6 +131,7 @@ class Heartbeat:
         return max(0.0, until - self._clock.monotonic())
 
     def _tell_all(self) -> None:
+        self._links.flush()  # who is just connecting shall hear it too
         for link in self._links.all():
             if self._can_hear(link):
                 self._send(link, Kind.PING)
