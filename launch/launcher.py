@@ -202,7 +202,7 @@ async def _conduct(
         ending = RunEnd(error.exit_code, str(error))
         raise
     finally:
-        await supervisor.kill_all(ending.reason)
+        await supervisor.kill_all()
         await _dismiss(supervisor, rendezvous, ending)
     return ending
 

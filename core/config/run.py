@@ -186,8 +186,8 @@ class RoleSettings(Section, frozen=True):
     restart: RestartPolicy = "one"
     """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
-    """Restarts of one actor (or gang) within 5 minutes after which the run ends; those that led to no work count
-    without limit of time. The first restart is immediate, and so is one after 20 s of uptime; otherwise
+    """Restarts of one actor (or gang) after which the run ends. They begin anew once it has been at work for 5
+    minutes. The first restart is immediate, and so is one after 20 s of uptime; otherwise
     the pause is 1 s, doubled each time up to 30 s, less up to half of it at random."""
     when_hung: WhenHung = "wait"
     """A process whose event loop does not answer: wait (it is named in the log and left alone) or kill (it is

@@ -68,7 +68,7 @@ class Lead:
             ending = await self._until_over()
         await self._report()
         await self._watch.close_monitor(CLOSE_MONITOR_S)
-        await self._supervisor.stop_all(ending.reason)
+        await self._supervisor.stop_all()
         failure = self._failures.first if ending.exit_code else None
         return RunEnd(ending.exit_code, ending.reason, self._watch.last.status, failure)
 

@@ -33,8 +33,6 @@ from ...core.refs import with_deadline
 from ...core.supervision import (
     ALIVE,
     OVER,
-    AllEnded,
-    ChildSpec,
     Drain,
     End,
     FailRun,
@@ -131,7 +129,8 @@ class RunSupervisor(SupervisorContract):
         welcome = EnlistReply(config=setup.config, program=setup.program, actors=setup.actors)
         self.membership = Membership(setup.num_nodes, welcome, setup.run, setup.max_nodes)
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
-        self._gone = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
         self._work = WorkSeen()
         self._has_started = False
         self._silent = SilenceCheck(self.actors, self._rules, timeouts)
@@ -211,18 +210,31 @@ class RunSupervisor(SupervisorContract):
             await asyncio.wait(starts)
         self._has_started = True
 
-    async def stop_all(self, reason: str) -> None:
+    async def stop_all(self) -> None:
         """End all actors, last started role first, and wait until they are gone."""
-        self._carry_out(self._rules.stop(reason, self._now()))
-        roles = len({actor.role for actor in self.actors.specs})
+        roles = len(self._rules.roles)
         try:
-            await asyncio.wait_for(self._gone.wait(), (self._timeouts.end_s + 10.0) * roles)
+            await asyncio.wait_for(asyncio.shield(self._stop()), (self._timeouts.end_s + 10.0) * roles)
         except TimeoutError:
             left = ", ".join(self.actors[name].process for name in self._rules.alive)
             raise LaunchError(f"these did not end: {left}", remedy="check on those nodes where they hang") from None
 
-    async def kill_all(self, reason: str) -> None:
-        self._rules.stop(reason, self._now())
+    def _stop(self) -> asyncio.Task[None]:
+        self._rules.stop()
+        if self._stopping is None:
+            self._stopping = self.ctx.spawn(self._end_roles(), name="end all actors")
+        return self._stopping
+
+    async def _end_roles(self) -> None:
+        for role in reversed(self._rules.roles):
+            names = self._rules.end_role(role)
+            self.ctx.spawn(self._end_all(names, self._timeouts.end_s), name=f"end {len(names)} actors")
+            while not set(names).isdisjoint(self._rules.alive):
+                self._ended.clear()
+                await self._ended.wait()
+
+    async def kill_all(self) -> None:
+        self._rules.stop()
         await self._end_all(self._rules.alive)
 
     def on_status(self, status: RunStatus) -> None:
@@ -297,7 +309,7 @@ class RunSupervisor(SupervisorContract):
         if not self._has_started:
             raise ConfigError(f"{actor.name} cannot join: the run is being started", remedy="try again when it runs")
         try:
-            self._rules.grow(actor.role, _child(actor))
+            self._rules.grow(actor.role, actor.name)
         except SupervisionError as error:
             raise ConfigError(f"{actor.name} cannot join: {error}") from error
         self.actors[actor.name] = RunActor(actor)
@@ -352,7 +364,7 @@ class RunSupervisor(SupervisorContract):
         return ""
 
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
-        is_open = self._has_started and not self.stop_requested.done() and self._rules.verdict is None
+        is_open = self._has_started and not self.stop_requested.done() and not self._rules.is_over
         reply = self.membership.enlist(facts, self.present, is_open)
         if reply.reason and not reply.is_early:
             self.ctx.log.error("%s may not join the run: %s", facts.host, reply.reason)
@@ -367,6 +379,7 @@ class RunSupervisor(SupervisorContract):
         level = logging.INFO if self._rules.state(end.name) == "ending" else logging.WARNING
         self.ctx.log.log(level, "%s ended: %s", end.name, describe_status(end.status))
         self._carry_out(self._rules.on_exit(end.name, end.status, self._now()))
+        self._ended.set()
 
     async def ping(self, node: int) -> bool:
         if node not in self.membership.nodes:
@@ -423,6 +436,7 @@ class RunSupervisor(SupervisorContract):
     def _lose_actors_on(self, node: int, reason: str) -> None:
         if names := self._on_node(node):
             self._carry_out(self._rules.on_lost(agent_name(node), names, reason, self._now()))
+            self._ended.set()
 
     def _on_node(self, node: int) -> list[str]:
         """Its actors that have a process or will get one."""
@@ -465,7 +479,8 @@ class RunSupervisor(SupervisorContract):
         actor.started_s, actor.started_wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         if reply.problem:
             await self.child_ended(self._failed_start(actor.spec, attempt, reply))
-        elif name in self.actors and self._rules.state(name) == "ending":  # it was ended while it started
+        elif name in self.actors and (self._rules.is_over or self._rules.state(name) == "ending"):
+            # It was ended while it started.
             await self._end_on(actor.spec.node, (name,), self._timeouts.end_s)
 
     async def _order_start(self, actor: ActorSpec, attempt: int) -> StartReply:
@@ -556,33 +571,29 @@ class RunSupervisor(SupervisorContract):
                 case Kill():
                     self._kill_now(instruction)
                 case FailRun():
-                    self.failures.blame(instruction.culprit, instruction.reason, self._now())
-                    if not self.failed.done():
-                        self.failed.set_result(instruction)
-                case GiveUp() | Retired() | AllEnded():
-                    self._on_end(instruction)
+                    self._fail(instruction)
+                case GiveUp():
+                    text = "%s; the run continues without it: %d are left, %d must be"
+                    self.ctx.log.error(text, instruction.reason, instruction.num_left, instruction.quorum)
+                case Retired():
+                    self.ctx.log.info("%s has left the run", instruction.child)
+                    self.actors.pop(instruction.child, None)
+                    self._release_nodes()
+
+    def _fail(self, verdict: FailRun) -> None:
+        self.failures.blame(verdict.culprit, verdict.reason, self._now())
+        if not self.failed.done():
+            self.failed.set_result(verdict)
+        self._stop()
 
     def _kill_now(self, kill: Kill) -> None:
         self.ctx.log.error("%s: killed", kill.reason)
-        for name in kill.children:
-            self._note_signal(name, signal.SIGKILL, f"the launcher, since {kill.reason}")
-        self.ctx.spawn(self._end_all(kill.children, is_hung=True), name=f"kill {kill.children[0]}")
-
-    def _on_end(self, news: GiveUp | Retired | AllEnded) -> None:
-        if isinstance(news, Retired):
-            for name in news.children:
-                self.ctx.log.info("%s has left the run", name)
-                self.actors.pop(name, None)
-            self._release_nodes()
-        elif isinstance(news, GiveUp):
-            text = "%s; the run continues without it: %d are left, %d must be"
-            self.ctx.log.error(text, news.reason, news.num_left, news.quorum)
-        else:
-            self._gone.set()
+        self._note_signal(kill.child, signal.SIGKILL, f"the launcher, since {kill.reason}")
+        self.ctx.spawn(self._end_all((kill.child,), is_hung=True), name=f"kill {kill.child}")
 
     async def _drain(self, actor: ActorSpec, reason: str) -> None:
         await self._hand_back(actor, reason)
-        self._carry_out(self._rules.on_drained(actor.name, self._now()))
+        self._carry_out(self._rules.on_drained(actor.name))
 
     async def _watch_silence(self) -> None:
         """Kill processes that do not register in time; the rules judge their end like any other. A process that does
@@ -615,6 +626,7 @@ class RunSupervisor(SupervisorContract):
         self.ctx.log.error("%s", reason)
         self._kill(name)  # in case that order was lost
         self._carry_out(self._rules.on_lost(name, (name,), reason, self._now()))
+        self._ended.set()
 
     def _now(self) -> float:
         return self.ctx.clock.monotonic()
@@ -628,13 +640,17 @@ def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
     found: list[RoleSpec] = []
     for role, mates in groupby(actors, key=lambda actor: actor.role):
         first, *others = mates
-        children = tuple(_child(actor) for actor in (first, *others))
-        found.append(RoleSpec(role, children, first.restart == "gang", first.max_restarts, quorum=first.quorum))
+        found.append(
+            RoleSpec(
+                role,
+                tuple(actor.name for actor in (first, *others)),
+                is_gang=first.restart == "gang",
+                max_restarts=0 if first.restart == "never" else first.max_restarts,
+                quorum=first.quorum,
+                when_hung=first.when_hung,
+            )
+        )
     return found
-
-
-def _child(actor: ActorSpec) -> ChildSpec:
-    return ChildSpec(actor.name, actor.restart != "never", actor.when_hung)
 
 
 class WorkSeen:

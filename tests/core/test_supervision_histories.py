@@ -12,9 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from myxa.core.supervision import (
     ALIVE,
     MATES_GRACE_S,
-    AllEnded,
-    Backoff,
-    ChildSpec,
     Drain,
     End,
     FailRun,
@@ -27,11 +24,12 @@ from myxa.core.supervision import (
     RoleSpec,
     SupervisionError,
     Supervisor,
+    WhenHung,
 )
 
-PERIOD_S = 300.0
 HEALTHS: tuple[Health, ...] = ("suspect", "hung", "hung", "recovered", "given up")
 
+HUNG: tuple[WhenHung, ...] = ("wait", "kill")
 GRACE_S = 10.0
 
 
@@ -42,14 +40,9 @@ def roles_drawn(draw: st.DrawFn) -> list[RoleSpec]:
 
     def role(name: str) -> RoleSpec:
         is_gang, size = draw(st.booleans()), draw(st.integers(1, 4))
-        children = tuple(
-            ChildSpec(
-                f"c{next(numbers)}", is_gang or draw(st.integers(0, 3)) > 0, draw(st.sampled_from(("wait", "kill"))),
-            )
-            for _ in range(size)
-        )  # fmt: skip
+        children = tuple(f"c{next(numbers)}" for _ in range(size))
         quorum = 0 if is_gang else draw(st.integers(0, size))
-        return RoleSpec(name, children, is_gang, draw(st.integers(0, 3)), PERIOD_S, quorum)
+        return RoleSpec(name, children, is_gang, draw(st.integers(0, 3)), quorum, draw(st.sampled_from(HUNG)))
 
     return [role(f"r{number}") for number in range(draw(st.integers(1, 4)))]
 
@@ -61,14 +54,16 @@ class Histories(RuleBasedStateMachine):
     def begin(self, roles: list[RoleSpec]) -> None:
         self.now = 0.0
         self.roles = {role.name: role for role in roles}
-        self.members = {role.name: [child.name for child in role.children] for role in roles}
+        self.members = {role.name: list(role.children) for role in roles}
         self.extra: set[str] = set()
-        self.supervisor = Supervisor(roles, jitter=lambda: 0.5, grace_s=GRACE_S, backoff=Backoff())
+        self.supervisor = Supervisor(roles, jitter=lambda: 0.5, grace_s=GRACE_S)
         self.processes: dict[str, int] = {}  # name -> attempt
         self.told: set[str] = set()
         self.pauses: list[tuple[str, int]] = [(name, 0) for name in self.order]
         self.attempts = dict.fromkeys(self.order, 0)
-        self.restarts: dict[str, list[float]] = defaultdict(list)
+        self.restarts: dict[str, int] = defaultdict(int)
+        self.worked: set[str] = set()
+        """Budgets that may have begun anew."""
         self.gone: set[str] = set()
         self.leaving: set[str] = set()
         """Asked to retire, and still there."""
@@ -76,7 +71,7 @@ class Histories(RuleBasedStateMachine):
         self.given_up: set[str] = set()
         self.draining: list[str] = []
         self.num_joined = 100
-        self.is_over = self.is_done = False
+        self.is_over = False
 
     @property
     def order(self) -> list[str]:
@@ -96,17 +91,16 @@ class Histories(RuleBasedStateMachine):
                     assert not set(instruction.children) & self.told, "it has nothing to hand back any more"
                     self.draining += instruction.children
                 case Retired():
-                    assert not set(instruction.children) & set(self.processes)
-                    assert set(instruction.children) <= self.leaving, "only those that were asked to"
-                    for name in instruction.children:
-                        self.forget(name)
-                    self.retired.update(instruction.children)
+                    assert instruction.child not in self.processes
+                    assert instruction.child in self.leaving, "only those that were asked to"
+                    self.forget(instruction.child)
+                    self.retired.add(instruction.child)
                 case End():
                     self.check_end(instruction)
                     self.told.update(instruction.children)
                 case Kill():
-                    assert set(instruction.children) <= set(self.processes)
-                    self.told.update(instruction.children)
+                    assert instruction.child in self.processes
+                    self.told.add(instruction.child)
                 case GiveUp():
                     assert not self.is_over
                     assert instruction.num_left >= instruction.quorum > 0
@@ -120,9 +114,6 @@ class Histories(RuleBasedStateMachine):
                     assert not self.is_over
                     assert instruction.exit_code in (2, 4, 5)
                     self.is_over = True
-                case AllEnded():
-                    assert not self.processes
-                    self.is_done = True
 
     def forget(self, name: str) -> None:
         self.members[self.role_of(name).name].remove(name)
@@ -145,7 +136,7 @@ class Histories(RuleBasedStateMachine):
                 assert set(ranks) <= set(restart.children), "a gang starts as a whole"
                 assert len({self.attempts[rank] for rank in ranks}) == 1, "as one attempt"
         if restart.budget:
-            self.restarts[restart.budget].append(self.now)
+            self.restarts[restart.budget] += 1
 
     def check_end(self, end: End) -> None:
         assert set(end.children) <= set(self.processes)
@@ -153,12 +144,7 @@ class Histories(RuleBasedStateMachine):
         for name in end.children:
             is_quick = end.grace_s == MATES_GRACE_S and self.role_of(name).is_gang
             assert end.grace_s == GRACE_S or is_quick, "mates of a broken gang end quickly"
-        if not self.is_over:  # it ends one child or gang, which says nothing of the others
-            return
-        names = list(self.roles)
-        first = min(names.index(self.role_of(name).name) for name in end.children)
-        later = {name for role in names[first + 1 :] for name in self.members[role]}
-        assert not later & set(self.processes), f"{end} while {later & set(self.processes)} run"
+        assert not self.is_over
 
     # -- what happens
 
@@ -185,7 +171,10 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.order)
     @rule(data=st.data())
     def one_is_seen_at_work(self, data: st.DataObject) -> None:
-        self.supervisor.on_work(data.draw(st.sampled_from([*self.order, "nobody"])), self.now)
+        name = data.draw(st.sampled_from([*self.order, "nobody"]))
+        self.supervisor.on_work(name, self.now)
+        if name in self.order:
+            self.worked |= {name, f"gang {self.role_of(name).name}"}
 
     @precondition(lambda self: self.processes)
     @rule(data=st.data(), status=st.sampled_from([0, 0, 1, 1, 1, -9, 2, 5]))
@@ -197,7 +186,7 @@ class Histories(RuleBasedStateMachine):
         instructions = self.supervisor.on_exit(name, status, self.now)
         if name in self.leaving:
             assert not [i for i in instructions if isinstance(i, FailRun | GiveUp)], "it was to leave: no failure"
-        retired = {n for i in instructions if isinstance(i, Retired) for n in i.children}
+        retired = {i.child for i in instructions if isinstance(i, Retired)}
         if is_free and name not in retired and self.supervisor.state(name) in ("failed", "stopped"):
             self.gone.add(name)
         self.carry_out(instructions)
@@ -249,20 +238,20 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def work_is_handed_back(self, data: st.DataObject) -> None:
         name = self.draining.pop(data.draw(st.integers(0, len(self.draining) - 1)))
-        self.carry_out(self.supervisor.on_drained(name, self.now))
+        self.carry_out(self.supervisor.on_drained(name))
 
     @precondition(lambda self: self.order and not self.is_over)
-    @rule(data=st.data(), may_restart=st.booleans())
-    def one_more_joins(self, data: st.DataObject, may_restart: bool) -> None:
+    @rule(data=st.data())
+    def one_more_joins(self, data: st.DataObject) -> None:
         role = data.draw(st.sampled_from(sorted(self.roles)))
         known = sorted(self.retired | self.gone)
         self.num_joined += 1
         name = data.draw(st.sampled_from(known)) if known and data.draw(st.booleans()) else f"c{self.num_joined}"
-        child, before = ChildSpec(name, may_restart), self.supervisor.alive
+        before = self.supervisor.alive
         if name in self.order and self.role_of(name).is_gang:
             return  # names of roles differ
         try:
-            self.supervisor.grow(role, child)
+            self.supervisor.grow(role, name)
         except SupervisionError:
             assert self.supervisor.alive == before
             assert self.roles[role].is_gang or name in self.order
@@ -277,13 +266,20 @@ class Histories(RuleBasedStateMachine):
         self.attempts[name] = self.attempts.get(name, -1) + 1
         assert self.supervisor.attempt(name) == self.attempts[name], "no attempt comes twice"
         self.pauses.append((name, self.attempts[name]))
-        self.is_done = False
 
     @rule(is_meant=st.integers(0, 9))
     def a_person_stops_the_run(self, is_meant: int) -> None:
         if is_meant == 0:
             self.is_over = True
-            self.carry_out(self.supervisor.stop("asked to", self.now))
+            self.supervisor.stop()
+
+    @precondition(lambda self: self.is_over)
+    @rule(data=st.data())
+    def a_role_is_ended(self, data: st.DataObject) -> None:
+        role = data.draw(st.sampled_from(sorted(self.roles)))
+        ends = self.supervisor.end_role(role)
+        assert ends == tuple(name for name in reversed(self.members[role]) if name in self.processes)
+        self.told.update(ends)
 
     # -- what always holds
 
@@ -303,21 +299,22 @@ class Histories(RuleBasedStateMachine):
             assert not {n for n in self.leaving if n not in self.gone and self.supervisor.state(n) != "failed"}
 
     @invariant()
-    def no_budget_is_exceeded_in_any_period(self) -> None:
+    def no_budget_is_exceeded_without_work(self) -> None:
         if not hasattr(self, "supervisor"):
             return
-        for budget, times in self.restarts.items():
+        for budget, count in self.restarts.items():
+            if budget in self.worked:
+                continue
             role = self.roles.get(budget.removeprefix("gang "))
             if role is None and budget not in self.order:  # nothing is known any more of a child that left
                 continue
-            allowed = (role or self.role_of(budget)).max_restarts
-            for start in times:
-                assert len([t for t in times if start <= t < start + PERIOD_S]) <= allowed
+            assert count <= (role or self.role_of(budget)).max_restarts
 
     @invariant()
-    def an_end_without_processes_is_announced(self) -> None:
-        if getattr(self, "is_over", False) and not self.processes:
-            assert self.is_done
+    def nothing_waits_in_a_run_that_ends(self) -> None:
+        if getattr(self, "is_over", False):
+            states = {self.supervisor.state(name) for name in self.order}
+            assert states <= {*ALIVE, "failed", "stopped"}
 
 
 TestHistories = Histories.TestCase

@@ -193,7 +193,7 @@ def staged(
                 await asyncio.sleep(0.5)
             await body(stage)
             assert not sim.failures, "the supervisor lives"
-            await stage.on_0(lambda: stage.supervisor.kill_all("over"))
+            await stage.on_0(lambda: stage.supervisor.kill_all())
             await sim.quiet()
 
     return run(scenario, 1)
@@ -283,7 +283,7 @@ async def test_a_process_that_survives_sigkill_fails_the_run_and_is_named_with_i
     pid = away.pids["trainer/0"]
     assert verdict.culprit == "trainer/0"
     assert f"trainer/0 (process {pid} on node 1) is still there 30 s after it had to end" in verdict.reason
-    await stage.on_0(lambda: stage.supervisor.stop_all("it failed"))  # and does not wait for it
+    await stage.on_0(lambda: stage.supervisor.stop_all())  # and does not wait for it
 
 
 @on_stage(rollout(0))
@@ -291,7 +291,7 @@ async def test_an_end_that_takes_too_long_names_process_and_node(stage: Stage) -
     stage.hands[0].undead.add("rollout/0")
     pid = stage.hands[0].pids["rollout/0"]
     with pytest.raises(LaunchError, match=rf"these did not end: rollout/0 \(process {pid} on node 0\)"):
-        await stage.on_0(lambda: stage.supervisor.stop_all("over"))
+        await stage.on_0(lambda: stage.supervisor.stop_all())
 
 
 @on_stage(rollout(0, quorum=1), rollout(1, quorum=1))
@@ -322,7 +322,7 @@ async def test_attempts_that_never_register_run_out_however_long_each_takes(stag
     await stage.begin()
     await asyncio.sleep(1000)
     assert stage.supervisor.failed.done()
-    assert "3 restarts that come to no work" in stage.supervisor.failed.result().reason
+    assert "3 restarts without 300 s of work" in stage.supervisor.failed.result().reason
     assert len(stage.hands[0].started) == 4
 
 
