@@ -11,10 +11,12 @@ different checkpoints would otherwise train on without an error.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -24,43 +26,50 @@ from ...core.errors import ModelError, TornCheckpoint, TrainError
 from ...core.files import FileEntry, describe_file
 from ...core.protocols import NamedArray
 from ..checkpoints.folder import (
+    FORMAT,
     Manifest,
     begin,
     check_share,
     commit,
     digest_of_manifest,
     find_checkpoint,
+    identity_of,
     partial_of,
+    rank_file,
     read_manifest,
     writer_of,
 )
+from ..models.model_config import ModelConfig
+from ..models.safetensors_file import write_safetensors
 from .torch_backend.tensors import from_bytes
 from .torch_backend.world import World
+from .trained_model import ReferenceModel
 
 
-class RankContent(Protocol):
-    """What one rank writes, copied away."""
+class Shards(Protocol):
+    """Files that a rank writes beside its own."""
 
-    def write(self, partial: Path) -> None:
+    def write(self) -> None:
         """Any thread, not collective."""
 
-    def finish(self, partial: Path) -> None:
+    def finish(self) -> None:
         """Once every rank has written. Collective."""
 
-    def files(self, partial: Path) -> list[Path]:
-        """Of this rank, those that are there."""
-        ...
+
+class RankCopy(NamedTuple):
+    """What one rank writes, copied away."""
+
+    tensors: list[NamedArray]
+    """Of its own file."""
+    shards: Shards | None = None
 
 
 class PendingCheckpoint:
     """A checkpoint whose content is copied away: training may continue while `write` runs in another thread."""
 
-    def __init__(
-        self, folder: str | Path, world: World, manifest: Manifest, copy: Callable[[Path], RankContent]
-    ) -> None:
+    def __init__(self, folder: str | Path, world: World, manifest: Manifest, copy: Callable[[Path], RankCopy]) -> None:
         """Collective; raises TrainError on every rank if any rank fails. `manifest`: without files; its `extra` must be
         JSON. `copy(partial folder)`: collective."""
-        check_extra(manifest.extra)
         self._world, self._target, self._manifest = world, Path(folder), manifest
         self._partial = partial_of(self._target, writer_of(manifest.extra))
         self._entries: dict[str, FileEntry] | None = None
@@ -77,8 +86,10 @@ class PendingCheckpoint:
     def write(self) -> None:
         """This rank's files; any thread, not collective. Raises TrainError when the disk refuses."""
         with of_a_checkpoint(self._what):
-            self._content.write(self._partial)
-        self._entries = {path.name: describe_file(path) for path in self._content.files(self._partial)}
+            if self._content.shards is not None:
+                self._content.shards.write()
+            write_safetensors(self._partial / rank_file(self._world.rank), self._content.tensors)
+        self._entries = {path.name: describe_file(path) for path in self._files()}
 
     def finish(self) -> None:
         """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
@@ -86,68 +97,104 @@ class PendingCheckpoint:
         with world.together(self._what):
             if self._entries is None:
                 raise TrainError(f"rank {world.rank} has not written its part", remedy="call write() first")
-            self._content.finish(self._partial)
-            own = [self._entries.get(p.name) or describe_file(p) for p in self._content.files(self._partial)]
+            if self._content.shards is not None:
+                self._content.shards.finish()
+            own = [self._entries.get(path.name) or describe_file(path) for path in self._files()]
         said = world.exchange(msgspec.json.encode(own).decode())
         with world.together(self._what):
             if world.rank == 0:
                 files = [entry for text in said for entry in msgspec.json.decode(text, type=list[FileEntry])]
                 commit(self._target, msgspec.structs.replace(self._manifest, files=tuple(files)))
 
-
-def load_checkpoint(
-    folder: str | Path, world: World, check: ManifestCheck, restore: Callable[[Path, Manifest], None]
-) -> dict[str, Any]:
-    """Restore what a trainer saved; returns `extra`. Collective. Raises on every rank, before anything is changed,
-    TornCheckpoint if it is not as it was written and TrainError if `check` refuses it, or it is another one on each
-    rank. A TrainError of `restore` leaves a part restored: then only another load makes a state of it that may be
-    trained."""
-    path, manifest = agreed_checkpoint(world, folder, check)
-    what = f"loading checkpoint {path}"
-    with world.together(what), of_a_checkpoint(what):
-        restore(path, manifest)
-    return manifest.extra
+    def _files(self) -> list[Path]:
+        """What this rank wrote, rank 0 for all of them; not what another rank has under way and will rename:
+        safetensors gives it a name that begins with .tmp, torch one that ends so."""
+        names = sorted(path.name for path in self._partial.iterdir() if not path.name.startswith(".tmp"))
+        mine = [name for name in names if not name.endswith(".tmp") and _writer_of(name) == self._world.rank]
+        return [self._partial / name for name in mine]
 
 
-ManifestCheck = Callable[[Path, Manifest], None]
-"""Raises TrainError if this rank cannot use what the manifest, in that folder, lists."""
+def _writer_of(name: str) -> int:
+    """The rank that wrote a file: `__3_0.distcp`, `rank-00003.safetensors`; rank 0 for what all share."""
+    number = name.removeprefix("__").split("_")[0] if name.startswith("__") else name[5:10]
+    return int(number) if number.isdigit() and name.startswith(("__", "rank-")) else 0
 
 
-class CheckpointFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank sees."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingState(ABC):
+    """What a checkpoint of a trainer is made of."""
 
-    version: int = -1
-    num_updates: int = -1
-    digest: str = ""
-    torn: str = ""
-    """What is not as it was written."""
+    world: World
+    model: ModelConfig
+    reference: ReferenceModel[Any] | None = None
+
+    def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
+        """Copy everything away. Collective."""
+        version = self.reference.version if self.reference else 0
+        own = Manifest(
+            format=FORMAT, model=identity_of(self.model), world_size=self.world.size, num_updates=self.num_updates,
+            files=(), extra=dict(extra), reference_version=version,
+        )  # fmt: skip
+        return PendingCheckpoint(folder, self.world, msgspec.structs.replace(own, **self.facts()), self.copy)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Restore what a trainer saved; returns `extra`. Collective. Raises on every rank, before anything is changed,
+        TornCheckpoint if it is not as it was written and TrainError if it cannot be used here, or is another one on
+        each rank. A TrainError while it is restored leaves a part restored: then only another load makes a state of it
+        that may be trained."""
+        path, manifest = agreed_checkpoint(self.world, folder, self.check)
+        what = f"loading checkpoint {path}"
+        with self.world.together(what), of_a_checkpoint(what):
+            if self.reference is not None:
+                self.reference.version = manifest.reference_version
+            self.restore(path, manifest)
+        return manifest.extra
+
+    @property
+    @abstractmethod
+    def num_updates(self) -> int: ...
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Further fields of the manifest."""
+
+    @abstractmethod
+    def copy(self, partial: Path) -> RankCopy: ...
+
+    @abstractmethod
+    def check(self, path: Path, manifest: Manifest) -> None:
+        """Raise TrainError if this rank cannot use what the manifest, in that folder, lists."""
+
+    @abstractmethod
+    def restore(self, path: Path, manifest: Manifest) -> None: ...
 
 
-def agreed_checkpoint(world: World, place: str | Path, check: ManifestCheck) -> tuple[Path, Manifest]:
+def agreed_checkpoint(
+    world: World, place: str | Path, check: Callable[[Path, Manifest], None]
+) -> tuple[Path, Manifest]:
     """The folder that rank 0 finds at `place`, and its manifest. Collective. Raises on every rank: TornCheckpoint if
     anything is not as it was written, TrainError if there is none, if `check` refuses it, or if ranks see different
     checkpoints there."""
-    named = ""
+    named = torn = digest = ""
     with world.together(f"loading checkpoint {place}"):
         if world.rank == 0:
             named = str(find_checkpoint(place))
     folder = Path(world.exchange(named)[0])
-    what = f"loading checkpoint {folder}"
     manifests: list[Manifest] = []
-    own = CheckpointFinding()
-    with world.together(what):
-        own = _look(folder, world, check, manifests)
-    findings = [
-        msgspec.json.decode(text, type=CheckpointFinding) for text in world.exchange(msgspec.json.encode(own).decode())
-    ]
-    for rank, found in enumerate(findings):
-        if found.torn:
-            raise world.agreed(TornCheckpoint(f"rank {rank}: {found.torn}", remedy="use an older one"))
-    if len(set(findings)) > 1:
-        seen = "; ".join(
-            f"rank {rank}: version {found.version} after {found.num_updates} updates, manifest {found.digest[:12]}"
-            for rank, found in enumerate(findings)
-        )
+    with world.together(f"loading checkpoint {folder}"):
+        try:
+            manifests.append(read_manifest(folder))
+            check(folder, manifests[0])
+            check_share(folder, manifests[0], world.rank, world.size)
+            digest = digest_of_manifest(folder)
+        except TornCheckpoint as error:
+            torn = error.message
+    for rank, said in enumerate(world.exchange(torn)):
+        if said:
+            raise world.agreed(TornCheckpoint(f"rank {rank}: {said}", remedy="use an older one"))
+    digests = world.exchange(digest)
+    if len(set(digests)) > 1:
+        seen = "; ".join(f"rank {rank}: manifest {one[:12]}" for rank, one in enumerate(digests))
         raise world.agreed(
             TrainError(
                 f"ranks see different checkpoints in {folder}: {seen}",
@@ -155,21 +202,6 @@ def agreed_checkpoint(world: World, place: str | Path, check: ManifestCheck) -> 
             )
         )
     return folder, manifests[0]
-
-
-def _look(folder: Path, world: World, check: ManifestCheck, found: list[Manifest]) -> CheckpointFinding:
-    try:
-        manifest = read_manifest(folder)
-        check(folder, manifest)
-        check_share(folder, manifest, world.rank, world.size)
-        digest = digest_of_manifest(folder)
-    except TornCheckpoint as error:
-        return CheckpointFinding(torn=error.message)
-    found.append(manifest)
-    version = manifest.extra.get("version")
-    return CheckpointFinding(
-        version=version if isinstance(version, int) else -1, num_updates=manifest.num_updates, digest=digest
-    )
 
 
 @contextmanager
@@ -197,14 +229,3 @@ def restore_random(own: Mapping[str, NamedArray], device: torch.device) -> None:
         torch.set_rng_state(from_bytes(own[RNG_CPU]))
     if RNG_CUDA in own and device.type == "cuda":
         torch.cuda.set_rng_state(from_bytes(own[RNG_CUDA]), device)
-
-
-def check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise TrainError if `extra` would not come back as it is."""
-    try:
-        same = msgspec.json.decode(msgspec.json.encode(extra)) == dict(extra)
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        remedy = "use numbers, texts, lists, objects"
-        raise TrainError(f"`extra` of a checkpoint is not JSON: {error}", remedy=remedy) from error
-    if not same:
-        raise TrainError("`extra` of a checkpoint changes in JSON", remedy="use lists for tuples and texts for keys")

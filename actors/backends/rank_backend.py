@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, Sample, TrainShard
 from ..models.hf_folder import export_dtype
 from ..models.model_config import ModelConfig
+from .checkpoint import TrainingState
 from .export import Exporter, ExportTypes
 from .offload import RankOffload
 from .step import Stepper
@@ -76,14 +77,6 @@ class RankSettings:
             total_updates=self.total_updates,
             functions=called(functions),
         )
-
-
-class TrainingState(Protocol):
-    """What a checkpoint is made of."""
-
-    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave: ...
-
-    def load(self, folder: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...core.config import AlgoConfig, OptimizerConfig
-from ...core.errors import ConfigError
+from ...core.config import OptimizerConfig
 from ...core.samples import Sample, TrainShard
 from .torch_backend.accounting import MetricSums, first_not_finite
-from .torch_backend.microbatch import MicroBatch, batch_of, check_shard, trained_members
+from .torch_backend.microbatch import MicroBatch, batch_of, check_samples, trained_members
 from .torch_backend.world import RankGroup, World
 from .vocab_scores import TokenScores
 
@@ -54,18 +53,6 @@ class ReferenceModel(Generic[M]):
     version: int = 0
     """Of the policy that it is; 0: as it was given."""
 
-    def check(self, algo: AlgoConfig) -> None:
-        """Raise ConfigError for a reference that is to be renewed and has another shape than the policy."""
-        if not algo.ref_update_every:
-            return
-        shapes, wanted = ({name: t.shape for name, t in part().items()} for part in (self.own, self.policy))
-        if shapes != wanted:
-            raise ConfigError(
-                f"ref_update_every = {algo.ref_update_every}: the model at algo.ref_path = {algo.ref_path} has another "
-                "shape than the policy, which cannot take its place",
-                remedy="use 0, or name a reference model of the same shape",
-            )
-
     def score(self, layouts: Sequence[Any]) -> list[Any]:
         return self.model.score(layouts)
 
@@ -95,9 +82,9 @@ class TrainedModel(ABC):
     def num_updates(self) -> int: ...
 
     def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Any]]]:
-        """[minibatch][micro-batch], without samples of advantage 0 if `skips_neutral`. Raises TrainError for a shard
+        """[minibatch][micro-batch], without samples of advantage 0 if `skips_neutral`. Raises TrainError for a sample
         that contradicts itself."""
-        check_shard(shard, self.vocab_size)
+        check_samples(shard.samples, self.vocab_size)
         minibatches: list[list[MicroBatch[Any]]] = []
         for micros in shard.minibatches:
             members = [trained_members(shard, micro, skips_neutral=skips_neutral) for micro in micros]

@@ -177,8 +177,8 @@ class AlgoConfig(Section, frozen=True):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term towards the reference model; 0 = no reference model is kept."""
     ref_path: PathText = ""
-    """HuggingFace folder of the reference model: of the same vocabulary for the torch trainer, of the same shape as the
-    trained one for Megatron's; empty = the initial model, `model.path`."""
+    """HuggingFace folder of the reference model, of the same shape as the trained one; empty = the initial model,
+    `model.path`."""
     ref_update_every: CountInt = 0
     """Steps after which the policy of that moment becomes the reference model, again and again; 0 = never."""
     ref_urls: Annotated[TextTuple, AfterValidator(_reference_urls)] = ()
@@ -490,8 +490,8 @@ class CriticConfig(Section, frozen=True):
     enabled: bool = False
     """Whether advantages are taken against the values of a critic (docs/algorithms.md)."""
     path: PathText = ""
-    """HuggingFace folder that its layers begin as, of the same vocabulary; a value head in it (`value_head.weight` or
-    `score.weight`) is taken over, else the head begins at zero. Empty = `model.path`."""
+    """HuggingFace folder that its layers begin as, of the same shape as `model.path`; a value head in it
+    (`value_head.weight` or `score.weight`) is taken over, else the head begins at zero. Empty = `model.path`."""
     lr: NonNegativeFloat = 0.0
     """Its learning rate, constant after `optimizer.warmup_steps` of its updates; 0 = `optimizer.lr`."""
     value_clip: NonNegativeFloat = 0.2
@@ -526,8 +526,6 @@ class MegatronSettings(Section, frozen=True):
     not go with checkpoints yet."""
     routing_replay: bool = False
     """Whether experts are chosen as they were in the scoring pass of the same step (mixtures of experts)."""
-    transformer_engine: Literal["auto", "on", "off"] = "auto"
-    """Whether layers are built with Transformer Engine; auto = if it is installed and helps."""
     model: Table = {}
     """Further fields of megatron-core's TransformerConfig by their own names."""
     ddp: Table = {}

@@ -25,7 +25,7 @@ from ...actors.ledger.file import LEDGER, dataset_of, is_in_use
 from ...actors.models.chat_template import PlainText, template_of
 from ...actors.models.hf_folder import check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
-from ...actors.models.second_model import check_critic, check_reference
+from ...actors.models.second_model import check_critic, check_second_model
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from ...actors.rewards.call import ALONE, RewardKeys
 from ...actors.rewards.rewarder import check_args
@@ -84,9 +84,9 @@ def _check_weights(path: str, model: ModelConfig) -> None:
 
 
 def _check_reference(config: RunConfig, model: ModelConfig) -> None:
-    reference = check_reference(config.algo, model, is_any_shape=config.roles.trainer.kind == "torch")
+    check_second_model("algo.ref_path", config.algo.ref_path, model)
     try:
-        _check_weights(config.algo.ref_path, reference)
+        _check_weights(config.algo.ref_path, model)
     except MyxaError as error:
         raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
 

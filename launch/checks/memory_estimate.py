@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
-from ...actors.models.second_model import critic_config, critic_parameters, reference_parameters
+from ...actors.models.second_model import critic_parameters
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
 from ...memory.budget import ITEM_BYTES
@@ -145,7 +145,7 @@ def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tu
         tokens = max(tokens, longest_answer(config, model))
     in_flight = max(1, min(layout.pp, num_micro_batches(config, model, world_size)))
     passes = [pass_parts(config, model, tokens, in_flight=in_flight, is_last=layout.pp == 1)]
-    passes += [pass_parts(config, one, tokens, in_flight=1, is_last=True) for one in (model, *_critic(config, model))]
+    passes += [pass_parts(config, model, tokens, in_flight=1, is_last=True)]
     parts += max(passes, key=total)
     if is_between_devices(choose_channel(config)):
         num, item = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, ITEM_BYTES[config.engine.dtype]
@@ -161,30 +161,21 @@ def _groups(number: int) -> Part:
     return Part("communicators", number * GROUP_BYTES, how)
 
 
-def _critic(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
-    """The second model that is trained."""
-    try:
-        return [critic_config(config.critic, model)] if config.critic.enabled else []
-    except ConfigError:  # a finding of critic.path
-        return []
-
-
 def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> list[Part]:
     num = model.num_parameters
     shards = world_size if config.trainer.strategy == "fsdp" else 1
     cut = f" / {shards} ranks" if shards > 1 else ""
-    critic, kept = critic_parameters(config.critic, model), reference_parameters(config.algo, model)
+    critic = critic_parameters(config.critic, model)
     rows = [
         ("weights", 4, num, "float32 masters"),
         ("gradients", 4, num, ""),
         ("optimizer", 8, num, "AdamW's two moments"),
         ("critic", 16, critic, "the same together"),
-        ("reference model", 4, kept, ""),
+        ("reference model", 4, num * config.algo.keeps_reference, ""),
     ]
     parts = [_of_each(name, each, count, what, cut, shards) for name, each, count, what in rows]
     if shards > 1:
-        models = [model, *_critic(config, model)]
-        unit = max(max(2 * m.vocab_size * m.hidden_size, m.num_parameters // m.num_layers) for m in models)
+        unit = max(2 * model.vocab_size * model.hidden_size, num // model.num_layers)
         parts.append(Part("gathered", 8 * unit, f"largest unit of {count_text(unit)}, gathered 4 B, twice"))
     elif config.trainer.dtype == "bfloat16":
         parts.append(_of_each("weights in bfloat16", 2, max(num, critic), "as products use them"))

@@ -260,7 +260,7 @@ def poisoned(shard: TrainShard, *, rank: int, own: int, is_behaviour: bool = Fal
     samples = list(shard.samples)
     wrong: dict[str, Any] = {"advantage": float("nan")}
     if is_behaviour:
-        wrong = {"logprobs": samples[victim].logprobs + np.float32(99)}
+        wrong = {"logprobs": samples[victim].logprobs - np.float32(99)}
     samples[victim] = msgspec.structs.replace(samples[victim], **wrong)
     return msgspec.structs.replace(shard, samples=tuple(samples))
 

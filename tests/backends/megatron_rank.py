@@ -216,9 +216,8 @@ def run_case(case: dict[str, Any], gang: Gang) -> dict[str, Any]:
     gang.join(layout)
     config = read_config(case["folder"])
     precision = getattr(torch, case.get("precision", "float32"))
-    engine = case.get("transformer_engine", "auto")
     try:
-        chunks = build_model_chunks(config, layout, precision, case.get("overrides", {}), transformer_engine=engine)
+        chunks = build_model_chunks(config, layout, precision, case.get("overrides", {}))
         num_read = load_counting(chunks, case["folder"], config, layout)
     except MyxaError as error:
         return {"refusal": str(error)}

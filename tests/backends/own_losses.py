@@ -8,9 +8,9 @@ import torch
 
 
 def clipped(tokens: Any) -> Any:
-    """PPO's clip. A log-prob of the engine's above 50 is too much for it."""
-    if bool((tokens.behaviour_T > 50).any()):
-        raise ValueError("a log-prob above 50")
+    """PPO's clip. A log-prob of the engine below -50 is too much for it."""
+    if bool((tokens.behaviour_T < -50).any()):
+        raise ValueError("a log-prob below -50")
     ratio = torch.exp((tokens.live_T - tokens.old_T).clamp(-20, 20))
     bounded = ratio.clamp(1 - tokens.config.clip_low, 1 + tokens.config.clip_high)
     loss = torch.maximum(-ratio * tokens.advantages_T, -bounded * tokens.advantages_T)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,10 +90,3 @@ def test_a_checkpoint_written_later_holds_what_was_when_it_was_begun(saved: Path
     assert sorted(p.name for p in saved.iterdir()) == ["version_00000001", "version_00000002"]
     assert backend.load(str(place)) == {"version": 7}
     assert same(then, weights_of(backend))
-
-
-@pytest.mark.parametrize("extra", [{"x": {1, 2}.__iter__}, {"x": (1, 2)}, {1: "x"}, {"x": float("nan")}])
-def test_extra_that_would_not_come_back_is_refused(tmp_path: Path, backends: Backends, extra: Any) -> None:
-    with pytest.raises(TrainError, match="extra"):
-        save(backends(), str(tmp_path / "x"), extra)
-    assert list_checkpoints(tmp_path) == ()

@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_read_or_written_is_tried_again(
         patch.setattr(checkpoint_module, "open_safetensors", fails)
         with pytest.raises(TrainError, match=r"loading checkpoint .*Input/output error"):
             backend.load(place)
-        patch.setattr(checkpoint_module, "write_safetensors", fails)
+        patch.setattr(checkpoint, "write_safetensors", fails)
         with pytest.raises(TrainError, match=r"saving checkpoint .*Input/output error"):
             save(backend, place, {"version": 1})
     assert backend.load(place) == {"version": 1}

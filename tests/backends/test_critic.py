@@ -28,9 +28,9 @@ def critic(**settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of another shape whose value head says something."""
+    """Another folder, whose value head says something."""
     folder = tmp_path_factory.mktemp("judge")
-    make_tiny_model(folder, "1m", seed=8, vocab_size=262)
+    make_tiny_model(folder, "0p5m", seed=8, vocab_size=262)
     with_head(folder, folder, "score.weight", bias=True)
     return folder
 
@@ -174,11 +174,11 @@ def test_a_critic_learns_what_a_batch_returns(backends: Backends) -> None:
     assert {array.spec.name: bytes(array.data) for array in backend.export_weights()} != before
 
 
-def test_a_checkpoint_of_another_critic_or_of_none_is_refused_and_changes_nothing(
-    backends: Backends, tmp_path: Path, judge: Path
+def test_a_checkpoint_without_a_critic_or_with_one_too_many_is_refused_and_changes_nothing(
+    backends: Backends, tmp_path: Path
 ) -> None:
     (shard,) = make_shards(77, kind="ppo")
-    backend, bare, other = (backends(algo=PPO, critic=setting) for setting in (critic(), None, critic(path=str(judge))))
+    backend, bare = (backends(algo=PPO, critic=setting) for setting in (critic(), None))
     for one, name in ((backend, "with"), (bare, "without")):
         one.train(shard, {})
         save(one, str(tmp_path / name), {})
@@ -187,10 +187,6 @@ def test_a_checkpoint_of_another_critic_or_of_none_is_refused_and_changes_nothin
         backend.load(str(tmp_path / "without"))
     with pytest.raises(TrainError, match=r"is of a run with a critic, and here is none"):
         bare.load(str(tmp_path / "with"))
-    with pytest.raises(
-        TrainError, match=r"holds another critic: its num_layers is 2, here it is 4 -- set critic.path as it was"
-    ):
-        other.load(str(tmp_path / "with"))
     assert same(critic_of(backend), before[0])
     assert same(weights_of(backend), before[1])
 

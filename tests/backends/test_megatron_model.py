@@ -95,8 +95,6 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     'did you mean "init_method_std"?': ("qwen3", {}, {"overrides": {"init_method_stdd": 1.0}}),
     "megatron-core refuses the configuration": ("moe", {}, {"overrides": {"moe_token_dispatcher_type": "flex"}}),
     "attention_dropout: myxa decides this itself": ("qwen3", {}, {"overrides": {"attention_dropout": 0.1}}),
-    'transformer_engine = "on": it needs a CUDA device': ("qwen3", {}, {"transformer_engine": "on"}),
-    'transformer_engine = "maybe"': ("qwen3", {}, {"transformer_engine": "maybe"}),
     "weight model.layers.0.self_attn.q_norm.weight is missing": ("not-qwen3", {}, {}),
 }
 """What is refused -> model, layout and settings, in a gang of two."""

@@ -291,7 +291,7 @@ def test_a_loss_of_the_users_that_fails_is_told_by_all_ranks_and_nobody_updates(
     ranks = results(out, "cp2-pp2")
     (failure,) = {result["failure"] for result in ranks}
     assert failure.startswith("UserCodeError: step 11, mini-batch 0, rank 2: algo.loss_fn = "), "of the last stage"
-    assert "raised ValueError: a log-prob above 50 at " in failure
+    assert "raised ValueError: a log-prob below -50 at " in failure
     before, after = (arrays(out, "cp2-pp2", name) for name in ("before_failure", "after_failure"))
     assert all(np.array_equal(before[key], after[key]) for key in before)
     assert len({result["metrics_again"]["train/user/ratio"] for result in ranks}) == 1, "the gang is whole"

@@ -200,7 +200,7 @@ def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_up
         (failure,) = {result["failure"] for result in gang[1]}
         last = len(gang[1]) - 1
         assert failure.startswith(f"UserCodeError: step 11, mini-batch 0, rank {last}: algo.loss_fn = ")
-        assert "raised ValueError: a log-prob above 50 at " in failure
+        assert "raised ValueError: a log-prob below -50 at " in failure
         last_kept = "weights_held" if has_critic(gang) else "weights_after_nan"
         before, after = load(gang, last_kept), load(gang, "weights_after_failure")
         assert same(before, after)

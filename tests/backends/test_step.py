@@ -59,9 +59,9 @@ def test_what_the_run_file_says_of_masking_is_done_and_told(backends: Backends) 
     assert 0 < live["train/vetoed_fraction"] < 1
 
 
-def test_the_reference_may_be_another_model_over_the_same_vocabulary(backends: Backends, tmp_path: Path) -> None:
+def test_the_reference_may_be_another_model_of_the_same_shape(backends: Backends, tmp_path: Path) -> None:
     (shard,) = make_shards(32)
-    make_tiny_model(tmp_path / "ref", "1m", seed=4, vocab_size=262)
+    make_tiny_model(tmp_path / "ref", "0p5m", seed=4, vocab_size=262)
     make_tiny_model(tmp_path / "foreign", "0p5m", seed=4, vocab_size=300)
     backend = backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "ref")})
     judge = backends(folder=tmp_path / "ref")
@@ -88,7 +88,7 @@ def test_the_reference_may_be_another_model_over_the_same_vocabulary(backends: B
 def test_a_step_with_served_log_probs_is_that_with_the_reference_model(
     kl: dict[str, Any], backends: Backends, tmp_path: Path
 ) -> None:
-    make_tiny_model(tmp_path / "teacher", "1m", seed=4, vocab_size=262)
+    make_tiny_model(tmp_path / "teacher", "0p5m", seed=4, vocab_size=262)
     algo = {"kl_coef": 0.5, "batch_size": 6, **kl}
     (shard,) = make_shards(32, kind=algo.get("kind", "grpo"), minibatches=algo.get("minibatches", 1))
     keeps = backends(algo={**algo, "ref_path": str(tmp_path / "teacher")}, optimizer=PLAIN)
@@ -105,13 +105,13 @@ def test_a_step_with_served_log_probs_is_that_with_the_reference_model(
     with pytest.raises(TrainError, match=r"sample \d+/\d+: there is a KL term, no reference model, and no reference"):
         asks.train(shard, {})
     assert asks.train(shard, {"kl_coef": 0.0}).metrics["train/num_updates"] == 2 * algo.get("minibatches", 1)
-    with pytest.raises(TrainError, match=r"reference_logprobs \[0\]"):
+    with pytest.raises(TrainError, match=r"reference_logprobs has shape"):
         asks.train(change(shard, 0, reference_logprobs=np.zeros(0, np.float32)), {})
 
 
 def test_distillation_is_training_on_the_gap_to_the_teacher_token_by_token(backends: Backends, tmp_path: Path) -> None:
     """The same step as with advantages per token that were computed by hand, from scores of both models."""
-    make_tiny_model(tmp_path / "teacher", "1m", seed=4, vocab_size=262)
+    make_tiny_model(tmp_path / "teacher", "0p5m", seed=4, vocab_size=262)
     (shard,) = make_shards(32)
     algo = {"kl_coef": 0.5, "kl_in": "advantage", "kl_kind": "k1", "ref_path": str(tmp_path / "teacher")}
     student = backends(algo=algo, optimizer=PLAIN)
@@ -201,18 +201,15 @@ def test_supervised_training_lowers_the_loss(backends: Backends) -> None:
     )), rel=1e-5)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("advantage", float("nan")), ("advantage", float("inf")), ("logprobs", float("nan"))]
-)
-def test_a_number_that_is_not_finite_is_named_and_nothing_moves(backends: Backends, field: str, value: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_named_and_nothing_moves(backends: Backends, value: float) -> None:
     backend = backends(optimizer=PLAIN)
     (shard,) = make_shards(39, max_tokens=60)
     victim = first_trained(shard)
     sample = shard.samples[victim]
-    bad = value if field == "advantage" else np.where(sample.loss_mask == 1, np.float32(np.nan), 0).astype(np.float32)
     before = weights_of(backend)
     with pytest.raises(TrainError) as caught:
-        backend.train(change(shard, victim, **{field: bad}), {})
+        backend.train(change(shard, victim, advantage=value), {})
     micro = next(k for k, m in enumerate(shard.minibatches[0]) if victim in m)
     message = str(caught.value)
     assert (
@@ -250,18 +247,17 @@ def test_max_grad_norm_bounds_what_is_applied(backends: Backends) -> None:
     assert moved[1] / moved[0] == pytest.approx(2.0, rel=0.05)
 
 
-def test_a_shard_that_contradicts_itself_or_knobs_that_cannot_be_are_refused(backends: Backends) -> None:
+def test_a_sample_that_contradicts_itself_or_knobs_that_cannot_be_are_refused(backends: Backends) -> None:
     backend, (shard,) = backends(), make_shards(44)
     sample, inf = shard.samples[0], float("inf")
     whole = np.concatenate([sample.prompt_ids, sample.response_ids])
-    rows = {n: np.ones(sample.num_tokens, t)
+    rows = {n: (np.zeros if n == "logprobs" else np.ones)(sample.num_tokens, t)
             for n, t in (("loss_mask", np.uint8), ("logprobs", np.float32), ("versions", np.int32))}  # fmt: skip
     wrong = [
         ("outside", change(shard, 0, response_ids=np.full_like(sample.response_ids, 262))),
-        ("response_ids, but", change(shard, 0, response_ids=sample.response_ids[1:])),
+        ("response has", change(shard, 0, response_ids=sample.response_ids[1:])),
+        ("NaN or infinite", change(shard, 0, logprobs=np.full_like(sample.logprobs, np.nan))),
         ("nothing in front", change(shard, 0, prompt_ids=whole[:0], response_ids=whole, **rows)),
-        ("each of the", msgspec.structs.replace(shard, minibatches=shard.minibatches + shard.minibatches)),
-        ("minibatch_tokens", msgspec.structs.replace(shard, minibatch_tokens=())),
         *((f"temperature = {t} gives no", change(shard, 2, temperature=t)) for t in (-1.0, float("nan"), inf)),
     ]
     for cause, given in wrong:
@@ -374,11 +370,4 @@ def test_the_policy_becomes_the_reference_every_so_many_steps_and_checkpoints_ke
     save(given, str(tmp_path / "given"), {})
     resumed.load(str(tmp_path / "given"))
     assert kl(resumed, 4)[1] == 0
-
-    make_tiny_model(tmp_path / "ref", "1m", seed=4, vocab_size=262)
-    other = {**algo, "ref_path": str(tmp_path / "ref")}
-    with pytest.raises(ConfigError, match=r"ref_update_every = 2: the model at algo.ref_path = .* has another shape"):
-        backends(algo=other)
-    judged = backends(algo={**other, "ref_update_every": 0}).judge_knobs({"ref_update_every": 3.0}, saves=False)
-    assert "has another shape" in judged
     assert "keeps no reference model" in backends().judge_knobs({"ref_update_every": 3.0}, saves=False)

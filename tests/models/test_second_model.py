@@ -1,4 +1,4 @@
-"""What cannot be the reference or the critic of the torch trainer is told by the key that names it, to the planner too."""
+"""What cannot be the reference or the critic is told by the key that names it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from myxa.actors.models.hf_folder import read_config
-from myxa.actors.models.second_model import check_reference, critic_config, critic_parameters, reference_parameters
+from myxa.actors.models.second_model import check_second_model
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.core.config import AlgoConfig, CriticConfig
 from myxa.core.errors import ConfigError
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -29,11 +28,8 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_a_mixture_of_experts_is_refused_by_the_key_that_names_it(folders: tuple[Path, Path]) -> None:
     model = read_config(folders[0])
-    algo = AlgoConfig(kl_coef=0.1, ref_path=str(folders[1]))
-    critic = CriticConfig(enabled=True, path=str(folders[1]))
-    with pytest.raises(ConfigError, match="algo.ref_path: the torch trainer's reference model .*qwen3_moe"):
-        check_reference(algo, model, is_any_shape=True)
-    with pytest.raises(ConfigError, match="critic.path: the torch trainer's critic .*qwen3_moe"):
-        critic_config(critic, model)
-    assert reference_parameters(algo, model) == model.num_parameters, "the plan goes on; others tell of the folder"
-    assert critic_parameters(critic, model) > model.num_parameters - model.vocab_size * model.hidden_size
+    for key in ("algo.ref_path", "critic.path"):
+        with pytest.raises(
+            ConfigError, match=rf"{key} = .*mixture: its model_type is qwen3_moe, that of model.path is"
+        ):
+            check_second_model(key, str(folders[1]), model)

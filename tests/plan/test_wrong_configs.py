@@ -98,7 +98,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "setting of its optimizer that is another key": Wrong(
         "[roles.trainer]\n", '[megatron.optimizer]\nlr = 0.1\n[roles.trainer]\nkind = "megatron"\n', "lr = 0.1",
-        "set optimizer.lr"
+        "leave it out"
     ),
     "field of its data parallelism unknown": Wrong(
         "[roles.trainer]\n", '[megatron.ddp]\noverlap_grad_reduc = true\n[roles.trainer]\nkind = "megatron"\n',

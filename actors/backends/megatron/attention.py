@@ -129,8 +129,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class VarlenAttention(nn.Module):
-    """Core attention of one layer. Queries [T, heads, d], keys and values [T, groups, d] -> [T, heads * d]. Without
-    packed sequences it takes [s, b, heads, d] and gives [s, b, heads * d]."""
+    """Core attention of one layer. Queries [T, heads, d], keys and values [T, groups, d] -> [T, heads * d]."""
 
     def __init__(
         self,
@@ -144,8 +143,6 @@ class VarlenAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        if config.attention_dropout:
-            raise TrainError("packed attention has no dropout", remedy="set megatron.model.attention_dropout = 0")
         group = getattr(pg_collection, "cp", None)
         self._cp: dist.ProcessGroup = group if group is not None else mcore.read_grid().cp
         self._rotary = rotary
@@ -162,26 +159,18 @@ class VarlenAttention(nn.Module):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Attended values; `attention_mask` is not read, the mask is always causal within a sequence."""
-        if packed_seq_params is not None:
-            return self._attend(query, key, value, self._plan_of(packed_seq_params, query))
-        length, batch = query.shape[:2]
-        flat = [x.transpose(0, 1).reshape(length * batch, x.shape[2], x.shape[3]) for x in (query, key, value)]
-        plan = self._new_plan([length * self._cp.size()] * batch, query)
-        out = self._attend(flat[0], flat[1], flat[2], plan)
-        return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
+        return self._attend(query, key, value, self._plan_of(packed_seq_params, query))
 
     def _plan_of(self, packed: Any, like: Tensor) -> AttentionPlan:
         plan = cast("AttentionPlan | None", getattr(packed, _PLAN, None))
         if plan is None:
             padded = packed.cu_seqlens_q_padded
             cu_seqlens: Tensor = padded if padded is not None else packed.cu_seqlens_q
+            lengths = integers(cu_seqlens.diff())
             with torch.inference_mode(mode=False):  # a pass with gradients may use it after one without
-                plan = self._new_plan(integers(cu_seqlens.diff()), like)
+                plan = plan_attention(lengths, self._rotary, like.dtype, like.device, self._cp.size(), self._cp.rank())
             setattr(packed, _PLAN, plan)
         return plan
-
-    def _new_plan(self, lengths: Sequence[int], like: Tensor) -> AttentionPlan:
-        return plan_attention(lengths, self._rotary, like.dtype, like.device, self._cp.size(), self._cp.rank())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         q, k = self._rotary.rotate(q, plan.tables), self._rotary.rotate(k, plan.tables)

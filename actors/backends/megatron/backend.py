@@ -20,7 +20,7 @@ from ....core.clock import Clock
 from ....core.config.learning import MegatronSettings
 from ...models.hf_folder import read_config
 from ...models.model_config import ModelConfig
-from ...models.second_model import check_reference
+from ...models.second_model import check_second_model
 from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts, RankSettings
 from ..step import Stepper
@@ -69,7 +69,9 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         config, home = self._config, self._offload
         check_schedule(config.optimizer, config.total_updates)
         user = load_functions(config.algo)
-        model = check_reference(config.algo, read_config(config.model_path), is_any_shape=False)
+        model = read_config(config.model_path)
+        model.require_own("the Megatron trainer")
+        check_second_model("algo.ref_path", config.algo.ref_path, model)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
@@ -117,7 +119,9 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             world,
             stepper,
             Exporter(world, model, config.export_types(model), config.model_path, whole_tensors, has_stages=has_stages),
-            MegatronTrainingState(world, optimizer, model, reference),
+            MegatronTrainingState(
+                world=world, model=model, reference=reference, optimizer=optimizer, layout=config.layout
+            ),
         )
         return self._facts(model, world, wrapped, has_reference=reference is not None)
 
@@ -154,7 +158,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             config.layout,
             precision.params,
             model_fields(config.megatron),
-            transformer_engine=config.megatron.transformer_engine,
         )
         load_hf_folder(chunks, folder, model, config.layout)
         return chunks

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import queue
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,17 +31,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import TrainError
-from ...checkpoints.folder import FORMAT, Manifest, check_model, identity_of, rank_file
-from ...models.model_config import ModelConfig
-from ...models.safetensors_file import open_safetensors, write_safetensors
-from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
+from ...checkpoints.folder import Manifest, check_model, rank_file
+from ...models.safetensors_file import open_safetensors
+from ..checkpoint import RankCopy, TrainingState, random_state, restore_random
 from ..export import named_array
-from ..trained_model import ReferenceModel
 from . import mcore
 from .hf_weights import unwrapped
+from .layout import ParallelLayout
 from .optimizer import MegatronOptimizer
-from .schedule import Pipeline
-from .world import MegatronWorld
 
 FILES = "dist_checkpointing.strategies.filesystem_async"
 
@@ -75,25 +72,19 @@ class PendingShards:
 
 def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
     """Plan the writing of a state dict of shards and copy what this rank writes. Collective."""
-    files = mcore.module(FILES)
     # Its only writer and its only reader are in this process. A new one for each: what was written and never finished
     # must not be read for what is written next.
-    files._results_queue = queue.Queue()
-    base = mcore.module("dist_checkpointing.strategies.torch").TorchDistSaveShardedStrategy
-    found: list[Any] = []
-
-    class Held(base):  # a class of a class known at run time only
-        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-            chosen = "async_strategy" in inspect.signature(self.async_save).parameters
-            ways = {"async_strategy": "mcore"} if chosen else {}
-            found.append(self.async_save(sharded_state_dict, checkpoint_dir, **ways))
-
-    strategy = Held("torch_dist", 1, thread_count=1)
+    mcore.module(FILES)._results_queue = queue.Queue()
+    save = mcore.module("dist_checkpointing").save
+    strategy = mcore.module("dist_checkpointing.strategies.torch").TorchDistSaveShardedStrategy(
+        "torch_dist", 1, thread_count=1
+    )
+    ways = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
     with as_train_error("planning"):
-        mcore.module("dist_checkpointing").save(shards, folder, sharded_strategy=strategy)
+        request = save(shards, folder, sharded_strategy=strategy, async_sharded_save=True, **ways)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    pending = PendingShards(found[0])
+    pending = PendingShards(request)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the copies to the host are under way until now
     return pending
@@ -156,39 +147,36 @@ SHARDING = {
 """How optimizer state is cut: by parameter, so that any layout can read it."""
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronTrainingState:
+@dataclass(frozen=True, kw_only=True)
+class MegatronTrainingState(TrainingState):
     """What a checkpoint is made of."""
 
-    world: MegatronWorld
     optimizer: MegatronOptimizer
-    model: ModelConfig
-    reference: ReferenceModel[Pipeline] | None = None
+    layout: ParallelLayout
 
-    def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
-        manifest = Manifest(
-            format=FORMAT,
-            model=identity_of(self.model),
-            world_size=self.world.size,
-            num_updates=self.optimizer.num_updates,
-            files=(),
-            extra=dict(extra),
-            backend="megatron",
-            layout=asdict(self.world.layout),
-            reference_version=self.reference.version if self.reference else 0,
-        )
-        return PendingCheckpoint(folder, self.world, manifest, lambda partial: _Copy(self, partial))
+    @property
+    def num_updates(self) -> int:
+        return self.optimizer.num_updates
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        def check(path: Path, manifest: Manifest) -> None:
-            check_model(path, manifest, self.model, "megatron")
-            _check_layout(path, manifest, self)
+    def facts(self) -> dict[str, Any]:
+        return {"backend": "megatron", "layout": asdict(self.layout)}
 
-        return load_checkpoint(folder, self.world, check, self._restore)
+    def copy(self, partial: Path) -> RankCopy:
+        self.optimizer.settle()
+        shards = begin_shards(_sharded(self, is_loading=False), str(partial))
+        return RankCopy([named_array(name, found) for name, found in random_state(self.world.device)], shards)
 
-    def _restore(self, path: Path, manifest: Manifest) -> None:
-        if self.reference is not None:
-            self.reference.version = manifest.reference_version
+    def check(self, path: Path, manifest: Manifest) -> None:
+        check_model(path, manifest, self.model, "megatron")
+        before, now = manifest.layout.get("ep", 1), self.layout.ep
+        if self.model.num_experts and (before > 1) != (now > 1):
+            raise TrainError(
+                f"checkpoint {path} was written with megatron.ep = {before}; Megatron keeps the optimizer state of "
+                "experts apart if ep > 1 only",
+                remedy="resume with ep > 1 if it was above 1, else with ep = 1",
+            )
+
+    def restore(self, path: Path, manifest: Manifest) -> None:
         with as_train_error("reading"):
             loaded = mcore.module("dist_checkpointing").load(_sharded(self, is_loading=True), str(path))
         for name, chunk in _named_chunks(self.optimizer.chunks):
@@ -204,39 +192,6 @@ class MegatronTrainingState:
         if own_file.exists():  # not in a larger gang than the one that saved
             with open_safetensors(own_file) as own:
                 restore_random(own, self.world.device)
-
-
-class _Copy:
-    """Of this rank's part."""
-
-    def __init__(self, state: MegatronTrainingState, partial: Path) -> None:
-        self._rank = state.world.rank
-        state.optimizer.settle()
-        self._shards = begin_shards(_sharded(state, is_loading=False), str(partial))
-        self._random = [named_array(name, found) for name, found in random_state(state.world.device)]
-
-    def write(self, partial: Path) -> None:
-        self._shards.write()
-        write_safetensors(partial / rank_file(self._rank), self._random)
-
-    def finish(self, partial: Path) -> None:
-        self._shards.finish()
-
-    def files(self, partial: Path) -> list[Path]:
-        return files_of(partial, self._rank)
-
-
-def files_of(partial: Path, rank: int) -> list[Path]:
-    """What that rank wrote, or for all of them; not what another rank has under way and will rename: safetensors gives
-    it a name that begins with .tmp, torch one that ends so."""
-    names = sorted(path.name for path in partial.iterdir() if not path.name.startswith(".tmp"))
-    return [partial / name for name in names if not name.endswith(".tmp") and _writer_of(name) == rank]
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a file: `__3_0.distcp`, `rank-00003.safetensors`; rank 0 for what all share."""
-    number = name.removeprefix("__").split("_")[0] if name.startswith("__") else name[5:10]
-    return int(number) if number.isdigit() and name.startswith(("__", "rank-")) else 0
 
 
 def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any]:
@@ -274,13 +229,3 @@ def _restore_optimizer(optimizer: Any, saved: Any) -> None:
         part.load_parameter_state_from_fully_reshardable(state["param_state"])
         for parameter, step in steps.items():
             moments[parameter]["step"] = step.detach().clone()
-
-
-def _check_layout(path: Path, manifest: Manifest, state: MegatronTrainingState) -> None:
-    had_experts_apart = manifest.layout.get("ep", 1) > 1
-    if state.model.num_experts and had_experts_apart != (state.world.layout.ep > 1):
-        raise TrainError(
-            f"checkpoint {path} was written with megatron.ep = {manifest.layout.get('ep', 1)}; Megatron keeps the "
-            "optimizer state of experts apart if ep > 1 only",
-            remedy="resume with ep > 1 if it was above 1, else with ep = 1",
-        )

@@ -119,7 +119,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All rules of a family. Rules of parameters that a model does not have (Transformer Engine's) do no harm."""
+    """All rules of a family."""
 
     model: tuple[Rule, ...]
     layer: tuple[Rule, ...]
@@ -147,7 +147,7 @@ HEAD_NORMS = (
 NORMS = (
     Rule("input_layernorm.weight", ("input_layernorm.weight",)),
     Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
-    # Transformer Engine keeps a norm in the linear that follows it.
+    # Checkpoints name a norm after the linear that follows it.
     Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
     Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
 )

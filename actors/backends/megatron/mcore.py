@@ -37,14 +37,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16 defines it only beside Transformer Engine, and every router reads it
 
 
-def has_transformer_engine() -> bool:
-    try:
-        import_module("transformer_engine.pytorch")
-    except (ImportError, OSError):  # OSError: a CUDA library that it needs is missing
-        return False
-    return True
-
-
 def submodules_of(spec: Any) -> Any:
     """The submodules of a layer part: a ModuleSpec until 0.17, a functools.partial since 0.18."""
     return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]

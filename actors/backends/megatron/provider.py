@@ -6,8 +6,7 @@ softmax over the head's rows must leave out rows from `vocab_size` on: they only
 the tensor-parallel ranks. They are zero and stay zero.
 
 The layers are megatron-core's own parts where they work without Transformer Engine, and ours where they refuse sequence
-parallelism, packed sequences or context parallelism. With Transformer Engine linears and norms are its own; attention
-stays ours, so that what a packed sequence means never depends on what is installed.
+parallelism, packed sequences or context parallelism: what is trained never depends on what is installed.
 
 The experts of a layer are two tensors, multiplied by torch's grouped product where it runs: `w1` [experts here, 2 *
 inner, hidden] holds each expert's gate rows, then its up rows; `w2` [experts here, hidden, inner]. With expert-tensor
@@ -57,8 +56,6 @@ def transformer_config(
     layout: ParallelLayout,
     precision: torch.dtype,
     overrides: Mapping[str, Any],
-    *,
-    uses_engine: bool = False,
 ) -> Any:
     """megatron-core's TransformerConfig of the model. `overrides`: the run file's `[megatron.model]`, field by field.
     Raises ConfigError naming the key for a field that is unknown, not the user's to set, or refused by megatron-core,
@@ -66,7 +63,7 @@ def transformer_config(
     settings_type = mcore.module("transformer").TransformerConfig
     check_table("model", overrides, {field.name for field in fields(settings_type)})
     layout.check_model(config, overrides)
-    chosen = _shape(config) | _cut(layout) | _numerics(precision, layout, uses_engine=uses_engine)
+    chosen = _shape(config) | _cut(layout) | _numerics(precision, layout)
     if config.num_experts:
         chosen |= _expert_fields(config)
     chosen |= overrides
@@ -79,29 +76,24 @@ def build_model_chunks(
     layout: ParallelLayout,
     precision: torch.dtype,
     overrides: Mapping[str, Any],
-    *,
-    transformer_engine: str = "auto",
 ) -> list[nn.Module]:
     """This rank's part of the model with random weights, one module per virtual stage, on this rank's device.
     megatron-core's parallel state must be initialised with the same layout. In half precision each module is wrapped in
     megatron-core's Float16Module. Raises ConfigError as `transformer_config` does."""
-    uses_engine = chosen_engine(transformer_engine, config, precision)
-    settings = transformer_config(config, layout, precision, overrides, uses_engine=uses_engine)
+    settings = transformer_config(config, layout, precision, overrides)
     chunks: list[nn.Module] = []
     for number in range(layout.vpp):
         stage = number if layout.vpp > 1 else None
         with _refusals_named():
-            chunk = _chunk(config, layout, settings, stage, uses_engine=uses_engine).to(mcore.default_device())
+            chunk = _chunk(config, layout, settings, stage).to(mcore.default_device())
         if precision != torch.float32:
             chunk = mcore.module("transformer.module").Float16Module(settings, chunk)
         chunks.append(chunk)
     return chunks
 
 
-def _chunk(
-    config: ModelConfig, layout: ParallelLayout, settings: Any, stage: int | None, *, uses_engine: bool
-) -> nn.Module:
-    spec = decoder_spec(config, settings, virtual_stage=stage, uses_engine=uses_engine)
+def _chunk(config: ModelConfig, layout: ParallelLayout, settings: Any, stage: int | None) -> nn.Module:
+    spec = decoder_spec(config, settings, virtual_stage=stage)
     state = mcore.parallel_state
     virtual: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     model: nn.Module = mcore.module("models.gpt").GPTModel(
@@ -167,7 +159,7 @@ def _cut(layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
-def _numerics(precision: torch.dtype, layout: ParallelLayout, *, uses_engine: bool) -> dict[str, Any]:
+def _numerics(precision: torch.dtype, layout: ParallelLayout) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     fuses = on_gpu and precision != torch.float32
     return {
@@ -180,7 +172,7 @@ def _numerics(precision: torch.dtype, layout: ParallelLayout, *, uses_engine: bo
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": True,  # False would also skip the marks by which gradient norms count shards once
         "deallocate_pipeline_outputs": layout.pp > 1,
-        "transformer_impl": "transformer_engine" if uses_engine else "local",
+        "transformer_impl": "local",
         "bias_activation_fusion": fuses,  # torch.compile
         "bias_dropout_fusion": fuses,
         # These need apex or Transformer Engine.
@@ -238,27 +230,24 @@ class NormedRowParallelLinear(RowParallelLinear):
         return self.post_norm(output), bias
 
 
-def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | None, uses_engine: bool) -> Any:
+def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | None) -> Any:
     """Specs of the layers of this rank's (virtual) stage. `settings`: the TransformerConfig."""
     specs = mcore.module("models.gpt.gpt_layer_specs")
     block = specs.get_gpt_decoder_block_spec(
-        settings, use_transformer_engine=uses_engine, normalization="RMSNorm", vp_stage=virtual_stage
+        settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual_stage
     )
     for layer in block.layer_specs:
-        _equip(config, settings, layer.submodules, uses_engine=uses_engine)
-    if not uses_engine:
-        block.layer_norm = MegatronRMSNorm
+        _equip(config, settings, layer.submodules)
+    block.layer_norm = MegatronRMSNorm
     return block
 
 
-def _equip(config: ModelConfig, settings: Any, parts: Any, *, uses_engine: bool) -> None:
+def _equip(config: ModelConfig, settings: Any, parts: Any) -> None:
     attention = mcore.submodules_of(parts.self_attention)
     attention.core_attention = partial(VarlenAttention, rotary=Rotary(config))
     mlp = mcore.submodules_of(parts.mlp)
     if hasattr(mlp, "experts"):
         mlp.experts = _experts_spec()
-    if uses_engine:
-        return
     parts.input_layernorm = parts.pre_mlp_layernorm = MegatronRMSNorm
     if settings.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
@@ -271,28 +260,6 @@ def _experts_spec() -> Any:
     layer = mcore.module("transformer.moe.moe_layer")
     takes_builder = "Builder" in str(layer.MoESubmodules.__annotations__.get("experts"))
     return GroupedExperts if takes_builder else mcore.module("transformer.spec_utils").ModuleSpec(GroupedExperts)
-
-
-def chosen_engine(choice: str, config: ModelConfig, precision: torch.dtype) -> bool:
-    """Whether to build with Transformer Engine. `choice`: "off", "on", or "auto": if it is installed and helps, that is
-    for dense layers in half precision on a GPU (experts are ours either way; torch's grouped product is faster). Raises
-    ConfigError for "on" where it cannot be, and for another word."""
-    if choice == "off":
-        return False
-    if choice not in ("auto", "on"):
-        raise ConfigError(f'megatron.transformer_engine = "{choice}"', remedy='use "auto", "on" or "off"')
-    obstacle = ""
-    if config.has_post_norms:
-        obstacle = f"its linears cannot normalise what a {config.model_type} layer gives"
-    elif not torch.cuda.is_available():
-        obstacle = "it needs a CUDA device"
-    elif precision not in (torch.bfloat16, torch.float16):
-        obstacle = f"nothing is gained in {str(precision).removeprefix('torch.')}"
-    elif not mcore.has_transformer_engine():
-        obstacle = "it is not installed"
-    if obstacle and choice == "on":
-        raise ConfigError(f'megatron.transformer_engine = "on": {obstacle}', remedy='use "auto" or "off"')
-    return not obstacle
 
 
 _grouped_mm: Callable[..., Tensor] | None = getattr(functional, "grouped_mm", None) or getattr(

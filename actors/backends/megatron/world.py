@@ -33,9 +33,8 @@ MIN_DESCRIPTORS = 65536
 class MegatronWorld(World):
     """`World` with Megatron's groups in it. Use `MegatronWorld.enter`."""
 
-    def __init__(self, base: World, layout: ParallelLayout) -> None:
+    def __init__(self, base: World) -> None:
         super().__init__(base.rank, base.size, base.device, base._store)
-        self.layout = layout
         self.grid = mcore.read_grid()
         self.replicas = RankGroup(self.grid.dp.size(), base.device, self.grid.dp)
         """The ranks with the same place in every replica: sums over them are sums over samples."""
@@ -68,7 +67,7 @@ class MegatronWorld(World):
                 create_gloo_process_groups=False,
             )
             _seed(seed)
-        return MegatronWorld(base, layout)
+        return MegatronWorld(base)
 
     def shared(self, values: Tensor) -> Tensor:
         box = values.to(self.device, copy=True)

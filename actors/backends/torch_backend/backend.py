@@ -17,7 +17,7 @@ from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import read_config
 from ...models.model_config import ModelConfig
-from ...models.second_model import check_reference, critic_config
+from ...models.second_model import check_second_model, critic_layers
 from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts, RankSettings
 from ..step import Stepper
@@ -55,8 +55,8 @@ class TorchBackend(RankBackend[RankSettings]):
         model_config = read_config(config.model_path)
         if config.trainer.impl == "own":
             model_config.require_plain("the torch trainer")
-        reference_config = check_reference(config.algo, model_config, is_any_shape=True)
-        layers = critic_config(config.critic, model_config) if config.critic.enabled else None
+        check_second_model("algo.ref_path", config.algo.ref_path, model_config)
+        check_second_model("critic.path", config.critic.path, model_config)
         device = self._device()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -65,8 +65,8 @@ class TorchBackend(RankBackend[RankSettings]):
         with world.phase("set up"):
             agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
-            frozen = self._replica(reference_config, world, is_trained=False) if config.algo.keeps_reference else None
-            values = self._value_replica(layers, world) if layers is not None else None
+            frozen = self._replica(model_config, world, is_trained=False) if config.algo.keeps_reference else None
+            values = self._value_replica(critic_layers(model_config), world) if config.critic.enabled else None
             if self._offload is not None:
                 trained = replica.parameters() + (values.parameters() if values else [])
                 self._offload.house("params", [p for _, p in trained])
@@ -75,8 +75,8 @@ class TorchBackend(RankBackend[RankSettings]):
             size = model_config.vocab_size
             policy = TorchModel(replica, self._adamw(replica), size, cost)
             critic = None
-            if values and layers:
-                critic = Critic(TorchModel(values, self._adamw(values), size, cost), config.critic, layers)
+            if values:
+                critic = Critic(TorchModel(values, self._adamw(values), size, cost), config.critic)
             reference = frozen and ReferenceModel(frozen, frozen.parts, replica.parts, self._reference_written)
             stepper = Stepper(policy, reference, settings, self._clock, critic)
             stepper.settings_for({})
@@ -90,7 +90,7 @@ class TorchBackend(RankBackend[RankSettings]):
             world,
             stepper,
             Exporter(world, model_config, config.export_types(model_config), config.model_path, whole_tensors),
-            TorchState(policy, model_config, critic, reference),
+            TorchState(world=world, model=model_config, reference=reference, policy=policy, critic=critic),
         )
         return {
             "backend": "torch",

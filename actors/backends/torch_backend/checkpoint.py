@@ -18,12 +18,10 @@ from torch import Tensor
 
 from ....core.errors import TrainError
 from ....core.protocols import NamedArray
-from ...checkpoints.folder import FORMAT, Manifest, check_model, identity_of, rank_file
-from ...models.model_config import ModelConfig
-from ...models.safetensors_file import open_safetensors, write_safetensors
-from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
+from ...checkpoints.folder import Manifest, check_model
+from ...models.safetensors_file import open_safetensors
+from ..checkpoint import RankCopy, TrainingState, random_state, restore_random
 from ..export import named_array
-from ..trained_model import ReferenceModel
 from .critic import Critic
 from .parallel import Replica, TorchModel
 from .tensors import from_bytes, local_part
@@ -34,14 +32,12 @@ CRITIC, REFERENCE = "critic.", "reference."
 Moments = Mapping[str, tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class TorchState:
+@dataclass(frozen=True, kw_only=True)
+class TorchState(TrainingState):
     """What a checkpoint is made of."""
 
     policy: TorchModel
-    model: ModelConfig
     critic: Critic | None = None
-    reference: ReferenceModel[Replica] | None = None
 
     def parts(self) -> Iterator[tuple[str, Replica, Moments]]:
         yield "", self.policy.replica, self.policy.optimizer.moments
@@ -50,36 +46,22 @@ class TorchState:
         if self.reference is not None and self.reference.version:
             yield REFERENCE, self.reference.model, {}
 
-    def critic_identity(self) -> dict[str, Any]:
-        """For the manifest; empty without a critic."""
-        if self.critic is None:
-            return {}
-        return {**identity_of(self.critic.layers), "num_updates": self.critic.model.num_updates}
+    @property
+    def num_updates(self) -> int:
+        return self.policy.num_updates
 
-    def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
-        world = self.policy.world
-        manifest = Manifest(
-            format=FORMAT,
-            model=identity_of(self.model),
-            world_size=world.size,
-            num_updates=self.policy.num_updates,
-            files=(),
-            extra=dict(extra),
-            critic=self.critic_identity(),
-            reference_version=self.reference.version if self.reference else 0,
-        )
-        return PendingCheckpoint(folder, world, manifest, lambda _: _Copy(self))
+    def facts(self) -> dict[str, Any]:
+        return {"critic": {} if self.critic is None else {"num_updates": self.critic.model.num_updates}}
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        def check(path: Path, manifest: Manifest) -> None:
-            check_model(path, manifest, self.model, "torch")
-            check_critic(path, manifest, self.critic)
+    def copy(self, partial: Path) -> RankCopy:
+        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in _tensors(self)]
+        return RankCopy([named_array(name, tensor) for name, tensor in copies])
 
-        return load_checkpoint(folder, self.policy.world, check, self._restore)
+    def check(self, path: Path, manifest: Manifest) -> None:
+        check_model(path, manifest, self.model, "torch")
+        check_critic(path, manifest, self.critic)
 
-    def _restore(self, path: Path, manifest: Manifest) -> None:
-        if self.reference is not None:
-            self.reference.version = manifest.reference_version
+    def restore(self, path: Path, manifest: Manifest) -> None:
         with ExitStack() as stack:
             _restore(self, [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files])
         self.policy.optimizer.num_updates = manifest.num_updates
@@ -87,24 +69,6 @@ class TorchState:
             self.critic.model.optimizer.num_updates = manifest.critic["num_updates"]
         if self.reference is not None:
             self.reference.written()
-
-
-class _Copy:
-    """Of this rank's part."""
-
-    def __init__(self, state: TorchState) -> None:
-        self._rank = state.policy.world.rank
-        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in _tensors(state)]
-        self._tensors = [named_array(name, tensor) for name, tensor in copies]
-
-    def write(self, partial: Path) -> None:
-        write_safetensors(partial / rank_file(self._rank), self._tensors)
-
-    def finish(self, partial: Path) -> None:
-        """It is complete."""
-
-    def files(self, partial: Path) -> list[Path]:
-        return [partial / rank_file(self._rank)]
 
 
 def _tensors(state: TorchState) -> Iterator[tuple[str, Tensor]]:
@@ -157,25 +121,14 @@ def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first
 
 
 def check_critic(path: Path, manifest: Manifest, critic: Critic | None) -> None:
-    """Raise TrainError if a checkpoint's critic is not the one that is trained here, or one of the two is missing."""
-    theirs = manifest.critic
-    if critic is None:
-        if theirs:
-            raise TrainError(
-                f"checkpoint {path} is of a run with a critic, and here is none",
-                remedy="set [critic] as it was, or start from the exported model folder",
-            )
-        return
-    if not theirs:
+    """Raise TrainError if a checkpoint has a critic and here is none, or the other way round."""
+    if critic is None and manifest.critic:
+        raise TrainError(
+            f"checkpoint {path} is of a run with a critic, and here is none",
+            remedy="set [critic] as it was, or start from the exported model folder",
+        )
+    if critic is not None and not manifest.critic:
         raise TrainError(
             f"checkpoint {path} is of a run without a critic",
             remedy="set critic.enabled = false, or start from the exported model folder, with critic.warmup_steps",
         )
-    for name, ours in identity_of(critic.layers).items():
-        if theirs.get(name) != ours:
-            raise TrainError(
-                f"checkpoint {path} holds another critic: its {name} is {theirs.get(name)!r}, here it is {ours!r}",
-                remedy="set critic.path as it was",
-            )
-    if not isinstance(theirs.get("num_updates"), int):
-        raise TrainError(f"checkpoint {path} does not say how often its critic was updated", remedy="use an older one")

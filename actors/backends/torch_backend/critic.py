@@ -35,7 +35,6 @@ class Critic:
 
     model: TorchModel
     config: CriticConfig
-    layers: ModelConfig
 
     def trains_alone(self, step: int) -> bool:
         """Whether the policy still waits for the critic in step number `step`, from 0."""

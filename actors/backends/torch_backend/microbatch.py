@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....algos.segments import Segments
 from ....core.errors import TrainError
-from ....core.samples import F32, LossPart, Sample, TrainSample, TrainShard, wrong_kept
+from ....core.samples import F32, LossPart, Sample, TrainSample, TrainShard, check_sample
 from .layout import I64
 from .tensors import from_array
 
@@ -104,40 +104,15 @@ def scatter_scores(logprobs_M: Tensor, layout: ScoredRows, into: list[F32]) -> N
         into[i][layout.columns_M[part]] = values[part]
 
 
-def check_shard(shard: TrainShard, vocab_size: int) -> None:
-    """Raise TrainError naming what is wrong with a shard: sizes, ids, indexes."""
-    check_samples(shard.samples, vocab_size)
-    members = [i for minibatch in shard.minibatches for micro in minibatch for i in micro]
-    if sorted(members) != list(range(len(shard.samples))):
-        raise TrainError(
-            f"shard of step {shard.step}: its micro-batches do not hold each of the {len(shard.samples)} samples once",
-            remedy="a bug in the planner",
-        )
-    for name in ("minibatch_tokens", "minibatch_rollouts"):
-        values = getattr(shard, name)
-        if len(values) != len(shard.minibatches):
-            raise TrainError(
-                f"shard of step {shard.step}: {len(values)} {name} for {len(shard.minibatches)} mini-batches",
-                remedy="a bug in the planner",
-            )
-
-
 def check_samples(samples: Sequence[Sample], vocab_size: int) -> None:
     """Raise TrainError naming the first sample whose arrays disagree or that holds an impossible token, or that was
     drawn at a temperature that has no log-probs."""
     for sample in samples:
-        length = len(sample.response_ids)
-        sizes = {name: len(getattr(sample, name)) for name in ("loss_mask", "logprobs", "versions")}
-        for name in ("token_advantages", "reference_logprobs", "loss_weights", "token_rewards"):
-            if (row := getattr(sample, name, None)) is not None:
-                sizes[name] = len(row)
-        if any(size != length for size in sizes.values()):
-            raise TrainError(
-                f"sample {sample.name}: {length} response_ids, but "
-                + ", ".join(f"{name} [{size}]" for name, size in sizes.items()),
-                remedy="each holds one entry per response token",
-            )
-        if not len(sample.prompt_ids) and length and sample.loss_mask[0]:
+        try:
+            check_sample(sample, vocab_size)
+        except ValueError as error:
+            raise TrainError(str(error), remedy="engine and trainer must use the same model folder") from error
+        if not sample.prompt_ids.size and sample.loss_mask[:1].any():
             raise TrainError(
                 f"sample {sample.name}: its first token has nothing in front that could predict it",
                 remedy="a prompt needs at least one token",
@@ -147,14 +122,6 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> None:
                 f"sample {sample.name}: temperature = {sample.temperature} gives no log-probs to train on",
                 remedy="tokens must be drawn at a temperature of 0 (greedy) or above",
             )
-        if wrong := wrong_kept(sample.kept_rows, sample.response_ids, vocab_size):
-            raise TrainError(f"sample {sample.name}: {wrong}", remedy="a bug of the engine")
-        for ids in (sample.prompt_ids, sample.response_ids):
-            if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-                raise TrainError(
-                    f"sample {sample.name}: a token id lies outside [0, {vocab_size})",
-                    remedy="engine and trainer must use the same model folder",
-                )
 
 
 def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:
