@@ -42,7 +42,6 @@ from ..core.messages import (
     GroupFinished,
     GroupReturned,
     PutResult,
-    RecentGroup,
     RunStatus,
     StepReport,
     Telemetry,
@@ -230,11 +229,6 @@ class BufferContract(KnobsContract):
         """Stop or resume handing out work, durably. Paused with `until_step`: claims of steps below it are served, and
         work for them handed out; None: nothing more at once, but a step that was claimed already is answered again.
         Returns the version that the trainer will rest at: `until_step`, or the first step without a claim if later."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        """The groups that were finished last, newest first; fewer if they are long."""
         raise NotImplementedError
 
     @call(deadline=10)

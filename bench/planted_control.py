@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import sys
@@ -88,7 +89,7 @@ class PlantedSeat:
     def handlers(self) -> dict[verbs.Verb[Any], Handler]:
         """Of all verbs that it answers."""
         plain = {
-            verbs.STATUS: self.status, verbs.GET: self.get, verbs.SAMPLES: self.samples, verbs.LOGS: self.logs,
+            verbs.STATUS: self.status, verbs.GET: self.get, verbs.LOGS: self.logs,
             verbs.STACK: self.stack,
         }  # fmt: skip
         return {verb: self._read(verb.name, answer) for verb, answer in plain.items()} | {verbs.SET: self.set}
@@ -177,51 +178,6 @@ class PlantedSeat:
         text = 'Thread 1 (MainThread):\n  File "trainer.py", line 12 in step\n    loss.backward()'
         return {"actor": given.target, "text": text}
 
-    def samples(self, given: verbs.SamplesArguments) -> dict[str, Any]:
-        return {"groups": [self._group(1000 + n) for n in range(min(given.num_groups, 6))], "num_left_out": 0}
-
-    def _group(self, number: int) -> dict[str, Any]:
-        rng = random.Random(number)
-        prompt = f"Sort the letters: {' '.join(rng.sample('abcdefghijklmnop', 9))}" + (
-            f"\n{HOSTILE}" if number == 1000 else ""
-        )
-        samples = [self._sample(rng, index, is_hostile=number == 1000 and index == 0) for index in range(4)]
-        return {
-            "group_id": number,
-            "prompt": prompt,
-            "label": "a b c",
-            "outcome": "kept",
-            "reason": "",
-            "rollout": "rollout/0",
-            "state": "READY",
-            "step": 119,
-            "knobs": 4,
-            "samples": samples,
-        }
-
-    def _sample(self, rng: random.Random, index: int, *, is_hostile: bool) -> dict[str, Any]:
-        words = [
-            "Let",
-            " me",
-            " sort",
-            ":",
-            "\n",
-            *[f" {c}" for c in rng.sample("abcdefghijklmnop", 9)],
-            "\n",
-            "<answer>",
-            " done",
-            ".",
-        ]
-        tokens = [*words, *([HOSTILE[:37], HOSTILE[37:]] if is_hostile else []), "<|im_end|>"]
-        right = rng.random() < 0.7
-        return {
-            "index": index, "text": "".join(tokens), "reward": 1.0 if right else 0.2,
-            "reward_parts": {"exact": 1.0 if right else 0.0, "format": 0.2}, "finish": "stop",
-            "tokens": tokens, "logprobs": [-rng.expovariate(1.2) for _ in tokens],
-            "versions": [118 + (place > len(tokens) // 2) for place in range(len(tokens))],
-            "loss_mask": [0 if token == "\n" else 1 for token in tokens],
-        }  # fmt: skip
-
     async def set(self, context: VerbContext, given: ChangeRequest, who: Operator) -> ChangeReply:
         known = {knob.name: knob for knob in KNOBS}
         moves: list[KnobMove] = []
@@ -244,10 +200,27 @@ class PlantedSeat:
         return ChangeReply(epoch=epoch, at=self.version, moves=tuple(moves))
 
 
+def planted_group(number: int) -> dict[str, Any]:
+    """A line of samples.jsonl; number 1000 is hostile."""
+    rng, told = random.Random(number), f"\n{HOSTILE}" if number == 1000 else ""
+    answers = [
+        {"index": index, "text": f"Let me sort: {' '.join(rng.sample('abcdefghijklmnop', 9))}{told}", "reward": 1.0,
+         "reward_parts": {"exact": 1.0, "format": 0.2}, "num_tokens": 24, "finish": "stop"} for index in range(4)
+    ]  # fmt: skip
+    return {
+        "step": 119, "group_id": number, "prompt": f"Sort: {' '.join(rng.sample('abcdefghijklmnop', 9))}{told}",
+        "label": "a b c", "outcome": "kept", "reason": "", "source": "rollout/0", "wall_s": time.time(),
+        "oldest_version": 118, "newest_version": 119, "answers": answers, "num_answers": 4, "is_held_out": False,
+        "eval_set": "",
+    }  # fmt: skip
+
+
 def plant_seat(folder: Path, *, num_steps: int = 120) -> PlantedSeat:
-    """A planted run with changes, its clock moved to end now."""
+    """A planted run with changes and samples, its clock moved to end now."""
     run_dir = plant_run(folder / "sort-planted", num_steps=num_steps, end="")
     plant_changes(run_dir)
+    lines = (json.dumps(planted_group(1000 + number)) for number in range(6))
+    (run_dir / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return PlantedSeat(run_dir)
 
 

@@ -287,23 +287,6 @@ class BufferStats(Record, frozen=True):
     """Why the ledger cannot be written and what to do; the run waits for it. The counts are those from before."""
 
 
-class RecentGroup(Record, frozen=True):
-    """A group that was finished a while ago, for people to look at."""
-
-    group: Group
-    outcome: Literal["kept", "left out"]
-    reason: str = ""
-    """Why it was left out."""
-    rollout: str = ""
-    attempt: int = 0
-    wall_s: float = 0.0
-    """When it was finished; 0: before the buffer was restarted, or too many others since."""
-    state: str = ""
-    """In the ledger, now."""
-    step: int = -1
-    """Claimed for, or trained in, this step; -1: none."""
-
-
 class RunStatus(Record, frozen=True):
     """One line of truth about the run, served by the coordinator."""
 

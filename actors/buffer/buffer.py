@@ -57,7 +57,6 @@ from ...core.messages import (
     GroupReturned,
     PauseState,
     PutResult,
-    RecentGroup,
     SamplingParams,
 )
 from ...core.protocols import MixedSources, PromptSource
@@ -71,7 +70,7 @@ from ..ledger.ledger import Ledger
 from ..telemetry import ReportPace, report_forever
 from ..weights.engine_versions import ServedWeights
 from .filters import GroupFilters
-from .finished_groups import FinishedGroups, RecentGroups, SampleLog
+from .finished_groups import FinishedGroups, SampleLog
 from .groups import Groups
 from .knobs import BufferKnobs, BufferLimits, BufferValues
 from .sources import Sources
@@ -136,7 +135,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
         self._polls = LongPolls(self.ctx)
         self._pace = ReportPace()
-        self._recent = RecentGroups()
         self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
         self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
         is_new = not self._ledger_path.exists()
@@ -276,14 +274,13 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
         with self._changing("put"), self._groups.ledger.together():
             kept = [self._groups.put(one.group, one.attempt, rollout) for one in finished]
-        for one, (result, group) in zip(finished, kept, strict=True):
-            self._note_put(group, one.attempt, rollout, result)
+        for result, group in kept:
+            self._note_put(group, rollout, result)
         return tuple(result for result, _ in kept)
 
-    def _note_put(self, group: Group, attempt: int, rollout: str, result: PutResult) -> None:
+    def _note_put(self, group: Group, rollout: str, result: PutResult) -> None:
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
-        self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
         if result.outcome == "filtered":
             self._samples.left_out(group, self._groups.ledger.next_step, result.reason, rollout)
 
@@ -424,9 +421,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return self._source.eval_prompts(max(limit, 0), name)
-
-    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        return self._recent.newest(num_groups, None if self._opened is None else self._opened.ledger)
 
     @contextmanager
     def _at_work(self, name: str) -> Generator[None]:

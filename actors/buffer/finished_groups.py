@@ -4,25 +4,21 @@ A batch's rewards cover only the groups that the filter kept; `FinishedGroups` c
 prompts, by step and over the newest groups. A lying engine or workflow costs its group and nothing else. The rollout
 actor compares token ids with the vocabulary.
 
-`RecentGroups` are the ones finished last, bounded by count and by tokens. `SampleLog` goes by telemetry to the monitor,
-which writes files.
+`SampleLog` goes by telemetry to the monitor, which writes files.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from ...core.activity import TelemetryBuffer
 from ...core.clock import Clock
-from ...core.messages import PutResult, RecentGroup
 from ...core.samples import Group, Prompt, Sample, check_sample
-from ..ledger.ledger import Ledger
 from ..telemetry import group_text
 
 KEPT = 256
@@ -191,50 +187,6 @@ def _wrong_in_rewards(group: Group, num_samples: int) -> str | None:
     if group.reward_parts and len(group.reward_parts) != num_samples:
         return f"has reward parts of {len(group.reward_parts)} samples, not {num_samples}"
     return None
-
-
-MAX_GROUPS = 64
-MAX_TOKENS = 1 << 18
-"""Of all groups that are kept: about 5 MB."""
-
-
-class RecentGroups:
-    """Newest first. What was left out is among them: it is what people want to see."""
-
-    def __init__(self) -> None:
-        self._finished: deque[RecentGroup] = deque()
-        self._num_tokens = 0
-
-    def add(self, group: Group, attempt: int, rollout: str, result: PutResult, wall_s: float) -> None:
-        if result.outcome not in ("ready", "filtered"):
-            return
-        found = RecentGroup(
-            group=group,
-            outcome="kept" if result.outcome == "ready" else "left out",
-            reason=result.reason,
-            rollout=rollout,
-            attempt=attempt,
-            wall_s=wall_s,
-        )
-        self._finished.appendleft(found)
-        self._num_tokens += _num_tokens(group)
-        while len(self._finished) > MAX_GROUPS or (self._num_tokens > MAX_TOKENS and len(self._finished) > 1):
-            self._num_tokens -= _num_tokens(self._finished.pop().group)
-
-    def newest(self, num_groups: int, ledger: Ledger | None) -> tuple[RecentGroup, ...]:
-        """At most so many, with where they are now, if that can be read."""
-        return tuple(_placed(found, ledger) for found in islice(self._finished, num_groups))
-
-
-def _placed(found: RecentGroup, ledger: Ledger | None) -> RecentGroup:
-    row = None if ledger is None else ledger.find(found.group.group_id)
-    if row is None:
-        return found
-    return msgspec.structs.replace(found, reason=found.reason or row.reason, state=str(row.state), step=row.step)
-
-
-def _num_tokens(group: Group) -> int:
-    return sum(sample.num_tokens for sample in group.samples)
 
 
 class SampleLog:

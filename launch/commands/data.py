@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..control import verbs
-from .parser import Command, Parser, add_run_flags, folder_of, show, verb_command
+from .parser import Command, Parser, add_run_flags, at_least, folder_of, show
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,19 +34,19 @@ def _dump(options: argparse.Namespace) -> int:
 
 
 def _add_samples(parser: Parser) -> None:
+    parser.add_argument("num_groups", nargs="?", type=at_least(1), default=4, metavar="N", help="how many (4)")
+    parser.add_argument("--step", type=at_least(0), default=-1, metavar="S", help="of this step (any)")
     parser.add_argument("--eval", nargs="?", const="", default=None, metavar="SET",
                         help="answers to held-out prompts, of one set of [eval.sets] or of all")  # fmt: skip
+    add_run_flags(parser)
 
 
-def _held_out(options: argparse.Namespace) -> dict[str, Any]:
-    return {"held_out": options.eval is not None, "eval_set": options.eval or ""}
-
-
-def _samples_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def _samples(options: argparse.Namespace) -> int:
     from ..views.run_files import SampleQuery, read_samples
 
-    wanted = SampleQuery(step=options.step, **_held_out(options))
-    return {"groups": read_samples(folder, wanted, options.num_groups), "num_left_out": 0}
+    wanted = SampleQuery(step=options.step, held_out=options.eval is not None, eval_set=options.eval or "")
+    show(options, {"groups": read_samples(folder_of(options), wanted, options.num_groups)}, _draw)
+    return 0
 
 
 def _kept_group(group: dict[str, Any]) -> Iterator[str]:
@@ -71,34 +70,10 @@ def _kept_group(group: dict[str, Any]) -> Iterator[str]:
 def _draw(facts: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
-    groups = facts["groups"]
-    lines = [line for group in groups for line in (_kept_group if "answers" in group else _group)(group)]
-    return Text(
-        "\n".join(lines)
-        or "there is no such group: of a step, samples.jsonl gets as many as monitor.samples_per_step says"
-    )
+    lines = [line for group in facts["groups"] for line in _kept_group(group)]
+    return Text("\n".join(lines) or "there is no such group: samples.jsonl keeps monitor.samples_per_step of a step")
 
 
-def _group(group: dict[str, Any]) -> Iterator[str]:
-    step = f", step {group['step']}" if group["step"] >= 0 else ""
-    why = f" ({group['reason']})" if group["reason"] else ""
-    yield f"group {group['group_id']}: {group['outcome']}{why}, {group['state']}{step}, knobs {group['knobs']}"
-    yield f"  {group['prompt']}"
-    for sample in group["samples"]:
-        yield f"  [{sample['index']}] reward {sample['reward']:g}, {_samples_facts(sample)}"
-        yield f"      {''.join(sample['tokens'])}"
-
-
-def _samples_facts(sample: dict[str, Any]) -> str:
-    stamped = sorted({version for version in sample["versions"] if version >= 0})
-    versions = f"versions {stamped[0]} to {stamped[-1]}" if stamped else "no engine"
-    return f"{sample['num_tokens']} tokens ({sample['finish']}), {versions}, temperature {sample['temperature']:g}"
-
-
-SAMPLES_WORDS = (
-    "Of a live run: the newest finished groups, token by token. With --step or --eval, and of an ended run: what "
-    "samples.jsonl kept of each step."
-)
 COMMANDS = (
     Command(
         "dump",
@@ -108,12 +83,11 @@ COMMANDS = (
         "All finished groups of a run, live or ended, whose tokens its ledger has: those that are not trained yet, and "
         "those that checkpoints have not let go, in the order of training.",
     ),
-    verb_command(
-        verbs.SAMPLES,
-        _draw,
-        add=_add_samples,
-        more=_held_out,
-        from_files=_samples_from_files,
-        description=SAMPLES_WORDS,
+    Command(
+        "samples",
+        "prompt, answers, rewards: of the newest groups, or of a step",
+        _samples,
+        _add_samples,
+        "What samples.jsonl kept of each step, of a run that is live or has ended.",
     ),
 )

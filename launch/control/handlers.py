@@ -27,7 +27,6 @@ from ...core.suggestion import nearest, suggest
 from ..composition.memory_parts import manager_name, takes_turns
 from ..supervisor.run_actors import ActorStatus
 from . import verbs
-from .data_verbs import DATA_HANDLERS
 from .look_verbs import LOOK_HANDLERS
 from .process_verbs import PROCESS_HANDLERS
 from .server import Handler, VerbContext
@@ -266,5 +265,5 @@ HANDLERS: dict[verbs.Verb[Any], Handler] = {
     verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume, verbs.STEP: _step,
     verbs.CKPT: _checkpoint, verbs.EVAL: _evaluate, verbs.DOWN: _down,
     verbs.GET: _get, verbs.EXPLAIN: _explain, verbs.SET: _set,
-    verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS, **DATA_HANDLERS,
+    verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS,
 }  # fmt: skip

@@ -21,8 +21,6 @@ Effect = Literal["read", "change"]
 
 HOST = "myxa"
 """Of requests. Any name would do on a Unix socket; web pages cannot have this one."""
-MAX_SHOWN_TOKENS = 1 << 16
-"""Of all samples in one answer."""
 
 
 class Arguments(Record, frozen=True, kw_only=True):
@@ -240,25 +238,9 @@ PROFILE = Verb(
 TRACE = Verb("trace", "read", Arguments, "the timeline up to now, for ui.perfetto.dev", 20.0)
 
 
-class SamplesArguments(Arguments, frozen=True, kw_only=True):
-    """Of `samples`."""
-
-    num_groups: Annotated[int, argument("how many (4)", "N", is_word=True, ge=1, le=64)] = 4
-    max_tokens: Annotated[
-        int, argument("tokens of each answer at most (512)", "T", flag="--tokens", ge=1, le=MAX_SHOWN_TOKENS)
-    ] = 512
-    step: Annotated[int, argument("of this step, as the curves count them (any)", "S", ge=-1)] = -1
-    held_out: Annotated[bool, argument("answers to held-out prompts", flag="")] = False
-    eval_set: Annotated[str, argument("of this set of [eval.sets]", flag="", max_length=200)] = ""
-
-
-SAMPLES = Verb(
-    "samples", "read", SamplesArguments, "prompt, answers, rewards: of the newest groups, or of a step", 20.0
-)
-
 ALL: tuple[Verb[Any], ...] = (
     PS, STATUS, WHY, GET, SET, EXPLAIN, UNDO, HISTORY, PAUSE, RESUME, STEP, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
-    KILL, LOGS, STACK, PROFILE, TRACE, SAMPLES, MEM, VERBS,
+    KILL, LOGS, STACK, PROFILE, TRACE, MEM, VERBS,
 )  # fmt: skip
 BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}
 

@@ -358,16 +358,8 @@ async function loadSamples() {
   }
   $("more-samples").disabled = true;
   try {
-    let found;
-    if (words || set === "all")
-      found = await fetch(`/api/samples?${new URLSearchParams({ num_groups: "64", step, held_out: set, search: words })}`);
-    else {
-      const query = new URLSearchParams({ num_groups: "12" });
-      if (step) query.set("step", step);
-      if (set === "held-out") query.set("held_out", "true");
-      found = await fetch(`/api/verbs/samples?${query}`);
-    }
-    setGroups(await opened(found));
+    const query = new URLSearchParams({ num_groups: words || set === "all" ? "64" : "12", step, held_out: set, search: words });
+    setGroups(await opened(await fetch(`/api/samples?${query}`)));
   } catch (error) {
     $("sample-list").replaceChildren(el("p", { class: "empty" }, error.message));
   } finally {
@@ -414,7 +406,6 @@ $("log").addEventListener("change", () => { settings.isLog = $("log").checked; r
 $("runs").addEventListener("toggle", listRuns);
 $("more-samples").addEventListener("click", loadSamples);
 $("sample-search").addEventListener("keydown", (event) => { if (event.key === "Enter") loadSamples(); });
-for (const button of document.querySelectorAll("#token-colour button")) button.addEventListener("click", () => setColour(button.dataset.colour));
 for (const button of document.querySelectorAll("#run-verbs button")) button.addEventListener("click", () => doVerb(button));
 $("turn-cancel").addEventListener("click", () => $("turn").close());
 $("turn-set").addEventListener("click", turn);

@@ -193,16 +193,14 @@ class Dashboard:
         return web.Response(body=body, content_type="application/json")
 
     async def _samples(self, request: web.Request) -> web.Response:
-        return await self._kept_samples(request.query)
-
-    async def _kept_samples(self, asked: Mapping[str, str]) -> web.Response:
+        asked = request.query
         num = int(asked.get("num_groups", "")[:9]) if asked.get("num_groups", "").isdecimal() else 4
         step = int(asked.get("step", "")[:9]) if asked.get("step", "").isdecimal() else -1
         kinds: dict[str, bool | None] = {"held-out": True, "true": True, "1": True, "all": None}
         held_out = None if "prompt" in asked else kinds.get(asked.get("held_out", ""), False)
         wanted = SampleQuery(step, held_out, search=asked.get("search", ""), prompt=asked.get("prompt", ""))
         read = partial(read_samples, self._feed.run_dir, wanted, min(num, MAX_KEPT_GROUPS))
-        return await self._read(lambda: {"groups": read(), "num_left_out": 0})
+        return await self._read(lambda: {"groups": read()})
 
     async def _runs(self, request: web.Request) -> web.Response:
         return await self._read(lambda: [asdict(run) for run in runs_of(self._feed.run_dir.parent)])
@@ -242,8 +240,6 @@ class Dashboard:
             raise web.HTTPUnsupportedMediaType(text="send JSON")
         verb, pairs = request.match_info["verb"], [pair for pair in request.query.items() if pair[0] != "token"]
         if self._feed.note is None:
-            if verb == "samples":
-                return await self._kept_samples(dict(pairs))
             over = LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
             return _answer(409, {"error": error_answer(over)})
         with self._asking():

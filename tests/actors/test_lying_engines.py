@@ -12,6 +12,7 @@ import pytest
 from tests.actors.data_floor import GateEngine, data_floor
 from tests.harness.waiting import until
 
+from myxa.actors.ledger.file import whole_groups
 from myxa.actors.stream_checks import StreamChecks
 from myxa.core.errors import EngineLied
 from myxa.core.messages import SamplingParams
@@ -170,9 +171,9 @@ async def test_the_groups_of_a_liar_go_on_elsewhere_with_their_sound_tokens(tmp_
         assert {request.sampling.max_new_tokens for request in honest.requests} == {5}, "and needs five more"
         honest.gate.set()
         await floor.until_states(lambda states: states.get("READY", 0) >= 2, "both are ready")
-        theirs = [recent for recent in await floor.buffer.recent(50) if recent.group.group_id < 2]
+        theirs = [found for found in whole_groups(tmp_path / "ledger.sqlite") if found[0].group_id < 2]
         assert len(theirs) == 2
-        for recent in theirs:
-            assert [sample.response_ids.size for sample in recent.group.samples] == [6, 6]
-            assert all(set(sample.versions.tolist()) == {0} for sample in recent.group.samples)
-            assert (recent.rollout, recent.attempt) == ("rollout/1", 2)
+        for row, group in theirs:
+            assert [sample.response_ids.size for sample in group.samples] == [6, 6]
+            assert all(set(sample.versions.tolist()) == {0} for sample in group.samples)
+            assert (row.rollout, row.attempt) == ("rollout/1", 2)

@@ -14,10 +14,12 @@ from tests.harness.waiting import until
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.quarantine import POISON
-from myxa.actors.ledger.states import decode_partial
+from myxa.actors.ledger.file import whole_groups
+from myxa.actors.ledger.states import Row, decode_partial
 from myxa.core.errors import EngineError, MessageTooLarge
 from myxa.core.messages import GroupFinished, PutResult
 from myxa.core.protocols import Delta, GenerateRequest
+from myxa.core.samples import Group
 
 
 def breaking(engine: Any, *, times: int) -> Any:
@@ -35,6 +37,11 @@ def breaking(engine: Any, *, times: int) -> Any:
     return engine
 
 
+def finished(folder: Path) -> list[tuple[Row, Group]]:
+    """Of the ledger, by number."""
+    return sorted(whole_groups(folder / "ledger.sqlite"), key=lambda found: found[0].group_id)
+
+
 def saved(floor: Any, group_id: int) -> list[int]:
     """Tokens of each unfinished sample that the ledger has of a group."""
     data = floor.buffer_actor._groups.ledger.payload(group_id)
@@ -48,8 +55,8 @@ async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(tm
         await until(lambda: engine.open == 2, "the first group")
         engine.gate.set()
         await floor.until_states(lambda states: states.get("READY", 0) >= 1, "it is ready")
-        (first,) = [recent for recent in await floor.buffer.recent(50) if recent.group.group_id == 0]
-        assert first.attempt == 2 and [s.response_ids.size for s in first.group.samples] == [6, 6]
+        (row, first), *_ = finished(tmp_path)
+        assert row.attempt == 2 and [s.response_ids.size for s in first.samples] == [6, 6]
         again = [request for request in engine.requests if ".a2.0." in request.request_id]
         assert again and all(int(request.input_ids[-1]) == 7 for request in again), "it began with what it had"
         assert floor.rollouts["rollout/0"].counts["num_breaks"] == 1
@@ -149,9 +156,9 @@ async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
         doomed.gate.set()  # the dead come back: their word has no effect
         heir.gate.set()
         await floor.until_states(lambda states: states.get("READY", 0) >= 2, "both are ready")
-        theirs = [recent for recent in await floor.buffer.recent(50) if recent.group.group_id < 2]
-        assert [recent.rollout for recent in theirs] == ["rollout/1", "rollout/1"]
-        for sample in (sample for recent in theirs for sample in recent.group.samples):
+        theirs = finished(tmp_path)[:2]
+        assert [row.rollout for row, _ in theirs] == ["rollout/1", "rollout/1"]
+        for sample in (sample for _, group in theirs for sample in group.samples):
             assert sample.response_ids.tolist() == [9, 7, 7, 7, 7, 7], "what was saved, and on from there"
             assert sample.logprobs.tolist() == [-0.25, -0.5, -0.5, -0.5, -0.5, -0.5], "as they were sampled"
             assert sample.versions.tolist() == [0] * 6 and sample.loss_mask.tolist() == [1] * 6

@@ -1,4 +1,4 @@
-"""What people take out of the buffer: the newest groups, and files of groups that are read back as they were."""
+"""What people take out of the buffer: files of groups that are read back as they were."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from tests.buffer.conftest import make_group, make_sample
 from tests.harness.dumps import read_groups
 
-from myxa.actors.buffer import finished_groups
 from myxa.actors.buffer.dumps import read_header, write_dump
 from myxa.actors.data.recorded import RecordedGroups
 from myxa.core.errors import DataError, LedgerError
@@ -68,25 +67,3 @@ async def test_a_dump_holds_all_that_is_finished_and_is_read_back(shop: Any, tmp
     with pytest.raises(LedgerError, match="cannot be read"):
         write_dump(tmp_path / "none.sqlite", tmp_path / "none.jsonl", "run-1")
     assert not (tmp_path / "none.jsonl").exists()
-
-
-async def test_the_newest_groups_are_shown_with_what_became_of_them(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with shop.open(max_staleness=9, batch_size=1, group_filter="zero_variance") as desk:
-        drawn = (await desk.draw(max_groups=4)).assignments
-        for assignment, rewards in zip(drawn, ([0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [2.0, 1.0]), strict=True):
-            await desk.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
-        await desk.put(drawn[0])  # a duplicate is nothing new
-        await desk.train(0)
-        found = await desk.ref.recent(10)
-        assert [(f.group.group_id, f.outcome, f.reason, f.state, f.step) for f in found] == [
-            (3, "kept", "", "READY", -1),
-            (2, "kept", "", "READY", -1),
-            (1, "left out", "zero_variance", "DROPPED", -1),
-            (0, "kept", "", "TRAINED", 0),
-        ]
-        assert found[0].wall_s >= found[3].wall_s > 0
-        assert [f.group.group_id for f in await desk.ref.recent(2)] == [3, 2]
-        assert await desk.ref.recent(0) == ()
-        monkeypatch.setattr(finished_groups, "MAX_TOKENS", 30)  # three groups of two samples of five tokens
-        await desk.fill(max_groups=1)
-        assert [f.group.group_id for f in await desk.ref.recent(10)] == [4, 3, 2]

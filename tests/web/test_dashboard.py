@@ -20,7 +20,7 @@ import pytest
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.server import Handler
-from myxa.launch.control.verbs import SAMPLES, Verb
+from myxa.launch.control.verbs import STACK, Verb
 from myxa.launch.feed import Feed
 from myxa.launch.web.dashboard import (
     ASSETS,
@@ -120,13 +120,10 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
         }  # fmt: skip
         assert [change["number"] for change in history["changes"]] == [1, 2, 3, 4, 5]
         assert {"reward/raw_mean", "rollout/tokens_per_s"} <= {row[0] for row in history["series"]}
-        status, text = await visit.get("/api/verbs/samples?num_groups=12")
+        status, text = await visit.get("/api/samples?num_groups=12")
         groups = json.loads(text)["groups"]
         assert (status, len(groups)) == (200, 6)
-        assert planting.HOSTILE in groups[0]["prompt"], "as data: the page shows it as text"
-        seat.silent = {"samples"}
-        status, text = await visit.get("/api/verbs/samples")
-        assert (status, json.loads(text)["error"]["remedy"]) == (504, "ask again")
+        assert planting.HOSTILE in groups[-1]["prompt"], "as data: the page shows it as text"
 
 
 async def test_without_operate_nothing_changes(planting, seat) -> None:
@@ -209,7 +206,6 @@ async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
     async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
         visit = Visit(session, url)
         told = await visit.state()
-        assert json.loads((await visit.get("/api/verbs/samples?num_groups=2"))[1])["num_left_out"] == 0
         assert (await visit.get("/api/verbs/ps"))[0] == 409, "it is over"
     assert told["state"]["hasEnded"]
     assert told["state"]["name"] == "sort-planted"
@@ -223,6 +219,7 @@ async def test_kept_samples_and_other_runs_of_the_folder_are_shown(planting, sea
     other = seat.run_dir.with_name("other")
     shutil.copytree(seat.run_dir, other)
     (seat.run_dir.parent / "secret").mkdir()
+    (seat.run_dir / "samples.jsonl").unlink()
     for step, text in ((1, "four"), (2, "five")):
         group = {"step": step, "group_id": step, "prompt": "user: 2 + 2", "answers": [{"text": text, "reward": 1.0}]}
         with (seat.run_dir / "samples.jsonl").open("a") as file:
@@ -246,16 +243,16 @@ def answering(seat: Any, verb: Verb[Any], handler: Handler) -> Any:
 
 
 async def test_in_the_launcher_it_takes_no_thread_that_the_answers_need(planting, seat) -> None:
-    """The verb that is asked for reads in a thread of the same loop, as `samples` does."""
+    """The verb that is asked for reads in a thread of the same loop, as `why` does."""
 
     async def read(*_: Any) -> dict[str, Any]:
-        return await asyncio.to_thread(lambda: {"groups": []})
+        return await asyncio.to_thread(lambda: {"text": ""})
 
     threads = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(threads)
-    async with served(planting, answering(seat, SAMPLES, read)) as (visit, _), asyncio.timeout(PATIENCE_S):
-        answers = await asyncio.gather(*(visit.get("/api/verbs/samples") for _ in range(4)))
-        assert answers == [(200, '{"groups":[]}\n')] * 4
+    async with served(planting, answering(seat, STACK, read)) as (visit, _), asyncio.timeout(PATIENCE_S):
+        answers = await asyncio.gather(*(visit.get("/api/verbs/stack?target=trainer/0") for _ in range(4)))
+        assert answers == [(200, '{"text":""}\n')] * 4
         assert (await visit.state())["state"]["phase"] == "running"
 
 
@@ -266,8 +263,8 @@ async def test_questions_to_a_run_that_does_not_answer_are_limited(planting, sea
         await asyncio.wait_for(is_over.wait(), PATIENCE_S)
         return {}
 
-    async with served(planting, answering(seat, SAMPLES, wait)) as (visit, _):
-        asking = [asyncio.create_task(visit.get("/api/verbs/samples")) for _ in range(MAX_ASKS + 1)]
+    async with served(planting, answering(seat, STACK, wait)) as (visit, _):
+        asking = [asyncio.create_task(visit.get("/api/verbs/stack?target=trainer/0")) for _ in range(MAX_ASKS + 1)]
         try:
             done, _ = await asyncio.wait(asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             assert [task.result()[0] for task in done] == [503]

@@ -120,11 +120,7 @@ async def test_what_a_model_wrote_stays_text(planting, seat, page) -> None:
         await page.says(".prompt", "<script>window.hacked = true</script>")
         await page.says(".tokens", "onerror='window.hacked=true'")
         await page.says(".prompt", "\\u202e")
-        assert await page.count(".tok.h3, .tok.h4, .tok.h2") > 3
-        await page.click('[data-colour="version"]')
-        assert await page.count(".tok.v4") > 3  # 118 and 119, of six colours
-        assert await page.count(".tok.v5") > 3
-        await page.says("#token-key", "v119")
+        await page.says(".group .head", "versions 118 to 119")
         await page.click('nav a[href="#events"]')
         await page.says("#event-table", "<img src=x onerror")
         assert await page.run("window.hacked") is None
