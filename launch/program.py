@@ -35,7 +35,6 @@ from .composition.rollout_parts import (
     eval_rewarders,
     eval_sampling,
     eval_sets,
-    recorded_engine,
     served_reference,
     sglang_needs,
     train_sampling,
@@ -69,9 +68,9 @@ def build_actor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock 
     return _BUILDERS[spec.role](spec, config, run_dir, clock or SystemClock())
 
 
-def is_supervised(config: RunConfig) -> bool:
-    """Whether samples come from demonstrations: no engine takes part, no weights travel."""
-    return config.algo.kind == "sft"
+def has_engines(config: RunConfig) -> bool:
+    """Otherwise samples are demonstrations or recorded: no engine takes part, no weights travel."""
+    return config.algo.kind != "sft" and config.roles.rollout.kind != "recorded"
 
 
 def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
@@ -84,7 +83,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
         options=CoordinatorOptions(
             name=config.run.name,
             num_steps=config.run.num_steps,
-            has_engines=not is_supervised(config),
+            has_engines=has_engines(config),
             audit_path=run_dir / AUDIT_FILE,
             journal_path=run_dir / JOURNAL_FILE,
             launch=parent_mark(),
@@ -188,6 +187,7 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
+    from ..actors.data.recorded import RecordedAnswers
     from ..actors.models.chat_template import template_of
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
@@ -202,14 +202,12 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     senders = TrainerSenders()
     scorer = make_rewarder(config)
     tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
-    workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
-    # The engine last: it imports torch, and a mistake in the others is to be reported at once.
-    if is_supervised(config):
-        engine = None
-    elif spec.kind == "recorded":
-        engine = recorded_engine(spec.name, config, model, tokenizer)
+    if spec.kind == "recorded":
+        workflow = RecordedAnswers(config)
     else:
-        engine = _engine(spec, config, model, run_dir, senders)
+        workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
+    # The engine last: it imports torch, and a mistake in the others is to be reported at once.
+    engine = _engine(spec, config, model, run_dir, senders) if has_engines(config) else None
     rollout = Rollout(
         workflow=workflow,
         scorer=scorer,
@@ -217,7 +215,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         engine=engine,
         tenancy=rollout_tenancy(spec, config, engine),
         evaluation=Evaluation(eval_rewarders(config), num_shown=config.monitor.samples_per_step),
-        reference=served_reference(config, engine, tokenizer, clock),
+        reference=served_reference(config, tokenizer, clock),
         options=RolloutOptions(
             concurrency=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,
@@ -346,7 +344,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         world_size=gang.world_size,
         num_steps=config.run.num_steps,
         plan=_plan_options(config, gang.rank, num_ranks=max(shards) + 1),
-        publishes=not is_supervised(config),
+        publishes=has_engines(config),
         run_dir=str(run_dir),
         checkpoints=checkpoint_options(spec, config, run_dir),
         export_at_end=config.trainer.export_at_end,

@@ -1,12 +1,13 @@
-"""A dump of groups as a data file: each finished group is a row whose prompt is drawn again, and a recording of its
-answers, for the engine that replays them (`engines/recorded.py`).
+"""A dump of groups as a data file: each finished group is a row whose prompt is drawn again, and whose samples may
+answer it (`RecordedAnswers`), without an engine.
 
-A row is good if it has a prompt. Where recordings are to answer, this run must also be able to use them as they are:
-its model's vocabulary and context, its temperature, as many samples as it asks for (`RecordedTerms`).
+A row is good if it has a prompt. Where its samples answer, this run must also be able to use them as they are: its
+model's vocabulary and context, as many of them as it asks for (`RecordedTerms`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from array import array
 from collections.abc import Iterator
@@ -17,17 +18,22 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import orjson
+from msgspec.structs import replace
 
 from ...core.config import RunConfig
+from ...core.config.data import parse_sources
 from ...core.config.learning import RECORDED_REFERENCE
-from ...core.config.run import WORKFLOW_BUILTINS
 from ...core.errors import DataError, ModelError
 from ...core.files import open_regular
-from ...core.samples import Group, Sample, check_sample
+from ...core.samples import NO_VERSION, Group, Prompt, Sample, check_sample
 from ..buffer.dumps import DumpedGroup, group_of, read_header
+from ..daemon_thread import in_daemon_thread
 from ..models.hf_folder import read_config
+from ..workflows.episode import WorkflowContext
 from .row_file import Columns, Row, RowError
 
+KEPT_GROUPS = 64
+"""In memory: their samples are asked for side by side."""
 ANY = 1 << 31
 """In place of a limit that only the model knows."""
 
@@ -37,9 +43,6 @@ class RecordedTerms:
     """See the module's head."""
 
     num_samples: int
-    temperature: float
-    max_new_tokens: int
-    """Of one turn; 0: a workflow of the user's says it."""
     context_length: int
     vocab_size: int
     wants_reference: bool = False
@@ -57,8 +60,6 @@ def terms_of(config: RunConfig) -> RecordedTerms | None:
         vocab_size, context_length = model.vocab_size, context_length or model.context_length
     return RecordedTerms(
         num_samples=config.rollout.num_samples,
-        temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens if config.rollout.workflow in WORKFLOW_BUILTINS else 0,
         context_length=context_length or ANY,
         vocab_size=vocab_size,
         wants_reference=config.algo.ref_urls == RECORDED_REFERENCE,
@@ -106,7 +107,7 @@ class RecordedGroups:
             "group": dumped.group_id,
             "step": dumped.step,
             "version": group.oldest_version(),
-            "rewards": group.rewards.tolist(),
+            "rewards": group.rollout_rewards().tolist(),
         }
         columns["metadata"] = {**group.prompt.metadata, RECORDED: recording}
         if not group.prompt.label:
@@ -133,78 +134,90 @@ class RecordedGroups:
 def _wrongs(group: Group, terms: RecordedTerms | None) -> Iterator[RowError]:
     if len(group.rewards) != len(group.samples) or not bool(np.isfinite(group.rewards).all()):
         yield RowError(f"{len(group.samples)} samples have rewards {group.rewards.tolist()}", UNCHANGED)
-    if any(sample.branch for sample in group.samples):
-        yield RowError(
-            "it has a rollout of several samples, which cannot be replayed",
-            'leave it out with data.on_bad_line = "skip"',
-        )
-        return
     if terms is None:
         return
-    if len(group.samples) < terms.num_samples:
+    num_samples = len({sample.index for sample in group.samples})
+    if num_samples < terms.num_samples:
         yield RowError(
-            f"the group has {len(group.samples)} samples, fewer than rollout.num_samples = {terms.num_samples}",
-            f"set rollout.num_samples = {len(group.samples)}",
+            f"the group has {num_samples} samples, fewer than rollout.num_samples = {terms.num_samples}",
+            f"set rollout.num_samples = {num_samples}",
         )
-    for index, sample in enumerate(group.samples):
-        for cause in _torn(sample, group, index):
-            yield RowError(f"sample {index}: {cause}", UNCHANGED)
-        for wrong in _unfit(sample, terms):
-            yield RowError(f"sample {index}: {wrong.cause}", wrong.remedy)
+    for sample in group.samples:
+        for cause, remedy in _unfit(sample, terms):
+            yield RowError(f"sample {sample.index}: {cause}", remedy)
 
 
-def _torn(sample: Sample, group: Group, index: int) -> Iterator[str]:
-    """What no sample looks like that was finished by an engine."""
-    if (sample.group_id, sample.index) != (group.group_id, index):
-        yield f"it says that it is sample {sample.group_id}/{sample.index}, of group {group.group_id}"
+def _unfit(sample: Sample, terms: RecordedTerms) -> Iterator[tuple[str, str]]:
+    """What no sample looks like that an engine finished, or this run cannot have as it is; with remedies."""
     try:
         check_sample(sample)
-    except ValueError as error:
-        yield str(error)
-        return
-    if not np.array_equal(sample.prompt_ids, group.samples[0].prompt_ids) or not sample.prompt_ids.size:
-        yield "its prompt has no tokens, or others than that of sample 0"
-    if sample.finish == "abort":
-        yield "it was not finished"
-    made = sample.loss_mask == 1
-    if not bool(made.any()) or bool((sample.loss_mask > 1).any()):
-        yield "its loss mask is not 1 where the model spoke and 0 elsewhere, or the model said nothing"
-    elif int(sample.versions[made].min()) < 0:
-        yield "no engine generated it: it has no behaviour log-probs"
-
-
-def _unfit(sample: Sample, terms: RecordedTerms) -> Iterator[RowError]:
-    """What this run cannot have as it is."""
-    try:
         check_sample(sample, terms.vocab_size)
     except ValueError as error:
-        yield RowError(str(error), "name the model that the groups were recorded with: model.path")
+        yield str(error), f"{UNCHANGED}, or name the model that it was recorded with: model.path"
+    if sample.finish == "abort":
+        yield "it was not finished", UNCHANGED
     if sample.num_tokens > terms.context_length:
-        yield RowError(
+        yield (
             f"{sample.num_tokens} tokens, with the prompt, are more than the context of {terms.context_length}",
             "raise engine.context_length, or name the model that the groups were recorded with",
         )
-    if sample.temperature != terms.temperature:
-        yield RowError(
-            f"it was drawn at temperature {sample.temperature:g}, of which its log-probs are; rollout.temperature is "
-            f"{terms.temperature:g}",
-            f"set rollout.temperature = {sample.temperature!r}",
-        )
     if terms.wants_reference and sample.reference_logprobs is None and bool(sample.loss_mask.any()):
-        yield RowError(
+        yield (
             'it was recorded without reference log-probs, which algo.ref_urls = ["recorded"] wants',
             "record it in a run with algo.ref_urls, or name servers here too",
         )
-    runs = sample.model_runs()
-    # One that ended for lack of room may have had a last turn without a token.
-    if len(runs) != sample.num_turns and not (len(runs) + 1 == sample.num_turns and sample.finish == "length"):
-        yield RowError(
-            f"its {sample.num_turns} turns are {len(runs)} runs of generated tokens: where each ended is not recorded",
-            'leave it out with data.on_bad_line = "skip": nothing separates turns without a reply between them',
+
+
+class RecordedAnswers:
+    """The workflow of a run whose answers are recorded: each sample as it was finished, but for the number of its group
+    and the stamps of its engine, which takes no part in this run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises DataError for a file that is no dump."""
+        self._terms = terms = terms_of(config)
+        self._sources: dict[str, tuple[RecordedGroups, range]] = {}
+        for _, value in config.data_files():
+            for source in parse_sources(value):
+                file = RecordedGroups(source.path, terms)
+                self._sources[str(source)] = file, source.rows(file.num_rows)
+        self._kept: dict[tuple[str, int], Group] = {}
+        self._reading = asyncio.Lock()
+
+    async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
+        file, rows = self._sources[prompt.source]
+        row = rows[prompt.row]
+        try:
+            group = await self._group(file, row)
+        except RowError as error:
+            raise DataError(f"{file.place(row)}: {error.cause}", remedy=error.remedy) from error
+        found = [sample for sample in group.samples if sample.index == ctx.index]
+        if not found:
+            raise DataError(
+                f"{file.place(row)}: no sample {ctx.index} is recorded", remedy="lower the knob num_samples"
+            )
+        asked = ctx.episode.sample().prompt_ids
+        if not np.array_equal(asked, found[0].prompt_ids):
+            raise DataError(
+                f"{file.place(row)}: its prompt was asked by other tokens than this run asks by",
+                remedy="name the model that it was recorded with (model.path), and the same data.apply_chat_template "
+                "and data.chat_template_kwargs",
+            )
+        has_reference = self._terms is not None and self._terms.wants_reference
+        return tuple(
+            replace(
+                sample,
+                group_id=prompt.group_id,
+                versions=np.full_like(sample.versions, NO_VERSION),
+                reference_logprobs=sample.reference_logprobs if has_reference else None,
+            )
+            for sample in found
         )
-    longest = max((end - start for start, end in runs), default=0)
-    if 0 < terms.max_new_tokens < longest:
-        yield RowError(
-            f"a turn of {longest} tokens is longer than rollout.max_new_tokens = {terms.max_new_tokens}",
-            f"set rollout.max_new_tokens = {longest}, or more",
-        )
+
+    async def _group(self, file: RecordedGroups, row: int) -> Group:
+        async with self._reading:
+            key = file.place(row), row
+            if key not in self._kept:
+                self._kept[key] = await in_daemon_thread(lambda: file.group(row), "recording")
+                if len(self._kept) > KEPT_GROUPS:
+                    del self._kept[next(iter(self._kept))]
+            return self._kept[key]

@@ -1,4 +1,4 @@
-"""Parts of rollout actors from the run file: sampling, evaluation sets, the engine that replays dumps, the reference.
+"""Parts of rollout actors from the run file: sampling, evaluation sets, the reference.
 
 Part of the composition root: this file and `program.py` name the concrete classes, and import them where they are
 built.
@@ -9,20 +9,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...actors.engines.sglang.server_args import SglangNeeds
 from ...core.clock import Clock
 from ...core.config import RewardSettings, RunConfig
-from ...core.config.data import EvalSetSettings, parse_sources
+from ...core.config.data import EvalSetSettings
 from ...core.config.learning import RECORDED_REFERENCE
-from ...core.errors import DataError
 from ...core.messages import SamplingParams
-from ...core.protocols import Engine, Tokenizer
+from ...core.protocols import Tokenizer
 
 if TYPE_CHECKING:
-    from ...actors.engines.recorded import RecordedEngine, Recordings
-    from ...actors.models.model_config import ModelConfig
     from ...actors.rewards.guard import Reference
     from ...actors.rewards.rewarder import Rewarder
 
@@ -85,64 +80,11 @@ def eval_rewarders(config: RunConfig) -> dict[str, Rewarder]:
     return {name: Rewarder(settings, RewardKeys.of_eval_set(name)) for name, settings in eval_rewards(config).items()}
 
 
-FIRST_GROUPS = 50
-"""Of each dump: looked at here. Those of another model or template differ from the first one on."""
-
-
-def recorded_engine(name: str, config: RunConfig, model: ModelConfig, tokenizer: Tokenizer) -> RecordedEngine:
-    """Raises DataError for a file that is no dump, or whose prompts this run's tokenizer or chat template writes
-    otherwise than they were asked."""
-    from ...actors.data.recorded import RecordedGroups, terms_of
-    from ...actors.engines.recorded import RecordedEngine, RecordedOptions, Recordings
-
-    terms, sources = terms_of(config), dict[str, Recordings]()
-    for _, value in config.data_files():
-        for source in parse_sources(value):
-            file = RecordedGroups(source.path, terms)
-            sources[str(source)] = found = Recordings(file, source.rows(file.num_rows))
-            _check_prompts(found, tokenizer)
-    options = RecordedOptions(
-        vocab_size=model.vocab_size,
-        context_length=config.engine.context_length or model.context_length,
-        max_running=config.engine.max_running,
-        end_ids=frozenset(tokenizer.eos_token_ids),
-        name=name,
-    )
-    return RecordedEngine(sources, options)
-
-
-def _check_prompts(recordings: Recordings, tokenizer: Tokenizer) -> None:
-    from ...actors.data.row_file import RowError
-    from ...actors.workflows.turn_renderer import TurnRenderer
-
-    renderer = TurnRenderer(tokenizer)
-    for row in recordings.rows[:FIRST_GROUPS]:
-        try:
-            group = recordings.file.group(row)
-        except RowError:  # the reader of the data reports it, or leaves it out
-            continue
-        asked, now = group.samples[0].prompt_ids, renderer.prompt(group.prompt)
-        if not np.array_equal(asked, now):
-            common = min(len(asked), len(now))
-            at = next(iter(np.flatnonzero(asked[:common] != now[:common]).tolist()), common)
-            raise DataError(
-                f"{recordings.file.place(row)}: its prompt was asked by {len(asked)} tokens, this run would ask by "
-                f"{len(now)}, others from token {at} on",
-                remedy="name the model that it was recorded with (model.path), and the same data.apply_chat_template "
-                "and data.chat_template_kwargs",
-            )
-
-
-def served_reference(config: RunConfig, engine: Engine | None, tokenizer: Tokenizer, clock: Clock) -> Reference | None:
-    """None where the trainer keeps it, or there is none. Raises ConfigError if the servers' key is not there."""
+def served_reference(config: RunConfig, tokenizer: Tokenizer, clock: Clock) -> Reference | None:
+    """None where it is not served. Raises ConfigError if the servers' key is not there."""
     algo = config.algo
-    if not algo.ref_urls:
+    if not algo.ref_urls or algo.ref_urls == RECORDED_REFERENCE:
         return None
-    if algo.ref_urls == RECORDED_REFERENCE:
-        from ...actors.engines.recorded import RecordedEngine, RecordedReference
-
-        assert isinstance(engine, RecordedEngine)  # the run file was checked
-        return RecordedReference(engine)
     from ...actors.reference.server import ReferenceServers, ServedReference, key_from  # a client for HTTP
 
     servers = ReferenceServers(

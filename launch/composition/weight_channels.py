@@ -20,8 +20,6 @@ def choose_channel(config: RunConfig) -> WeightChannel:
         return named
     rollout, trainer = config.roles.rollout, config.roles.trainer
     is_spread = rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes)
-    if rollout.kind == "recorded":  # they have no reader
-        return "shm"
     if rollout.kind == "embedded":
         return "disk" if is_spread else "shm"
     if not (rollout.device_ids and trainer.device_ids):

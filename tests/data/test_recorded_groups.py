@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.harness.dumps import write_groups
+from tests.harness.group_runner import runner_of
 
 from myxa.actors.data import MixedDataset, open_data, open_prompts
+from myxa.actors.data.recorded import RecordedAnswers
+from myxa.actors.models.chat_template import template_of
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.actors.rewards.rewarder import make_rewarder
+from myxa.actors.rollout.group_runner import GroupRunner
+from myxa.actors.workflows.turn_renderer import TurnRenderer
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import DataError
-from myxa.core.samples import Group, Message, Prompt, Sample
+from myxa.core.messages import Assignment, SamplingParams
+from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 from myxa.launch.checks.check import CheckedRun
 from myxa.launch.checks.files import train_rows
 
@@ -151,15 +160,9 @@ BAD: list[tuple[Callable[[Line], None], str]] = [
     ),
     *((of_sample("response_ids", [token] * 9), "sample 1/1: a token id") for token in (-4, 320)),
     (of_sample("logprobs", [None] * 9), f"{WHERE}logprobs"),
-    *((of_sample("loss_mask", [value] * 9), "sample 1: its loss mask") for value in (0, 2)),
-    (of_sample("num_turns", 3), "sample 1: its 3 turns"),
-    (of_sample("versions", [-1] * 9), "sample 1: no engine"),
-    (of_sample("prompt_ids", [1, 2]), "sample 1: its prompt"),
+    (of_sample("index", 0), "the group has 1 samples"),
     (of_sample("finish", "abort"), "sample 1: it was not finished"),
     (of_sample("finish", "eos"), f"{WHERE}finish"),
-    (of_sample("index", 0), "sample 1/0"),
-    (of_sample("group_id", 4), "sample 4/1"),
-    (of_sample("temperature", 0.7), "sample 1: it was drawn at temperature 0.7"),
     (of_sample("colour", "red"), "`colour`"),
     *((of_group("rewards", value), "2 samples have rewards") for value in ([1.0], [1.0, 1e300])),
     (of_group("samples", []), "0 samples have rewards"),
@@ -199,8 +202,6 @@ def test_torn_files_and_other_files_are_told(model: Path, tmp_path: Path) -> Non
     ("sections", "key"),
     [
         ({"rollout": {"num_samples": 3}}, "rollout.num_samples"),
-        ({"rollout": {"max_new_tokens": 3}}, "rollout.max_new_tokens"),
-        ({"rollout": {"temperature": 0.5}}, "rollout.temperature"),
         ({"engine": {"context_length": 11}}, "the context of 11"),
     ],
 )
@@ -209,3 +210,61 @@ def test_a_run_that_asks_for_what_is_not_recorded_is_refused(
 ) -> None:
     text = Path(write(tmp_path / "d.jsonl", group(0))).read_text()
     assert key in told(model, tmp_path / "d.jsonl", text, **sections)
+
+
+def answers_of(settings: RunConfig, model: Path) -> GroupRunner:
+    tokenizer = load_tokenizer(model, template_of(model, settings.data))
+    return runner_of(RecordedAnswers(settings), make_rewarder(settings), tokenizer, context_length=CONTEXT)
+
+
+def asked_as(model: Path, one: Group) -> Group:
+    """With the prompt's tokens of that model."""
+    ids = TurnRenderer(load_tokenizer(model)).prompt(one.prompt)
+    return replace(one, samples=tuple(replace(sample, prompt_ids=ids) for sample in one.samples))
+
+
+async def test_the_samples_of_a_dump_answer_without_an_engine_several_of_a_rollout_too(
+    model: Path, tmp_path: Path
+) -> None:
+    first, second = (asked_as(model, replace(group(n), prompt=replace(group(n).prompt, tools=()))) for n in (0, 1))
+    helper = replace(second.samples[0], branch=1, prompt_ids=np.array([5, 6], np.int32))
+    second = replace(
+        second, samples=(second.samples[0], helper, second.samples[1]), rewards=np.array([3, 3, 4], np.float32)
+    )
+    path = write(tmp_path / "d.jsonl", first, second)
+    settings = config(model, path, data={"max_passes": 2})
+    dataset, runner = open_prompts(settings), answers_of(settings, model)
+    for draw in range(4):
+        prompt, was = dataset.prompt(draw), (first, second)[draw % 2]
+        assert prompt is not None
+        given = Assignment(prompt=prompt, attempt=1, num_samples=2, sampling=SamplingParams())
+        found = await runner.run(given)
+        assert found.rewards.tolist() == was.rewards.tolist()
+        for one, recorded in zip(found.samples, was.samples, strict=True):
+            assert (one.group_id, one.index, one.branch) == (draw, recorded.index, recorded.branch)
+            assert one.oldest_version() == NO_VERSION
+            for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask"):
+                assert np.array_equal(getattr(one, name), getattr(recorded, name)), name
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "breaks", "said"),
+    [
+        (3, False, "d.jsonl:2: no sample 2 is recorded -- lower the knob num_samples"),
+        (2, True, "d.jsonl:2: is no dumped group: "),
+        (2, False, "d.jsonl:2: its prompt was asked by other tokens than this run asks by -- name the model"),
+    ],
+)
+async def test_what_cannot_answer_any_more_is_told_by_its_place(
+    model: Path, tmp_path: Path, num_samples: int, breaks: bool, said: str
+) -> None:
+    path = tmp_path / "d.jsonl"
+    settings = config(model, write(path, asked_as(model, group(0)) if num_samples == 3 else group(0)))
+    prompt = open_prompts(settings).prompt(0)
+    assert prompt is not None
+    runner = answers_of(settings, model)
+    if breaks:
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError) as caught:
+        await runner.run(Assignment(prompt=prompt, attempt=1, num_samples=num_samples, sampling=SamplingParams()))
+    assert said in str(caught.value)

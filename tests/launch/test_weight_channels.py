@@ -34,7 +34,7 @@ def config(
     )
 
 
-SERVER, RECORDED = {"kind": "sglang"}, {"kind": "recorded"}
+SERVER = {"kind": "sglang"}
 TWO, TWO_RANKS = SERVER | {"devices": "0-1"}, {"devices": "0-1", "count": 2}
 
 
@@ -44,7 +44,6 @@ TWO, TWO_RANKS = SERVER | {"devices": "0-1"}, {"devices": "0-1", "count": 2}
         ({}, {}, "shm"),
         ({"nodes": [1]}, {}, "disk"),
         ({"nodes": "*"}, {}, "disk"),
-        (RECORDED | {"nodes": [1]}, {"devices": "0"}, "shm"),
         (SERVER, {}, "disk"),
         (SERVER | {"devices": "1"}, {}, "disk"),
         (SERVER, {"devices": "0"}, "disk"),
@@ -68,7 +67,6 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
     chosen = config("nccl", SERVER, join_s=7.0, transfer_s=20.0)
     assert choose_channel(chosen) == "nccl" and is_between_devices("nccl") and not is_between_devices("disk")
     assert sent_commit_s(config()) == 0.0, "an embedded engine reads"
-    assert sent_commit_s(config(rollout=RECORDED)) == 0.0
     assert sent_commit_s(chosen) == 57.0 and prepare_s(chosen) == 60.0
     assert prepare_s(config("nccl", SERVER, join_s=300.0)) == 310.0
     limits = AdoptionLimits(prepare_s=60.0, commit_s=COMMIT_S, sent_commit_s=sent_commit_s(chosen))
@@ -80,7 +78,6 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
     [
         ("nccl", {}, {}, 'embedded engines take "shm" or "disk"'),
         ("cuda_ipc", {}, {"devices": "0"}, 'embedded engines take "shm" or "disk"'),
-        ("nccl", RECORDED, {}, 'recorded engines take "shm" or "disk"'),
         ("shm", SERVER, {}, "is not for servers"),
         ("shm", {"nodes": [1]}, {}, "same nodes"),
         ("cuda_ipc", SERVER, {}, "it names none"),
