@@ -276,8 +276,7 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     kinds = {(actor.role, actor.kind) for actor in run.actors}
     if run.of("rollout") and not run.is_sft:
         yield from looked("engine.context_length", _check_context, config, model.context_length)
-    are_numbers = all(isinstance(config.sglang.get(f"{size}_size", 1), int) for size in ("tp", "pp", "dp"))
-    if are_numbers and ("rollout", "sglang") in kinds and not (run.is_sft or config.engine.attach):
+    if ("rollout", "sglang") in kinds and not (run.is_sft or config.engine.attach):
         yield from looked("sglang", check_sizes, config.sglang, len(run.of("rollout")[0].devices))
     if ("trainer", "torch") in kinds and config.trainer.impl == "own":
         yield from looked("model.path", model.require_plain, "the torch trainer")

@@ -122,15 +122,19 @@ async def test_a_server_that_dies_while_loading_or_loads_too_long_is_shown_with_
             pass
 
 
-async def test_arguments_are_checked_before_anything_is_started(folders, tmp_path):
-    with pytest.raises(ConfigError, match='sglang.tp_sise = 1: .* did you mean "tp_size"'):
-        async with launched(folders[0], tmp_path / "log", table={"tp_sise": 1}):
-            pass
-    assert not (tmp_path / "log").exists()
-    for python, says in (("/nowhere/python", "No such file"), (sys.executable, "has no SGLang")):
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+async def test_a_server_that_cannot_be_started_says_why(folders, tmp_path):
+    log = tmp_path / "log"
+    for table, says in (
+        ({"tp_sise": 1}, "unrecognized arguments: --tp-sise=1"),
+        ({"tp_size": "two"}, "invalid int value"),
+    ):
         with pytest.raises(ConfigError, match=says):
-            async with launched(folders[0], tmp_path / "log", python=python, env=env):
+            async with launched(folders[0], log, table=table):
+                pass
+    for python, says in (("/nowhere/python", "No such file"), (sys.executable, r"No module named .?sglang")):
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        with pytest.raises(EngineError, match=says):
+            async with launched(folders[0], log, python=python, env=env):
                 pass
 
 

@@ -21,7 +21,6 @@ from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.embedded.tensors import LentMemory
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch, hide_megatron, saver_env, server_values
-from myxa.actors.engines.sglang.server_args import OptionSchema, ServerSchema
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rollout.tenant import EngineTurn
 from myxa.actors.workflows.episode import Episode, ModelAccess
@@ -35,10 +34,6 @@ from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
 
 GIB = 1 << 30
-FIELDS = (
-    "model_path", "host", "port", "skip_tokenizer_init", "incremental_streaming_output", "dtype", "random_seed",
-    "max_running_requests", "enable_memory_saver", "mem_fraction_static", "tp_size",
-)  # fmt: skip
 ALL = ("weights", "kv_cache", "cuda_graph")
 MEMORY_ROUTES = ("/release_memory_occupation", "/resume_memory_occupation")
 DEADLINE_S = 30
@@ -143,15 +138,14 @@ async def read(engine: Any, tokens: int) -> Any:
 
 
 def test_a_launched_server_is_told_to_save_memory(tmp_path: Path):
-    schema = ServerSchema(version="0.5.17", options=dict.fromkeys(FIELDS, OptionSchema(flags=(), kind="", type="str")))
     plain = SglangLaunch(
         python="python", model_path="m", table={"mem_fraction_static": 0.9}, env={}, log_path=tmp_path / "log",
         dtype="bfloat16", seed=1, num_devices=1, max_running=8,
     )  # fmt: skip
-    assert "enable_memory_saver" not in server_values(plain, 1, schema)
+    assert "enable_memory_saver" not in server_values(plain, 1)
     planned = (TagReport("weights", 7, "discard", "discarded"),)
     launch = replace(plain, expects=planned)
-    assert server_values(launch, 1, schema)["enable_memory_saver"] is True
+    assert server_values(launch, 1)["enable_memory_saver"] is True
     engine = LaunchedSglang(launch, OPTIONS)
     assert engine.memory_tags() == planned, "before it is started: what it is going to hold"
     assert engine.memory_pids() == ()

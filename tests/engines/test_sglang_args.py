@@ -1,23 +1,20 @@
-"""The [sglang] table against a schema, the command line made of it, sizes and environment, and what a server must be
+"""The command line of a server, sizes and environment, and what a server must be
 told so that sampling means there what it means here: all pure."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import runpy
 from pathlib import Path
 
-import msgspec
 import pytest
 from tests.engines.contract import ask
 from tests.harness.fake_sglang import STAND_IN
 
-from myxa.actors.engines.sglang import server_probe
 from myxa.actors.engines.sglang.engine import ServerSampling
 from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
-from myxa.actors.engines.sglang.server_args import ServerSchema, SglangNeeds, check_sizes, check_table, command_line
+from myxa.actors.engines.sglang.server_args import SglangNeeds, check_sizes, command_line
 from myxa.core.config.run import OWNED
 from myxa.core.errors import ConfigError, RequestRefused
 from myxa.launch.composition.trainer_parts import BOUNDS
@@ -25,18 +22,6 @@ from myxa.launch.composition.trainer_parts import BOUNDS
 SERVER_ARGS = STAND_IN / "sglang" / "srt" / "server_args.py"
 SEEDED = {"enable_deterministic_inference": True}
 OURS = SEEDED | {"min_p_with_seeds": True}
-
-
-@pytest.fixture(scope="module")
-def schema(tmp_path_factory: pytest.TempPathFactory) -> ServerSchema:
-    """What the probe makes of the stand-in's parser, in this process."""
-    patch = pytest.MonkeyPatch()
-    names = runpy.run_path(str(SERVER_ARGS))
-    holder = argparse.Namespace(ServerArgs=names["ServerArgs"])
-    patch.setattr(server_probe.importlib, "import_module", lambda name: holder)
-    found = server_probe.look("0.5.17")
-    patch.undo()
-    return msgspec.json.decode(found, type=ServerSchema)
 
 
 def launch(**changes) -> SglangLaunch:
@@ -47,35 +32,14 @@ def launch(**changes) -> SglangLaunch:
     return SglangLaunch(**(plain | changes))
 
 
-@pytest.mark.parametrize(("table", "says"), [
-    ({"mem_fraction_statik": 0.5}, 'no such argument; did you mean "mem_fraction_static"?'),
-    ({"zzz": 1}, "sglang.zzz = 1: SGLang 0.5.17 has no such argument"),
-    ({"tensor_parallel_size": 2}, 'is another name of "tp_size", use that'),
-    ({"old_name": 1}, "has no such argument"),
-    ({"tp_size": "2"}, 'sglang.tp_size = "2": must be a whole number'),
-    ({"dtype": "int3"}, 'sglang.dtype = "int3": must be one of auto, half, float16'), ({"tp_size": 2.0}, "must be a whole number"), ({"tp_size": True}, "must be a whole number"),
-    ({"mem_fraction_static": "half"}, "must be a number"), ({"disable_cuda_graph": 1}, "must be true or false"),
-    ({"cuda_graph_bs": 4}, "must be an array"), ({"cuda_graph_bs": [4, "x"]}, "must be a whole number"),
-    ({"quantization": ["fp8"]}, "must not be an array"),
-])  # fmt: skip
-def test_what_the_installed_version_does_not_take_is_told(table, says, schema):
-    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        check_table(table, schema)
-    assert "SGLang 0.5.17 is installed" in str(caught.value)
-    with pytest.raises(ConfigError) as caught:
-        check_table(table | {"aaa": 1, "bbb": 1}, schema)
-    assert len(str(caught.value).splitlines()) == 3, "all mistakes are told at once"
-
-
-def test_the_command_line_means_the_table_to_the_servers_own_parser(schema):
+def test_the_command_line_means_the_table_to_the_servers_own_parser():
     table = {
         "tp_size": 2, "mem_fraction_static": 1, "enable_dp_attention": False,
-        "no_graphs": True, "cuda_graph_bs": [1, 2, 4], "json_model_override_args": {"rope": {"type": "x y"}}, "quantization": "--odd",
+        "disable_cuda_graph": True, "cuda_graph_bs": [1, 2, 4], "json_model_override_args": {"rope": {"type": "x y"}}, "quantization": "--odd",
     }  # fmt: skip
-    check_table(table, schema)
     parser = argparse.ArgumentParser()
     runpy.run_path(str(SERVER_ARGS))["ServerArgs"].add_cli_args(parser)
-    got = parser.parse_args(["--model-path=/m", *command_line(table, schema)])
+    got = parser.parse_args(["--model-path=/m", *command_line(table)])
     assert (got.tp_size, got.mem_fraction_static, got.cuda_graph_bs) == (2, 1.0, [1, 2, 4])
     assert (got.disable_cuda_graph, got.enable_dp_attention, got.quantization) == (True, False, "--odd")
     assert json.loads(got.json_model_override_args) == {"rope": {"type": "x y"}}
@@ -92,24 +56,24 @@ def test_sizes_must_need_exactly_the_actors_gpus():
             check_sizes(values, num_devices)
 
 
-def test_what_is_myxas_own_is_always_said_and_the_users_word_counts_for_the_rest(schema):
-    values = server_values(launch(table={"stream_interval": 4, "mem_fraction_static": 0.7}), 1234, schema)
+def test_what_is_myxas_own_is_always_said_and_the_users_word_counts_for_the_rest():
+    values = server_values(launch(table={"stream_interval": 4, "mem_fraction_static": 0.7}), 1234)
     assert values == {
         "model_path": "/m", "host": "127.0.0.1", "port": 1234, "skip_tokenizer_init": True,
         "incremental_streaming_output": True, "dtype": "bfloat16", "random_seed": 7, "max_running_requests": 64,
         "device": "cpu", "stream_interval": 4, "mem_fraction_static": 0.7,
     }  # fmt: skip
     assert set(values) - {"stream_interval", "mem_fraction_static"} <= set(OWNED)
-    on_gpus = server_values(launch(num_devices=2, context_length=512), 1234, schema)
+    on_gpus = server_values(launch(num_devices=2, context_length=512), 1234)
     assert on_gpus["tp_size"] == 2
     assert on_gpus["context_length"] == 512
     assert "device" not in on_gpus
 
 
-def test_a_server_has_its_tokenizer_only_where_it_is_needed(schema):
-    values = server_values(launch(), 1234, schema, SglangNeeds(tokenizer=True))
+def test_a_server_has_its_tokenizer_only_where_it_is_needed():
+    values = server_values(launch(), 1234, SglangNeeds(tokenizer=True))
     assert values["skip_tokenizer_init"] is False
-    assert "--skip-tokenizer-init" not in command_line(values, schema)
+    assert "--skip-tokenizer-init" not in command_line(values)
 
 
 def test_an_attached_server_that_cannot_do_what_the_run_needs_is_refused():
@@ -120,12 +84,6 @@ def test_an_attached_server_that_cannot_do_what_the_run_needs_is_refused():
         needs.check({"enable_deterministic_inference": False}, "http://h:1")
     needs.check({"skip_tokenizer_init": False, "enable_deterministic_inference": True}, "http://h:1")
     needs.check({}, "http://h:1")
-
-
-def test_a_version_without_what_myxa_needs_is_refused(schema):
-    old = ServerSchema(version="0.4.0", options={k: v for k, v in schema.options.items() if k != "skip_tokenizer_init"})
-    with pytest.raises(ConfigError, match=r"SGLang 0\.4\.0 in python3 does not take skip_tokenizer_init"):
-        server_values(launch(), 1, old)
 
 
 def test_the_servers_environment():

@@ -23,7 +23,7 @@ import msgspec
 import orjson
 
 from ....core.device_memory import Tag, TagReport
-from ....core.errors import ConfigError, EngineError, RequestRefused
+from ....core.errors import ConfigError, EngineError, MyxaError, RequestRefused
 from ...http_client import client_session
 from .wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 
@@ -77,7 +77,7 @@ class SglangHttp:
         self._name = name
         self.call_s = call_s
         self._session: aiohttp.ClientSession | None = None
-        self.explain: Callable[[EngineError], Awaitable[EngineError]] | None = None
+        self.explain: Callable[[EngineError], Awaitable[MyxaError]] | None = None
         """What to raise for a call that got no answer, instead of the error itself."""
         self.aim(url, admin_key)
 

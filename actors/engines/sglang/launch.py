@@ -30,19 +30,10 @@ import orjson
 import psutil
 
 from ....core.device_memory import TagReport
-from ....core.errors import ConfigError, EngineError, LaunchError
+from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError
 from ....core.protocols import EngineInfo
 from .engine import SglangEngine, SglangOptions
-from .server_args import (
-    MODULE,
-    NO_NEEDS,
-    ServerSchema,
-    SglangNeeds,
-    check_sizes,
-    check_table,
-    command_line,
-    read_schema,
-)
+from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line
 from .weight_routes import Routes, folder_routes
 
 GRACE_S = 2.0
@@ -51,6 +42,8 @@ CLOSE_S = 8.0
 """For the subreaper to end all that the server started, and then itself; it is killed after that."""
 LOG_MODE = 0o600
 """Servers write their arguments into their log, keys included."""
+REFUSED_ARGUMENTS = "exit status 2"
+"""How a program ends whose argument parser refuses its command line."""
 TAIL_LINES = 12
 TAIL_BYTES = 8192
 
@@ -94,13 +87,15 @@ class ServerProcess:
         lines = [line for line in text.splitlines() if line.strip()]
         return "".join(f"\n    {line[:500]}" for line in lines[-TAIL_LINES:])
 
-    def death(self, how: str, doing: str) -> EngineError:
+    def death(self, how: str, doing: str) -> MyxaError:
         """What to raise when it ended on its own."""
-        return EngineError(
+        text = (
             f"{self._what.name}: its server (pid {self.pid}) ended {doing} with {how}; the last lines of its log:"
-            f"{self.last_lines()}",
-            remedy=f"see {self._what.log_path}",
+            f"{self.last_lines()}"
         )
+        if how == REFUSED_ARGUMENTS:
+            return ConfigError(text, remedy="mend [sglang]")
+        return EngineError(text, remedy=f"see {self._what.log_path}")
 
     async def close(self) -> None:
         """SIGTERM, then SIGKILL for all that it started. Never raises; a second call does nothing."""
@@ -195,17 +190,15 @@ class LaunchedSglang(SglangEngine):
 
     async def start(self) -> EngineInfo:
         """Start the server and wait until it serves. Raises ConfigError for arguments that the installed SGLang does
-        not take, EngineError with the last lines of its log when it ends or does not answer in time."""
+        not take, EngineError when it ends or does not answer in time, both with the last lines of its log."""
         self._begin()
-        schema = await read_schema(self._options.name, self._launch.python, self._env)
-        check_table(self._launch.table, schema)
         try:
-            return await self._start_server(schema)
+            return await self._start_server()
         except BaseException:
             await self.close()
             raise
 
-    async def _start_server(self, schema: ServerSchema) -> EngineInfo:
+    async def _start_server(self) -> EngineInfo:
         launch = self._launch
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
         with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as text, socket.socket() as reserved:
@@ -215,19 +208,12 @@ class LaunchedSglang(SglangEngine):
             reserved.bind((LOOPBACK, 0))
             port, place = int(reserved.getsockname()[1]), Path(text)
             self._http.aim(f"http://{LOOPBACK}:{port}", key)
-            words = command_line(server_values(launch, port, schema, self._options.needs), schema)
+            words = command_line(server_values(launch, port, self._options.needs))
             command = (launch.python, "-m", MODULE, *words, "--config", str(_write_keys(key, place)))
             env = self._env if launch.expects is None else hide_megatron(self._env, place)
             server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path))
             self._server = server
-            _log.info(
-                "%s: SGLang %s is pid %d, log %s: %s",
-                self._options.name,
-                schema.version,
-                server.pid,
-                launch.log_path,
-                command,
-            )
+            _log.info("%s: its server is pid %d, log %s: %s", self._options.name, server.pid, launch.log_path, command)
             async with unwrapped_group() as group:
                 watch = group.create_task(self._fail_when_ended(server, "while it was loading"))
                 info = await self._connect_to(server)
@@ -246,7 +232,7 @@ class LaunchedSglang(SglangEngine):
     async def _fail_when_ended(self, server: ServerProcess, doing: str) -> None:
         raise server.death(await server.until_ended(), doing)
 
-    async def _death_or(self, error: EngineError) -> EngineError:
+    async def _death_or(self, error: EngineError) -> MyxaError:
         """Why the server does not answer: when it has ended, with the last lines of its log."""
         server = self._server
         if server is not None:
@@ -279,11 +265,9 @@ class LaunchedSglang(SglangEngine):
         return ()
 
 
-def server_values(
-    launch: SglangLaunch, port: int, schema: ServerSchema, needs: SglangNeeds = NO_NEEDS
-) -> dict[str, Any]:
+def server_values(launch: SglangLaunch, port: int, needs: SglangNeeds = NO_NEEDS) -> dict[str, Any]:
     """ServerArgs field -> value: what the user said, and what is myxa's. Raises ConfigError for sizes that do not fit
-    the actor's GPUs and for a version of SGLang that is too old."""
+    the actor's GPUs."""
     own: dict[str, Any] = {
         "model_path": launch.model_path,
         "host": LOOPBACK,
@@ -297,13 +281,7 @@ def server_values(
     own |= SAVER_FIELDS if launch.expects is not None else {}
     own |= {"context_length": launch.context_length} if launch.context_length else {}
     own |= {} if launch.num_devices else {"device": "cpu"}
-    missing = sorted(set(own) - set(schema.options))
-    if missing:
-        raise ConfigError(
-            f"SGLang {schema.version} in {launch.python} does not take {', '.join(missing)}",
-            remedy="install SGLang 0.5.17 or later",
-        )
-    values = {key: value for key, value in DEFAULTS.items() if key in schema.options} | dict(launch.table)
+    values = {**DEFAULTS, **launch.table}
     return values | check_sizes(values, launch.num_devices) | own
 
 

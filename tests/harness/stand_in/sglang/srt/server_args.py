@@ -25,8 +25,6 @@ class ServerArgs:
         parser.add_argument("--dtype", choices=DTYPES, default="auto")
         parser.add_argument("--cuda-graph-bs", type=int, nargs="+")
         parser.add_argument("--json-model-override-args", type=str, default="{}")
-        parser.add_argument("--old-name", action=DeprecatedAction, nargs=0)
-        parser.add_argument("--no-graphs", action=DeprecatedStoreTrueAction, dest="disable_cuda_graph", nargs=0)
         for name in (
             "skip-tokenizer-init",
             "incremental-streaming-output",
@@ -34,20 +32,6 @@ class ServerArgs:
             "disable-cuda-graph",
         ):
             parser.add_argument(f"--{name}", action="store_true")
-
-
-class DeprecatedAction(argparse.Action):
-    """Does nothing, as in SGLang."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        print(f"{option_string} is deprecated")
-
-
-class DeprecatedStoreTrueAction(argparse.Action):
-    """Still means what it meant, as in SGLang."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, True)
 
 
 def prepare_server_args(argv: list[str]) -> argparse.Namespace:
