@@ -92,7 +92,7 @@ declare -A script=(
   [memory_gang_training]=memory_gang_training.py
 )
 declare -A limit=(
-  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=500 [async20]=330 [weights]=330 [logprobs]=360 [layouts]=330
+  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=500 [async20]=330 [weights]=420 [logprobs]=360 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
   [memory_colocated_one]=330 [memory_colocated_tp]=330 [memory_residue]=90 [memory_communicators]=240
