@@ -1,13 +1,18 @@
 """20 asynchronous steps of a model of 0.6B's shape (random weights, a reward with spread and no meaning): how fast.
 
 python async20.py [--placement colocated|two] [--engine launched|attach] [--backend torch|megatron] [--device cpu]
+                  [--traffic]
+
+`--traffic`: also what a step sends in messages, counted as by bench/step_traffic.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import string
+import sys
 from pathlib import Path
 
 from figures import Report, parser, work_folder
@@ -27,6 +32,7 @@ from trial_runs import (
     up,
 )
 
+BENCH = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
 PROMPT_LETTERS = 120
 
@@ -51,6 +57,7 @@ def main() -> None:
     add_choices(args)
     args.add_argument("--shape", default="0.6b")
     args.add_argument("--limit", type=float, default=280.0)
+    args.add_argument("--traffic", action="store_true")
     options = args.parse_args()
     choice = chosen(options)
     report = Report(f"async20_{options.placement}", is_dry=choice.is_cpu)
@@ -60,17 +67,26 @@ def main() -> None:
     config = make_apart(work / "model", "dry" if choice.is_cpu else options.shape, options.device)
     write_prompts(work / "data" / "prompts.jsonl", 4000, seed=1)
     watch.lap(f"model of {config.num_parameters:,} parameters, and data")
+    program: tuple[str, ...] = ()
+    if options.traffic:
+        os.environ["PYTHONPATH"] = f"{BENCH}:{os.environ.get('PYTHONPATH', '')}"
+        program = ("--program", "step_traffic:build")
     try:
         with engine_for(choice, work / "model", work / "server.log", mem_fraction=0.25) as server:
             url = server.wait() if server is not None else ""
             watch.lap("server")
-            run_dir = up(work / "async20.toml", run_sets(choice, url), limit_s=options.limit)
+            run_dir = up(work / "async20.toml", run_sets(choice, url), limit_s=options.limit, more=program)
             watch.lap("run")
     except (RunFailedError, ServerDiedError) as error:
         report.failed(str(error))
     report.say(f"- trainer: {facts_of(run_dir)}")
     run = read_run(run_dir)
     tell_run(report, "run", run, config)
+    if options.traffic:
+        sys.path.insert(0, str(BENCH))
+        from step_traffic import per_step, table
+
+        report.say(table({f"async20, {options.shape}": per_step(run_dir)}))
     report.goal("steps", float(len(run.steps)), at_least=NUM_STEPS)
     report.end()
 

@@ -122,12 +122,13 @@ def engine_for(choice: Choice, model: Path, log: Path, *, mem_fraction: float) -
         yield server
 
 
-def up(run_file: Path, sets: Sequence[str], *, limit_s: float, still_s: float = 0.0) -> Path:
-    """One run into `<folder>/runs/<name>`; its run directory. It is ended after `limit_s`, or when it has told nothing
-    for `still_s` (0: it may); what it says of itself is asked for before. Raises RunFailedError."""
+def up(run_file: Path, sets: Sequence[str], *, limit_s: float, still_s: float = 0.0, more: Sequence[str] = ()) -> Path:
+    """One run into `<folder>/runs/<name>`, started with the arguments `more`; its run directory. It is ended after
+    `limit_s`, or when it has told nothing for `still_s` (0: it may); what it says of itself is asked for before.
+    Raises RunFailedError."""
     runs = run_file.parent / "runs" / run_file.stem
     older = set(runs.iterdir()) if runs.is_dir() else set[Path]()
-    command = [sys.executable, "-m", "myxa.launch", "up", str(run_file), "--quiet", "--set", f'run.dir="{runs}"']
+    command = [sys.executable, "-m", "myxa.launch", "up", str(run_file), "--quiet", *more, "--set", f'run.dir="{runs}"']
     for item in sets:
         command += ["--set", item]
     log = run_file.with_suffix(".log")
