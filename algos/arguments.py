@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from ..core.errors import ConfigError
 from ..core.suggestion import suggest
@@ -32,11 +32,6 @@ def bind(fn: Callable[..., T], given: Mapping[str, Any], *, key: str, what: str)
 
 
 def _check_type(key: str, value: object, hint: Any) -> None:
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        if value not in choices:
-            raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(str, choices))}")
-        return
     if isinstance(hint, UnionType):  # with None, which a run file cannot write
         (hint,) = (one for one in get_args(hint) if one is not NoneType)
     allowed = (int, float) if hint is float else (hint,)

@@ -7,7 +7,8 @@ bound and checked once, before the first completion.
 from __future__ import annotations
 
 import re
-from collections import deque
+import string
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,60 +19,43 @@ import msgspec
 
 from ...core.completions import Completion
 from ..arguments import bind
-from .extraction import Extract, JudgedText, accepted_labels, after_thought, labels_of_numbers, read_answer
+from .extraction import MAX_CHARS, TAIL_CHARS, accepted_labels, after_thought, last_number, numbers_of, read_answer
 from .mathematics import SECONDS, math_equal, prepare
-from .numbers import Quantity, last_quantity, parse_quantity
-from .words import choice, f1
 
 DEFAULT_FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 TOLERANCE = Fraction(1, 10**6)
 """Of `numeric`, relative, for labels that are no whole numbers."""
 
 
-def exact(completion: Completion, *, extract_from: Extract = "auto", ignore_case: bool = False) -> float:
-    """Whether the answer, or with `auto` the whole text, is the label, character by character, after runs of white
-    space are made one space."""
-    found = read_answer(completion.text, extract_from)
-    given = [] if found is None else [found.text]
-    given += [completion.text] if extract_from == "auto" else []
+def exact(completion: Completion, *, ignore_case: bool = False) -> float:
+    """Whether the answer, or the whole text, is the label, character by character, after runs of white space are made
+    one space."""
 
     def plain(text: str) -> str:
         joined = " ".join(text.split())
         return joined.casefold() if ignore_case else joined
 
-    return float(not {plain(one) for one in given}.isdisjoint(map(plain, accepted_labels(completion.label))))
+    given = {plain(read_answer(completion.text).text), plain(completion.text)}
+    return float(not given.isdisjoint(map(plain, accepted_labels(completion.label))))
 
 
-def numeric(
-    completion: Completion, *, extract_from: Extract = "auto", tolerance: float | None = None, absolute: float = 0.0
-) -> float:
-    """Whether the answer is the label as a number, within `tolerance * |label|` or `absolute`. Without `tolerance`, a
-    label that is a whole number is met exactly, others to 1e-6. A marked answer is one number, with a unit or `x =` if
-    it likes, or wrong; in unmarked text the last number counts. Raises ValueError for a label that is no number."""
-    wanted = [one for label in labels_of_numbers(completion.label) if (one := quantity_of_label(label)) is not None]
+def numeric(completion: Completion, *, tolerance: float | None = None, absolute: float = 0.0) -> float:
+    """Whether the answer is the label as a number, units aside, within `tolerance * |label|` or `absolute`. Without
+    `tolerance`, a label that is a whole number is met exactly, others to 1e-6. A marked answer is one number or wrong;
+    in unmarked text the last number counts. Raises ValueError for a label that is no number."""
+    labels = (number for label in accepted_labels(completion.label) for number in numbers_of(label))
+    wanted = [*labels, *numbers_of(read_answer(completion.label).text)]
     if not wanted:
         raise ValueError(f"the label {completion.label[:80]!r} is not a number")
-    answer = read_answer(completion.text, extract_from)
-    given = quantity_of(answer) if answer is not None else None
-    if given is None:
-        return 0.0
-    limits = [TOLERANCE if one.value.denominator > 1 else Fraction(0) for one in wanted]
-    limits = limits if tolerance is None else [Fraction(tolerance)] * len(wanted)
-    pairs = zip(wanted, limits, strict=True)
-    return float(any(given.equals(one, relative=limit, absolute=Fraction(absolute)) for one, limit in pairs))
+    answer = read_answer(completion.text)
+    given = numbers_of(answer.text) or (() if answer.is_marked else last_number(answer.text))
 
+    def is_near(one: Fraction, label: Fraction) -> bool:
+        usual = TOLERANCE if label.denominator > 1 else Fraction(0)
+        relative = usual if tolerance is None else Fraction(tolerance)
+        return abs(one - label) <= max(Fraction(absolute), relative * abs(label))
 
-def quantity_of(answer: JudgedText) -> Quantity | None:
-    whole = parse_quantity(answer.text)
-    return last_quantity(answer.text) if whole is None and not answer.is_marked else whole
-
-
-def quantity_of_label(label: str) -> Quantity | None:
-    """The number that a label is, or that is marked in it as the answer."""
-    whole = parse_quantity(label)
-    if whole is None and (found := read_answer(label)) is not None and found.is_marked:
-        return parse_quantity(found.text)
-    return whole
+    return float(any(is_near(one, label) for one in given for label in wanted))
 
 
 def regex(completion: Completion, *, pattern: str) -> float:
@@ -86,6 +70,70 @@ def regex(completion: Completion, *, pattern: str) -> float:
 def text_format(completion: Completion, *, pattern: str = DEFAULT_FORMAT) -> float:
     """Whether the whole answer matches the pattern (a dot matches line ends too)."""
     return float(_compiled(pattern, re.DOTALL).fullmatch(completion.text) is not None)
+
+
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
+VERDICTS = frozenset({"yes", "no", "noanswer"})
+"""Half of one of these is worth nothing."""
+
+
+def f1(completion: Completion) -> float:
+    """Harmonic mean of precision and recall of the answer's words, each counted as often as it occurs; case,
+    punctuation and articles aside (the measure of SQuAD). Yes and no are right or wrong."""
+    given = _words(read_answer(completion.text).text)
+    return max(_overlap(given, _words(label)) for label in accepted_labels(completion.label))
+
+
+def _words(text: str) -> list[str]:
+    return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
+
+
+def _overlap(given: list[str], wanted: list[str]) -> float:
+    if given == wanted:
+        return 1.0
+    if not given or not wanted or VERDICTS & {" ".join(given), " ".join(wanted)}:
+        return 0.0
+    shared = (Counter(given) & Counter(wanted)).total()
+    return 2 * shared / (len(given) + len(wanted))
+
+
+# A letter, alone or set apart from what follows: "B", "(b)", "\text{B}", "**B.**", "option B", "B) Paris".
+CHOICE = re.compile(
+    r"[\W_]{0,8}(?:\\[a-z]{4,6}\{)?[\W_]{0,8}(?:(?:option|choice)\s)?[\W_]{0,8}"
+    r"(?:([A-Za-z])[\W_]*|([A-Z])[\W_]*[).:\]}*].*)",
+    re.DOTALL,
+)
+# In running text: "B is correct", "I think it's B", "option B.", a line "B", "(B)".
+SAID_CHOICE = re.compile(
+    r"\b([A-Z])\b\W{0,3}\sis\s(?:the\s)?(?:most\s|only\s)?(?:correct|right|best)\b"
+    r"|\b(?:it['’]s|it is|option|choice|pick|with|therefore,?)\s(?:here\s)?(?:is\s)?[*(]{0,4}([A-Z])"
+    r"(?=[*)]{0,4}\s?(?:[.;]|$|because\b|since\b))"
+    r"|^[\s*_]{0,8}\(?([A-Z])\)?[.:]?[\s*_]{0,8}$|\(([A-Z])\)",
+    re.MULTILINE,
+)
+
+
+def choice(completion: Completion) -> float:
+    """Whether the letter that was chosen is the label's. Raises ValueError for a label that is no letter.
+
+    The letter is what is boxed, tagged or marked ("the answer is B"), or the text begins with if it is one line; else
+    what the text says last ("B is correct", a line "B", "(B)").
+    """
+    wanted = {letter for label in accepted_labels(completion.label) if (letter := _letter(label))}
+    if not wanted:
+        raise ValueError(f"the label {completion.label[:80]!r} is not the letter of a choice")
+    answer = read_answer(completion.text)
+    letter = _letter(answer.text) if answer.is_marked or "\n" not in answer.text else ""
+    if not letter and not answer.is_marked:
+        said = deque(SAID_CHOICE.finditer(answer.text[-TAIL_CHARS:]), maxlen=1)
+        letter = next((group for one in said for group in one.groups() if group), "")
+    return float(letter in wanted)
+
+
+def _letter(text: str) -> str:
+    found = CHOICE.fullmatch(text[:MAX_CHARS])
+    return (found[1] or found[2]).upper() if found is not None else ""
 
 
 def workflow(completion: Completion) -> float:

@@ -30,14 +30,13 @@ def test_the_run_file_knows_the_same_names() -> None:
 CASES: dict[str, list[tuple[str, str, dict[str, Any], float]]] = {
     "exact": [
         ("1 2 3", "1 2 3", {}, 1.0), (" 1  2\n3 ", "1 2 3", {}, 1.0), ("1 2", "1 2 3", {}, 0.0), ("ABC", "abc", {}, 0.0),
-        ("ABC", "abc", {"ignore_case": True}, 1.0), ("so:\nabc", "abc", {"extract_from": "last_line"}, 1.0),
-        ("abc", "abc", {"extract_from": "boxed"}, 0.0), ("", "", {}, 1.0),
+        ("ABC", "abc", {"ignore_case": True}, 1.0), ("", "", {}, 1.0),
     ],
     "numeric": [
         (r"\boxed{0.333}", "1/3", {}, 0.0), (r"\boxed{0.333}", "1/3", {"tolerance": 0.01}, 1.0),
         ("1.05", "1", {"absolute": 0.1}, 1.0), ("100.9", "100", {"tolerance": 0.01}, 1.0),
         ("-100.9", "-100", {"tolerance": 0.01}, 1.0), ("11.5", "10", {"tolerance": 0.1, "absolute": 1.0}, 0.0),
-        ("12", "12", {"extract_from": "tag"}, 0.0), ("9007199254740993", "9007199254740992", {"tolerance": 0}, 0.0),
+        ("9007199254740993", "9007199254740992", {"tolerance": 0}, 0.0),
     ],
     "regex": [
         ("well, yes!", "", {"pattern": "yes"}, 1.0), ("no", "", {"pattern": "yes"}, 0.0),
@@ -82,7 +81,6 @@ def test_a_label_that_the_reward_cannot_use_is_refused(name: str, label: str, sa
     ("numeric", {"tolerance": True}, "reward.args.tolerance = True: must be of type float"),
     ("numeric", {"tolerance": -1}, "reward.args.tolerance = -1: must not be negative"),
     ("math", {"seconds": 1.5}, "reward.args.seconds = 1.5: must be of type int"),
-    ("exact", {"extract_from": "line"}, "reward.args.extract_from = 'line': must be one of all, last_line, boxed, marker, tag, auto"),
 ])  # fmt: skip
 def test_wrong_arguments(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

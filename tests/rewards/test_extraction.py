@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.algos.rewards.extraction import Extract, boxed, extract
-
-EXTRACTS: tuple[Extract, ...] = get_args(Extract)
+from myxa.algos.rewards.extraction import JudgedText, boxed, read_answer
 
 
 @pytest.mark.parametrize(("text", "answer"), [
@@ -22,15 +18,12 @@ def test_boxed(text: str, answer: str | None) -> None:
     assert boxed(text) == answer
 
 
-@pytest.mark.parametrize(("how", "text", "answer"), [
-    ("marker", "7 + 3 = 10\n#### 10\nbye", "10"), ("marker", "no marker", None), ("tag", "<answer>a", None),
-    ("tag", "<answer>a</answer><answer> b </answer> c", "b"), ("tag", "a</answer>", None), ("boxed", "x", None),
-    ("last_line", "a\n b \n\n", "b"), ("last_line", " \n", None), ("all", " a b ", "a b"),
-    ("auto", r"\boxed{1} #### 2", "1"), ("auto", "#### 2 <answer>3</answer>", "2 <answer>3</answer>"),
-    ("auto", "<answer>3</answer>", "3"), ("auto", " plain ", "plain"),
+@pytest.mark.parametrize(("text", "answer", "is_marked"), [
+    (r"\boxed{1} #### 2", "1", True), ("7 + 3 = 10\n#### 10\nbye", "10", True), ("#### 2 <answer>3</answer>", "2", True),
+    ("<answer>a</answer><answer> b </answer> c", "b", True), ("a</answer>", "a</answer>", False), (" plain ", "plain", False),
 ])  # fmt: skip
-def test_extract(how: Extract, text: str, answer: str | None) -> None:
-    assert extract(text, how) == answer
+def test_what_is_read_and_whether_it_is_said_to_be_the_answer(text: str, answer: str, is_marked: bool) -> None:
+    assert read_answer(text) == JudgedText(answer, is_marked)
 
 
 balanced = st.recursive(
@@ -46,14 +39,12 @@ def test_whatever_is_balanced_comes_back(before: str, inside: str, after: str) -
     assert boxed(f"{before}\\boxed{{{inside}}}{after}") == inside.strip()
 
 
-@given(st.text(max_size=80), st.sampled_from(EXTRACTS))
-def test_any_text(text: str, how: Extract) -> None:
-    answer = extract(text, how)
-    assert answer is None or answer in text
+@given(st.text(max_size=80))
+def test_any_text(text: str) -> None:
+    assert read_answer(text).text in text
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("piece", ["\\boxed{", "{", "}", "\\", "<answer>", "####", "\n"])
 def test_long_hostile_texts_take_linear_time(piece: str) -> None:
-    for how in EXTRACTS:
-        extract(piece * (200_000 // len(piece)), how)
+    read_answer(piece * (200_000 // len(piece)))
