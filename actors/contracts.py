@@ -106,11 +106,6 @@ class ConductContract(Actor):
         """Resume after a pause, or after steps that were counted."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True)
-    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
-        """Train so many steps, then pause; returns the version at which it will pause."""
-        raise NotImplementedError
-
     @call(deadline=1800, reentrant=True)
     async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
         """A checkpoint at the next step boundary, or with `export` a HuggingFace folder; returns the folder."""
@@ -225,10 +220,9 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=10)
-    async def set_paused(self, is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
-        """Stop or resume handing out work, durably. Paused with `until_step`: claims of steps below it are served, and
-        work for them handed out; None: nothing more at once, but a step that was claimed already is answered again.
-        Returns the version that the trainer will rest at: `until_step`, or the first step without a claim if later."""
+    async def set_paused(self, is_paused: bool, reason: str = "") -> int:
+        """Stop or resume handing out work, durably. A step that was claimed already is answered again. Returns the
+        version that the trainer will rest at: the first step without a claim."""
         raise NotImplementedError
 
     @call(deadline=10)
@@ -279,8 +273,8 @@ class CoordinatorContract(KnobsContract, ConductContract):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
-    async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
-        """What concerns an owner of the decisions after epoch `after`; 0: of all. `number`: of the boundary that the
+    async def knobs_in_force(self, after: int, number: int) -> LiveKnobs:
+        """What was decided after epoch `after`; 0: all of it. `number`: of the boundary that the
         owner is about to pass, for which a change that is undecided is waited for; -1: of none."""
         raise NotImplementedError
 

@@ -177,12 +177,6 @@ class ChangeRequest(Record, frozen=True, kw_only=True):
     who: Operator = Operator()
     """Filled in by the control server."""
     reason: Reason = ""
-    target: Annotated[
-        str, argument("only these owners: rollout, rollout/3, rollout/*, node:1", "WHO", max_length=128)
-    ] = ""
-    expect: Annotated[
-        KnobValues, argument("only if that knob has that value now; may be repeated", "NAME=VALUE", flag="--if")
-    ] = {}
     for_steps: Annotated[int, argument("go back by itself after so many steps", flag="", ge=0, le=10_000_000)] = 0
     for_s: Annotated[float, argument("go back by itself after so many seconds", flag="", ge=0, le=30 * 86400.0)] = 0.0
     not_before: Annotated[
@@ -228,11 +222,9 @@ class KnobTable(Record, frozen=True):
 
 
 class LiveKnob(Record, frozen=True):
-    """A value that was decided in the live run, and its owners."""
+    """A value that was decided in the live run."""
 
     name: str
-    target: str
-    """An actor name, "role/*", or empty: every owner of the knob."""
     value: KnobValue | None
     """None: the owner's first value again; never in a checkpoint."""
     first: KnobValue
@@ -255,15 +247,12 @@ class Decision(Record, frozen=True):
 
     launch: str
     """Names the launcher; decisions of another one are void."""
-    target: str = ""
     values: dict[str, KnobValue | None] = {}
     """None: this change takes the value of change `undoes` back."""
     first: dict[str, KnobValue] = {}
     """What the run file says."""
     numbered: tuple[str, ...] = ()
     """Knobs whose boundary has numbers."""
-    live: tuple[LiveKnob, ...] = ()
-    """Of a checkpoint that the run resumed from, in the order of their changes; `values` only says so."""
     undoes: int = 0
     """Epoch."""
     for_steps: int = 0

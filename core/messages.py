@@ -261,7 +261,6 @@ class PauseState(Record, frozen=True):
     """What an operator has the buffer hold back; see `BufferContract.set_paused`."""
 
     is_paused: bool = False
-    until_step: int | None = None
     reason: str = ""
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -256,8 +255,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
-            look_at_s = self._groups.waits(request, blocked_by, self.ctx.clock.monotonic())
-            waited_s = await self._polls.wait(until_s, look_at_s, is_urgent=self._groups.cursor.is_searching)
+            self._groups.waits(request, blocked_by)
+            waited_s = await self._polls.wait(until_s, is_urgent=self._groups.cursor.is_searching)
             self._draw_wait_s += waited_s or 0.0
             if waited_s is None:
                 return DrawReply(blocked_by=blocked_by)
@@ -288,7 +287,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if self._opened is None:
             return
         if self._groups.versions.reported(rollout, epoch, ServedWeights(lineage, version)):
-            self._groups.shares.follows(rollout)
             self._polls.ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:
@@ -334,7 +332,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     def _claim_now(self, step: int) -> Claim:
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         is_new = not self._groups.ledger.claim_of(step)
-        if is_new and not self._groups.knobs.serves(step):
+        if is_new and self._groups.knobs.paused.is_paused:
             return Claim(step=step, blocked_by="paused")
         with self._at_work("claim"):
             groups = self._groups.claim(step)
@@ -396,19 +394,18 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._tell("retuned", f"{words}; {num_dropped} groups dropped")
         self._polls.ring()
 
-    async def set_paused(self, is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
-        knobs, next_step = self._groups.knobs, self._groups.ledger.next_step
+    async def set_paused(self, is_paused: bool, reason: str = "") -> int:
         with self._at_work("pause"):
-            knobs.pause(PauseState(is_paused=is_paused, until_step=until_step if is_paused else None, reason=reason))
+            self._groups.knobs.pause(PauseState(is_paused=is_paused, reason=reason))
         self._book_waiting()
         self._polls.ring()
-        return max(next_step, knobs.paused.until_step or 0)
+        return self._groups.ledger.next_step
 
     def _book_waiting(self) -> None:
         if self._opened is None:
             return
-        is_resting = not self._groups.knobs.serves(self._groups.ledger.next_step)
-        self._meter.switch(*(("paused", "paused") if is_resting else ("wait-data", "messages")))
+        is_paused = self._groups.knobs.paused.is_paused
+        self._meter.switch(*(("paused", "paused") if is_paused else ("wait-data", "messages")))
 
     async def stats(self) -> BufferStats:
         if self._refused is None:
@@ -484,9 +481,9 @@ class LongPolls:
         wanted_s = wait_s if wait_s > 0 else 0.0  # NaN and negative: do not wait
         return self._ctx.clock.monotonic() + min(wanted_s, limit_s)
 
-    async def wait(self, until_s: float, look_at_s: float = math.inf, *, is_urgent: bool = False) -> float | None:
-        """Seconds waited until something changed, or until `look_at_s`; None if the time was over first. `is_urgent`:
-        only until others had their turn."""
+    async def wait(self, until_s: float, *, is_urgent: bool = False) -> float | None:
+        """Seconds waited until something changed; None if the time was over first. `is_urgent`: only until others had
+        their turn."""
         started_s = self._ctx.clock.monotonic()
         if started_s >= until_s:
             return None
@@ -494,9 +491,8 @@ class LongPolls:
             await asyncio.sleep(0)
             return 0.0
         try:
-            async with asyncio.timeout(min(until_s, look_at_s) - started_s):
+            async with asyncio.timeout(until_s - started_s):
                 await self._changed.wait()
         except TimeoutError:
-            if self._ctx.clock.monotonic() >= until_s:
-                return None
+            return None
         return self._ctx.clock.monotonic() - started_s

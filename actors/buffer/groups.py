@@ -7,7 +7,6 @@ object: the next one is made from what the file has.
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,6 @@ from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupDropped, GroupReturned, PutResult
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Prompt, Sample
-from ..ledger.ledger import masked_text
 from ..ledger.states import LEFTOVER, OPEN, Row, State, encode
 from ..weights.engine_versions import EngineVersions, JudgedVersion, Rewind, ServedWeights
 from .cursor import PromptCursor
@@ -44,8 +42,6 @@ REMEDIES = {
     "is constant"
 }
 OTHER_REMEDY = "the events of kind group-dropped, the ledger and the actors' logs say more"
-RESERVED_S = 15.0
-"""How long new groups are kept for an actor that waits while its engine is behind the newest weights."""
 _MAX_REASONS = 8
 _REWINDS = "rewinds"
 _STAGES = {State.DISPATCHED: LineStage.UNDER_WAY, State.REQUEUED: LineStage.WAITING, State.READY: LineStage.READY}
@@ -84,6 +80,8 @@ class Groups:
         self.is_finished = False
         """No batch will ever come again."""
         self._filters = filters
+        self._masked: Counter[str] = Counter()
+        """Reason -> members, of groups that were kept since the buffer started, from which nothing is learnt."""
         self._log = log
         self._reattach_until_s = started_s + REATTACH_S
         self._restore_line()
@@ -121,19 +119,19 @@ class Groups:
         self.cursor.is_searching = False  # no search while nothing is given
         if self.is_finished:
             return [], "finished"
-        if not self.knobs.serves(self.ledger.next_step):
+        if self.knobs.paused.is_paused:
             return [], "paused"
         announced = ServedWeights(request.lineage, request.version)
         newest = self.admission.newest_version
         served = self.versions.serving(request.rollout, request.epoch, announced, newest)
         waiting, max_groups = self._turn(request, served.version, now_s)
-        if given := self._dispatch(request, served, waiting, max_groups, now_s):
-            self.shares.served(request.rollout)
+        if given := self._dispatch(request, served, waiting, max_groups):
+            self.shares.leaves(request.rollout)
             num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
             self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
             return given, ""
-        if not request.max_groups or self.has_enough:
-            return [], "paused" if request.max_groups else ""
+        if not request.max_groups:
+            return [], ""
         if not max_groups:
             return [], "suspect"
         if not self.cursor.has_next:
@@ -145,7 +143,7 @@ class Groups:
         return [], "weights" if served.version < newest and self.admission.may_dispatch(newest) else "staleness"
 
     def _dispatch(
-        self, request: DrawRequest, served: JudgedVersion, waiting: list[Row], max_groups: int, now_s: float
+        self, request: DrawRequest, served: JudgedVersion, waiting: list[Row], max_groups: int
     ) -> list[Assignment]:
         given: list[Assignment] = []
         version, is_undone = served.version, served.is_undone
@@ -159,8 +157,8 @@ class Groups:
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again = replace(row, version=self.admission.version_of(row.group_id), **theirs)
                     given += (self._assignment(one, prompt, partial) for one in self.ledger.dispatch([again]))
-            num_groups = len(given) + min(max_groups - len(given), self._num_new(request, now_s))
-            while len(given) < num_groups and self.admission.may_dispatch(version) and not self.has_enough:
+            num_groups = len(given) + min(max_groups - len(given), self._num_new(request))
+            while len(given) < num_groups and self.admission.may_dispatch(version):
                 drawn = self.cursor.draw(
                     self.knobs.values.num_samples,
                     version=min(version, self.admission.newest_version),
@@ -184,11 +182,10 @@ class Groups:
             knobs=terms.knobs,
         )
 
-    def waits(self, request: DrawRequest, blocked_by: DrawBlock, now_s: float) -> float:
-        """That draw is held. When to look again even if nothing happens."""
+    def waits(self, request: DrawRequest, blocked_by: DrawBlock) -> None:
+        """That draw is held."""
         is_suspect = blocked_by == "suspect"  # it gets nothing new, however much there is
         self.shares.waits(request.rollout, 0 if is_suspect else request.room or request.max_groups)
-        return self.shares.next_change_s(request.rollout, now_s)
 
     def _turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
         """Groups handed back that this actor may get, and how many groups in all."""
@@ -202,17 +199,10 @@ class Groups:
         allowed, max_groups = self.poison.turn(actor, holding, list(waiting), request.max_groups, now_s)
         return [waiting[group_id] for group_id in allowed], max_groups
 
-    def _num_new(self, request: DrawRequest, now_s: float) -> int:
+    def _num_new(self, request: DrawRequest) -> int:
         """Groups that this actor may begin beside the reserved shares of others. Admission bounds the sum of all."""
         num_free = max(0, self.admission.slots_total - self.admission.slots_used)
-        return self.shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held_by, now_s)
-
-    @property
-    def has_enough(self) -> bool:
-        """Paused, and all groups of the steps that are still to be made are drawn."""
-        if (until := self.knobs.paused.until_step) is None:
-            return False
-        return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
+        return self.shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held_by)
 
     def _held_by(self) -> Counter[str]:
         return Counter(row.rollout for row in self.ledger.rows(State.DISPATCHED))
@@ -237,14 +227,15 @@ class Groups:
         if (row.attempt, row.rollout) != (attempt, rollout) or row.state not in (State.DISPATCHED, State.REQUEUED):
             return self._answer_again(row, num_tokens, (attempt, rollout)), group
         self.poison.finished((rollout, row.epoch), group_id)
-        kept, payload, note = group, b"", ""
+        kept, payload, note, masked = group, b"", "", dict[str, int]()
         detail = wrong_in_group(group, self.cursor.sources.prompt(row), row.num_samples) or ""
         reason = INVALID if detail else self._filters.by_name[self.knobs.values.group_filter](group)
         if detail:
             self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
         if reason is None:
             kept, masked = mask_members(group, self._filters.of_samples)
-            reason, note = (ALL_MASKED if masked and is_all_masked(kept) else None), masked_text(masked)
+            note = ", ".join(f"{why} {count}" for why, count in masked.items())
+            reason = ALL_MASKED if masked and is_all_masked(kept) else None
         if reason is None:
             try:
                 payload = encode(kept)
@@ -254,7 +245,8 @@ class Groups:
         if reason is None:
             stamp = kept.oldest_version()
             version = row.version if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
-            self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward, note=note)
+            self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward)
+            self._masked.update(masked)
             self.admission.ready(group_id, version)
             self.starvation.kept()
         else:
@@ -316,7 +308,7 @@ class Groups:
 
     def gone(self, rollout: str, epoch: int) -> int:
         """An incarnation (and every older one) of a rollout actor ended; returns how many groups it had."""
-        self.shares.served(rollout)
+        self.shares.leaves(rollout)
         rows = [row for row in self._owned_by(rollout) if row.epoch <= epoch]
         self._died(rows, f"{rollout} (epoch {epoch}) is gone")
         return len(rows)
@@ -436,7 +428,7 @@ class Groups:
         if self.cursor.chooses:
             values |= self._gauges_of_sources()
         values |= self.finished.newest()
-        values |= {f"buffer/masked/{reason}": float(count) for reason, count in self.ledger.tally.masked.items()}
+        values |= {f"buffer/masked/{reason}": float(count) for reason, count in self._masked.items()}
         values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
         return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
 
@@ -500,64 +492,34 @@ class StarvationCheck:
 
 
 class FairShare:
-    """How many new groups each rollout actor may take while others wait for some too. Pure: time is passed in.
+    """How many new groups each rollout actor may take while others wait for some too. Pure.
 
     Slots come back a whole step at a time, and to the engine that adopts the step's weights first; where it has room
-    for all of them, the others would get none, step after step. So each waiting actor has a reserved share: as many
-    groups as bring all actors to the same number of groups that they run. A quicker actor still does more, for its
-    groups are finished sooner. The share of an engine that does not follow the weights is free again after
-    `RESERVED_S`, until it follows or gets a group."""
+    for all of them, the others would get none, step after step. So as many are kept for each actor that waits as bring
+    all actors to the same number of groups that they run. A quicker actor still does more, for its groups are finished
+    sooner. An engine that does not follow the weights is fenced, and waits no more."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, int] = {}
         """Actor whose draw is held -> groups that it could take."""
-        self._reserved_since_s: dict[str, float] = {}
-        """When something was first kept for an actor that it did not take."""
 
     def waits(self, rollout: str, room: int) -> None:
-        """Its draw is held until there is something for it. Its reserved share counts from an earlier draw on."""
+        """Its draw is held until there is something for it."""
         self._rooms[rollout] = room
 
     def leaves(self, rollout: str) -> None:
         self._rooms.pop(rollout, None)
 
-    def follows(self, rollout: str) -> None:
-        """Its engine serves another version: it may take its reserved share."""
-        self._reserved_since_s.pop(rollout, None)
-
-    def served(self, rollout: str) -> None:
-        """It was given something, or is gone."""
-        self.leaves(rollout)
-        self.follows(rollout)
-
-    def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]], now_s: float) -> int:
+    def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]]) -> int:
         """New groups that `rollout`, which has `room` for so many, may take of `num_free`. `held`: the groups that each
         actor runs."""
-        others = self._others(rollout, now_s)
+        others = {name: theirs for name, theirs in self._rooms.items() if theirs and name != rollout}
         if not others or num_free < 1:
             return num_free
         running = held()
         wanted = [(running.get(name, 0), theirs) for name, theirs in [*others.items(), (rollout, room)]]
         level = _level(wanted, num_free)
-        kept = {name: _fill(running.get(name, 0), theirs, level) for name, theirs in others.items()}
-        for name, num_kept in kept.items():
-            if num_kept:
-                self._reserved_since_s.setdefault(name, now_s)
-        return num_free - sum(kept.values())
-
-    def next_change_s(self, rollout: str, now_s: float) -> float:
-        """When something that is kept for others becomes free for `rollout`; infinite: nothing is kept."""
-        since = [self._reserved_since_s.get(name, math.inf) for name in self._others(rollout, now_s)]
-        return min(since, default=math.inf) + RESERVED_S
-
-    def _others(self, rollout: str, now_s: float) -> dict[str, int]:
-        """For whom something is kept, if they have less than `rollout`, and their rooms."""
-        since = self._reserved_since_s
-        return {
-            name: room
-            for name, room in self._rooms.items()
-            if room and name != rollout and now_s < since.get(name, now_s) + RESERVED_S
-        }
+        return num_free - sum(_fill(running.get(name, 0), theirs, level) for name, theirs in others.items())
 
 
 def _fill(running: int, room: int, level: int) -> int:

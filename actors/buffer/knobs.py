@@ -156,7 +156,7 @@ class BufferKnobs(KnobOwner):
         self.use: Callable[[Mapping[str, KnobValue], int], object] = self.change
         """Puts other values into force; the buffer's own does more than `change`."""
         self.paused = msgspec.json.decode(ledger.recall(_PAUSED) or "{}", type=PauseState)
-        """While it is so, no work is handed out and no batch formed, but for steps below `until_step`."""
+        """While it is so, no work is handed out and no batch formed."""
         self._sampling = sampling
         self._vocab_size = limits.vocab_size
         self._only_temperature = limits.only_temperature
@@ -194,10 +194,6 @@ class BufferKnobs(KnobOwner):
     def pause(self, paused: PauseState) -> None:
         self.ledger.remember(_PAUSED, msgspec.json.encode(paused).decode())
         self.paused = paused
-
-    def serves(self, step: int) -> bool:
-        until = self.paused.until_step
-        return not self.paused.is_paused or (until is not None and step < until)
 
     def sheet(self) -> KnobSheet:
         return msgspec.structs.replace(super().sheet(), past_epoch=self._past_epoch)

@@ -145,13 +145,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
             await self._rejoin.run(self.fleet.present)
-            # An evaluation that the end of an earlier incarnation cut off; at start and end it comes anyway.
             if self._state.phase == "running" and not self.control.paused:
                 self.meter.switch("wait-data", "orders")
-            if self._state.evaluating >= 0:
-                self._event("eval-repeated", f"the evaluation at version {self._state.evaluating} was cut off")
-                if self._state.phase == "running":
-                    self.ctx.spawn(self._evaluate(), name="evaluate-again")
         self.conductor.begin()
         if self._state.is_over:
             return
@@ -173,7 +168,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             if is_anew:
                 raise
             self._event("audit-incomplete", str(error))
-        self.knob_owner.take(self.conductor.decisions.news(self.ctx.name, 0))
+        self.knob_owner.take(self.conductor.decisions.news(0))
 
     async def _start_run(self) -> None:
         """Restore knobs, bring one engine to the trainer's version, evaluate once, let the leader go."""
@@ -282,7 +277,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             return  # a repeated message
         if self.conductor.version_made(before, report.version):
             await self._keep()  # what is in force stays so when the trainer is thrown back
-        self.control.version_made(report.version)
         every = self._options.eval_every
         if every and report.version % every == 0 and report.version != self._num_steps():
             self.ctx.spawn(self._evaluate(), name=f"evaluate-{report.version}")
@@ -349,14 +343,14 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def live_knobs(self) -> LiveKnobs:
         return await self.conductor.live()
 
-    async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
-        return await self.conductor.news(owner, after, number)
+    async def knobs_in_force(self, after: int, number: int) -> LiveKnobs:
+        return await self.conductor.news(after, number)
 
     async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
         return self.knob_owner.judge(values, at)
 
     async def knobs_decided(self, epoch: int) -> None:
-        self.knob_owner.take(self.conductor.decisions.news(self.ctx.name, self.knob_owner.heard))
+        self.knob_owner.take(self.conductor.decisions.news(self.knob_owner.heard))
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         return await self.control.history(limit)
@@ -378,9 +372,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def resume_run(self, who: Operator, reason: str) -> None:
         await self.control.resume(who, reason)
-
-    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
-        return await self.control.step(who, reason, num_steps)
 
     async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
         return await self.control.checkpoint(who, reason, export=export)

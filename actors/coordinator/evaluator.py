@@ -50,19 +50,14 @@ class Evaluator:
         that there is not, EngineError and CallError when no engine answers."""
         chosen = self._chosen(name)
         async with self._turn:
-            self._state.evaluating = self._state.known_version
-            await self._keep()
-            try:
-                with self._meter.during("wait-data", "evaluation"):
-                    results = await self._ask_all(chosen)
-                whole = _together(results)
-                if not name:
-                    self._state.eval_reward = whole.mean_reward
-                    is_of_one = whole.oldest_version == whole.newest_version
-                    self._state.evaluated = whole.newest_version if is_of_one else -1
-            finally:
-                self._state.evaluating = -1
-            await self._keep()
+            with self._meter.during("wait-data", "evaluation"):
+                results = await self._ask_all(chosen)
+            whole = _together(results)
+            if not name:
+                self._state.eval_reward = whole.mean_reward
+                is_of_one = whole.oldest_version == whole.newest_version
+                self._state.evaluated = whole.newest_version if is_of_one else -1
+                await self._keep()
         if not name and list(results) != [""]:
             self._telemetry.metric(whole.newest_version, {"eval/reward": whole.mean_reward})
         text = (

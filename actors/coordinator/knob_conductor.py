@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,7 +37,7 @@ from ...core.knobs import (
 from ..contracts import KnobsContract
 from .audit import AuditWriter
 from .journal import RunContext
-from .knob_decisions import ChangeDraft, Decisions, Due, OwnerStates, draft_change, draft_restored, fits
+from .knob_decisions import ChangeDraft, Decisions, Due, OwnerStates, draft_change
 
 AUTO = Operator(via="auto")
 """No operator: an expiry, a resumed run."""
@@ -119,12 +118,12 @@ class KnobConductor:
         self._is_attached.set()
         self._ctx.spawn(self._expire_forever(), name="knobs-expire")
 
-    async def change(self, request: ChangeRequest) -> ChangeReply:
-        """All or none. A refusal is an answer, not an error."""
+    async def change(self, request: ChangeRequest, verb: str = "set", at: int = 0) -> ChangeReply:
+        """All or none. A refusal is an answer, not an error. `at`: as of an `Order`."""
         fields = msgspec.structs.asdict(request).items()
-        asked = {n: v for n, v in fields if n not in NOT_ASKED and (v or n in ("values", "target"))}
+        asked = {n: v for n, v in fields if n not in NOT_ASKED and (v or n == "values")}
         return await self.make(
-            Order("set", request, lambda roster: draft_change(request, roster, self.decisions), asked)
+            Order(verb, request, lambda roster: draft_change(request, roster, self.decisions), asked, at)
         )
 
     async def undo(self, who: Operator, reason: str, epoch: int) -> ChangeReply:
@@ -141,11 +140,9 @@ class KnobConductor:
             silent=tuple(f"{name}: {why}" for name, why in roster.silent.items()),
         )
 
-    async def roster(self, target: str = "") -> OwnerStates:
-        """Every owner that fits the target, with its knobs; those that do not answer within `ASK_S` are silent."""
-        owners = [self._ctx.name, *self._others(), *sorted(self._engines)]
-        names = [name for name in owners if not target or fits(name, target) or fits(name, f"{target}/*")]
-        names = names or owners  # no owner fits: all of them, for a suggestion
+    async def roster(self) -> OwnerStates:
+        """Every owner with its knobs; those that do not answer within `ASK_S` are silent."""
+        names = [self._ctx.name, *self._others(), *sorted(self._engines)]
         answers = await asyncio.gather(*(self._sheet(name) for name in names))
         silent = {name: a for name, a in zip(names, answers, strict=True) if isinstance(a, str)}
         return OwnerStates(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
@@ -170,14 +167,14 @@ class KnobConductor:
     def _ref(self, name: str) -> KnobsContract:
         return self._own if name == self._ctx.name else self._ctx.ref(KnobsContract, name)
 
-    async def news(self, owner: str, after: int, number: int) -> LiveKnobs:
-        """What concerns an owner of the decisions after epoch `after`. `number`: of the boundary that the owner is
+    async def news(self, after: int, number: int) -> LiveKnobs:
+        """The decisions after epoch `after`. `number`: of the boundary that the owner is
         about to pass, for which no more is decided after this; -1: of none."""
         if number >= 0:
             await self._is_decided.wait()
             for due in self.decisions.due(0, 0.0, number):
                 await self._go_back(due)
-        return self.decisions.news(owner, after)
+        return self.decisions.news(after)
 
     async def live(self) -> LiveKnobs:
         await self._is_decided.wait()
@@ -185,7 +182,7 @@ class KnobConductor:
 
     def newest(self, name: str, default: KnobValue) -> KnobValue:
         """What was decided last for a knob of the trainer, in force or not."""
-        return self.decisions.latest("trainer/0", name, default)
+        return self.decisions.latest(name, default)
 
     async def rewound(self, old_version: int, version: int) -> None:
         """The trainer was thrown back: what was in force by the older number stays in force."""
@@ -240,9 +237,9 @@ class KnobConductor:
     async def _decide(self, order: Order) -> tuple[ChangeReply, Sequence[str]]:
         """The answer, and the owners that are to use it. Once the record is in the log, the change is made."""
         request = order.request
-        roster = await self.roster(request.target)
+        roster = await self.roster()
         draft = order.drafter(roster)
-        if not draft.moves and order.verb != "resume":
+        if not draft.moves:
             return ChangeReply(epoch=0, at=0, moves=(), warnings=self._nothing_to_change(request)), ()
         not_before = request.not_before if draft.decision.numbered else 0
         at = order.at or max(draft.earliest(roster, self._version()), not_before)
@@ -252,7 +249,7 @@ class KnobConductor:
             return reply, ()
         record = order.record("done", epoch=self.decisions.epoch + 1, at=at, moves=draft.moves, decision=draft.decision)
         values = {name: value for name, value in draft.decision.values.items() if value is not None}
-        asked = {"target": draft.decision.target, "values": values, "undoes": draft.decision.undoes}
+        asked = {"values": values, "undoes": draft.decision.undoes}
         record = msgspec.structs.replace(record, arguments=record.arguments | {n: v for n, v in asked.items() if v})
         record = await self._audit.write(record)
         self.decisions.add(record)
@@ -260,7 +257,7 @@ class KnobConductor:
         self._tell_moves(record)
         # Owners that came between the look at all owners and the decision: they asked too early to hear of it.
         for name in (*self._others(), *self._ctx.peers("rollout/")):
-            if name not in draft.wanted and fits(name, draft.decision.target):
+            if name not in draft.wanted:
                 self._ctx.spawn(self.joined(name), name=f"knobs-for-{name}")
         return msgspec.structs.replace(reply, epoch=record.epoch), list(draft.wanted)
 
@@ -397,27 +394,26 @@ async def restore(
     live = live or LiveKnobs()
     conductor.decisions.continue_from(max([live.epoch, *(max(s.epoch, s.past_epoch) for s in roster.sheets)]))
     before = conductor.decisions.epoch
-    kept: list[LiveKnob] = []
+    kept: dict[int, dict[str, LiveKnob]] = {}
     for knob in live.knobs:
         firsts = [state.first for state in roster.states(knob.name).values()]
         if firsts and firsts[0] == knob.first:
-            kept.append(knob)
+            kept.setdefault(max(knob.at, version), {})[knob.name] = knob
         else:
             why = f"the run file was changed since ({firsts[0]})" if firsts else "no actor of this run has such a knob"
             tell("knobs-not-restored", f"{knob.name} = {knob.value}: {why}")
-    if not kept:
-        return before
-    epochs = ", ".join(map(str, sorted({knob.epoch for knob in kept})))
-    why = f"in force by change {epochs} when the checkpoint was written"
-    drafter = partial(draft_restored, kept, decisions=conductor.decisions, version=version)
-    reply = await conductor.make(Order("resume", ChangeRequest(values={}, who=AUTO, reason=why), drafter, {}))
-    if reply.refused:
-        raise LaunchError(
-            f"the checkpoint's knobs cannot be restored: {reply.refused}",
-            remedy="write the value that you want into the run file: a value that was changed there wins; if it says "
-            "so already, resume with the other keys as they were, and set the knob back first",
-        )
-    tell("knobs-restored", f"{', '.join(f'{knob.name} = {knob.value}' for knob in kept)}: {why}")
+    for at, knobs in sorted(kept.items()):
+        epochs = ", ".join(map(str, sorted({knob.epoch for knob in knobs.values()})))
+        why = f"by change {epochs} when the checkpoint was written"
+        values = {name: knob.value for name, knob in knobs.items() if knob.value is not None}
+        reply = await conductor.change(ChangeRequest(values=values, who=AUTO, reason=why, force=True), "resume", at)
+        if reply.refused:
+            raise LaunchError(
+                f"the checkpoint's knobs cannot be restored: {reply.refused}",
+                remedy="write the value that you want into the run file: a value that was changed there wins; if it "
+                "says so already, resume with the other keys as they were, and set the knob back first",
+            )
+        tell("knobs-restored", f"{', '.join(f'{name} = {value}' for name, value in values.items())}: {why}")
     return before
 
 

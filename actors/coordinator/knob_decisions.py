@@ -1,10 +1,7 @@
 """What a request for a change means, and what was decided about the knobs during the run. Sans-IO.
 
-One rule gives the value of a knob at an actor: that of the newest change that fits the actor, came to its number and
-was not ended (taken back, or for a time that is over); without one, the run file's.
-
-Targets are actor names ("rollout/3"), roles ("rollout/*", or just "rollout"), or empty: every owner of the knob. An
-actor that joins later and fits the target gets the same values.
+One rule gives the value of a knob: that of the newest change that came to its number and was not ended (taken back, or
+for a time that is over); without one, the run file's. All owners of a knob have the same, also those that join later.
 """
 
 from __future__ import annotations
@@ -30,21 +27,6 @@ from ...core.knobs import (
 )
 from ...core.suggestion import suggest
 
-MANY = ("rollout", "process")
-"""`Tunable.owner` of knobs that several actors have, each its own value; of any other knob there is one."""
-
-
-def fits(actor: str, target: str) -> bool:
-    """Whether the target means that actor, or the narrower target `actor`."""
-    if target.endswith("/*"):
-        return actor.startswith(target[:-1])
-    return target in ("", actor)
-
-
-def overlap(one: str, other: str) -> bool:
-    """Whether some actor fits both targets."""
-    return fits(one, other) or fits(other, one)
-
 
 @dataclass(frozen=True, slots=True)
 class OwnerStates:
@@ -54,25 +36,9 @@ class OwnerStates:
     silent: Mapping[str, str]
     """Owners that did not say: why."""
 
-    def states(self, name: str, target: str = "") -> dict[str, KnobState]:
-        """Owner -> that knob, for owners that fit the target."""
-        return {
-            sheet.owner: state
-            for sheet in self.sheets
-            if fits(sheet.owner, target)
-            for state in sheet.knobs
-            if state.tunable.name == name
-        }
-
-    def normal_target(self, target: str) -> str:
-        """A role alone means all its actors. Raises ConfigError when no actor fits."""
-        actors = {sheet.owner for sheet in self.sheets} | set(self.silent)
-        if target and target not in actors and any(fits(actor, f"{target}/*") for actor in actors):
-            target = f"{target}/*"
-        if not any(fits(actor, target) for actor in actors):
-            roles = {f"{actor.partition('/')[0]}/*" for actor in actors if "/" in actor}
-            raise ConfigError(f"no actor fits {target!r}", remedy=suggest(target, actors | roles))
-        return target
+    def states(self, name: str) -> dict[str, KnobState]:
+        """Owner -> that knob."""
+        return {sheet.owner: state for sheet in self.sheets for state in sheet.knobs if state.tunable.name == name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,34 +78,29 @@ def draft_change(request: ChangeRequest, roster: OwnerStates, decisions: Decisio
         raise ConfigError("nothing to change", remedy="name a knob and its value, like lr=1e-6")
     if request.for_s and request.for_steps:
         raise ConfigError("both seconds and steps are given", remedy="say one of both")
-    target = roster.normal_target(request.target)
     complaints: list[str] = []
     common: dict[str, KnobValue] = {}
     states: dict[str, dict[str, KnobState]] = {}
     for name, value in request.values.items():
-        states[name] = roster.states(name, target)
-        complaints += _check_owners(name, target, states[name], roster)
+        states[name] = roster.states(name)
+        complaints += _check_owners(name, states[name], roster)
         for state in states[name].values():
             try:
                 common[name] = state.tunable.check(value, first=state.first, force=request.force)
             except ConfigError as error:
                 complaints.append(str(error))
                 break
-    complaints += _check_expected(request, roster, target, decisions)
     if complaints:
         raise ConfigError("; ".join(complaints))
     decision = Decision(
         launch=decisions.launch,
-        target=target,
         values=dict(common),
         first={name: next(iter(owners.values())).first for name, owners in states.items()},
         numbered=_numbered(states),
         for_steps=request.for_steps,
         for_s=request.for_s,
     )
-    draft = _draft(decision, states, decisions)
-    decisions.check_times(draft)
-    return draft
+    return _draft(decision, states, decisions)
 
 
 def _draft(decision: Decision, states: Mapping[str, Mapping[str, KnobState]], decisions: Decisions) -> ChangeDraft:
@@ -149,31 +110,12 @@ def _draft(decision: Decision, states: Mapping[str, Mapping[str, KnobState]], de
     moves: list[KnobMove] = []
     for name, owners in states.items():
         for owner, state in owners.items():
-            old, new = decisions.latest(owner, name, state.first), after.latest(owner, name, state.first)
+            old, new = decisions.latest(name, state.first), after.latest(name, state.first)
             wanted.setdefault(owner, {})[name] = new
             if new != old:
                 moves.append(KnobMove(name=name, owner=owner, old=old, new=new, boundary=state.tunable.boundary))
-    return ChangeDraft(decision, wanted, tuple(moves), _tunables(states))
-
-
-def draft_restored(kept: Sequence[LiveKnob], roster: OwnerStates, decisions: Decisions, version: int) -> ChangeDraft:
-    """What decides the values of a checkpoint again. Whom a target means may be still to come. Raises ConfigError."""
-    states = {knob.name: roster.states(knob.name) for knob in kept}
-    tunables, numbered = _tunables(states), _numbered(states)
-    live: list[LiveKnob] = []
-    for knob in kept:
-        assert knob.value is not None
-        tunables[knob.name].check(knob.value, force=True)
-        target = knob.target if tunables[knob.name].owner in MANY else ""  # else there is one, however it was named
-        at = max(knob.at, version) if knob.name in numbered else 0
-        live.append(msgspec.structs.replace(knob, target=target, at=at))
-    values = {knob.name: knob.value for knob in live}
-    decision = Decision(launch=decisions.launch, values=values, numbered=numbered, live=tuple(live))
-    return _draft(decision, states, decisions)
-
-
-def _tunables(states: Mapping[str, Mapping[str, KnobState]]) -> dict[str, Tunable]:
-    return {name: next(iter(owners.values())).tunable for name, owners in states.items()}
+    tunables = {name: next(iter(owners.values())).tunable for name, owners in states.items()}
+    return ChangeDraft(decision, wanted, tuple(moves), tunables)
 
 
 def _numbered(states: Mapping[str, Mapping[str, KnobState]]) -> tuple[str, ...]:
@@ -182,33 +124,16 @@ def _numbered(states: Mapping[str, Mapping[str, KnobState]]) -> tuple[str, ...]:
     )
 
 
-def _check_owners(name: str, target: str, states: Mapping[str, KnobState], roster: OwnerStates) -> list[str]:
+def _check_owners(name: str, states: Mapping[str, KnobState], roster: OwnerStates) -> list[str]:
     """Is there an owner, and does every owner answer?"""
-    silent = {actor: f"{actor} ({why})" for actor, why in roster.silent.items() if fits(actor, target)}
+    silent = {actor: f"{actor} ({why})" for actor, why in roster.silent.items()}
     if not states:
-        known = {state.tunable.name for sheet in roster.sheets for state in sheet.knobs if fits(sheet.owner, target)}
-        where = f" at {target}" if target else ""
+        known = {state.tunable.name for sheet in roster.sheets for state in sheet.knobs}
         unsaid = f"; no answer from {', '.join(silent.values())}" if silent else ""
-        return [f"there is no knob {name!r}{where}; {suggest(name, known)}{unsaid}"]
+        return [f"there is no knob {name!r}; {suggest(name, known)}{unsaid}"]
     role = next(iter(states.values())).tunable.owner
     concerned = [words for actor, words in silent.items() if role in ("process", actor.partition("/")[0])]
-    if not concerned:
-        return []
-    return [f"{name}: no answer from {', '.join(concerned)}, and all owners change it or none; name others as target"]
-
-
-def _check_expected(request: ChangeRequest, roster: OwnerStates, target: str, decisions: Decisions) -> list[str]:
-    complaints: list[str] = []
-    for name, expected in request.expect.items():
-        states = roster.states(name, target)
-        if not states:
-            complaints.append(f"there is no knob {name!r} to compare")
-        for owner, state in states.items():
-            now = decisions.latest(owner, name, state.first)
-            if now != expected or isinstance(now, bool) != isinstance(expected, bool):
-                complaints.append(f"{name} is {now} at {owner}, not {expected} as expected")
-                break
-    return complaints
+    return [f"{name}: no answer from {', '.join(concerned)}, and all owners change it or none"] if concerned else []
 
 
 NEVER = 1 << 62
@@ -236,9 +161,6 @@ class _Decided:
     @property
     def is_for_a_time(self) -> bool:
         return bool(self.stands and (self.decision.for_steps or self.decision.for_s))
-
-    def concerns(self, owner: str, name: str) -> bool:
-        return self.knob.name == name and fits(owner, self.knob.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +211,14 @@ class Decisions:
     def _take(self, decision: Decision, epoch: int, made_at: tuple[int, int, float]) -> None:
         self.epoch = max(self.epoch, epoch)
         at = dict.fromkeys(decision.numbered, made_at[0])
-        knobs = [msgspec.structs.replace(knob, epoch=epoch) for knob in decision.live] or [
-            LiveKnob(name, decision.target, value, decision.first[name], epoch, at.get(name, 0))
+        knobs = [
+            LiveKnob(name, value, decision.first[name], epoch, at.get(name, 0))
             for name, value in decision.values.items()
         ]
         for knob in knobs:
             for one in self._decided:
-                is_crossed = one.is_for_a_time and overlap(one.knob.target, knob.target)
-                if one.knob.name == knob.name and one.stands and (one.knob.epoch == decision.undoes or is_crossed):
+                is_over = one.knob.epoch == decision.undoes or one.is_for_a_time
+                if one.knob.name == knob.name and one.stands and is_over:
                     one.ended = knob.at
         self._decided += [_Decided(knob, decision, made_at, knob.at) for knob in knobs]
 
@@ -307,51 +229,40 @@ class Decisions:
         """Whether a numbered value came into force between these versions."""
         return any(old_version < one.at <= version for one in self._decided)
 
-    def latest(self, owner: str, name: str, default: KnobValue) -> KnobValue:
-        """Decided last for a knob at an owner, in force or not."""
-        found = self._holder(owner, name, NEVER - 1)
+    def latest(self, name: str, default: KnobValue) -> KnobValue:
+        """Decided last for a knob, in force or not."""
+        found = self._holder(name, NEVER - 1)
         return default if found is None or found.knob.value is None else found.knob.value
 
-    def news(self, owner: str, after: int) -> LiveKnobs:
+    def news(self, after: int) -> LiveKnobs:
         """What an owner needs that knows the decisions up to epoch `after`: of each knob that was decided since, all
         values from now on."""
-        if after >= self.epoch:
-            return LiveKnobs(epoch=self.epoch)
-        knobs = [one.knob for one in self._decided]
-        names = {knob.name for knob in knobs if knob.epoch > after and fits(owner, knob.target)}
-        return LiveKnobs(epoch=self.epoch, knobs=tuple(v for name in sorted(names) for v in self._course(owner, name)))
+        names = sorted({one.knob.name for one in self._decided if one.knob.epoch > after})
+        return LiveKnobs(epoch=self.epoch, knobs=tuple(value for name in names for value in self._course(name)))
 
     def live(self, version: int) -> LiveKnobs:
-        found: list[LiveKnob] = []
-        for target, name in sorted({(one.knob.target, one.knob.name) for one in self._decided}):
-            course = list(self._course(target, name))
-            passed = [value for value in course if value.at <= version]
-            is_own = False
-            for live in (*passed[-1:], *(value for value in course if value.at > version)):
-                if live.value is not None and live.target == target:
-                    found.append(live)
-                    is_own = True
-                elif is_own:  # what it goes back to
-                    value = live.first if live.value is None else live.value
-                    found.append(msgspec.structs.replace(live, target=target, value=value))
-        return LiveKnobs(epoch=self.epoch, knobs=tuple(sorted(found, key=lambda v: (v.epoch, v.target, v.name))))
+        """For a checkpoint: of each knob the value in force, and those whose number is still to come. What is for a
+        time is not kept."""
+        kept = [one.knob for one in self._decided if one.stands and not one.is_for_a_time]
+        by_number = {(one.name, max(one.at, version)): one for one in kept}
+        return LiveKnobs(epoch=self.epoch, knobs=tuple(by_number.values()))
 
-    def _course(self, owner: str, name: str) -> Iterator[LiveKnob]:
-        """The values of a knob at an owner, by the numbers from which on they are in force."""
-        mine = [one for one in self._decided if one.concerns(owner, name)]
+    def _course(self, name: str) -> Iterator[LiveKnob]:
+        """The values of a knob, by the numbers from which on they are in force."""
+        mine = [one for one in self._decided if one.knob.name == name]
         before: tuple[int, KnobValue | None] | None = None
         for at in sorted({one.at for one in mine}):
             epoch = max(one.knob.epoch for one in mine if one.at <= at)
-            holder = self._holder(owner, name, at)
+            holder = self._holder(name, at)
             value = None if holder is None else holder.knob.value
             if before != (epoch, value):
                 source = (holder or mine[0]).knob
                 yield msgspec.structs.replace(source, value=value, epoch=epoch, at=at)
             before = epoch, value
 
-    def _holder(self, owner: str, name: str, number: int) -> _Decided | None:
+    def _holder(self, name: str, number: int) -> _Decided | None:
         for one in reversed(self._decided):
-            if one.knob.value is not None and one.at <= number < one.ended and one.concerns(owner, name):
+            if one.knob.value is not None and one.at <= number < one.ended and one.knob.name == name:
                 return one
         return None
 
@@ -359,25 +270,24 @@ class Decisions:
         """What takes a change back: the newest (0), or `epoch`; `names`: only these knobs. Raises ConfigError."""
         undone = self._change(epoch)
         standing = [one for one in undone if one.stands and (not names or one.knob.name in names)]
-        target, epoch = undone[0].decision.target, undone[0].knob.epoch
+        epoch = undone[0].knob.epoch
         if not standing:
             raise ConfigError(f"change {epoch} was taken back before", remedy="`myxa history` lists the changes")
         first = {one.knob.name: one.knob.first for one in standing}
         for later in self._decided:
             knob = later.knob
-            if knob.epoch > epoch and knob.name in first and later.stands and overlap(knob.target, target):
+            if knob.epoch > epoch and knob.name in first and later.stands:
                 raise ConfigError(
                     f"{knob.name} was changed again by change {knob.epoch}",
                     remedy=f"undo change {knob.epoch} first, or set the values",
                 )
-        states = {name: roster.states(name, target) for name in sorted(first)}
+        states = {name: roster.states(name) for name in sorted(first)}
         if missing := [name for name in states if not states[name]]:
             raise ConfigError(
                 f"no owner of {', '.join(missing)} answers", remedy=f"silent are: {', '.join(roster.silent) or 'none'}"
             )
         decision = Decision(
             launch=self.launch,
-            target=target,
             values=dict.fromkeys(states),
             first=first,
             numbered=_numbered(states),
@@ -387,16 +297,12 @@ class Decisions:
 
     def _change(self, epoch: int) -> list[_Decided]:
         """The knobs of a change that can be taken back; 0: the newest. Raises ConfigError."""
-        wanted = epoch or max(
-            (one.knob.epoch for one in self._decided if one.stands and not one.decision.live), default=0
-        )
+        wanted = epoch or max((one.knob.epoch for one in self._decided if one.stands), default=0)
         if not wanted:
             raise ConfigError("there is no change to take back", remedy="`myxa history` lists the changes")
         change = [one for one in self._decided if one.knob.epoch == wanted]
         if not change:
             raise ConfigError(f"there is no change {epoch} in this run", remedy="`myxa history` lists the changes")
-        if change[0].decision.live:
-            raise ConfigError(f"change {epoch} took the values of a checkpoint over", remedy="set the values instead")
         if undoes := change[0].decision.undoes:
             raise ConfigError(f"change {epoch} took change {undoes} back", remedy="set the values again instead")
         return change
@@ -414,18 +320,6 @@ class Decisions:
                 yield one, "number", number + decision.for_steps
             else:
                 yield one, "version", version + decision.for_steps
-
-    def check_times(self, draft: ChangeDraft) -> None:
-        """Raises ConfigError for a change of some of the actors that are to go back together."""
-        target = draft.decision.target
-        shared = {name for name, tunable in draft.tunables.items() if tunable.owner in MANY}
-        for one in self._decided:
-            name, theirs = one.knob.name, one.knob.target
-            if one.is_for_a_time and name in shared and overlap(theirs, target) and not fits(theirs, target):
-                raise ConfigError(
-                    f"{name} goes back by itself at {theirs or 'all its owners'} by change {one.knob.epoch}",
-                    remedy=f"undo change {one.knob.epoch} first, or set the value for all of them",
-                )
 
     def due(self, version: int, now_s: float, number: int = -1) -> list[Due]:
         """What is to go back now, of which numbered values for `number`, before that is passed. `now_s`: wall clock."""

@@ -1,9 +1,9 @@
-"""What operators do to a run beside knobs: pause, resume, step, write a checkpoint, evaluate; all recorded.
+"""What operators do to a run beside knobs: pause, resume, write a checkpoint, evaluate; all recorded.
 
 The buffer pauses and resumes, and keeps that: while it is paused, nothing is drawn or claimed, a claimed step is
-trained to its end, and the trainer waits before the next. What the audit log does not take is not done, and what the
-buffer may have heard of a deed that failed is taken back. A deed that has begun completes, even if its caller is gone.
-After a restart of either side the buffer is asked what it holds back.
+trained to its end, and the trainer waits before the next. What the audit log does not take is not done. A deed that
+has begun completes, even if its caller is gone. The buffer is asked what it holds back after a restart of either side,
+and where it did not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ...core.errors import ConfigError, LedgerError, MyxaError
+from ...core.errors import LedgerError, MyxaError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult, PauseState
 from ...core.retry import until_answered
@@ -24,7 +24,6 @@ from .journal import RunContext
 
 T = TypeVar("T")
 
-MAX_STEPS = 1_000_000
 TELL_S = 20.0
 """For how long a buffer that is away is waited for; less than an operator's call has."""
 
@@ -44,7 +43,7 @@ class RunControl:
     def __init__(self, run: RunContext, audit: AuditWriter, evaluate: Callable[[str], Awaitable[EvalResult]]) -> None:
         """`evaluate`: on the held-out prompts now, of that set or all."""
         self._ctx, self._meter = run.ctx, run.meter
-        self._version, self._tell = run.version, run.tell
+        self._tell = run.tell
         self._audit = audit
         self._evaluate = evaluate
         self._buffer = run.ctx.ref(BufferContract, "buffer")
@@ -66,23 +65,17 @@ class RunControl:
 
     @property
     def paused(self) -> str:
-        """Why the run is paused; empty while it trains, also while it trains up to a version at which it will pause."""
-        until = self._now.until_step
-        is_going = not self._now.is_paused or (until is not None and self._version() < until)
-        return "" if is_going else self._now.reason
-
-    def version_made(self, version: int) -> None:
-        if self._now.is_paused and version == self._now.until_step:
-            self._rests(f"at version {version}: {self._now.reason}")
+        """Why the run is paused; empty while it trains."""
+        return self._now.reason
 
     async def pause(self, who: Operator, reason: str) -> int:
         """Returns the version that the trainer will rest at."""
         deed = _deed("pause", who, reason)
 
         async def work() -> int:
-            async with self._turn:
-                rests_at = await self._change(deed, PauseState(is_paused=True, reason=reason or _by(who)))
-            self._rests(f"at version {rests_at}: {self._now.reason}")
+            rests_at = await self._change(deed, PauseState(is_paused=True, reason=reason or _by(who)))
+            self._meter.switch("paused", "paused")
+            self._tell("run-paused", f"at version {rests_at}: {self._now.reason}")
             return rests_at
 
         return await self._carried_out(deed, work)
@@ -92,28 +85,11 @@ class RunControl:
         deed = _deed("resume", who, reason)
 
         async def work() -> None:
-            async with self._turn:
-                await self._change(deed, PauseState())
+            await self._change(deed, PauseState())
             self._meter.switch("wait-data", "orders")
             self._tell("run-resumed", reason or _by(who))
 
         await self._carried_out(deed, work)
-
-    async def step(self, who: Operator, reason: str, num_steps: int) -> int:
-        """So many more steps; returns the version at which the run will pause. Raises ConfigError for no number."""
-        if not 0 < num_steps <= MAX_STEPS:
-            raise ConfigError(f"{num_steps} steps", remedy=f"a number from 1 to {MAX_STEPS}")
-        deed = _deed("step", who, reason, num_steps=num_steps)
-
-        async def work() -> int:
-            wanted = PauseState(is_paused=True, reason=reason or _by(who))
-            async with self._turn:
-                until = await self._change(deed, wanted, num_steps)
-            self._meter.switch("wait-data", "orders")
-            self._tell("run-stepping", f"to version {until}: {self._now.reason}")
-            return until
-
-        return await self._carried_out(deed, work)
 
     async def checkpoint(self, who: Operator, reason: str, *, export: bool) -> str:
         deed = _deed("ckpt", who, reason, export=export)
@@ -127,39 +103,21 @@ class RunControl:
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         return await self._audit.newest(min(limit, 1000))
 
-    async def _change(self, deed: AuditRecord, wanted: PauseState, num_steps: int = 0) -> int:
-        """Recorded and done; returns where the trainer rests, `num_steps` later. As before if any of it fails."""
-        before = self._now
-        try:
-            if num_steps:  # the step is certain once nothing more begins
-                wanted = msgspec.structs.replace(wanted, until_step=await self._tell_buffer(wanted) + num_steps)
-            await self._audit.write(_ended(deed, "done", str(wanted.until_step or "")))
-            rests_at = await self._tell_buffer(wanted)
-        except MyxaError:
-            self._ctx.spawn(self._take_back(before), name="pause-taken-back")
-            raise
-        self._now = wanted
-        return rests_at
-
-    async def _take_back(self, before: PauseState) -> None:
+    async def _change(self, deed: AuditRecord, wanted: PauseState) -> int:
+        """Recorded, then done; returns where the trainer rests."""
         async with self._turn:
+            await self._audit.write(_ended(deed, "done"))
             try:
-                await self._tell_buffer(before)
-            except MyxaError as error:
-                self._tell("pause-unknown", f"{error}; asked again when the buffer is back")
-
-    async def _tell_buffer(self, wanted: PauseState) -> int:
-        return await self._until_answered(
-            lambda: self._buffer.set_paused(wanted.is_paused, wanted.until_step, wanted.reason)
-        )
+                rests_at = await self._until_answered(lambda: self._buffer.set_paused(wanted.is_paused, wanted.reason))
+            except MyxaError:  # it may have heard of it
+                self._ctx.spawn(self.look(), name="pause-of-buffer")
+                raise
+            self._now = wanted
+            return rests_at
 
     async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
         clock, log = self._ctx.clock, self._ctx.log
         return await until_answered(ask, who="buffer", clock=clock, log=log, give_up_s=TELL_S, waits_for_disk=False)
-
-    def _rests(self, text: str) -> None:
-        self._meter.switch("paused", "paused")
-        self._tell("run-paused", text)
 
     async def _carried_out(self, deed: AuditRecord, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
         """Completes even if the caller is gone. `is_recorded`: `work` writes the record before it acts."""

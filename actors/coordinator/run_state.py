@@ -38,8 +38,6 @@ class RunState:
     eval_reward: float | None = None
     evaluated: int = -1
     """Version that all answers of the newest evaluation are of; -1: of several, or there was none."""
-    evaluating: int = -1
-    """Version at which an evaluation began that is not through; -1: none."""
     has_restored: bool = False
     """The knobs of the checkpoint that the run resumed from are among the decisions."""
     past_epoch: int = 0

@@ -169,7 +169,7 @@ async def pull(
         owner.reach(boundary, number)
     coordinator = ctx.ref(CoordinatorContract, "coordinator")
     news = await until_answered(
-        lambda: coordinator.knobs_in_force(ctx.name, owner.heard, number),
+        lambda: coordinator.knobs_in_force(owner.heard, number),
         who="coordinator",
         clock=ctx.clock,
         log=ctx.log,

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 from msgspec.structs import replace
 
 from ...core.errors import LedgerError
@@ -44,13 +43,7 @@ from .states import (
 
 TRAINED_LENGTH = "trained"
 UNWRITABLE = "is the disk full or the file system read-only?"
-_MASKED = "masked "
 _VALUES = attrgetter(*COLUMNS)
-
-
-def masked_text(masked: Mapping[str, int]) -> str:
-    """What a transition says of a group's members that nothing is learnt from: reasons, and how many for each."""
-    return _MASKED + orjson.dumps(dict(masked), option=orjson.OPT_SORT_KEYS).decode() if masked else ""
 
 
 class GroupTally:
@@ -65,18 +58,6 @@ class GroupTally:
             "GROUP BY state, reason"
         ):
             self._counts[State(state), reason] = counts
-        self.masked: Counter[str] = Counter()
-        """Reason -> members of groups that were kept, from which nothing is learnt."""
-        for note, num_groups in file.query(
-            "SELECT detail, COUNT(*) FROM transitions WHERE to_state = 'READY' AND detail LIKE 'masked {%' "
-            "GROUP BY detail"
-        ):
-            self.note_masked(note, num_groups)
-
-    def note_masked(self, note: str, num_groups: int = 1) -> None:
-        """So many groups were kept with that `masked_text`."""
-        for reason, count in orjson.loads(note.removeprefix(_MASKED)).items() if note else ():
-            self.masked[reason] += count * num_groups
 
     def change(self, before: Row | None, after: Row) -> None:
         for row, sign in ((before, -1), (after, 1)):
@@ -384,16 +365,13 @@ class Ledger(LedgerReader):
             for group_id in group_ids:
                 change.move(self._get(group_id), State.DISPATCHED, detail="still held")
 
-    def finish(
-        self, group_id: int, data: bytes, *, version: int, num_tokens: int, reward: float | None = None, note: str = ""
-    ) -> None:
+    def finish(self, group_id: int, data: bytes, *, version: int, num_tokens: int, reward: float | None = None) -> None:
         """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part;
-        `reward`: mean over its members; `note`: `masked_text` of those that nothing is learnt from."""
+        `reward`: mean over its members."""
         with self._change() as change:
             change.payloads.append((group_id, True, data))
             row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
-            change.move(row, *_FINISH, detail=note)
-        self.tally.note_masked(note)
+            change.move(row, *_FINISH)
 
     def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int, reward: float | None = None) -> None:
         """A whole group arrived and is not kept: filtered, or its samples are wrong, and then it has no reward."""

@@ -80,8 +80,7 @@ def _add_set(parser: Parser) -> None:
 
 
 def _changes(options: argparse.Namespace) -> dict[str, Any]:
-    values, expect = assignments(options.values, "set"), assignments(options.expect, "--if")
-    return {"values": values, "expect": expect, **(lasting(options.lasting) if options.lasting else {})}
+    return {"values": assignments(options.values, "set"), **(lasting(options.lasting) if options.lasting else {})}
 
 
 BOUNDARIES = {

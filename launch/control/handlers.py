@@ -25,12 +25,10 @@ from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Op
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
 from ..composition.memory_parts import manager_name, takes_turns
-from ..supervisor.run_actors import ActorStatus
 from . import verbs
 from .look_verbs import LOOK_HANDLERS
 from .process_verbs import PROCESS_HANDLERS
 from .server import Handler, VerbContext
-from .targets import find_targets
 
 NAME = "coordinator"
 WAIT_S = 5.0
@@ -73,11 +71,6 @@ async def _resume(context: VerbContext, arguments: verbs.WithReason, who: Operat
     async with coordinator_call(context, verbs.RESUME.ask_s) as coordinator:
         await coordinator.resume_run(who, arguments.reason)
     return {"resumed": True}
-
-
-async def _step(context: VerbContext, arguments: verbs.StepArguments, who: Operator) -> dict[str, int]:
-    async with coordinator_call(context, verbs.STEP.ask_s) as coordinator:
-        return {"pauses_at": await coordinator.step_run(who, arguments.reason, arguments.num_steps)}
 
 
 async def _checkpoint(context: VerbContext, arguments: verbs.CheckpointArguments, who: Operator) -> dict[str, str]:
@@ -220,35 +213,12 @@ async def _explain(context: VerbContext, arguments: verbs.ExplainArguments, who:
 async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> ChangeReply:
     if request.for_steps and request.for_s:
         raise ConfigError("the change is to last for steps and for seconds", remedy="say one of them")
-    names = (*request.values, *request.expect)
-    if request.target.startswith("node:"):
-        owner = owner_on_node(request.target, context.supervisor.statuses(), names, await knob_table(context))
-        request = msgspec.structs.replace(request, target=owner)
     async with coordinator_call(context, verbs.SET.ask_s) as coordinator:
         reply = await coordinator.change_knobs(request)
     if reply.refused:
         # says better what was meant; asked only now, a good change is fast
-        check_names(names, await knob_table(context), context)
+        check_names(tuple(request.values), await knob_table(context), context)
     return reply
-
-
-def owner_on_node(target: str, roster: Sequence[ActorStatus], names: Sequence[str], table: KnobTable) -> str:
-    """A target that the coordinator knows for "node:1": the one owner of these knobs there, or its whole role if all of
-    it is there. Raises ConfigError when it is neither."""
-    here = {record.name for record in find_targets(target, roster)}
-    owners = {sheet.owner for sheet in table.sheets for state in sheet.knobs if state.tunable.name in names}
-    meant = sorted(owners & here)
-    if len(meant) == 1:
-        return meant[0]
-    roles = {owner.partition("/")[0] for owner in meant}
-    if len(roles) == 1 and {owner for owner in owners if owner.partition("/")[0] in roles} <= here:
-        return f"{roles.pop()}/*"
-    found = (
-        f"only {', '.join(meant)} of {', '.join(sorted(owners))} are on {target}" if meant else f"no owner on {target}"
-    )
-    raise ConfigError(
-        f"{found}: a change is for one owner, a role, or all", remedy="name one owner: --target rollout/1"
-    )
 
 
 async def _undo(context: VerbContext, arguments: verbs.UndoArguments, who: Operator) -> ChangeReply:
@@ -262,7 +232,7 @@ async def _history(context: VerbContext, arguments: verbs.HistoryArguments, who:
 
 
 HANDLERS: dict[verbs.Verb[Any], Handler] = {
-    verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume, verbs.STEP: _step,
+    verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume,
     verbs.CKPT: _checkpoint, verbs.EVAL: _evaluate, verbs.DOWN: _down,
     verbs.GET: _get, verbs.EXPLAIN: _explain, verbs.SET: _set,
     verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS,

@@ -94,7 +94,7 @@ async def test_each_set_is_asked_in_its_own_way_and_the_rest_is_as_for_all() -> 
         2, 9, SamplingParams(temperature=0.0, top_p=0.8, max_new_tokens=50),
     )  # fmt: skip
     assert world.metrics == {"eval/easy/reward": 0.9, "eval/hard/reward": 0.1, "eval/reward": 0.5}
-    assert (result.mean_reward, world.state.eval_reward, world.state.evaluating) == (0.5, 0.5, -1)
+    assert (result.mean_reward, world.state.eval_reward) == (0.5, 0.5)
 
 
 async def test_the_only_set_has_no_name() -> None:

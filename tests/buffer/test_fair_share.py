@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.actors.buffer.groups import RESERVED_S, FairShare
+from myxa.actors.buffer.groups import FairShare
 
 FREE = 16
-
-
-def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
-    shares = FairShare()
-    shares.waits("rollout/1", 100)
-    assert shares.limit("rollout/0", 100, FREE, dict, 5.0) == FREE // 2
-    assert shares.next_change_s("rollout/0", 5.0) == 5.0 + RESERVED_S
-    shares.waits("rollout/1", 100)  # it asks again and again
-    assert shares.limit("rollout/0", 100, FREE, dict, 5.0 + RESERVED_S) == FREE
-    assert shares.next_change_s("rollout/0", 5.0 + RESERVED_S) == math.inf
-    shares.follows("rollout/1")
-    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + RESERVED_S) == FREE // 2
-    shares.served("rollout/1")
-    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + RESERVED_S) == FREE
 
 
 def test_nothing_is_kept_for_one_that_left_or_may_take_none():
     shares = FairShare()
     shares.waits("rollout/1", 0)
-    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE
+    assert shares.limit("rollout/0", 100, FREE, dict) == FREE
     shares.waits("rollout/1", 100)
-    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE // 2
+    assert shares.limit("rollout/0", 100, FREE, dict) == FREE // 2
     shares.leaves("rollout/1")
-    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE
-    assert shares.next_change_s("rollout/0", 0.0) == math.inf
+    assert shares.limit("rollout/0", 100, FREE, dict) == FREE
 
 
 @settings(max_examples=40)
@@ -53,10 +36,10 @@ def test_all_that_is_free_is_taken_in_whatever_order_they_come_and_nobody_is_far
     left, at_first = num_free, Counter(held)
     for _ in range(len(actors) + 1):
         for name in lot.sample(sorted(actors), len(actors)):
-            taken = min(room[name], shares.limit(name, room[name], left, lambda: held, 0.0))
+            taken = min(room[name], shares.limit(name, room[name], left, lambda: held))
             assert 0 <= taken <= left
             if taken:
-                shares.served(name)
+                shares.leaves(name)
                 held[name], room[name], left = held[name] + taken, room[name] - taken, left - taken
                 if room[name]:
                     shares.waits(name, room[name])
@@ -71,16 +54,3 @@ def even_level(actors: dict[str, tuple[int, int]], num_free: int) -> int:
     while sum(min(room, max(0, level + 1 - num)) for room, num in actors.values()) <= num_free and level < 200:
         level += 1
     return level
-
-
-async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
-    monkeypatch.setattr("myxa.actors.buffer.groups.RESERVED_S", 0.3)
-    async with shop.open(max_staleness=1, batch_size=8) as desk:
-        await desk.fill()
-        waiting = asyncio.ensure_future(desk.draw(rollout="rollout/1", version=0, wait_s=5.0))
-        await desk.draw(blocked_by=None)
-        await desk.train(0)
-        await desk.adopted("rollout/0", 1, 1)
-        assert len((await desk.draw(version=1)).assignments) == 4
-        assert len((await desk.draw(version=1, wait_s=4.0)).assignments) == 4, "nothing else happens meanwhile"
-        waiting.cancel()

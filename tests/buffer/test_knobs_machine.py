@@ -59,7 +59,6 @@ class KnobsMachine(RuleBasedStateMachine):
         self.out: dict[int, Assignment] = {}
         self.trained: list[int] = []
         self.step = 0
-        self.rests_at: int | None = None
         self.is_paused = False
         self.open()
 
@@ -76,7 +75,7 @@ class KnobsMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.knobs.use = self.groups.retune
         kept = ((name, value, self.force_epochs[name]) for name, value in self.in_force.items())
-        values = [LiveKnob(name=n, target="", value=value, first=0, epoch=epoch, at=0) for n, value, epoch in kept]
+        values = [LiveKnob(name=n, value=value, first=0, epoch=epoch, at=0) for n, value, epoch in kept]
         self.knobs.take(LiveKnobs(epoch=self.epoch, knobs=tuple(values)))
 
     def teardown(self) -> None:
@@ -115,15 +114,14 @@ class KnobsMachine(RuleBasedStateMachine):
             self.knobs.take(news(epoch, **{name: data.draw(CHANGES[name])}))
         assert self.knobs.values == before
 
-    @rule(ahead=st.one_of(st.none(), st.integers(0, 3)))
-    def pause(self, ahead: int | None) -> None:
-        self.rests_at = None if ahead is None else self.ledger.next_step + ahead
+    @rule()
+    def pause(self) -> None:
         self.is_paused = True
-        self.knobs.pause(PauseState(is_paused=True, until_step=self.rests_at))
+        self.knobs.pause(PauseState(is_paused=True))
 
     @rule()
     def go_on(self) -> None:
-        self.is_paused, self.rests_at = False, None
+        self.is_paused = False
         self.knobs.pause(PauseState())
 
     @rule()
@@ -150,7 +148,7 @@ class KnobsMachine(RuleBasedStateMachine):
             if assignment.attempt == 1:
                 assert told == (now.terms_epoch, now.terms.sampling, now.values.num_samples)
             self.out[group_id] = assignment
-        if self.is_paused and self.rests_at is None:
+        if self.is_paused:
             assert self.groups.draw(request, 0.0)[1] in ("paused", "finished")
 
     @precondition(lambda self: bool(self.out))
@@ -187,9 +185,7 @@ class KnobsMachine(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
-        if not self.knobs.serves(self.step) and not self.ledger.claim_of(self.step):
-            assert self.is_paused
-            assert self.rests_at is None or self.step >= self.rests_at
+        if self.is_paused and not self.ledger.claim_of(self.step):
             return
         batch = self.groups.claim(self.step)
         if not batch:
@@ -203,8 +199,6 @@ class KnobsMachine(RuleBasedStateMachine):
         self.trained += ids
         self.groups.trained(self.step)
         self.step += 1
-        if self.rests_at is not None:
-            assert self.step <= self.rests_at
 
     # ---- what must hold after each
 
@@ -221,8 +215,6 @@ class KnobsMachine(RuleBasedStateMachine):
         assert states.get(State.TRAINED, 0) == len(self.trained)
         num_open = len(self.ledger.rows(*OPEN))
         assert num_open == self.groups.admission.num_open, "ledger and admission know the same groups"
-        if self.rests_at is not None and num_open < (self.rests_at - self.ledger.next_step) * BATCH:
-            assert not self.groups.has_enough, "not before it has all that it needs"
         open_now = {row.group_id for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}
         dropped = {gid for gid in self.out if gid not in open_now}
         assert all(self.ledger.find(gid).state is State.DROPPED for gid in dropped)  # type: ignore[union-attr]

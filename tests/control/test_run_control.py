@@ -1,4 +1,4 @@
-"""Pause, resume and step are whole or not at all: audit log and buffer agree, whoever goes or fails meanwhile."""
+"""Pause and resume are whole or not at all: audit log and buffer agree, whoever goes or fails meanwhile."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ class Buffer:
     """Rests where it stands; `may_answer` holds its answers, `errors` are what it says first, after it has obeyed."""
 
     def __init__(self) -> None:
-        self.holds: tuple[bool, int | None] = (False, None)
+        self.holds = False
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.errors: list[MyxaError] = []
         self.num_asked = 0
         self.reason = ""
 
-    async def set_paused(self, is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
+    async def set_paused(self, is_paused: bool, reason: str = "") -> int:
         self.num_asked += 1
-        self.holds = (is_paused, until_step)
+        self.holds = is_paused
         self.reason = reason
         await self.may_answer.wait()
         if self.errors:
             raise self.errors.pop(0)
-        return max(STANDS_AT, until_step or 0)
+        return STANDS_AT
 
     async def stats(self) -> BufferStats:
-        is_paused, until_step = self.holds
-        pause = PauseState(is_paused=is_paused, until_step=until_step, reason=self.reason)
+        pause = PauseState(is_paused=self.holds, reason=self.reason)
         return BufferStats(
             states={},
             drawn=0,
@@ -104,17 +103,11 @@ class Place:
         return [(record.verb, record.result) for record in read_audit(path)] if path.exists() else []
 
     async def do(self, verb: str) -> object:
-        match verb:
-            case "pause":
-                return await self.control.pause(WHO, "look")
-            case "resume":
-                return await self.control.resume(WHO, "")
-            case _:
-                return await self.control.step(WHO, "look", 3)
+        return await (self.control.pause(WHO, "look") if verb == "pause" else self.control.resume(WHO, ""))
 
     def agree(self) -> bool:
         """Both say the same of whether the run is held back."""
-        return self.buffer.holds == (self.control._now.is_paused, self.control._now.until_step)
+        return self.buffer.holds == bool(self.control.paused)
 
 
 async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> None:
@@ -133,7 +126,7 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
     assert "run-paused" in place.told
 
 
-@pytest.mark.parametrize("verb", ["pause", "resume", "step"])
+@pytest.mark.parametrize("verb", ["pause", "resume"])
 async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, verb: str) -> None:
     place = Place(tmp_path)
     if verb == "resume":
@@ -144,37 +137,17 @@ async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, 
         await place.do(verb)
     await place.settled()
     assert place.agree() and place.buffer.holds == before
-    assert "run-stepping" not in place.told
 
 
-@pytest.mark.parametrize("verb", ["pause", "step"])
-async def test_a_buffer_that_may_have_heard_is_told_that_it_is_as_before(
-    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_buffer_that_may_have_heard_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TELL_S", 0.0)
     place = Place(tmp_path)
     place.buffer.errors = [DeadlineExceeded("no answer")]  # obeyed, but not heard of
     with pytest.raises(CallError):
-        await place.do(verb)
+        await place.do("pause")
     await place.settled()
-    assert place.agree() and place.buffer.holds == (False, None)
-    assert place.audit[-1] == (verb, "failed")
-
-
-async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-
-    async def set_paused(is_paused: bool, until_step: int | None = None, reason: str = "") -> int:
-        if until_step is not None:
-            raise LedgerError("the disk is full")
-        place.buffer.holds = (is_paused, until_step)
-        return STANDS_AT
-
-    place.buffer.set_paused = set_paused
-    with pytest.raises(LedgerError, match="the disk is full"):
-        await place.control.step(WHO, "", 3)
-    await place.settled()
-    assert place.agree() and not place.control.paused
+    assert place.agree() and place.buffer.holds
+    assert place.audit[-1] == ("pause", "failed")
 
 
 async def test_a_coordinator_that_restarts_hears_what_is_held_back(tmp_path: Path) -> None:
@@ -192,12 +165,3 @@ async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path:
     (tmp_path / "audit.jsonl").write_text("no record\n")
     with pytest.raises(LedgerError, match=r"eval was done \(held-out reward 0\.5\), but could not be recorded"):
         await place.control.evaluate(WHO, "", "")
-
-
-async def test_steps_are_counted_from_where_the_run_stands(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    assert await place.control.step(WHO, "", 3) == STANDS_AT + 3
-    assert place.buffer.holds == (True, STANDS_AT + 3)
-    assert place.audit == [("step", "done")]
-    await place.control.resume(WHO, "")
-    assert place.agree() and not place.control.paused

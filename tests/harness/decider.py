@@ -39,15 +39,15 @@ class Decider(CoordinatorContract):
     def __init__(self, decisions: Decisions | None = None) -> None:
         self.decisions = decisions or Decisions("test")
 
-    async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
-        return self.decisions.news(owner, after)
+    async def knobs_in_force(self, after: int, number: int) -> LiveKnobs:
+        return self.decisions.news(after)
 
     async def change(self, owner: Any, epoch: int, at: int = -1, version: int = 0, /, **values: KnobValue) -> Outcome:
         """Judge and decide, and have the owner use it. `owner`: a reference to it, or itself; `at`: for that number."""
         roster = OwnerStates([await owner.knobs()], {})
         name = roster.sheets[0].owner
         try:
-            draft = draft_change(ChangeRequest(values=values, who=WHO, target=name), roster, self.decisions)
+            draft = draft_change(ChangeRequest(values=values, who=WHO), roster, self.decisions)
         except ConfigError as error:
             return Outcome(accepted=False, reason=str(error))
         number = draft.earliest(roster, version) if at < 0 else at
@@ -62,7 +62,5 @@ def news(epoch: int, at: int = 0, /, **values: KnobValue | None) -> LiveKnobs:
     """What an owner takes: these values by that change."""
     return LiveKnobs(
         epoch=epoch,
-        knobs=tuple(
-            LiveKnob(name=name, target="", value=value, first=0, epoch=epoch, at=at) for name, value in values.items()
-        ),
+        knobs=tuple(LiveKnob(name=name, value=value, first=0, epoch=epoch, at=at) for name, value in values.items()),
     )

@@ -49,10 +49,10 @@ async def test_a_step_waits_for_the_coordinator_that_decides_what_it_uses(model:
     class Deciding(Conductor):
         may_answer = asyncio.Event()
 
-        async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
+        async def knobs_in_force(self, after: int, number: int) -> LiveKnobs:
             if number >= 0:
                 await self.may_answer.wait()
-            return await super().knobs_in_force(owner, after, number)
+            return await super().knobs_in_force(after, number)
 
     conductor = Deciding()
     async with trainer_room(model, tmp_path, conductor=conductor) as room:
@@ -103,7 +103,7 @@ async def test_values_are_judged_together_with_those_that_wait_for_their_step(mo
 
 
 def lr_since(epoch: int, at: int, value: float) -> LiveKnobs:
-    knob = LiveKnob(name="lr", target="", value=value, first=1e-3, epoch=epoch, at=at)
+    knob = LiveKnob(name="lr", value=value, first=1e-3, epoch=epoch, at=at)
     return LiveKnobs(epoch=epoch, knobs=(knob,))
 
 

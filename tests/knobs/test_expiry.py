@@ -31,8 +31,8 @@ class Run:
     def roster(self) -> OwnerStates:
         return OwnerStates([desk.owner.sheet() for desk in self.desks.values()], {})
 
-    def set(self, target: str, for_s: float = 0.0, for_steps: int = 0, at: int = 0, **values: KnobValue) -> int:
-        request = ChangeRequest(values=values, who=WHO, target=target, for_s=for_s, for_steps=for_steps)
+    def set(self, for_s: float = 0.0, for_steps: int = 0, at: int = 0, **values: KnobValue) -> int:
+        request = ChangeRequest(values=values, who=WHO, for_s=for_s, for_steps=for_steps)
         return self._make(draft_change(request, self.roster, self.decisions), at)
 
     def undo(self, epoch: int, names: frozenset[str] = frozenset(), at: int = 0) -> None:
@@ -56,44 +56,31 @@ class Run:
 
     def _of_joiner(self, name: str) -> KnobValue:
         anew = make_desk(name, "room", "level")
-        anew.owner.take(self.decisions.news(name, 0))
+        anew.owner.take(self.decisions.news(0))
         return anew.values["room"]
 
     def _make(self, draft: ChangeDraft, at: int) -> int:
         self.log.append(decided(draft, self.decisions.epoch + 1, at, wall_s=self.now_s))
         self.decisions.add(self.log[-1])
-        for name, desk in self.desks.items():
-            desk.owner.take(self.decisions.news(name, desk.owner.heard))
+        for desk in self.desks.values():
+            desk.owner.take(self.decisions.news(desk.owner.heard))
         return self.decisions.epoch
 
 
-@pytest.mark.parametrize("target", ["", "rollout/*"])
-def test_all_actors_go_back_each_to_its_own_value(target: str) -> None:
+def test_all_actors_go_back_to_the_value_before() -> None:
     run = Run()
-    run.set("rollout/1", room=5)
-    run.set(target, for_s=10, room=2)
+    run.set(room=5)
+    run.set(for_s=10, room=2)
     assert run.rooms() == (2, 2, 2)
     assert run.decisions.reverts(3.0) == {"room": "in 7 s"}
     run.until(10)
-    assert run.rooms() == (FILE, 5, FILE)
+    assert run.rooms() == (5, 5, 5)
 
 
-@pytest.mark.parametrize(("outer", "inner"), [("", "rollout/*"), ("", "rollout/1"), ("rollout/*", "rollout/0")])
-def test_a_change_of_some_of_the_actors_is_refused_until_they_went_back(outer: str, inner: str) -> None:
+def test_all_are_set_again_and_none_goes_back() -> None:
     run = Run()
-    first = run.set(outer, for_s=10, level="DEBUG")
-    with pytest.raises(ConfigError, match="level goes back by itself"):
-        run.set(inner, level="ERROR")
-    run.undo(first)
-    run.set(inner, level="ERROR")
-    assert run.decisions.next_s() is None
-
-
-@pytest.mark.parametrize("target", ["rollout/*", ""])
-def test_all_are_set_again_and_none_goes_back(target: str) -> None:
-    run = Run()
-    run.set("rollout/*", for_s=10, room=2)
-    again = run.set(target, room=3)
+    run.set(for_s=10, room=2)
+    again = run.set(room=3)
     assert run.decisions.reverts(0) == {}
     run.until(10)
     assert run.rooms() == (3, 3, 3)
@@ -104,8 +91,8 @@ def test_all_are_set_again_and_none_goes_back(target: str) -> None:
 @pytest.mark.parametrize(("outer_s", "inner_s"), [(20, 5), (5, 20)])
 def test_a_time_within_a_time_leaves_nothing_behind(outer_s: float, inner_s: float) -> None:
     run = Run()
-    run.set("rollout/*", for_s=outer_s, room=4)
-    run.set("rollout/*", for_s=inner_s, room=2)
+    run.set(for_s=outer_s, room=4)
+    run.set(for_s=inner_s, room=2)
     run.until(inner_s - 1)
     assert run.rooms() == (2, 2, 2)
     run.until(inner_s)
@@ -115,8 +102,8 @@ def test_a_time_within_a_time_leaves_nothing_behind(outer_s: float, inner_s: flo
 
 def test_one_that_is_taken_back_by_hand_does_not_go_back_again() -> None:
     run = Run()
-    first = run.set("rollout/*", for_s=10, room=4, level="DEBUG")
-    run.set("rollout/*", level="ERROR")
+    first = run.set(for_s=10, room=4, level="DEBUG")
+    run.set(level="ERROR")
     assert set(run.decisions.reverts(0)) == {"room"}
     run.undo(first)
     assert run.decisions.next_s() is None
@@ -125,17 +112,9 @@ def test_one_that_is_taken_back_by_hand_does_not_go_back_again() -> None:
         run.undo(first)
 
 
-def test_a_knob_of_one_owner_may_be_set_again_by_its_name() -> None:
-    run = Run()
-    run.set("", for_s=10, eta=4)
-    run.set("buffer", eta=2)
-    run.until(10)
-    assert run.desks["buffer"].values["eta"] == 2
-
-
 def test_a_numbered_value_goes_back_at_its_very_number_also_after_the_trainer_was_thrown_back() -> None:
     run = Run()
-    first = run.set("", for_steps=5, at=12, lr=2e-3)
+    first = run.set(for_steps=5, at=12, lr=2e-3)
     assert (run.decisions.due(0, 0, 16), run.decisions.due(99, 1e9)) == ([], [])
     assert run.decisions.reverts(0) == {"lr": "at version 17"}
     [due] = run.decisions.due(0, 0, 17)
@@ -147,12 +126,11 @@ def test_a_numbered_value_goes_back_at_its_very_number_also_after_the_trainer_wa
     run.decisions.add(back)
     assert run.decisions.due(0, 0, 17) == [due]
     anew = make_desk("trainer/0", "lr")
-    anew.owner.take(run.decisions.news("trainer/0", 0))
+    anew.owner.take(run.decisions.news(0))
     assert anew.owner.use_due("step", 10) == {"lr": 2e-3}, "it was in force"
     run.undo(due.epoch, due.names, due.at)
-    anew.owner.take(run.decisions.news("trainer/0", anew.owner.heard))
+    anew.owner.take(run.decisions.news(anew.owner.heard))
     assert anew.owner.use_due("step", 16) == {}
     assert anew.owner.use_due("step", 17) == {"lr": 1e-3}
     live = run.decisions.live(16)
-    assert [(k.name, k.value, k.at) for k in live.knobs] == [("lr", 2e-3, 10), ("lr", 1e-3, 17)]
-    assert run.decisions.live(17).knobs == ()
+    assert live.knobs == (), "what is for a time is not kept"

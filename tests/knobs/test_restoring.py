@@ -83,79 +83,55 @@ class Engine(OwnsKnobs, RolloutContract):
 
 def live_knob(name: str, value: KnobValue, epoch: int, **more: Any) -> LiveKnob:
     first = FIRST[name] if name in FIRST else getattr(BUFFER_FIRST, name, 0)
-    return LiveKnob(**{"name": name, "target": "", "value": value, "first": first, "epoch": epoch, "at": 0, **more})
+    return LiveKnob(**{"name": name, "value": value, "first": first, "epoch": epoch, "at": 0, **more})
 
 
 def kept(*knobs: LiveKnob) -> LiveKnobs:
     return LiveKnobs(epoch=max(knob.epoch for knob in knobs), knobs=knobs)
 
 
-def restored(room: Room) -> list[tuple[Mapping[str, Any], Any]]:
+def restored(room: Room) -> list[tuple[Mapping[str, Any], int]]:
     return [
-        (r.arguments["values"], r.arguments.get("target", ""))  # type: ignore[misc]
+        (r.arguments["values"], r.at)  # type: ignore[misc]
         for r in read_audit(room.audit)
         if r.verb == "resume"
     ]
 
 
-async def test_values_of_a_single_actor_wait_for_it(tmp_path: Path) -> None:
-    """rollout/1 had its own value, and joins after the resumed run began; the others never get it."""
+async def test_values_of_actors_that_join_later_and_of_numbers_that_come_later(tmp_path: Path) -> None:
     live = kept(
-        live_knob("room", 4, 1, target="rollout/*"),
-        live_knob("room", 2, 3, target="rollout/1"),
-        live_knob("level", "DEBUG", 3, target="rollout/1"),
-        LiveKnob(name="gone", target="rollout/7", value=1, first=0, epoch=2, at=0),
-    )
-    first, second, third = Engine(), Engine(), Engine()
-    async with open_room(tmp_path, live, 5, beside={"rollout/0": first}) as room:
-        assert first.desk.values == {"room": 4, "level": "INFO"}
-        assert restored(room) == [({"room": 2, "level": "DEBUG"}, "")]
-        await room.node.start(second, "rollout/1")
-        await room.node.start(third, "rollout/2")
-        await until(lambda: second.desk.values["room"] == 2, "its own value")
-        await until(lambda: third.desk.values["room"] == 4, "that of all")
-        assert (second.desk.values["level"], third.desk.values["level"]) == ("DEBUG", "INFO")
-        again = await room.ref.live_knobs()
-        assert [(k.name, k.target, k.value) for k in again.knobs] == [
-            ("room", "rollout/*", 4),
-            ("level", "rollout/1", "DEBUG"),
-            ("room", "rollout/1", 2),
-        ]
-        # A later change of it goes back to what was restored.
-        await room.change(room=6, target="rollout/1")
-        assert second.desk.values["room"] == 6
-        await room.ref.undo(WHO, "", 0)
-        assert (second.desk.values["room"], third.desk.values["room"]) == (2, 4)
-
-
-async def test_the_newest_value_holds_however_its_target_was_named(tmp_path: Path) -> None:
-    live = kept(
-        live_knob("room", 4, 1, target="rollout/0"), live_knob("room", 3, 2, target="rollout/*"),
-        live_knob("level", "DEBUG", 1), live_knob("level", "WARNING", 4, target="rollout/0"),
-        live_knob("lr", 2e-3, 5, at=3), live_knob("lr", 3e-3, 6, target="trainer/0", at=4),
-        live_knob("lr", 4e-3, 7, at=9), live_knob("clip", 0.3, 8, target="trainer/*", at=9),
+        live_knob("room", 2, 3), live_knob("level", "DEBUG", 3), LiveKnob(name="gone", value=1, first=0, epoch=2, at=0),
+        live_knob("lr", 3e-3, 5, at=3), live_knob("lr", 4e-3, 7, at=9), live_knob("clip", 0.3, 8, at=9),
     )  # fmt: skip
-    engine = Engine()
-    beside = {"rollout/0": engine, "buffer": Buffer(tmp_path / "ledger.sqlite")}
+    first, second = Engine(), Engine()
+    beside = {"rollout/0": first, "buffer": Buffer(tmp_path / "ledger.sqlite")}
     async with open_room(tmp_path, live, 5, beside=beside) as room:
-        assert engine.desk.values == {"room": 3, "level": "WARNING"}
+        assert first.desk.values == {"room": 2, "level": "DEBUG"}
+        assert restored(room) == [({"room": 2, "level": "DEBUG", "lr": 3e-3}, 5), ({"lr": 4e-3, "clip": 0.3}, 9)]
         await until(lambda: max(room.trainer.steps) > 9, "the number that was still to come")
         assert {n: (v["lr"], v["clip"]) for n, v in room.trainer.steps.items() if 5 <= n <= 9} == {
             **dict.fromkeys(range(5, 9), (3e-3, 0.2)),
             9: (4e-3, 0.3),
         }
+        await room.node.start(second, "rollout/1")
+        await until(lambda: second.desk.values == {"room": 2, "level": "DEBUG"}, "that of all")
+        again = await room.ref.live_knobs()
+        assert {k.name: k.value for k in again.knobs} == {"room": 2, "level": "DEBUG", "lr": 4e-3, "clip": 0.3}
+        # A later change of it goes back to what was restored.
+        await room.change(room=6)
+        assert second.desk.values["room"] == 6
+        await room.ref.undo(WHO, "", 0)
+        assert (first.desk.values["room"], second.desk.values["room"]) == (2, 2)
 
 
 async def test_values_that_only_fit_together_come_back_together(tmp_path: Path) -> None:
     """max_staleness 8, then window 20, then max_staleness 9: the checkpoint has no trace of the 8."""
-    live = kept(
-        live_knob("window", 20, 2, target="buffer"), live_knob("max_staleness", 9, 3), live_knob("top_p", 0.5, 4)
-    )
+    live = kept(live_knob("window", 20, 2), live_knob("max_staleness", 9, 3), live_knob("top_p", 0.5, 4))
     buffer, engine = Buffer(tmp_path / "ledger.sqlite"), Engine()
     async with open_room(tmp_path, live, 5, beside={"buffer": buffer, "rollout/0": engine}) as room:
         values = buffer.live.values
         assert (values.window, values.max_staleness, values.top_p) == (20, 9, 0.5)
-        assert restored(room) == [({"window": 20, "max_staleness": 9, "top_p": 0.5}, "")]
+        assert [values for values, _ in restored(room)] == [{"window": 20, "max_staleness": 9, "top_p": 0.5}]
 
 
 async def test_knobs_are_in_force_before_an_engine_could_draw(tmp_path: Path) -> None:
@@ -191,7 +167,7 @@ async def test_a_value_whose_time_is_over_goes_back_once_that_can_be_recorded(
         coordinator = room.coordinator
         assert coordinator is not None
         await until(lambda: len(coordinator.fleet.present) == 1, "the engine")
-        await room.change(room=2, target="rollout", for_s=0.5)
+        await room.change(room=2, for_s=0.5)
         desk = coordinator.conductor._audit
         write, num_tried = desk.write, 0
 
