@@ -339,11 +339,6 @@ class MonitorContract(KnobsContract):
         """Actor -> kind of activity, or "kind/name", -> share of its time over the last `window_s` seconds."""
         raise NotImplementedError
 
-    @call(deadline=60)
-    async def finish(self) -> str:
-        """Flush all sinks, close the trace; returns the run directory."""
-        raise NotImplementedError
-
 
 class RolloutContract(TenantContract, KnobsContract):
     """One engine and the workflows that use it."""

@@ -26,7 +26,7 @@ COMMANDS = (
     run_life.UP, run_life.LAUNCH, run_life.DEMO,
     offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, render.RENDER,
     runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD_COMMAND, views.WHY,
-    *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS, views.TRACE,
+    *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS,
     *data.COMMANDS, views.MEM, views.REPORT, processes.WHERE, completion.COMPLETION,
 )  # fmt: skip
 """In the order in which `myxa --help` lists them."""

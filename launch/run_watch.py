@@ -58,10 +58,6 @@ class RunWatch:
             return False
         return True
 
-    async def close_monitor(self, seconds: float) -> bool:
-        """Have the monitor write everything; whether it answered."""
-        return await self._answer("monitor", with_deadline(self._monitor, seconds).finish) is not None
-
     async def _answer(self, name: str, ask: Callable[[], Awaitable[T]]) -> T | None:
         """The answer; None if the actor is absent or does not answer. An absent actor is not waited for."""
         if name not in self._node.peers(name):

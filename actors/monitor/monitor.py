@@ -122,20 +122,13 @@ class Monitor(OwnsKnobs, MonitorContract):
     async def shares(self, window_s: float) -> dict[str, dict[str, float]]:
         return self._latest.shares(window_s)
 
-    async def finish(self) -> str:
-        """All that was received is in the files, and they are whole; returns the run directory. The sinks stay open:
-        the last words of actors that stop after this call are still written, and `on_stop` closes."""
-        self._write_held()
-        await self._sinks.flush(_CLOSE_S)
-        return str(self._run_dir)
-
     def _write_held(self) -> None:
         if self._held_times:
             self._sinks.put(Telemetry(metrics=tuple(self._held_times.values())))
             self._held_times.clear()
 
     def _thinned(self, bundle: Telemetry) -> Telemetry:
-        """Hold time totals back that come more often than `time_every_s`; the last ones are written by `finish`."""
+        """Hold time totals back that come more often than `time_every_s`; the last ones are written by `on_stop`."""
         if not any(_is_time(point) for point in bundle.metrics):
             return bundle
         now = self._clock.monotonic()

@@ -11,7 +11,6 @@ joined at interpreter exit, so a hanging sink would hang the run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -46,88 +45,73 @@ class SinkThread:
         self._max_bundles = max_bundles
         self._num_refused = -1
         """Bundles that it could not take since its disk refuses; -1: it does not."""
-        self._queue: queue.SimpleQueue[Telemetry | Future[None]] = queue.SimpleQueue()
-        self._opening = _running()
-        self._ending: Future[None] | None = None
-        """The last thing in the queue; None: it is not to stop yet."""
-        self._thread: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[Telemetry | None] = queue.SimpleQueue()
+        """None is the last thing in it."""
+        self._opening, self._ended = _running(), _running()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="myxa-sinks", daemon=True)
 
     def start(self) -> Future[None]:
         """Open it in the thread. The future raises the ConfigError or LaunchError of a sink that refuses."""
-        self._thread = threading.Thread(target=self._run, name="myxa-sinks", daemon=True)
         self._thread.start()
         return self._opening
 
     def put(self, bundle: Telemetry) -> None:
         """Queue a bundle; counted when the sink is too far behind or is to stop."""
-        if self.is_active and (self._queue.qsize() >= self._max_bundles or self._ending is not None):
+        if self.is_active and (self._queue.qsize() >= self._max_bundles or self._is_stopped):
             self.num_dropped += 1
         elif self.is_active:
             self._queue.put(bundle)
 
-    def flush(self) -> Future[None]:
-        """The future ends when everything put so far has been written and flushed, or can never be."""
-        return self._ending or self._queued(_running())
-
     def stop(self) -> Future[None]:
         """Write what waits, close the sink. The future ends when that is done; calling again is harmless."""
-        if self._ending is None:
-            self._ending = _running()
-            self._queued(self._ending)
-        return self._ending
-
-    def _queued(self, mark: Future[None]) -> Future[None]:
-        if self._thread is None:
-            mark.set_result(None)
-        else:
-            self._queue.put(mark)
-        return mark
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._queue.put(None)
+            if self._thread.ident is None:
+                self._ended.set_result(None)
+        return self._ended
 
     def join(self) -> None:
         """After the future of `stop` has ended: see the thread itself off."""
-        if self._thread is not None and self._ending is not None and self._ending.done():
+        if self._thread.ident is not None and self._ended.done():
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        error: Exception | None = None
         try:
             self._sink.open(self._context)
-        except Exception as err:  # noqa: BLE001 - foreign code; the run is worth more than this sink
-            error = err
-            self._disable("cannot be opened", err)
-        if isinstance(error, ConfigError | LaunchError):
-            self._opening.set_exception(error)
-        else:
-            self._opening.set_result(None)
-        ending = self._pump()
+        except Exception as error:  # noqa: BLE001 - foreign code; the run is worth more than this sink
+            self._disable("cannot be opened", error)
+            if isinstance(error, ConfigError | LaunchError):
+                self._opening.set_exception(error)
+            else:
+                self._opening.set_result(None)
+            self._ended.set_result(None)
+            return
+        self._opening.set_result(None)
+        self._pump()
         try:
-            if error is None:
-                self._sink.close()
-        except Exception as err:  # noqa: BLE001 - foreign code
-            _log.warning("sink %s failed to close: %r", self.name, err)
-        ending.set_result(None)
+            self._sink.close()
+        except Exception as error:  # noqa: BLE001 - foreign code
+            _log.warning("sink %s failed to close: %r", self.name, error)
+        self._ended.set_result(None)
 
-    def _pump(self) -> Future[None]:
-        """Until the end mark, which is returned: write bundles, flush for a mark and when something is unflushed for
-        `flush_s` of real time (the thread really waits, so an injected clock would not do). A sink that is off still
-        lets marks pass."""
+    def _pump(self) -> None:
+        """Write bundles until the end; flush when something is unflushed for `flush_s` of real time (the thread really
+        waits, so an injected clock would not do)."""
         due_s: float | None = None
         while True:
-            item: Telemetry | Future[None] | None = None
-            with contextlib.suppress(queue.Empty):
+            try:
                 item = self._queue.get(timeout=None if due_s is None else max(0.0, due_s - time.monotonic()))
-            if isinstance(item, Telemetry) and self.is_active:
+            except queue.Empty:
+                self._flush()
+                due_s = time.monotonic() + self._flush_s if self.is_active and self._num_refused >= 0 else None
+                continue
+            if item is None:
+                return
+            if self.is_active:
                 self._try("write", item)
                 due_s = time.monotonic() + self._flush_s if due_s is None else due_s
-            if self.is_active and (isinstance(item, Future) or (due_s is not None and time.monotonic() >= due_s)):
-                self._flush()
-                due_s = time.monotonic() + self._flush_s if self._num_refused >= 0 else None
-            if not self.is_active:
-                due_s = None
-            if isinstance(item, Future):
-                if item is self._ending:
-                    return item
-                item.set_result(None)
 
     def _flush(self) -> None:
         if self._try("flush") and self._num_refused >= 0:
@@ -204,21 +188,14 @@ class Sinks:
         for thread in self._threads:
             thread.put(bundle)
 
-    async def flush(self, patience_s: float) -> None:
-        """All that was put is written and flushed, or can never be, or the time is over."""
-        await self._until({thread.name: thread.flush() for thread in self._threads}, patience_s)
-
     async def stop(self, patience_s: float) -> None:
         """Write what waits and close all; calling again is harmless."""
-        await self._until({thread.name: thread.stop() for thread in self._threads}, patience_s)
+        stopping = {asyncio.wrap_future(thread.stop()): thread.name for thread in self._threads}
+        if late := await _late(stopping, patience_s):
+            names = ", ".join(stopping[future] for future in late)
+            _log.warning("sinks %s did not write within %g s; their last data may be lost", names, patience_s)
         for thread in self._threads:
             thread.join()
-
-    async def _until(self, written: Mapping[str, Future[None]], patience_s: float) -> None:
-        waiting = {asyncio.wrap_future(future): name for name, future in written.items()}
-        if late := await _late(waiting, patience_s):
-            names = ", ".join(waiting[future] for future in late)
-            _log.warning("sinks %s did not write within %g s; their last data may be lost", names, patience_s)
 
     def _emit(self, kind: str, text: str) -> None:
         self.put(Telemetry(events=(Event(source="monitor", wall_s=self._clock.wall(), kind=kind, text=text),)))

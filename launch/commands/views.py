@@ -1,4 +1,4 @@
-"""Commands that look at a run: `ps`, `top`, `dashboard`, `why`, `report`, `mem`, `trace`."""
+"""Commands that look at a run: `ps`, `top`, `dashboard`, `why`, `report`, `mem`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import ConfigError, LaunchError
+from ...core.errors import LaunchError
 from ..control import verbs
 from ..memory_part import size_text
 from .parser import (
@@ -123,10 +123,12 @@ def _why_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     """Of a run that is over, over all of it."""
     import msgspec
 
+    del options
+
     from ..views.run_files import load_run
     from ..views.why import explain_run
 
-    return msgspec.to_builtins(explain_run(load_run(folder), options.target))
+    return msgspec.to_builtins(explain_run(load_run(folder)))
 
 
 def _why_page(reason: dict[str, Any]) -> RenderableType:
@@ -136,10 +138,8 @@ def _why_page(reason: dict[str, Any]) -> RenderableType:
     from ...core.activity import ACTIVITY_KINDS
 
     parts: list[RenderableType] = [Text(reason["sentence"])]
-    if reason["target"]:
-        parts.append(Text(reason["remedy"]))
-    if reason["to_try"]:
-        parts.append(Text(f"to try: {reason['to_try']}", style="bold"))
+    if reason["remedy"]:
+        parts.append(Text(f"to try: {reason['remedy']}", style="bold"))
     rows = [
         (name, *(_percent(kinds, kind) for kind in ACTIVITY_KINDS)) for name, kinds in sorted(reason["shares"].items())
     ]
@@ -176,18 +176,6 @@ def _add_mem(parser: Parser) -> None:
 def _named(options: argparse.Namespace) -> dict[str, Any]:
     options.run_path = options.run_path or options.folder
     return {}
-
-
-def _trace_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    del options
-    path = folder / "trace.json"
-    if not path.is_file():
-        raise ConfigError(f"there is no {path}", remedy="it is written with monitor.trace = true")
-    return {"file": str(path), "num_bytes": path.stat().st_size}
-
-
-def _trace_words(facts: dict[str, Any]) -> str:
-    return f"{size_text(facts['num_bytes'])} in {facts['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
 MAX_EVENTS = 20
@@ -257,6 +245,5 @@ DASHBOARD_COMMAND = Command(
     "has the URL may look. Of an ended run it shows what its files hold.",
 )  # fmt: skip
 WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
-TRACE = verb_command(verbs.TRACE, _trace_words, from_files=_trace_from_files)
 MEM = verb_command(verbs.MEM, memory_page, add=_add_mem, more=_named)
 REPORT = Command("report", "write report.html of a run", _report, _add_report)

@@ -111,23 +111,6 @@ async def _verbs(context: VerbContext, arguments: verbs.Arguments, who: Operator
 # -- knobs ------------------------------------------------------------------------------------------------------------
 
 
-def default_at(key: str) -> Any:
-    """What a run file means that leaves "section.key" out; None where there is no such key, or it has to be given."""
-    info = next((info for path, info in walk(RunConfig) if ".".join(path) == key), None)
-    return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
-
-
-def in_file(config: RunConfig, key: str) -> Any:
-    """What the run's file says at "section.key"; None for no key."""
-    found: Any = config.model_dump(by_alias=True)
-    for part in key.split(".") if key else ():
-        found = found[part]
-    return found if key else None
-
-
-MAX_RECORDS = 10_000
-
-
 async def knob_table(context: VerbContext) -> KnobTable:
     """All knobs of the run. Raises CallError while there is no coordinator."""
     async with coordinator_call(context, verbs.GET.ask_s) as coordinator:
@@ -190,26 +173,6 @@ async def _get(context: VerbContext, arguments: verbs.GetArguments, who: Operato
     return msgspec.structs.replace(table, sheets=tuple(sheet for sheet in sheets if sheet.knobs))
 
 
-async def _explain(context: VerbContext, arguments: verbs.ExplainArguments, who: Operator) -> dict[str, Any]:
-    """Its state at each owner, what the run file says, when it goes back by itself, and what became of it."""
-    name = arguments.name
-    table = await knob_table(context)
-    check_names((name,), table, context)
-    owners = {sheet.owner: state for sheet in table.sheets for state in sheet.knobs if state.tunable.name == name}
-    knob = next(iter(owners.values()))
-    key = knob.tunable.key
-    value = in_file(context.config, key)
-    records = await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, MAX_RECORDS)
-    return {
-        "knob": knob,
-        "owners": owners,
-        "file_value": value,
-        "is_default": bool(key) and value == default_at(key),
-        "reverts": table.reverts.get(name, ""),
-        "history": [record for record in records if any(move.name == name for move in record.moves)],
-    }
-
-
 async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> ChangeReply:
     if request.for_steps and request.for_s:
         raise ConfigError("the change is to last for steps and for seconds", remedy="say one of them")
@@ -234,6 +197,6 @@ async def _history(context: VerbContext, arguments: verbs.HistoryArguments, who:
 HANDLERS: dict[verbs.Verb[Any], Handler] = {
     verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume,
     verbs.CKPT: _checkpoint, verbs.EVAL: _evaluate, verbs.DOWN: _down,
-    verbs.GET: _get, verbs.EXPLAIN: _explain, verbs.SET: _set,
+    verbs.GET: _get, verbs.SET: _set,
     verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS,
 }  # fmt: skip

@@ -1,8 +1,7 @@
-"""Verbs that look at the run as a whole and change nothing: `status`, `ps`, `why`, `trace`.
+"""Verbs that look at the run as a whole and change nothing: `status`, `ps`, `why`.
 
 `status` is one `RunView`: with `whole` everything that `top` and the dashboard show. An actor that does not answer is
-left out: without the coordinator there is still a verdict, only no knob to turn. `trace` writes the timeline up to now
-and returns the file's path.
+left out: without the coordinator there is still a verdict.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import psutil
 
 from ...actors.contracts import CoordinatorContract, MonitorContract
 from ...actors.coordinator.audit import AUDIT_FILE, read_audit
-from ...actors.sinks.chrome_trace import TRACE_FILE
-from ...core.errors import ConfigError, LaunchError
-from ...core.knobs import KnobState, KnobTable, Operator
+from ...core.errors import LaunchError
+from ...core.knobs import KnobTable, Operator
 from ...core.refs import with_deadline
 from ..run_watch import RunWatch
 from ..views.numbers import doing, name_order
 from ..views.run_view import ActorFacts, RunView
-from ..views.why import Facts, Reason, actors_of, explain, explain_actors
+from ..views.why import Facts, Reason, explain, judge
 from . import verbs
 from .server import Handler, VerbContext, answer_or_none
 
@@ -39,7 +37,7 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: O
         return view
     table = await _knob_table(context)
     shares = view.shares()
-    reason = explain(shares, facts_of(context, view, table))
+    reason = judge(shares, _facts_of(view))
     told = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
     return msgspec.structs.replace(
         view,
@@ -47,7 +45,7 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: O
         knobs=table,
         history=await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, SHOWN_RECORDS),
         why=reason.sentence if shares else "",
-        remedy=reason.to_try,
+        remedy=reason.remedy,
         troubles=tuple(f"{name} does not answer" for name, answer in told.items() if answer is None),
     )
 
@@ -91,42 +89,18 @@ def _memory(pid: int) -> int:
 
 async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operator) -> Reason:
     monitor = with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.WHY.ask_s)
-    view, shares, table = await asyncio.gather(
-        RunWatch(context.node, context.node.clock).look(),
-        answer_or_none(monitor.shares(arguments.window_s)),
-        _knob_table(context),
+    view, shares = await asyncio.gather(
+        RunWatch(context.node, context.node.clock).look(), answer_or_none(monitor.shares(arguments.window_s))
     )
     if shares is None:
         raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
-    facts = facts_of(context, view, table)
-    if not arguments.target:
-        return explain(shares, facts, window_s=arguments.window_s)
-    return explain_actors(actors_of(arguments.target, shares), shares, facts, window_s=arguments.window_s)
+    return explain(shares, _facts_of(view), window_s=arguments.window_s)
 
 
-def facts_of(context: VerbContext, view: RunView, table: KnobTable | None) -> Facts:
-    """Numbers of the run as they are now; where an answer is missing, as the run file has them."""
-    knobs: dict[str, KnobState] = {}
-    for state in (state for sheet in (table.sheets if table is not None else ()) for state in sheet.knobs):
-        knobs.setdefault(state.tunable.name, state)
-    samples = knobs.get("num_samples")
-    return Facts(
-        gauges=view.snapshot,
-        disk=view.buffer.disk if view.buffer is not None else "",
-        knobs=knobs,
-        num_samples=int(samples.value) if samples is not None else context.config.rollout.num_samples,
-        max_running=context.config.engine.max_running,
-    )
-
-
-async def _trace(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> dict[str, Any]:
-    if not context.config.monitor.trace:
-        raise ConfigError("this run writes no trace", remedy="set monitor.trace = true in the run file")
-    await with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.TRACE.ask_s).finish()
-    path = context.run_dir.path.resolve() / TRACE_FILE
-    return {"file": str(path), "num_bytes": path.stat().st_size}
+def _facts_of(view: RunView) -> Facts:
+    return Facts(gauges=view.snapshot, disk=view.buffer.disk if view.buffer is not None else "")
 
 
 LOOK_HANDLERS: dict[verbs.Verb[Any], Handler] = {
-    verbs.STATUS: _status, verbs.PS: _ps, verbs.WHY: _why, verbs.TRACE: _trace,
+    verbs.STATUS: _status, verbs.PS: _ps, verbs.WHY: _why,
 }  # fmt: skip

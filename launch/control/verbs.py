@@ -102,12 +102,6 @@ class GetArguments(Arguments, frozen=True, kw_only=True):
     ] = ()
 
 
-class ExplainArguments(Arguments, frozen=True, kw_only=True):
-    """Of `explain`."""
-
-    name: Annotated[KnobName, argument("a knob; `myxa get --all` lists them", "NAME", is_word=True)]
-
-
 class UndoArguments(WithReason, frozen=True, kw_only=True):
     """Of `undo`."""
 
@@ -121,7 +115,6 @@ class HistoryArguments(Arguments, frozen=True, kw_only=True):
 
 
 GET = Verb("get", "read", GetArguments, "knobs with their values, limits and owners", 20.0)
-EXPLAIN = Verb("explain", "read", ExplainArguments, "everything about one knob, with its history", 20.0)
 SET = Verb("set", "change", ChangeRequest, "change knobs, all or none", 60.0, by=COORDINATOR)
 UNDO = Verb(
     "undo", "change", UndoArguments, "take the newest change of knobs back, or that of an epoch", 60.0, by=COORDINATOR
@@ -176,10 +169,6 @@ class TargetArguments(Arguments, frozen=True, kw_only=True):
 class WhyArguments(Arguments, frozen=True, kw_only=True):
     """Of `why`."""
 
-    target: Annotated[
-        str,
-        argument("actor: rollout/1, rollout, trainer/0 (the run as a whole)", "TARGET", is_word=True, max_length=128),
-    ] = ""
     window_s: Annotated[
         float,
         argument("the last so many seconds, at most 10min (60s)", "T", flag="--window", is_time=True, ge=1, le=600),
@@ -228,12 +217,11 @@ STACK = Verb("stack", "read", TargetArguments, "where an actor's process is, als
 PROFILE = Verb(
     "profile", "change", ProfileArguments, "where an actor's process spends its time, or its memory", 75.0, "for_s"
 )
-TRACE = Verb("trace", "read", Arguments, "the timeline up to now, for ui.perfetto.dev", 20.0)
 
 
 ALL: tuple[Verb[Any], ...] = (
-    PS, STATUS, WHY, GET, SET, EXPLAIN, UNDO, HISTORY, PAUSE, RESUME, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
-    KILL, LOGS, STACK, PROFILE, TRACE, MEM, VERBS,
+    PS, STATUS, WHY, GET, SET, UNDO, HISTORY, PAUSE, RESUME, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
+    KILL, LOGS, STACK, PROFILE, MEM, VERBS,
 )  # fmt: skip
 BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}
 

@@ -19,7 +19,6 @@ VERDICT_S = 1.5
 """After the coordinator reports a failure: how long to wait for the failing process's own exit status."""
 CONSEQUENCES_S = 0.5
 """How long the report of a failure waits for consequences. With the two above, the report comes within 3 s."""
-CLOSE_MONITOR_S = 30.0
 
 T = TypeVar("T")
 
@@ -67,7 +66,6 @@ class Lead:
             start.result()
             ending = await self._until_over()
         await self._report()
-        await self._watch.close_monitor(CLOSE_MONITOR_S)
         await self._supervisor.stop_all()
         failure = self._failures.first if ending.exit_code else None
         return RunEnd(ending.exit_code, ending.reason, self._watch.last.status, failure)

@@ -14,24 +14,6 @@ from .changes import value_text
 from .numbers import clean, name_order
 
 
-def declared() -> tuple[Tunable, ...]:
-    """All knobs that the product has: trainer, buffer, rollout actors, coordinator, every process."""
-    from ...actors.buffer.knobs import BufferLimits, buffer_tunables  # roles are slow to import
-    from ...actors.coordinator.knobs import COORDINATOR_TUNABLES
-    from ...actors.knobs import process as process_knobs
-    from ...actors.rollout import knobs as rollout_knobs
-    from ...actors.trainer import knobs as trainer_knobs
-    from ...algos.filters import GROUP_FILTERS
-
-    return (
-        *trainer_knobs.TUNABLES,
-        *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources=("math", "code")),
-        *rollout_knobs.TUNABLES,
-        *COORDINATOR_TUNABLES,
-        *process_knobs.TUNABLES,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class KnobRow:
     """One knob, over all of its owners."""
@@ -114,9 +96,9 @@ def read_value(name: str, text: str) -> KnobValue:
             return text
         raise ConfigError(f"{name} = {text}: is no TOML value: {error}", remedy='write 1e-4, true or "text"') from None
     if isinstance(found, float) and not math.isfinite(found):
-        raise ConfigError(f"{name} = {text}: must be finite", remedy=f"`myxa explain {name}` shows its range")
+        raise ConfigError(f"{name} = {text}: must be finite", remedy=f"`myxa get {name}` shows its range")
     if not isinstance(found, bool | int | float | str):
-        raise ConfigError(f"{name} = {text}: knobs are numbers, text, true or false", remedy=f"`myxa explain {name}`")
+        raise ConfigError(f"{name} = {text}: knobs are numbers, text, true or false", remedy=f"`myxa get {name}`")
     return found
 
 

@@ -163,7 +163,7 @@ def run_view_of_files(run: RunFiles) -> RunView:
             for name in sorted(shares, key=name_order)
         ),
         why=reason.sentence,
-        remedy=reason.to_try,
+        remedy=reason.remedy,
         has_ended=not run.is_live,
         is_of_files=True,
     )

@@ -1,15 +1,13 @@
-"""Why a run is not faster and what to do about it: what holds it back, from the time shares of its actors, and one
-move. Pure.
+"""Why a run is not faster and what to do about it: what holds it back, from the time shares of its actors, and a
+remedy. Pure.
 
 Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). A run is as fast as its trainer is busy. If the
 trainer computes nearly all the time, training is the bottleneck. If it waits, the bottleneck is what its rollout actors
-do meanwhile. Start-up is left out. `_MOVES` makes one careful move of a live knob; the next verdict shows whether it
-helped. Where there is none, the text of `REMEDIES` is shown.
+do meanwhile. Start-up is left out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,13 +15,9 @@ from typing import Literal
 import msgspec
 
 from ...core.activity import ACTIVITY_KINDS
-from ...core.errors import ConfigError
 from ...core.files import WAITS
-from ...core.knobs import KnobState
 from ...core.messages import Record
-from ...core.suggestion import suggest
-from .knob_table import declared
-from .numbers import percent, short, time_parts
+from .numbers import percent, short
 from .run_files import NEWEST, RunFiles
 
 Bound = Literal[
@@ -64,58 +58,34 @@ REMEDIES: Mapping[Bound, str] = {
     "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
     "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
 }
-"""What may be changed; `_MOVES` has values for knobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a verdict and a move need to know of the run beside its shares. 0: not known."""
+    """What a verdict needs to know of the run beside its shares."""
 
-    gauges: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    gauges: Shares = field(default_factory=dict[str, dict[str, float]])
     """Actor -> metric -> value."""
     disk: str = ""
     """Why the ledger cannot be written just now, and what to do."""
-    knobs: Mapping[str, KnobState] = field(default_factory=dict[str, KnobState])
-    num_samples: int = 1
-    max_running: int = 0
-    is_over: bool = False
-    """No knob can be turned any more: the next run can."""
-
-    def number(self, knob: str) -> int | None:
-        """Its newest value; None: there is no such knob, or it is no number."""
-        state = self.knobs.get(knob)
-        if state is None:
-            return None
-        value = state.value if state.pending is None else state.pending
-        return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     @property
     def engines_are_full(self) -> bool:
-        """Whether engines have all the requests they can compute at once, so that more would only queue up: by their
-        gauges, or because what concurrency allows would fill them."""
+        """Whether engines have all the requests they can compute at once, so that more would only queue up."""
         engines = [values for name, values in self.gauges.items() if _role(name) == "rollout"]
-        limits = [most for values in engines if (most := values.get("rollout/max_running", 0.0)) > 0]
-        busy = [v.get("rollout/running", 0.0) >= v["rollout/max_running"] for v in engines
-                if v.get("rollout/max_running", 0.0) > 0]  # fmt: skip
-        if any(values.get("rollout/waiting", 0.0) > 0 for values in engines) or (busy and all(busy)):
-            return True
-        allowed, room = self.number("concurrency"), min(limits, default=float(self.max_running))
-        return allowed is not None and 0 < room <= allowed * self.num_samples
+        busy = [values.get("rollout/running", 0.0) >= most for values in engines
+                if (most := values.get("rollout/max_running", 0.0)) > 0]  # fmt: skip
+        return any(values.get("rollout/waiting", 0.0) > 0 for values in engines) or (bool(busy) and all(busy))
 
 
 class Reason(Record, frozen=True):
-    """The answer of `myxa why`: what holds the run back, and one move."""
+    """The answer of `myxa why`: what holds the run back, and what may be changed."""
 
     bound: Bound
     sentence: str
     remedy: str = ""
-    """What may be changed."""
     share: float = 0.0
     """Of the waiting actor's time that is lost by it (0..1)."""
-    target: str = ""
-    """Actor that was asked about; empty: the run."""
-    to_try: str = ""
-    """The move, or the remedy, on one line, as all views show it."""
     window_s: float = 0.0
     shares: dict[str, dict[str, float]] = {}
     """Actor -> kind -> share of its time in the window, start-up left out."""
@@ -123,72 +93,17 @@ class Reason(Record, frozen=True):
 
 def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
     """Over whatever window the shares are of."""
-    verdict = judge(shares, facts)
-    to_try = advise(verdict.bound, facts) or verdict.remedy
-    return msgspec.structs.replace(verdict, to_try=to_try, window_s=window_s, shares=_kinds(shares))
-
-
-def explain_actors(names: list[str], shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
-    whole = explain(shares, facts, window_s=window_s)
-    left = {name: without_start(shares.get(name, {})) for name in names}
-    idle = (share for kinds in left.values() for kind, share in kinds.items() if kind in ACTIVITY_KINDS[1:])
-    return msgspec.structs.replace(
-        whole,
-        target=", ".join(names),
-        sentence="; ".join(
-            f"{name}: {', '.join(time_parts(kinds))}" if kinds else f"{name} is starting"
-            for name, kinds in left.items()
-        ),
-        share=max(idle, default=0.0),
-        remedy=f"the run as a whole: {whole.sentence}",
-        shares=_kinds({name: shares.get(name, {}) for name in names}),
-    )
-
-
-def explain_run(run: RunFiles, target: str = "") -> Reason:
-    """Of a run that ended or does not answer: over all of it. Raises ConfigError for an actor that was not in it."""
-    shares = run.shares()
-    facts = facts_of_file(run)
-    window_s = run.wall_range_s[1] - run.wall_range_s[0] if run.wall_range_s else 0.0
-    if not target:
-        return explain(shares, facts, window_s=window_s)
-    return explain_actors(actors_of(target, shares), shares, facts, window_s=window_s)
-
-
-def actors_of(target: str, shares: Mapping[str, object]) -> list[str]:
-    """Measured actors that a target names. Raises ConfigError for one that names none."""
-    role = target.removesuffix("/*")
-    found = sorted(name for name in shares if name == role or (name.startswith(f"{role}/") and "/" not in role))
-    if not found:
-        raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
-    return found
-
-
-def _kinds(shares: Shares) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, kinds in shares.items():
         left = without_start(kinds)
         found[name] = {kind: round(left.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if left else {}
-    return found
+    return msgspec.structs.replace(judge(shares, facts), window_s=window_s, shares=found)
 
 
-# -- facts of a run that is over ---------------------------------------------------------------------------------------
-
-
-def facts_of_file(run: RunFiles) -> Facts:
-    """The knobs as the run's resolved file has them."""
-    knobs: dict[str, KnobState] = {}
-    for tunable in declared():
-        value = run.setting(tunable.key)
-        if value is not None:
-            knobs[tunable.name] = KnobState(tunable=tunable, value=value, first=value)
-    return Facts(
-        gauges=run.gauges(),
-        knobs=knobs,
-        num_samples=int(run.setting("rollout.num_samples") or 1),
-        max_running=int(run.setting("engine.max_running") or 0),
-        is_over=True,
-    )
+def explain_run(run: RunFiles) -> Reason:
+    """Of a run that ended or does not answer: over all of it."""
+    window_s = run.wall_range_s[1] - run.wall_range_s[0] if run.wall_range_s else 0.0
+    return explain(run.shares(), Facts(gauges=run.gauges()), window_s=window_s)
 
 
 # -- what holds the run back -------------------------------------------------------------------------------------------
@@ -353,33 +268,3 @@ def _pct(shares: Mapping[str, float], kind: str) -> str:
 
 def _verb(who: str, verb: str) -> str:
     return f"{who} {verb}" if who.endswith("actors") else f"{who} {verb}s"
-
-
-# -- one move ----------------------------------------------------------------------------------------------------------
-
-_MOVES: Mapping[Bound, tuple[tuple[str, int, int, str], ...]] = {
-    "concurrency": (
-        ("concurrency", 2, 0, "the trainer waits for data and the engines have room for more groups at once"),
-        ("max_staleness", 1, 1, "more groups may be under way at once"),
-    ),
-    "capacity": (("max_staleness", 1, 1, "the rollout actors may run one version further ahead of the trainer"),),
-    "weights": (("max_staleness", 1, 1, "engines may keep generating with theirs while the next version travels"),),
-    "training": (
-        ("max_tokens_per_microbatch", 2, 0, "larger micro-batches use the device better, where memory allows"),
-    ),
-}
-"""Knob, what its value is multiplied by, what is added, why it may help. The first that can move is the move."""
-
-
-def advise(bound: Bound, facts: Facts) -> str:
-    """The first move that is possible, with its value; empty where the bottleneck has none."""
-    for name, factor, more, why in _MOVES.get(bound, ()):
-        old = facts.number(name)
-        if old is None:
-            continue
-        tunable, new = facts.knobs[name].tunable, old * factor + more
-        new = min(new, math.floor(tunable.high)) if tunable.high is not None else new
-        if new > old:
-            in_file = f"in the run file: {tunable.key} = {new}"
-            return f"{in_file if facts.is_over else f'`myxa set {name}={new}`'}: {why}"
-    return ""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from myxa.actors.buffer.knobs import BufferLimits, buffer_tunables
+from myxa.actors.coordinator.knobs import COORDINATOR_TUNABLES
+from myxa.actors.knobs import process as process_knobs
+from myxa.actors.rollout import knobs as rollout_knobs
+from myxa.actors.trainer import knobs as trainer_knobs
+from myxa.algos.filters import GROUP_FILTERS
 from myxa.core.config import RunConfig
 from myxa.core.config.section import walk
 from myxa.core.knobs import Tunable
-from myxa.launch.views.knob_table import declared
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "knobs.md"
@@ -16,6 +21,17 @@ REMEDY = "update it: python -m tests.knobs.test_page"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = ("| knob | unit | range | boundary | owner | run file | what it does |", "|---|---|---|---|---|---|---|")
 MAKERS = ("_knob",)
+
+
+def declared() -> tuple[Tunable, ...]:
+    """All knobs that the product has."""
+    return (
+        *trainer_knobs.TUNABLES,
+        *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources=("math", "code")),
+        *rollout_knobs.TUNABLES,
+        *COORDINATOR_TUNABLES,
+        *process_knobs.TUNABLES,
+    )
 
 
 def names_declared_in_the_source() -> list[str]:

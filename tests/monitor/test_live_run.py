@@ -83,18 +83,14 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Generator[Live]:
 
 
 @pytest.mark.timeout(420)
-def test_concurrency_is_named_with_the_command_that_turns_it(live: Live) -> None:
+def test_concurrency_is_named_with_the_knob_that_turns_it(live: Live) -> None:
     answer = live.named("concurrency")
-    command = answer["to_try"].split("`")[1]
-    assert command == "myxa set concurrency=2"
+    assert answer["remedy"].startswith("`myxa set concurrency=N`")
     assert "trainer/0" in live.done("why", "--window", "3s")
-    told = json.loads(live.done("why", "rollout/0", "--window", "3s", "--json"))
-    assert told["target"] == "rollout/0"
+    told = json.loads(live.done("why", "--window", "3s", "--json"))
     assert sum(told["shares"]["rollout/0"].values()) == pytest.approx(1.0, abs=0.01)
-    wrong = live.run.myxa("why", "rolout")
-    assert wrong.returncode == 2 and "'rolout'" in wrong.stderr
 
-    live.done(*command.split()[1:], "-m", "it waits")
+    live.done("set", "concurrency=2", "-m", "it waits")
     wait_until(lambda: live.knob("concurrency") == 2, lambda: str(live.knob("concurrency")), 30)
     change = next(record for record in read_audit(live.client.run_dir / AUDIT_FILE, 1000) if record.moves)
     assert {(move.name, move.old, move.new) for move in change.moves} == {("concurrency", 1, 2)}
@@ -107,9 +103,9 @@ def test_concurrency_is_named_with_the_command_that_turns_it(live: Live) -> None
 
 Check = Callable[[dict[str, Any]], bool]
 STALLS: list[tuple[str, Check]] = [
-    ("reward", lambda a: a["shares"]["rollout/0"]["wait-data"] > 0.4 and "reward.workers" in a["to_try"]),
-    ("training", lambda a: a["shares"]["trainer/0"]["compute"] > 0.6 and "max_tokens_per_microbatch" in a["to_try"]),
-    ("weights", lambda a: a["shares"]["rollout/0"]["wait-weights"] > 0.4 and "max_staleness" in a["to_try"]),
+    ("reward", lambda a: a["shares"]["rollout/0"]["wait-data"] > 0.4 and "reward.workers" in a["remedy"]),
+    ("training", lambda a: a["shares"]["trainer/0"]["compute"] > 0.6 and "max_tokens_per_microbatch" in a["remedy"]),
+    ("weights", lambda a: a["shares"]["rollout/0"]["wait-weights"] > 0.4 and "weights_every" in a["remedy"]),
 ]
 
 
@@ -132,7 +128,7 @@ def test_a_pause_is_booked_as_one_and_explained(live: Live) -> None:
         return answer["bound"] == "paused" and min(rest) > 0.9
 
     wait_until(is_booked, lambda: str(live.why()))
-    assert live.why()["to_try"] == "`myxa resume`"
+    assert live.why()["remedy"] == "`myxa resume`"
     live.ask("resume", reason="seen")
     wait_until(lambda: live.why()["bound"] != "paused", lambda: str(live.why()))
 
@@ -158,7 +154,6 @@ def test_the_timeline_is_whole_while_the_run_lasts_and_after_it(live: Live) -> N
     live.set(concurrency=8, lr=5e-4)
     first = int(live.ask("status")["status"]["version"])
     wait_until(lambda: int(live.ask("status")["status"]["version"]) > first + 4)
-    assert f"{trace}: open it in https://ui.perfetto.dev" in live.done("trace")
     early = json.loads(trace.read_text())
     check_events(early)
     follow(early)
@@ -181,4 +176,3 @@ def test_the_timeline_is_whole_while_the_run_lasts_and_after_it(live: Live) -> N
             assert facts.get("makes_version", facts.get("adopts_version")) == arrow.target["args"]["adopts_version"]
     changes = {(event["s"], event["args"]["name"]) for event in whole if event["ph"] == "i" and event["name"] == "knob"}
     assert ("g", "lr") in changes
-    assert json.loads(live.done("trace", "--json")) == {"file": str(trace), "num_bytes": trace.stat().st_size}

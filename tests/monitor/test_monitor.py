@@ -51,13 +51,9 @@ async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
     assert view["trainer/0"]["train/loss"] == pytest.approx(0.6)
     assert view["time/trainer/0"]["compute"] == pytest.approx(0.7)
     assert view["monitor"]["sinks"] == 3.0
-    assert await monitor.finish() == str(tmp_path)
-    assert sum('"note"' in line for line in (tmp_path / "events.jsonl").read_text().splitlines()) == 5
     late = Event(source="coordinator", wall_s=0.0, kind="phase", text="draining -> finished")
-    await monitor.telemetry(Telemetry(events=(late,)))  # others stop after `finish`
-    assert await monitor.finish() == str(tmp_path)
+    await monitor.telemetry(Telemetry(events=(late,)))
     await monitor.on_stop("end of the run")
-    assert await monitor.finish() == str(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line["values"]] == list(range(5))
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]

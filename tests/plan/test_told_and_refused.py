@@ -12,7 +12,7 @@ from myxa.actors.models.hf_folder import read_config
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.knobs import KnobSheet, KnobState, KnobTable, Tunable
-from myxa.launch.control.handlers import check_names, default_at
+from myxa.launch.control.handlers import check_names
 from myxa.launch.run_dir import RunDir
 
 
@@ -28,13 +28,6 @@ def test_f6_a_hub_name_is_told_with_the_command_that_downloads_it(
     for path in (name, "/a/b", "a", "a/b/c", "no such/folder"):
         with pytest.raises(ModelError, match="does not exist"):
             read_config(path)
-
-
-def test_f6_defaults_are_known_by_key() -> None:
-    assert default_at("async.max_staleness") == RunConfig.model_fields["asynchrony"].default.max_staleness
-    assert default_at("roles.rollout.count") == 1
-    assert default_at("model.path") is None
-    assert default_at("nothing.at.all") is None
 
 
 def knob_of(name: str, key: str) -> KnobTable:

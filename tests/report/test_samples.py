@@ -169,22 +169,13 @@ def test_f4_verbs_that_show_answer_of_a_run_that_is_over_from_its_files(
     assert "user: 2 + 2" in page
 
 
-@pytest.mark.parametrize("verb", ["ps", "why", "samples", "history", "report", "trace"])
+@pytest.mark.parametrize("verb", ["ps", "why", "samples", "history", "report"])
 def test_f4_without_a_name_the_last_run_of_this_folder_answers(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = ended_run(tmp_path)
-    (run_dir / "trace.json").write_text("[\n]\n")
     (tmp_path / "runs" / "latest").symlink_to("sort-1")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
     assert main([verb]) == 0, capsys.readouterr().err
     assert f"run sort-1 in {run_dir} is over: this is from its files" in capsys.readouterr().err
-
-
-def test_f4_a_run_that_wrote_no_trace_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["trace", "--run", str(ended_run(tmp_path))]) == 2
-    assert "trace.json -- it is written with monitor.trace = true" in capsys.readouterr().err
