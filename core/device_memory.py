@@ -72,8 +72,6 @@ class TenantReport(Record, frozen=True):
     tags: tuple[TagReport, ...]
     reserved_bytes: int = 0
     """Of the mapped tags' bytes: leased before anything was loaded, and not taken from the device yet."""
-    comm_epoch: int = 0
-    """Under which its communicators were restored last; members of a gang must agree before they use them."""
     node: int = 0
 
 

@@ -126,7 +126,6 @@ class Tenant:
             state=self.state,
             tags=self._assets.tags(is_busy=self._running is not None),
             reserved_bytes=self._assets.reserved_bytes,
-            comm_epoch=self._assets.comm_epoch,
             node=self._options.node,
         )
 
@@ -250,8 +249,6 @@ class TenantAssets:
         self.comms = comms
         self._granted: set[Tag] = set()
         self._are_comms_away = False
-        self.comm_epoch = 0
-        """Under which communicators were restored last."""
         self._last: tuple[TagReport, ...] | None = None
 
     # -- asked from the loop
@@ -343,7 +340,6 @@ class TenantAssets:
             self.comms.abort()
             raise
         self._are_comms_away = False
-        self.comm_epoch = command.epoch
 
 
 WORKSPACE: Tag = "workspace"

@@ -158,9 +158,8 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
         return [
             *sets, *cpu_overrides(), 'roles.trainer.kind="torch"', 'trainer.dtype="float32"', 'engine.dtype="float32"',
             'roles.rollout.kind="embedded"', 'roles.rollout.devices="cpu"', "roles.rollout.threads=1",
-            f"memory.capacity_mb={options.capacity_mib}", f"memory.host_devices={options.gpus}",
+            f"memory.capacity_mb={options.capacity_mib * options.gpus}",
             "memory.workspace_mb=0", "rollout.max_new_tokens=8",
-            *(["engine.max_running=4"] if options.gpus > num_servers else []),  # its cache is one tensor, on one device
             f"rollout.max_groups={6 // num_servers}",
             "algo.batch_size=2", "rollout.num_samples=4",
         ]  # fmt: skip

@@ -250,19 +250,13 @@ def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer, rollout, memory = config.roles.trainer, config.roles.rollout, config.memory
-    num_devices = memory.host_devices
     yield from clashes(
         (trainer.kind == "megatron", f"{SHARE} roles.trainer.kind roles.trainer.devices",
          'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU'),
         (rollout.kind != "embedded", f"{SHARE} roles.rollout.kind roles.rollout.devices",
          'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles'),
-        (trainer.count < num_devices, "memory.host_devices roles.trainer.count",
-         f"gives {num_devices} devices to {trainer.count} trainer ranks, each of which uses one: lower it"),
         (not memory.capacity_mb, f"memory.capacity_mb {SHARE}",
          "must be set on the CPU: MiB of the host memory that is used as a device"),
-        *((count % num_devices and num_devices % count, f"memory.host_devices roles.{name}.count",
-           f"cannot be dealt out among {count} actors: set it to a divisor or a multiple")
-          for name, count in (("trainer", trainer.count), ("rollout", rollout.count))),
     )  # fmt: skip
 
 

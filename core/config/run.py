@@ -366,10 +366,7 @@ class MemorySettings(Section, frozen=True):
     not fit is refused. 0 = what leaves by being copied (parameters, optimizer, reference model) and 5 % more: with one
     Megatron rank in bfloat16 14 bytes a parameter."""
     capacity_mb: CountInt = 0
-    """MiB of each stand-in device of runs on the CPU (memory of the host), which must be set there."""
-    host_devices: PositiveInt = 1
-    """Stand-in devices of runs on the CPU, "host:0", "host:1" and so on, each of `capacity_mb`. Trainer ranks and
-    engines are dealt out among them as among GPUs: several actors on one, or several devices for one engine."""
+    """MiB of each node's stand-in device in runs on the CPU (memory of the host), which must be set there."""
     reserve_mb: CountInt = 1024
     """MiB of each GPU that are never granted: contexts, workspaces, fragments. The stand-in device has no such."""
     workspace_mb: CountInt = 0

@@ -23,7 +23,6 @@ from ..actor_spec import ActorSpec
 if TYPE_CHECKING:
     from ...actors.backends.megatron.offload import MegatronOffload
     from ...actors.backends.torch_backend.offload import TorchOffload
-    from ...actors.engines.embedded.tensors import LentMemory
     from ...actors.rollout.tenant import Tenancy
     from ...actors.tenancy.time_share import TimeShareOptions
     from ...actors.trainer.tenant import TrainerTenancy
@@ -56,24 +55,15 @@ def manager_name(config: RunConfig) -> str:
 def devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
     """The names under which the actor's devices are leased. Raises ConfigError for a GPU that is not there."""
     if not spec.devices:
-        return host_devices_of(spec, config)
+        return (host_device(spec.node, config),)
     from ...memory.meters import gpu_uuid
 
     return tuple(gpu_uuid(number) for number in spec.devices)
 
 
-def host_devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
-    """Devices of an actor on the CPU: its share of the stand-in devices, which other actors may use too."""
-    count, num_devices = config.roles[spec.role].count, config.memory.host_devices
-    local = spec.index % count
-    first = local * num_devices // count
-    numbers = range(first, first + max(1, num_devices // count))
-    return tuple(host_device(number, spec.node, config) for number in numbers)
-
-
-def host_device(number: int, node: int, config: RunConfig) -> str:
-    """Name of a stand-in for a GPU in runs on the CPU; unique within the run."""
-    return f"host:{number}" if len(shared_nodes(config)) == 1 else f"host:{number}@{node}"
+def host_device(node: int, config: RunConfig) -> str:
+    """Name of a node's stand-in for a GPU in runs on the CPU, which all its actors use; unique within the run."""
+    return "host:0" if len(shared_nodes(config)) == 1 else f"host:0@{node}"
 
 
 def shared_nodes(config: RunConfig) -> tuple[int, ...]:
@@ -111,8 +101,7 @@ def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     from ...memory.meters import DeviceMeters
 
     on_gpus = bool(config.roles.trainer.device_ids)
-    num_hosts = 0 if on_gpus else config.memory.host_devices
-    meter = DeviceMeters({host_device(n, spec.node, config): config.memory.capacity_mb * MIB for n in range(num_hosts)})
+    meter = DeviceMeters({} if on_gpus else {host_device(spec.node, config): config.memory.capacity_mb * MIB})
     if spec.name != manager_name(config):
         return NodeAgent(meter=meter)
     limits = (
@@ -215,36 +204,29 @@ def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
         from ...memory.arenas.cuda_memory import open_cuda
 
         return open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes).arena
-    return _host_arena(host_devices_of(spec, config)[0], config, num_bytes)
+    return _host_arena(spec, config, num_bytes)
 
 
-def _host_arena(device: str, config: RunConfig, num_bytes: int) -> Arena:
+def _host_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
     from ...memory.arenas.arena import Arena
     from ...memory.arenas.host_pool import HostPool
     from ...memory.arenas.host_vmm import HostVmmDriver
 
-    driver = HostVmmDriver(device, config.memory.capacity_mb * MIB)
+    driver = HostVmmDriver(host_device(spec.node, config), config.memory.capacity_mb * MIB)
     return Arena(driver, HostPool(num_bytes), chunk_bytes=HOST_CHUNK_BYTES)
 
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
 
-def lent_memory(spec: ActorSpec, config: RunConfig) -> LentMemory | None:
+def lent_memory(spec: ActorSpec, config: RunConfig) -> Arena | None:
     """Memory of the embedded engine that can leave its device; None if it stays there."""
-    if not takes_turns(config):
-        return None
-    from ...actors.engines.embedded.tensors import LentMemory
-
-    return LentMemory(*(_host_arena(device, config, 0) for device in host_devices_of(spec, config)))
+    return _host_arena(spec, config, 0) if takes_turns(config) else None
 
 
 def memory_share(config: RunConfig) -> float:
-    """Share of the memory that it finds (its devices' in turns) which an embedded engine may plan with."""
-    num_beside = config.roles.rollout.count
-    if takes_turns(config):
-        num_beside = max(1, num_beside // config.memory.host_devices)
-    return DEFAULT_SHARE / num_beside
+    """Share of the memory that it finds (its device's in turns) which an embedded engine may plan with."""
+    return DEFAULT_SHARE / config.roles.rollout.count
 
 
 def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -> Tenancy | None:

@@ -3,18 +3,14 @@
 An arena has a driver (a GPU's, or the host's), a pool of host memory, and a policy for each tag. It has no tensors and
 no actors; the memory manager decides what leaves when. All calls block. One worker thread per device makes them, and a
 lock keeps torch's allocator, which may call from any thread, out of the middle of a transfer.
-
-`SpreadArenas` joins the arenas of several devices into one store: a tag is on all of them or on none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from threading import RLock
-
-from msgspec.structs import replace
 
 from ...core.device_memory import MovedMemory, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault
@@ -195,13 +191,17 @@ class Arena:
 
     def close(self) -> None:
         """Give everything back: no mapping, no file, no thread is left, and every tensor on it is dead. A second time
-        does nothing. The first error met is raised at the end."""
+        does nothing. An error is raised at the end."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            ends = [partial(self.free, region.address) for region in self._regions()]
-            _all_of((*ends, self._memories.clear, self.driver.close, self._mover.pool.close))
+            with ExitStack() as ends:
+                for end in (self._mover.pool.close, self.driver.close, self._memories.clear):
+                    ends.callback(end)
+                for memory in self._memories.values():
+                    for region in memory.regions.values():
+                        ends.callback(self.free, region.address)
 
     # -- within ----------------------------------------------------------------------------------------------------
 
@@ -214,9 +214,6 @@ class Arena:
 
     def _chosen(self, tags: Collection[Tag]) -> list[TaggedMemory]:
         return [self._memory(tag) for tag in dict.fromkeys(tags)]
-
-    def _regions(self) -> list[Region]:
-        return [region for memory in self._memories.values() for region in memory.regions.values()]
 
     def _growing(self, tag: Tag) -> TaggedMemory:
         memory = self._memory(tag)
@@ -244,18 +241,6 @@ def _rounded(num_bytes: int, granularity: int) -> int:
     return -(-num_bytes // granularity) * granularity
 
 
-def _all_of(ends: Sequence[Callable[[], None]]) -> None:
-    """Call them all; the first error is raised at the end."""
-    errors: list[MemoryFault] = []
-    for end in ends:
-        try:
-            end()
-        except MemoryFault as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
 @dataclass(frozen=True, slots=True)
 class Restoring:
     """Tags with copies under way. Not waiting for them leaks nothing: the arena's next call on a tag waits."""
@@ -275,41 +260,3 @@ class Restoring:
         for tag in self.memories:
             self.wait(tag)
         return self.moved
-
-
-class SpreadArenas:
-    """An `AssetStore` of at least one arena, all of which have the same tags. Methods block; one caller at a time."""
-
-    def __init__(self, arenas: Sequence[Arena]) -> None:
-        self.arenas = tuple(arenas)
-
-    def report(self) -> tuple[TagReport, ...]:
-        """Of each tag what the fullest device has of it; it is away only where all have it away."""
-        return tuple(_fullest(parts) for parts in zip(*(arena.report() for arena in self.arenas), strict=True))
-
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
-        """See the protocol. A tag that fails on one device stays on the others."""
-        return sum((arena.release(tags) for arena in self.arenas), MovedMemory())
-
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
-        """See the protocol. With MemoryFault the tags that were away are away again."""
-        moved = MovedMemory()
-        away = {report.tag for report in self.report() if report.backing in AWAY}
-        for number, arena in enumerate(self.arenas):
-            try:
-                moved += arena.restore(tags)
-            except MemoryFault:
-                for done in self.arenas[:number]:
-                    done.release([tag for tag in tags if tag in away])
-                raise
-        return moved
-
-    def close(self) -> None:
-        """Give everything back on all devices; the first error met is raised at the end."""
-        _all_of([arena.close for arena in self.arenas])
-
-
-def _fullest(parts: Sequence[TagReport]) -> TagReport:
-    worst = max(parts, key=lambda part: (part.backing == "poisoned", part.backing not in AWAY))
-    num_bytes, host_bytes = max(p.num_bytes for p in parts), max(p.host_bytes for p in parts)
-    return replace(worst, num_bytes=num_bytes, host_bytes=host_bytes)

@@ -304,10 +304,7 @@ def build(ledger: LeaseLedger, request: LeaseRequest) -> SwitchPlan | Shortage:
     evicted = _evict(ledger, request, restore)
     if isinstance(evicted, Shortage):
         return evicted
-    together = _disagreeing(members, request)
-    for name, tags in together.items():
-        restore[name] = (*restore.get(name, ()), *tags)
-    release = {**_by_tenant(ledger, evicted), **together}
+    release = _by_tenant(ledger, evicted)
     disturbed = {ledger.tenants[name].report.gang for name in release} - {request.gang} | set(request.quiet)
     drain = {t.name for gang in disturbed for t in ledger.gang(gang) if t.is_usable and t.report.state == "active"}
     drain |= {m.name for m in members if m.report.state == "active" and (m.name in restore or not request.is_active)}
@@ -400,22 +397,6 @@ def _spared(ledger: LeaseLedger, chosen: Sequence[Candidate], short: Mapping[str
 
 def _num_bytes(candidates: Iterable[Candidate]) -> int:
     return sum(c.num_bytes for c in candidates)
-
-
-def _disagreeing(members: tuple[Incarnation, ...], request: LeaseRequest) -> dict[str, tuple[Tag, ...]]:
-    """Tags that only the whole gang can restore, and that some members hold from an older epoch than others, or alone:
-    those members release them, so that all restore them together."""
-    held: dict[str, tuple[Tag, ...]] = {}
-    for tag in COLLECTIVE:
-        if tag not in request.tags:
-            continue
-        found = {m.name: (report, m.report.comm_epoch) for m in members if (report := m.tag(tag)) is not None}
-        epochs = {epoch if is_mapped(report) else -1 for report, epoch in found.values()}
-        if len(epochs) > 1:
-            for name, (report, _) in found.items():
-                if can_leave(report):
-                    held[name] = (*held.get(name, ()), tag)
-    return held
 
 
 def _collective(ledger: LeaseLedger, chosen: list[Candidate]) -> tuple[Candidate, ...]:

@@ -10,7 +10,6 @@ from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch.composition.memory_parts import (
     Planned,
-    devices_of,
     manager_name,
     pool_bytes,
     start_timeout_s,
@@ -83,25 +82,6 @@ def test_an_engine_may_have_all_of_the_trainers_devices_or_some(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "count", "expected"),
-    [
-        (1, 2, [("host:0",), ("host:0",)]),
-        (2, 2, [("host:0",), ("host:1",)]),
-        (4, 2, [("host:0", "host:1"), ("host:2", "host:3")]),
-        (2, 1, [("host:0", "host:1")]),
-        (2, 4, [("host:0",), ("host:0",), ("host:1",), ("host:1",)]),
-    ],
-)
-def test_stand_in_devices_are_dealt_out_among_engines(
-    tmp_path: Path, num_devices: int, count: int, expected: list[tuple[str, ...]]
-) -> None:
-    sizes = (f"memory.host_devices={num_devices}", "roles.trainer.count=4", f"roles.rollout.count={count}")
-    config = load(tmp_path, ON_HOST, *sizes)
-    engines = [actor for actor in place(config, 1) if actor.role == "rollout"]
-    assert [devices_of(actor, config) for actor in engines] == expected
-
-
-@pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
         ('[memory]\nshare = "switch"\n', (), "memory.capacity_mb"),
@@ -115,10 +95,6 @@ def test_stand_in_devices_are_dealt_out_among_engines(
         (ON_GPU, ("memory.workspace_mb=0",), "must be set on GPUs: MiB that a step's activations take"),
         (ON_GPU.replace("mem_fraction_static = 0.8", ""), (), "the share of the GPU that weights and cache take"),
         (ON_GPU, ('roles.trainer.devices="0-1"', 'roles.rollout.devices="0-1"'), "one rank for each GPU"),
-        (ON_HOST, ("memory.host_devices=2",), "gives 2 devices to 1 trainer ranks"),
-        (ON_HOST, ("memory.host_devices=3", "roles.trainer.count=2"), "cannot be dealt out among 2 actors"),
-        (ON_HOST, ("memory.host_devices=2", "roles.trainer.count=2", "roles.rollout.count=3"), "among 3 actors"),
-        (ON_HOST, ("memory.host_devices=0",), "must be at least 1"),
         (ON_HOST, ('roles.trainer.kind="megatron"',), "needs GPUs in roles.trainer.devices, or"),
         (ON_HOST, ('trainer.strategy="fsdp"',), 'must be "ddp"'),
         (ON_GPU, ("megatron.offload_optimizer=0.5", 'trainer.dtype="bfloat16"'), "leaves the device as a whole"),

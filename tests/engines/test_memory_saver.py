@@ -18,7 +18,6 @@ from tests.harness.fake_sglang import USAGE, FakeSglang, fake_sglang, token
 from tests.harness.waiting import until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.engines.embedded.tensors import LentMemory
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch, hide_megatron, saver_env, server_values
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -287,7 +286,7 @@ async def test_a_release_that_fails_is_a_fault_of_memory():
 async def embedded(folder: Path, capacity: int = 64 << 20) -> AsyncGenerator[EmbeddedEngine]:
     arena = Arena(HostVmmDriver("host:0", capacity), HostPool(0), chunk_bytes=1 << 20)
     options = EmbeddedOptions(max_running=4, context_length=128, seed=5, stream_interval=4)
-    engine = EmbeddedEngine(folder, options, memory=LentMemory(arena))
+    engine = EmbeddedEngine(folder, options, memory=arena)
     try:
         async with asyncio.timeout(DEADLINE_S):
             yield engine

@@ -113,14 +113,13 @@ class Process:
         self.is_alive, self.is_stopped, self.is_open = True, False, False
         self.freed: set[str] = set()
         self.executed: list[tuple[str, int]] = []
-        self.comm_epoch = 0
         self.tenant = Tenant(
             options=TenantOptions(name=name, epoch=epoch, gang=self.gang, devices=self.devices),
             stores=(self,),
             gate=self,
             in_thread=self.in_thread,
             clock=world.clock,
-            comms=Comms(self) if self.gang == "trainer" else None,
+            comms=Comms() if self.gang == "trainer" else None,
             telemetry=self,  # pyright: ignore[reportArgumentType]
         )
 
@@ -171,17 +170,11 @@ class Process:
 
 
 class Comms:
-    def __init__(self, process: Process) -> None:
-        self.process = process
+    """Communicators that always come."""
 
-    def release(self, epoch: int, timeout_s: float) -> None:
-        self.process.comm_epoch = 0
-
-    def restore(self, epoch: int, timeout_s: float) -> None:
-        self.process.comm_epoch = epoch
-
-    def abort(self) -> None:
-        self.process.comm_epoch = 0
+    def release(self, epoch: int, timeout_s: float) -> None: ...
+    def restore(self, epoch: int, timeout_s: float) -> None: ...
+    def abort(self) -> None: ...
 
 
 class World:
@@ -457,10 +450,6 @@ class World:
                 self.expect(process.is_open or not request.is_active, process.tenant.state)
             elif process.gang in request.quiet and self.weather == Weather() and not process.is_stopped:
                 self.expect(not process.is_open, f"{process.name} was to be quiet")
-        members = [self.live.get(name) for name in self.gangs.get(request.gang, ())]
-        if "nccl" in request.tags and all(p is not None for p in members):
-            epochs = {p.comm_epoch for p in members if p is not None}
-            self.expect(len(epochs) <= 1, f"I7: communicators of epochs {epochs}")
 
     # -- the truth
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tests.memory.strict_driver import StrictDriver, view
 
 from myxa.core.device_memory import OPTIMIZER_PARTS, Tag, TagReport
-from myxa.core.errors import MemoryFault, OutOfDeviceMemory
+from myxa.core.errors import MemoryFault
 from myxa.memory.arenas import libc
-from myxa.memory.arenas.arena import Arena, SpreadArenas
+from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
 from myxa.memory.arenas.tagged_memory import shares
@@ -321,54 +321,3 @@ def test_shares_are_a_partition_and_about_equal(sizes: list[int], num_parts: int
 
 
 # -- several devices ---------------------------------------------------------------------------------------------------
-
-
-DEVICES = (DEVICE, "host:8")
-
-
-class Crowded(StrictDriver):
-    """Others hold some of it."""
-
-    stranger_bytes = 0
-
-    def free_bytes(self) -> int:
-        return max(super().free_bytes() - self.stranger_bytes, 0)
-
-
-@pytest.fixture
-def spread() -> Iterator[SpreadArenas]:
-    """Weights of 2 MiB on the first device and 3 MiB on the second, an optimizer of 1 MiB on the first alone."""
-    made: list[Arena] = []
-    for device, num_mib in zip(DEVICES, (2, 3), strict=True):
-        arena = Arena(Crowded(device, 8 * MIB), HostPool(4 * MIB), chunk_bytes=MIB)
-        arena.tag("weights", "discard")
-        arena.tag("optimizer", "backup")
-        arena.empty("weights", num_mib * MIB)
-        made.append(arena)
-    empty(made[0], "optimizer", MIB, 9)
-    store = SpreadArenas(made)
-    yield store
-    store.close()
-    assert [held(device) for device in DEVICES] == [0, 0]
-
-
-def test_tags_leave_all_devices_and_come_back_to_all_or_to_none(spread: SpreadArenas) -> None:
-    weights, optimizer = spread.report()
-    assert (weights.num_bytes, weights.backing) == (3 * MIB, "mapped_dirty"), "as the fullest device has it"
-    assert (optimizer.num_bytes, optimizer.backing) == (MIB, "mapped_dirty")
-    spread.arenas[0].release(("weights",))
-    assert spread.report()[0].backing == "mapped_dirty", "what is left on one device counts as there"
-    spread.restore(("weights",))
-    moved = spread.release(("weights", "optimizer"))
-    assert (moved.copied_bytes, moved.dropped_bytes) == (MIB, 5 * MIB)
-    assert [held(device) for device in DEVICES] == [0, 0]
-    full = spread.arenas[1].driver
-    assert isinstance(full, Crowded)
-    full.stranger_bytes = 6 * MIB
-    with pytest.raises(OutOfDeviceMemory):
-        spread.restore(("weights", "optimizer"))
-    assert [held(device) for device in DEVICES] == [0, 0]
-    assert {tag.backing for tag in spread.report()} == {"discarded", "host"}
-    full.stranger_bytes = 0
-    spread.restore(("weights", "optimizer"))
-    assert [held(device) for device in DEVICES] == [3 * MIB, 3 * MIB]

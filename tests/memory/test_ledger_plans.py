@@ -183,14 +183,6 @@ def test_communicators_leave_on_all_members_or_on_none() -> None:
     assert isinstance(build(ledger, ask("rollout", "kv_cache")), Shortage)
 
 
-def test_members_with_communicators_of_different_epochs_build_them_again_together() -> None:
-    old = tenant("trainer/0", "trainer", tag("nccl", 4, "rematerialise"), state="quiesced")
-    new = tenant("trainer/1", "trainer", tag("nccl", 4, "rematerialise", "discarded"), state="released", device="gpu1")
-    plan = plan_of(ledger_of(old, new), ask("trainer", "nccl"))
-    assert plan.release == {"trainer/0": ("nccl",)}
-    assert plan.restore == {"trainer/0": ("nccl",), "trainer/1": ("nccl",)}
-
-
 def test_a_refusal_says_how_much_is_short_and_who_holds_it() -> None:
     trainer = tenant("trainer/0", "trainer", tag("optimizer", 40, "keep"), tag("grads", 30))
     ghost = tenant("ghost/0", "ghost", *(tag(part, 1, "keep") for part in OPTIMIZER_PARTS), state="active")

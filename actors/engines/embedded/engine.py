@@ -39,6 +39,7 @@ from ....core.host_memory import available_bytes
 from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
 from ....core.weight_channel import WeightProgress
+from ....memory.arenas.arena import Arena
 from ....memory.budget import EngineBudget, plan_engine
 from ...models.chat_template import PlainText
 from ...models.hf_folder import check_values, open_weights, read_config
@@ -47,7 +48,7 @@ from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
 from .core import EmbeddedOptions, EngineCore
 from .model import DecoderWeights
-from .tensors import LentMemory, expected, plain_zeros
+from .tensors import expected, lent_zeros, plain_zeros
 
 T = TypeVar("T")
 
@@ -210,7 +211,7 @@ class EmbeddedEngine:
         options: EmbeddedOptions | None = None,
         *,
         reader: WeightReader | None = None,
-        memory: LentMemory | None = None,
+        memory: Arena | None = None,
     ) -> None:
         self._folder = Path(folder)
         self._options = options or EmbeddedOptions()
@@ -271,7 +272,7 @@ class EmbeddedEngine:
             context_length=budget.context_length,
             eos_token_ids=frozenset(tokenizer.eos_token_ids),
             decode=partial(tokenizer.decode, skip_special=False),
-            allocate=None if self._memory is None else self._memory.allocate("kv_cache"),
+            allocate=None if self._memory is None else lent_zeros(self._memory, "kv_cache"),
         )
         core.check_logits()
         return config, budget, core
@@ -285,13 +286,13 @@ class EmbeddedEngine:
             dtype=self._options.dtype,
             max_running=self._options.max_running,
             context_length=self._options.context_length,
-            available_bytes=room if self._memory is None else min(room, self._memory.device_bytes),
+            available_bytes=room if self._memory is None else min(room, self._memory.driver.capacity_bytes()),
             share=self._options.memory_share,
         )
         return config, budget
 
     def _new_weights(self, config: ModelConfig) -> DecoderWeights:
-        allocate = plain_zeros if self._memory is None else self._memory.allocate("weights")
+        allocate = plain_zeros if self._memory is None else lent_zeros(self._memory, "weights")
         return DecoderWeights(config, getattr(torch, self._options.dtype), allocate)
 
     def _started(self) -> _Started:
@@ -419,7 +420,7 @@ class EmbeddedEngine:
 
     # -- memory: see `core.protocols.ReleasesMemory`
 
-    def _lent(self) -> LentMemory:
+    def _lent(self) -> Arena:
         if self._memory is None:
             raise EngineError(f"{self._place}: its memory is its own", remedy='set memory.share = "switch"')
         return self._memory
