@@ -210,12 +210,3 @@ class DeviceReading(Record, frozen=True):
     free_bytes: int
     driver_bytes: int = 0
     """That the driver keeps for itself: neither free nor used by a process; 0: unknown."""
-
-
-class DeviceMeter(Protocol):
-    """Measures devices without using them (no context is made). Blocks; called in one thread, not on an event loop."""
-
-    def measure(self, device: str, pids: Collection[int]) -> DeviceReading:
-        """`device`: UUID, or "host:<n>", whose use is the shared memory resident in `pids`.
-        Raises MemoryFault for a device that is not there."""
-        ...

@@ -1,7 +1,7 @@
 """What this host has: GPUs, free ports, disk space. Uses no GPU.
 
 GPUs are found by NVML, or by the driver's own files where NVML is not installed. A machine without GPUs is no error;
-`memory/meters.py` asks about one GPU and fails if it is missing.
+`actors/tenancy/memory_manager.py` asks about one GPU and fails if it is missing.
 """
 
 from __future__ import annotations

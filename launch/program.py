@@ -24,7 +24,6 @@ from .actor_spec import ActorSpec
 from .composition.memory_parts import (
     lent_memory,
     memory_manager,
-    memory_share,
     rollout_tenancy,
     sglang_plan,
     start_timeout_s,
@@ -295,7 +294,8 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     engine = config.engine
     if spec.kind == "sglang":
         return _sglang(spec, config, model, run_dir, senders)
-    from ..actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+    from ..actors.engines.embedded.core import MEMORY_SHARE, EmbeddedOptions
+    from ..actors.engines.embedded.engine import EmbeddedEngine
     from ..actors.weights.channels.reader import ChannelReader
 
     options = EmbeddedOptions(
@@ -305,7 +305,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         seed=_engine_seed(spec, config),
         pause_mode=config.rollout.pause_mode,
         num_threads=spec.threads,
-        memory_share=memory_share(config),
+        memory_share=MEMORY_SHARE / config.roles.rollout.count,
         is_invariant=config.rollout.deterministic,
         tells_kept=config.rollout.replay_sampling,
         name=spec.name,

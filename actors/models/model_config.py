@@ -28,6 +28,7 @@ MAX_TOLD = 400
 """Characters of an error message, which quotes a value of the file."""
 MAX_TENSORS = 1 << 18
 """Weights of a whole model; listing more would fill the memory."""
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")

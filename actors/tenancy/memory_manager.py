@@ -8,16 +8,16 @@ context, moves no bytes, and writes nothing down: each lease begins by asking th
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import (
-    DeviceMeter,
     DeviceReading,
     DeviceUse,
     LeaseReply,
@@ -26,8 +26,9 @@ from ...core.device_memory import (
     MemoryReply,
     MemoryView,
 )
-from ...core.errors import CallError, MemoryFault, MyxaError
+from ...core.errors import CallError, ConfigError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
+from ...memory.arenas.host_vmm import device_bytes
 from ...memory.leases.switch import LeaseOptions, Leases
 from ..contracts import MemoryContract, MonitorContract, NodeAgentContract, TenantContract
 from ..daemon_thread import in_daemon_thread
@@ -38,22 +39,60 @@ VIEW_S = 0.5
 TIMELINE_SIZE = 256
 
 
+T = TypeVar("T")
+
+
+def ask_gpu(gpu: int | str, question: Callable[[Any, Any], T], error: type[MyxaError] = ConfigError) -> T:
+    """What NVML answers of a GPU (UUID, or number on this node, whatever CUDA_VISIBLE_DEVICES says); `question` gets
+    pynvml and the device's handle. No CUDA context is made, which torch's question would. Raises `error`."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")  # on GPU hosts only
+    except ImportError as missing:
+        raise error(f"{gpu}: NVML is not here: {missing}", remedy="pip install nvidia-ml-py") from missing
+    try:
+        nvml.nvmlInit()  # counts its calls: only the first one costs time
+        find = nvml.nvmlDeviceGetHandleByUUID if isinstance(gpu, str) else nvml.nvmlDeviceGetHandleByIndex
+        return question(nvml, find(gpu))
+    except nvml.NVMLError as wrong:
+        raise error(f"GPU {gpu}: {wrong}", remedy="see `nvidia-smi -L`, and roles.*.devices") from wrong
+
+
+def gpu_uuid(number: int) -> str:
+    """Like "GPU-1d2c..."; raises ConfigError for a GPU that is not there."""
+    return ask_gpu(number, lambda nvml, handle: str(nvml.nvmlDeviceGetUUID(handle)))
+
+
+def read_gpu(gpu: int | str, error: type[MyxaError] = ConfigError) -> DeviceReading:
+    """How full it is now. Raises `error` for a GPU that is not there."""
+    info = ask_gpu(gpu, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2), error)
+    return DeviceReading(int(info.total), int(info.free), int(info.reserved))
+
+
 class NodeAgent(NodeAgentContract):
     """One on each node with shared devices; the manager has that of its own node itself."""
 
     mailbox_size = 1024
 
-    def __init__(self, *, meter: DeviceMeter) -> None:
-        self._meter = meter
+    def __init__(self, host_capacity: Mapping[str, int] | None = None) -> None:
+        """`host_capacity`: bytes of each "host:<n>" device, whose use is what its tenants hold."""
+        self._hosts = host_capacity or {}
         self._turn = asyncio.Lock()
         """A device that hangs is not asked again until it has answered."""
 
     async def measure(self, uses: tuple[DeviceUse, ...]) -> dict[str, DeviceReading]:
         def read() -> dict[str, DeviceReading]:
-            return {use.device: self._meter.measure(use.device, use.pids) for use in uses}
+            return {use.device: self._read(use) for use in uses}
 
         async with self._turn:
             return await in_daemon_thread(read, "measure devices")
+
+    def _read(self, use: DeviceUse) -> DeviceReading:
+        if not use.device.startswith("host:"):
+            return read_gpu(use.device, MemoryFault)
+        if use.device not in self._hosts:
+            raise MemoryFault(f"{use.device} has no capacity here", remedy="set memory.capacity_mb")
+        capacity_bytes = self._hosts[use.device]
+        return DeviceReading(capacity_bytes, capacity_bytes - device_bytes(use.pids, use.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +114,9 @@ class MemoryManager(MemoryContract):
 
     mailbox_size = 4096
 
-    def __init__(self, *, meter: DeviceMeter, options: ManagerOptions, clock: Clock) -> None:
-        self._own_agent = NodeAgent(meter=meter)
+    def __init__(self, *, agent: NodeAgent, options: ManagerOptions, clock: Clock) -> None:
+        """`agent`: that of its own node."""
+        self._own_agent = agent
         self._options = options
         self._clock = clock
         self._timeline: deque[tuple[float, str, str, str]] = deque(maxlen=TIMELINE_SIZE)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from memory_figures import MIB
 
+from myxa.actors.tenancy.memory_manager import gpu_uuid
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.driver import VmmDriver
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
 from myxa.memory.arenas.tensors import tensor_at
-from myxa.memory.meters import gpu_uuid
 
 HASH_BYTES = 256 * MIB
 """Hashed at a time; twice that is needed beside it."""

@@ -21,10 +21,10 @@ from memory_orders import ENGINE_TAGS, MANAGER, TRAINER_TAGS, StandInContract, W
 from memory_stages import Stage
 
 from myxa.actors.contracts import MemoryContract
+from myxa.actors.tenancy.memory_manager import read_gpu
 from myxa.core.device_memory import DeviceView, LeaseReply, LeaseRequest, MemoryView, Tag
 from myxa.core.refs import with_deadline
 from myxa.memory.leases.lease_ledger import is_mapped
-from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 
 HERE = Path(__file__).resolve().parent
@@ -79,7 +79,6 @@ class Lab:
         self._first_device = first_device
         self.stages: dict[str, Stage] = {}
         self._node: Node | None = None
-        self._meter = DeviceMeters()
         self._numbers = itertools.count(1)
         self.rates: dict[str, float] = {}
         """Of plain pinned copies in the first trainer, GB/s, and what its pool took."""
@@ -164,6 +163,7 @@ class Lab:
         options = self._options
         arguments = [
             name, "--rdzv", str(self._work / "rdzv.json"), "--device", options.device, "--way", self._way,
+            "--gpus", str(self.num_devices),
             "--first-device", str(self._first_device), "--scale", str(options.scale), "--matrix", str(options.matrix),
             "--tokens", str(options.tokens), "--mem-fraction", str(options.mem_fraction),
             "--capacity-mib", str(options.capacity_mib), "--plain-mib", str(options.plain_mib),
@@ -224,7 +224,7 @@ class Lab:
     def _astray(self, device: DeviceView) -> int:
         if device.device.startswith("host:"):  # only its manager knows which processes make it up
             return device.unattributed_bytes
-        reading = self._meter.measure(device.device, ())
+        reading = read_gpu(device.device)
         stays = {"trainer": self.residues.get("trainer", 0.0), "rollout": self.residues.get("engine", 0.0)}
         held = sum(
             sum(tag.num_bytes for tag in tenant.tags if is_mapped(tag)) - tenant.reserved_bytes + stays[tenant.gang]

@@ -7,21 +7,21 @@ import argparse
 from memory_figures import GIB, MIB
 from memory_process import run
 
-from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
+from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager, NodeAgent
 from myxa.core.clock import SystemClock
-from myxa.memory.leases.switch import ArbiterOptions
-from myxa.memory.meters import DeviceMeters
+from myxa.memory.leases.switch import LeaseOptions
 
 NUM_HOST_DEVICES = 8
 
 
 def build(options: argparse.Namespace) -> MemoryManager:
     capacities = {f"host:{index}": options.capacity_mib * MIB for index in range(NUM_HOST_DEVICES)}
+    gangs = {gang: [f"{gang}/{number}" for number in range(options.gpus)] for gang in ("trainer", "rollout")}
     is_cuda = options.device == "cuda"
-    chosen = ArbiterOptions(reserve_bytes=GIB if is_cuda else 0, margin_bytes=64 * MIB if is_cuda else MIB)
+    limits = LeaseOptions(reserve_bytes=GIB if is_cuda else 0, margin_bytes=64 * MIB if is_cuda else MIB)
     return MemoryManager(
-        meter=DeviceMeters({} if is_cuda else capacities),
-        options=ManagerOptions(arbiter=chosen),
+        agent=NodeAgent({} if is_cuda else capacities),
+        options=ManagerOptions(gangs=gangs, limits=limits),
         clock=SystemClock(),
     )
 

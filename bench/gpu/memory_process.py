@@ -42,6 +42,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     args.add_argument("--device", default="cuda")
     args.add_argument("--way", choices=("ours", "saver"), default="ours")
     args.add_argument("--first-device", type=int, default=0)
+    args.add_argument("--gpus", type=int, default=1)
     args.add_argument("--scale", type=float, default=1.0)
     args.add_argument("--matrix", type=int, default=8192)
     args.add_argument("--tokens", type=int, default=4096)

@@ -18,15 +18,13 @@ from typing import TypeVar
 import torch
 from memory_device import device_bytes, device_name, open_arena, seconds_of, settled_used
 from memory_figures import MIB
-from memory_orders import COPIED, MANAGER, POLICIES, TRAINER_TAGS, StandInContract, WorkDone, WorkOrder
+from memory_orders import COPIED, POLICIES, TRAINER_TAGS, StandInContract, WorkDone, WorkOrder
 from memory_process import run
 from memory_raw import PlainCopies, synchronise
 from memory_saver import make_saver
 from memory_standins import EngineStandIn, Shape, TrainerStandIn, finish
 
-from myxa.actors.contracts import MemoryContract
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
-from myxa.core.actor import PeerEvent
 from myxa.core.device_memory import (
     OPTIMIZER_PARTS,
     MemoryCommand,
@@ -158,12 +156,6 @@ class StandIn(StandInContract):
             ),
             stores=(), gate=self, in_thread=self._in_thread, clock=self.ctx.clock,
         )  # fmt: skip
-        self.ctx.watch("memory/")
-        self.ctx.spawn(self._tenant.join(self.ctx.ref(MemoryContract, MANAGER)), name="join")
-
-    async def on_peer(self, event: PeerEvent) -> None:
-        if self._tenant is not None:
-            await self._tenant.on_peer(event)
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
         assert self._tenant is not None
@@ -181,12 +173,10 @@ class StandIn(StandInContract):
 
     async def work(self, order: WorkOrder) -> WorkDone:
         done = await self._in_thread(lambda: self._work(order))
-        if self._tenant is not None and order.kind in ("setup", "residue"):
+        if self._tenant is not None and order.kind == "setup":
             assert self._store is not None
-            if order.kind == "setup":
-                self._tenant.add_store(self._store)
-                await self._tenant.loaded()
-            await self._tenant.changed()
+            self._tenant.add_store(self._store)
+            self._tenant.loaded()
         return done
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

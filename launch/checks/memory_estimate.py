@@ -16,11 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...actors.backends.megatron.layout import ParallelLayout
-from ...actors.models.model_config import ModelConfig
+from ...actors.models.model_config import ITEM_BYTES, ModelConfig
 from ...actors.models.second_model import critic_parameters
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
-from ...memory.budget import ITEM_BYTES
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices

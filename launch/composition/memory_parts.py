@@ -9,14 +9,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ...actors.models.model_config import ModelConfig
+from ...actors.models.model_config import ITEM_BYTES, ModelConfig
 from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.config import RunConfig
 from ...core.device_memory import Tag, TagPolicy, TagReport
 from ...core.errors import ConfigError
 from ...core.protocols import Engine, ReleasesMemory
-from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES
 from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 
@@ -56,7 +55,7 @@ def devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
     """The names under which the actor's devices are leased. Raises ConfigError for a GPU that is not there."""
     if not spec.devices:
         return (host_device(spec.node, config),)
-    from ...memory.meters import gpu_uuid
+    from ...actors.tenancy.memory_manager import gpu_uuid
 
     return tuple(gpu_uuid(number) for number in spec.devices)
 
@@ -98,12 +97,11 @@ def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager, NodeAgent
     from ...actors.tenancy.time_share import ROLLOUT, TRAINER
     from ...memory.leases.switch import LeaseOptions
-    from ...memory.meters import DeviceMeters
 
     on_gpus = bool(config.roles.trainer.device_ids)
-    meter = DeviceMeters({} if on_gpus else {host_device(spec.node, config): config.memory.capacity_mb * MIB})
+    agent = NodeAgent({} if on_gpus else {host_device(spec.node, config): config.memory.capacity_mb * MIB})
     if spec.name != manager_name(config):
-        return NodeAgent(meter=meter)
+        return agent
     limits = (
         LeaseOptions(reserve_bytes=config.memory.reserve_mb * MIB)
         if on_gpus
@@ -111,7 +109,7 @@ def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     )
     share = share_options(config)
     return MemoryManager(
-        meter=meter,
+        agent=agent,
         options=ManagerOptions(
             gangs={TRAINER: share.trainers, ROLLOUT: share.rollouts},
             limits=limits,
@@ -224,11 +222,6 @@ def lent_memory(spec: ActorSpec, config: RunConfig) -> Arena | None:
     return _host_arena(spec, config, 0) if takes_turns(config) else None
 
 
-def memory_share(config: RunConfig) -> float:
-    """Share of the memory that it finds (its device's in turns) which an embedded engine may plan with."""
-    return DEFAULT_SHARE / config.roles.rollout.count
-
-
 def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -> Tenancy | None:
     """The engine as a tenant; None if its device is not shared. Raises ConfigError for engines that cannot
     give their memory back."""
@@ -252,11 +245,11 @@ def sglang_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> tuple
             'memory.share = "switch": [sglang] does not set mem_fraction_static',
             remedy="set it: the share of the GPU that weights and cache take during the engine's turn, e.g. 0.85",
         )
-    from ...memory.meters import gpu_capacity
+    from ...actors.tenancy.memory_manager import read_gpu
 
     num_gpus = max(1, len(spec.devices))
     weights = ITEM_BYTES[config.engine.dtype] * model.num_parameters // num_gpus
-    static = int(gpu_capacity(spec.devices[0]) * float(share))
+    static = int(read_gpu(spec.devices[0]).capacity_bytes * float(share))
     sizes: dict[Tag, int] = {"weights": weights, "kv_cache": max(0, static - weights), "cuda_graph": GRAPH_BYTES}
     return tuple(
         TagReport(tag=tag, num_bytes=size, policy="discard", backing="discarded") for tag, size in sizes.items()

@@ -38,7 +38,6 @@ from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
 from myxa.memory.leases.switch import LeaseOptions
-from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node, Rendezvous
 
 MIB = 1 << 20
@@ -244,8 +243,7 @@ def node_of(device: str) -> int:
 
 
 def agent_of(devices: list[str], node: int) -> MortalAgent:
-    meter = DeviceMeters({device: CAPACITY for device in devices if node_of(device) == node})
-    return MortalAgent(meter=meter)
+    return MortalAgent({device: CAPACITY for device in devices if node_of(device) == node})
 
 
 def manager_of(devices: list[str], gangs: dict[str, list[str]]) -> MortalManager:
@@ -255,8 +253,7 @@ def manager_of(devices: list[str], gangs: dict[str, list[str]]) -> MortalManager
         measure_s=3.0,
         limits=LeaseOptions(reserve_bytes=0, margin_bytes=MARGIN, resend_s=1.0, settle_s=5.0),
     )
-    meter = DeviceMeters({device: CAPACITY for device in devices if not node_of(device)})
-    return MortalManager(meter=meter, options=options, clock=SystemClock())
+    return MortalManager(agent=agent_of(devices, 0), options=options, clock=SystemClock())
 
 
 def wait_for_orders() -> list[str]:

@@ -43,6 +43,10 @@ class RequestEvent(NamedTuple):
     news: Delta | EngineError
 
 
+MEMORY_SHARE = 0.6
+"""The rest is for activations, other processes, surprises."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedOptions:
     """Settings of an embedded engine."""
@@ -64,8 +68,8 @@ class EmbeddedOptions:
     """Steps between two deltas of a request; its last delta comes at once. 0: one delta, at the end."""
     num_threads: int = 1
     """Of torch. More than one pays on idle cores only: its barriers spin."""
-    memory_share: float = 0.6
-    """Part of the host's available memory to plan with; divide it by the number of engines on the host."""
+    memory_share: float = MEMORY_SHARE
+    """Part of the host's available memory to plan with, divided by the number of engines on the host."""
     is_invariant: bool = False
     tells_kept: bool = False
     """Whether tokens come with those that they were drawn from, where `top_p`, `top_k` or `min_p` cut some."""

@@ -40,7 +40,6 @@ from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
 from ....core.weight_channel import WeightProgress
 from ....memory.arenas.arena import Arena
-from ....memory.budget import EngineBudget, plan_engine
 from ...models.chat_template import PlainText
 from ...models.hf_folder import check_values, open_weights, read_config
 from ...models.model_config import ModelConfig
@@ -48,7 +47,7 @@ from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
 from .core import EmbeddedOptions, EngineCore
 from .model import DecoderWeights
-from .tensors import expected, lent_zeros, plain_zeros
+from .tensors import EngineBudget, expected, lent_zeros, plain_zeros, plan_engine
 
 T = TypeVar("T")
 
