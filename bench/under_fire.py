@@ -33,7 +33,7 @@ TIMES_AT_MOST = 1.6
 LIMIT_S = 1800.0
 ROLES = ("coordinator", "buffer", "monitor", "trainer", "rollout")
 BOTH = (
-    "trainer.checkpoint_every=10", "trainer.standby_every=1", "trainer.export_at_end=false",
+    "trainer.checkpoint_every=1", "trainer.export_at_end=false",
     *(f"roles.{role}.max_restarts=1000" for role in ROLES),
     *(f'roles.{role}.when_hung="kill"' for role in ROLES),
 )  # fmt: skip

@@ -50,9 +50,6 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank: RankSpec | None = None
     attempt: int = 0
     """Which of its starts this is; 0: the first. Known where it runs."""
-    ram_dir: str = ""
-    """Folder in the host's memory that outlives this process and goes with the launcher; empty: there is none. Known
-    where it runs."""
 
 
 class GangRendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -327,7 +327,6 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         guard_bound,
         make_backend,
         shard_of_rank,
-        standby_folder,
     )
 
     if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
@@ -352,8 +351,6 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         channel=choose_channel(config),
         shard_of_rank=shards,
         step_timeout_s=config.trainer.step_timeout_s,
-        standby_folder=standby_folder(spec, config),
-        standby_every=config.trainer.standby_every,
         guard_bound=guard_bound(config),
         guard_fails=config.guard.above == "fail",
     )

@@ -30,9 +30,6 @@ MAX_SOCKET_PATH = 107
 SOCKET_NAME_ROOM = 56
 """Longest socket name below the folder that is planned for."""
 
-MEMORY = Path("/dev/shm")
-"""Where files lie in the host's memory."""
-
 _LOGIN, _LINGER = Path("/run/user"), Path("/var/lib/systemd/linger")
 _LOCK = ".lock"
 _JANITOR = (
@@ -59,7 +56,7 @@ class RuntimeDir:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         self._locks = _locks_in(self.path)
         self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "sh", str(self.path), str(ram_folder(self.path))],
+            ["/bin/sh", "-c", _JANITOR, "sh", str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -77,8 +74,7 @@ class RuntimeDir:
 
     def close(self) -> None:
         """Remove the folder. Harmless to call again."""
-        for folder in (self.path, ram_folder(self.path)):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
         self._locks.close()
         if self._janitor.stdin is not None:
             self._janitor.stdin.close()
@@ -137,11 +133,6 @@ class RuntimeDir:
                 write_durably(path, data, 0o600)
 
 
-def ram_folder(runtime: Path) -> Path:
-    """A folder in the host's memory that belongs to a runtime folder and is removed with it. Its user makes it."""
-    return MEMORY / f"{runtime.name}.ram"
-
-
 def _locks_in(folder: Path) -> ExitStack:
     """The folder itself, and a file that appears locked, so that the folder never looks deserted."""
     draft = folder / f"{_LOCK}.new"
@@ -169,8 +160,7 @@ def _remove_deserted(base: Path) -> None:
             continue
         if handle is not None:  # else its launcher runs
             with handle:
-                for folder in (lock.parent, ram_folder(lock.parent)):
-                    shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def short_base() -> str:

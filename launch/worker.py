@@ -36,7 +36,6 @@ from .contracts import process_name
 from .inspection.process_actor import LoopWatch, ProcessActor
 from .nodes.child import ORDERLY_END
 from .nodes.rendezvous import attach_worker
-from .runtime_dir import ram_folder
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
 BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]
@@ -53,7 +52,7 @@ async def serve(spec: ProcessSpec) -> None:
     """Run the actor until it is asked to end. Raises what failed it."""
     config = load_config(spec.config_path)
     build = cast("BuildActor", load_callable(spec.program, where="program"))
-    place = replace(spec.actor, attempt=spec.attempt, ram_dir=str(ram_folder(Path(spec.socket_dir))))
+    place = replace(spec.actor, attempt=spec.attempt)
     actor = build(place, config, Path(spec.run_dir))
     # Before this line the signals end the process at once, so that an import of torch delays no end.
     loop = asyncio.get_running_loop()

@@ -46,7 +46,6 @@ from ..tenancy.time_share import TimeShare
 from ..weights.publish import Publisher, max_unreleased
 from .checkpoints import AskUntilAnswered, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
-from .start_point import Standby
 from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 
 T = TypeVar("T")
@@ -85,8 +84,6 @@ class TrainLoopOptions:
     guard_fails: bool = False
     channel: WeightChannel = "shm"
     """By which weights are published."""
-    standby_folder: str = ""
-    standby_every: int = 0
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
     """What the run file says of the knobs that ranks use; see `step_values` in `knobs.py`."""
 
@@ -147,14 +144,6 @@ class TrainLoop:
         self.orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
         limit = max_unreleased(options.channel)
         self.publisher = Publisher(ctx, self._together, limit, meter, self._tell, Path(options.run_dir))
-        self._standby = Standby(
-            Path(options.standby_folder),
-            options.standby_every if options.standby_folder else 0,
-            self._together,
-            meter,
-            telemetry,
-            side.live_knobs,
-        )
         self.link = CoordinatorLink(ctx, self.publisher, self._ask)
         self._parts = PartMetrics()
         self._may_go = asyncio.Event()
@@ -393,10 +382,7 @@ class TrainLoop:
             await self._write_last(version, is_new=self.checkpoints.options.every > 0)
         elif self.checkpoints.is_due(version):
             await self.checkpoints.save_by_schedule(version)
-        elif self._standby.is_due(version) and not self.checkpoints.is_pending:
-            await self._standby.copy(version)
         await self.orders.serve(version)
-        await self._standby.superseded(self.checkpoints.newest)
 
     @asynccontextmanager
     async def _engines_turn(self, version: int) -> AsyncGenerator[None]:

@@ -460,9 +460,6 @@ class TrainerConfig(Section, frozen=True):
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds that a step may take, compiling included, or one publication, score or checkpoint: a rank that has not
     answered by then hangs, and the gang is restarted. Also the limit of every collective."""
-    standby_every: CountInt = 0
-    """Steps between two copies of the whole training state in the memory of the trainer's host, from which a restarted
-    gang continues; 0 = none, it continues from the newest checkpoint."""
     async_save: bool = False
     """Whether checkpoints are written while training continues: it waits for a copy in the host's memory only."""
     checkpoint_at_stop: bool = True

@@ -421,14 +421,11 @@ def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer, role, megatron = config.trainer, config.roles.trainer, config.megatron
     is_megatron, offloads = role.kind == "megatron", megatron.offload_optimizer
-    is_saved = trainer.checkpoint_every or trainer.standby_every or trainer.resume
+    is_saved = trainer.checkpoint_every or trainer.resume
     has_muon = config.optimizer.name == "muon"
     yield from clashes(
         (role.device_ids and len(role.device_ids) < role.count, "roles.trainer.devices roles.trainer.count",
          f"names {len(role.device_ids)} GPUs for {role.count} ranks on each node; every rank needs its own"),
-        (trainer.standby_every and (role.nodes == "*" or len(role.nodes) != 1),
-         "trainer.standby_every roles.trainer.nodes",
-         "needs all ranks on one node, in whose memory the state is kept; use checkpoints on a shared disk"),
         (not is_megatron and megatron != MegatronSettings(), "roles.trainer.kind megatron",
          'must be "megatron" for the table [megatron] to matter'),
         (is_megatron and trainer.strategy != "ddp", "trainer.strategy roles.trainer.kind",
@@ -450,7 +447,7 @@ def _rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (is_megatron and offloads and trainer.dtype != "bfloat16", "megatron.offload_optimizer trainer.dtype",
          'needs trainer.dtype = "bfloat16" and its float32 masters'),
         (is_megatron and offloads and is_saved,
-         "megatron.offload_optimizer trainer.checkpoint_every trainer.standby_every trainer.resume",
+         "megatron.offload_optimizer trainer.checkpoint_every trainer.resume",
          "does not go with checkpoints yet"),
     )  # fmt: skip
     num_ranks = role.count * len(role.nodes)

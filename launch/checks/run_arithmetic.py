@@ -171,12 +171,11 @@ MANY_STEPS = 100
 
 def rarely_meant(run: CheckedRun) -> Iterator[Finding]:
     config, trainer = run.config, run.config.roles.trainer
-    back = "" if config.trainer.standby_every else ", and a trainer rank that dies throws training back to its start"
     is_long = not config.run.num_steps or config.run.num_steps >= MANY_STEPS
     far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOOPBACKS]
     return warnings(
         (is_long and not config.trainer.checkpoint_every, "trainer.checkpoint_every",
-         f"= 0: a run that is killed cannot be resumed{back}",
+         "= 0: a run that is killed cannot be resumed, and a trainer rank that dies throws training back to its start",
          "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"),
         (len(trainer.device_ids) > trainer.count, "roles.trainer.devices",
          (f'= "{trainer.devices}": {len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which '

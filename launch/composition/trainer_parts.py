@@ -7,13 +7,13 @@ import it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from ...actors.backends.torch_backend.world import Gang
-from ...actors.checkpoints.folder import CheckpointInfo, list_checkpoints, take_away
+from ...actors.checkpoints.folder import list_checkpoints
 from ...actors.trainer.checkpoints import CheckpointOptions
 from ...actors.trainer.start_point import StartPoint
 from ...actors.weights.publish import ChannelEnd
@@ -152,18 +152,12 @@ def block_limit_s(spec: ActorSpec) -> float:
     return 600.0 if spec.devices else 10.0
 
 
-def standby_folder(spec: ActorSpec, config: RunConfig) -> str:
-    """Where the gang keeps its state in the host's memory; empty if it does not."""
-    return spec.ram_dir if config.trainer.standby_every else ""
-
-
 class GangStart:
     """A `StartFinder`: the checkpoint that a gang begins from. Rank 0 asks for all ranks.
 
     First start: what `trainer.resume` names, else the model folder. A resumed run falls back to an older checkpoint of
     its own, which its ledger can go back to, if the named one is torn.
-    Restart: the newest state that this run wrote, durable or in the host's memory, and that was not undone since; else
-    as at the first start.
+    Restart: the newest one that this run wrote, and that was not undone since; else as at the first start.
 
     Here only file sizes are checked; loading checks the bytes, and what is torn then is passed in as `torn`. Once all
     ranks have begun, newer checkpoints are put away: training continues under the same version numbers, so the next
@@ -175,7 +169,6 @@ class GangStart:
         self._named = config.trainer.resume
         self._run_dir = run_dir
         self._own = run_dir / CHECKPOINTS
-        self._standby = standby_folder(spec, config)
 
     def find(self, torn: Mapping[str, str]) -> StartPoint:
         """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing that is whole, or nothing older will
@@ -184,8 +177,8 @@ class GangStart:
         floor = origin.lives[-1].floor if origin.lives else 0
         place, passed_over = "", list[str]()
         falls_back = self._falls_back(torn)
-        there, too_old = list(self._there()) if self._attempt or falls_back else [], list[int]()
-        for info in sorted(there, key=lambda info: info.version, reverse=True):  # the durable one first, of two
+        there, too_old = list_checkpoints(self._own) if self._attempt or falls_back else (), list[int]()
+        for info in sorted(there, key=lambda info: info.version, reverse=True):
             problem = torn.get(str(info.path)) or info.problem or origin.why_undone(info)
             if not problem and info.version < floor:
                 too_old.append(info.version)
@@ -208,13 +201,9 @@ class GangStart:
         if not (start.is_restart or start.passed_over):
             return
         try:
-            for info in self._there():
-                if info.version <= version or str(info.path) == start.checkpoint:
-                    continue
-                if info.path.parent == self._own:
+            for info in list_checkpoints(self._own):
+                if info.version > version and str(info.path) != start.checkpoint:
                     put_away(info.path, past_of(self._run_dir, start.life) / UNDONE)
-                else:
-                    take_away(info.path)
             RunOrigin.load(self._run_dir).went_back(start.attempt, version).save(self._run_dir)
         except (OSError, LaunchError) as error:
             raise TrainError(
@@ -236,10 +225,6 @@ class GangStart:
             if too_old
             else "start a new run with its config.toml",
         )
-
-    def _there(self) -> Iterator[CheckpointInfo]:
-        for folder in filter(None, (str(self._own), self._standby)):
-            yield from list_checkpoints(folder)
 
     def _named_one(self, torn: Mapping[str, str]) -> str:
         if not self._named:

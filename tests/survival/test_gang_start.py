@@ -105,17 +105,15 @@ def damaged(
     return read
 
 
-def asked(attempt: int, resume: str = "", memory: str = "") -> tuple[ActorSpec, RunConfig]:
-    spec = ActorSpec(
-        name="trainer/0", role="trainer", kind="torch", index=0, node=0, attempt=attempt, ram_dir=memory
-    )  # fmt: skip
-    trainer = {"resume": resume, "standby_every": int(bool(memory))}
+def asked(attempt: int, resume: str = "") -> tuple[ActorSpec, RunConfig]:
+    spec = ActorSpec(name="trainer/0", role="trainer", kind="torch", index=0, node=0, attempt=attempt)
+    trainer = {"resume": resume}
     told = {"run": {"name": "small"}, "model": {"path": "/m"}, "data": {"train": "/d.jsonl"}, "trainer": trainer}
     return spec, RunConfig.model_validate(told)
 
 
-def gang(run: Path, attempt: int, resume: str = "", memory: str = "") -> GangStart:
-    return GangStart(*asked(attempt, resume, memory), run)
+def gang(run: Path, attempt: int, resume: str = "") -> GangStart:
+    return GangStart(*asked(attempt, resume), run)
 
 
 def versions_in(folder: Path) -> list[int]:
@@ -272,17 +270,3 @@ def test_a_run_that_is_named_is_gone_on_from_where_it_stands_itself(tmp_path: Pa
     (run.path / "origin.json").write_text("{")
     with pytest.raises(TrainError, match="cannot be read"):
         named_checkpoint(run.path)
-
-
-def test_a_newer_copy_in_memory_is_undone_with_the_rest(tmp_path: Path):
-    run, memory = RunOnDisk(tmp_path, steps=3), tmp_path / "memory"
-    for version in (3, 4):
-        make_checkpoint(memory / f"version_{version:08d}", version)
-    newest = str(memory / "version_00000004")
-    again = gang(run.path, attempt=1, memory=str(memory))
-    assert again.find({}).checkpoint == newest
-    start = again.find({newest: "its bytes have changed"})
-    assert start.checkpoint == str(run.place(3)), "the durable one of two"
-    again.begun(start, 3)
-    assert versions_in(memory) == [3]
-    assert gang(run.path, attempt=2, memory=str(memory)).find({}).checkpoint == str(run.place(3))
