@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from ..suggestion import suggest
 from .section import (
@@ -21,7 +21,6 @@ from .section import (
     CountInt,
     Means,
     NonNegativeFloat,
-    OrElse,
     Pattern,
     PositiveFloat,
     PositiveInt,
@@ -30,7 +29,6 @@ from .section import (
     Temperature,
     TopK,
     UnitFloat,
-    as_table,
     check_json,
     clashes,
     divides,
@@ -169,7 +167,7 @@ def _template_arguments(value: Table) -> Table:
 class DataSettings(RowColumns, frozen=True):
     """The prompts that are trained on."""
 
-    train: Annotated[SourceText, OrElse("sources")]
+    train: SourceText = ""
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99.
     Folders, patterns and further formats: rewards-and-data.md. Left out where `sources` names several."""
     sources: dict[str, SourceSettings] = {}
@@ -208,17 +206,11 @@ class DataSettings(RowColumns, frozen=True):
     difficulty_high: float = 0.0
     """The window's upper end; both ends are inside."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _train_may_be_left_out(cls, raw: object) -> object:
-        table = as_table(raw)
-        return {"train": "", **table} if table is not None and table.get("sources") else raw
-
     def conflicts(self) -> Iterator[Conflict]:
         """Columns that the preset does not look at, and sources that do not go together."""
         sources = self.sources
         yield from clashes(
-            (not (self.train or sources), "train", "must not be empty"),
+            (not (self.train or sources), "train", "must name a file, unless [data.sources] names several"),
             (self.difficulty_low > self.difficulty_high, "difficulty_low difficulty_high",
              f"is above difficulty_high = {self.difficulty_high:g}"),
             (self.max_prompt_tokens and self.overlong == "pass", "max_prompt_tokens overlong",

@@ -1,13 +1,10 @@
 """From TOML files and `--set` flags to a checked `RunConfig`, or one error that lists everything wrong; and back.
 
 Files are merged left to right, key by key; flags win over files. A relative path in a file is relative to that file's
-folder, in a flag to the current folder. Where a value is wrong it is left out, and the rest is checked again, so that
-conflicts of the others show too.
+folder, in a flag to the current folder. Sections are checked one by one, and together once each is right.
 
-`key_lines` finds the line of each key, because `tomllib` and tomlkit keep no positions. It cuts the text into
-statements (a header, or a key with its value) that `tomllib` parses one by one: a value over several lines never parses
-before its last line, because its bracket or quotes are still open. `dump_config` writes TOML; tomli-w was considered,
-but is one more dependency for forty lines. The JSON Schema for editors is made of the sections.
+`key_lines` finds the line of each key, because `tomllib` and tomlkit keep no positions. `dump_config` writes TOML;
+tomli-w was considered, but is one more dependency for forty lines. The JSON Schema for editors is made of the sections.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from .section import (
     Conflict,
     KeyPath,
     Meaning,
-    OrElse,
     Table,
     as_array,
     as_table,
@@ -83,10 +79,6 @@ class Problem:
     origin: KeyOrigin
     shown: str = ""
     """The value as text; empty when there is none to show."""
-    involved: tuple[KeyPath, ...] = ()
-    """Other values that have a part in it."""
-    is_required: bool = False
-    """The value is missing and has no default."""
 
     @property
     def text(self) -> str:
@@ -103,14 +95,12 @@ PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Everything that can be said of run files: what is wrong, and what the rest of them means."""
+    """What run files mean, or what is wrong with them."""
 
     config: RunConfig | None
-    """With the defaults for what is wrong; None if even that makes no run."""
+    """None if anything is wrong."""
     problems: tuple[Problem, ...]
     origins: KeyOrigins
-    bad: frozenset[KeyPath]
-    """Keys whose values could not be used; what `config` says of them is not the user's."""
 
 
 def load_config(
@@ -124,7 +114,7 @@ def load_config(
     """
     files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     found = inspect_config(files, overrides)
-    if found.config is not None and not found.problems:
+    if found.config is not None:
         return found.config
     if len(found.problems) == 1:
         raise ConfigError(str(found.problems[0]))
@@ -144,11 +134,12 @@ def inspect_config(files: Sequence[str | os.PathLike[str]], overrides: Sequence[
         layers.read_file(Path(file))
     for override in overrides:
         layers.read_override(override)
+    layers.table.setdefault("data", {})  # it says which key is missing
     run = as_table(layers.table.setdefault("run", {}))
     if run is not None:
         run.setdefault("dir", str(Path.cwd() / "runs"))
     config = layers.check() if layers.is_whole else None
-    return Inspected(config, tuple(layers.problems), layers.origins, frozenset(layers.bad))
+    return Inspected(None if layers.problems else config, tuple(layers.problems), layers.origins)
 
 
 @dataclass(slots=True)
@@ -158,7 +149,6 @@ class _Layers:
     origins: KeyOrigins
     table: Table = field(default_factory=dict[str, Any])
     problems: list[Problem] = field(default_factory=list[Problem])
-    bad: set[KeyPath] = field(default_factory=set[KeyPath])
     is_whole: bool = True
     """Whether every file could be read."""
 
@@ -173,7 +163,7 @@ class _Layers:
             return
         _resolve(table, file.absolute().parent)
         _merge(self.table, table)
-        for key, line in key_lines(text).items():
+        for key, line in key_lines(text, table).items():
             self.origins.by_path[key] = KeyOrigin(str(file), line)
 
     def read_override(self, override: str) -> None:
@@ -187,7 +177,6 @@ class _Layers:
             value = _override_value(shown)
         except ValueError as error:
             self.problems.append(Problem(path, f"is not a TOML value: {error}", origin, shown))
-            self.bad.add(path)
             return
         _, found, left = find(RunConfig, path)
         is_text = found is not None and not left and found.annotation is str
@@ -202,46 +191,22 @@ class _Layers:
         self.origins.by_path[path] = origin
 
     def check(self) -> RunConfig | None:
-        """Validate; when values are wrong, leave them out and look again."""
-        table = copy.deepcopy(self.table)
-        while True:
-            try:
-                return RunConfig.model_validate(table, by_alias=True, by_name=False)
-            except ValidationError as error:
-                found = self._problems_of(error, table)
-            self.problems.extend(problem for problem in found if not self._is_known(problem))
-            progress = [self._leave_out(table, problem) for problem in found]
-            if not any(progress):
-                return None
+        try:
+            return RunConfig.model_validate(self.table, by_alias=True, by_name=False)
+        except ValidationError as error:
+            self.problems += self._problems_of(error)
+            return None
 
-    def _is_known(self, problem: Problem) -> bool:
-        """Whether it comes of a value that was left out."""
-        paths = (problem.path, *problem.involved)
-        is_in_bad = any(path[:length] in self.bad for path in paths for length in range(1, len(path) + 1))
-        return is_in_bad or any(path[: len(table)] == table for table in problem.involved for path in self.bad)
-
-    def _leave_out(self, table: Table, problem: Problem) -> bool:
-        """Take the wrong value out (or, if it is a default, those it conflicts with); whether anything changed."""
-        self.bad.add(problem.path)
-        if problem.is_required:  # all required values are texts; the run is refused anyway
-            table_made_at(table, problem.path[:-1])[problem.path[-1]] = "?"
-            return True
-        if _remove(table, problem.path):
-            return True
-        self.bad.update(problem.involved)
-        return sum(_remove(table, path) for path in problem.involved) > 0  # all of them
-
-    def _problems_of(self, error: ValidationError, table: Table) -> list[Problem]:
-        """All problems of one validation, in the order of the sections; one per path, with its value as the user wrote
+    def _problems_of(self, error: ValidationError) -> list[Problem]:
+        """All problems of the validation, in the order of the sections; one per path, with its value as the user wrote
         it, or the default that was used."""
         found: dict[KeyPath, Problem] = {}
         for detail in error.errors(include_url=False):
-            for path, cause, involved in _causes_of(detail, table):
+            for path, cause in _causes_of(detail, self.table):
                 earlier = found.get(path)
                 if earlier is None:
-                    is_required = cause.startswith(MISSING)
-                    shown = "" if is_required else _shown(path, self.table)
-                    found[path] = Problem(path, cause, self.origins.of(path), shown, involved, is_required)
+                    shown = "" if cause.startswith(MISSING) else _shown(path, self.table)
+                    found[path] = Problem(path, cause, self.origins.of(path), shown)
                 elif cause not in earlier.cause:  # a value with several allowed forms fails once per form
                     found[path] = replace(earlier, cause=f"{earlier.cause}, or {cause.removeprefix('must be ')}")
         return list(found.values())
@@ -250,8 +215,7 @@ class _Layers:
 # -- what pydantic found, in words -------------------------------------------------------------------------------------
 
 MISSING = "is missing: "
-Causes = list[tuple[KeyPath, str, tuple[KeyPath, ...]]]
-"""Path, cause, other paths that have a part in it."""
+Causes = list[tuple[KeyPath, str]]
 
 
 def _shown(path: KeyPath, table: Table) -> str:
@@ -272,14 +236,13 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
     path, kind, context = _file_path(detail["loc"], table), detail["type"], detail.get("ctx", {})
     if kind == CONFLICTS:
         conflicts: tuple[Conflict, ...] = context["conflicts"]
-        paths = [[(*path, *dotted.split(".")) for dotted in conflict.paths] for conflict in conflicts]
-        return [(first, one.cause, tuple(rest)) for one, (first, *rest) in zip(conflicts, paths, strict=True)]
+        return [((*path, *one.paths[0].split(".")), one.cause) for one in conflicts]
     if kind == "extra_forbidden":
         what = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
-        return [(path, f"is not a known {what}; {suggest(path[-1], keys_of(find(RunConfig, path)[0]))}", ())]
+        return [(path, f"is not a known {what}; {suggest(path[-1], keys_of(find(RunConfig, path)[0]))}")]
     if kind == "missing" and path == tuple(str(part) for part in detail["loc"]):
         return _missing(path)
-    return [(path, _cause(detail), ())]
+    return [(path, _cause(detail))]
 
 
 def _missing(path: KeyPath) -> Causes:
@@ -288,8 +251,7 @@ def _missing(path: KeyPath) -> Causes:
         required = [(*path, key) for key, info in keys_of(section).items() if info.is_required()]
         return [cause for one in required for cause in _missing(one)]
     about = (found.description or "").splitlines()[0].rstrip(".")
-    others = tuple((*path[:-1], mark.key) for mark in found.metadata if isinstance(mark, OrElse))
-    return [(path, f"{MISSING}{about}", others)]
+    return [(path, f"{MISSING}{about}")]
 
 
 def _file_path(location: tuple[int | str, ...], table: Table) -> KeyPath:
@@ -448,43 +410,30 @@ def _absolute(text: str, folder: Path) -> str:
     return str(path)
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line (from 1) of every table header and key of a text that is valid TOML; the first mention counts."""
-    lines = text.replace("\r\n", "\n").split("\n")
+_NAME = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|[A-Za-z0-9_-]+)"""
+_KEY = re.compile(rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*=")
+
+
+def key_lines(text: str, table: Table) -> dict[KeyPath, int]:
+    """Line (from 1) of every table header and key of a text that is valid TOML and says `table`; the first mention
+    counts. Keys of an inline table are where it is."""
     found: dict[KeyPath, int] = {}
     prefix: KeyPath = ()
-    at = 0
-    while at < len(lines):
-        head = lines[at].strip()
-        if not head or head.startswith("#"):
-            at += 1
-            continue
-        parsed, end = _statement(lines, at)
-        if head.startswith("["):
-            prefix = _single_path(parsed)
-            found.setdefault(prefix, at + 1)
-        else:
-            _note(found, prefix, parsed, at + 1)
-        at = end
-    return found
-
-
-def _statement(lines: list[str], at: int) -> tuple[Table, int]:
-    for end in range(at + 1, len(lines) + 1):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        is_header, key = line.lstrip().startswith("["), _KEY.match(line)
         try:
-            return tomllib.loads("\n".join(lines[at:end])), end
-        except tomllib.TOMLDecodeError:
+            path = _single_path(tomllib.loads(line if is_header else f"{key[1]} = 0")) if is_header or key else ()
+        except tomllib.TOMLDecodeError:  # inside of an array or a text of several lines
             continue
-    return {}, len(lines)
-
-
-def _note(found: dict[KeyPath, int], prefix: KeyPath, table: Table, line: int) -> None:
-    for key, value in table.items():
-        path = (*prefix, key)
-        found.setdefault(path, line)
-        below = as_table(value)
-        if below is not None:
-            _note(found, path, below, line)
+        path = path if is_header else (*prefix, *path)
+        if key is not None or is_header:
+            above = table_at(table, path[:-1])
+            if path and above is not None and path[-1] in above:
+                first = len(path) if is_header else len(prefix) + 1  # the tables of a dotted key begin with it
+                prefix = path if is_header else prefix
+                for length in range(first, len(path) + 1):
+                    found.setdefault(path[:length], number)
+    return found
 
 
 HEADER = "# Resolved configuration of a run: every value, defaults included. `myxa up` takes it as it is.\n"
@@ -527,7 +476,6 @@ UNITS = {"_s": "seconds", "_mb": "MiB", "_gb": "GiB"}
 def json_schema() -> dict[str, Any]:
     """For editors: every key with its type, range, default and meaning; `x-unit` where its name says one."""
     schema = RunConfig.model_json_schema()
-    schema["$defs"]["DataSettings"].pop("required")  # `sources` may take the place of `train`
     for section in schema["$defs"].values():
         for key, row in section.get("properties", {}).items():
             unit = next((unit for ending, unit in UNITS.items() if key.endswith(ending)), "")

@@ -54,13 +54,6 @@ class Means:
     meaning: Meaning
 
 
-@dataclass(frozen=True, slots=True)
-class OrElse:
-    """A required key that may be left out where that one beside it says something."""
-
-    key: str
-
-
 PathText = Annotated[str, Means("path")]
 CodeName = Annotated[str, Means("code")]
 ProgramName = Annotated[str, Means("program")]

@@ -87,19 +87,15 @@ def make_plan(
     `is_here`: whether the run will start on this machine; else packages, devices, ports and disk are not looked at, and
     files that are not here are no errors."""
     inspected = inspect_config(files, overrides)
-    config, problems = inspected.config, [_of_problem(problem) for problem in inspected.problems]
+    config = inspected.config
     if config is None:
-        return PlannedRun(tuple(files), problems=in_order(problems, files))
+        return PlannedRun(tuple(files), problems=in_order(map(_of_problem, inspected.problems), files))
     misplaced = [
         Finding(key_of(text), ConfigError(text, remedy="see roles.* and --nnodes"))
         for text in placement_problems(config, num_nodes)
     ]
     actors = () if misplaced else place(config, num_nodes)
     run = CheckedRun(config, actors, is_here=is_here, device_bytes=int(device_gib * GIB) or None)
-    if problems:  # only of the files that it names, but for the defaults that replace mistaken values
-        found = run_checks(CHECKS, run, "named files")
-        problems += [_of_finding(one, inspected) for one in found if not _touches(one.key, inspected)]
-        return PlannedRun(tuple(files), config.run.name, in_order(problems, files))
     return PlannedRun(
         tuple(files),
         config.run.name,
@@ -122,12 +118,6 @@ def _findings(run: CheckedRun) -> Iterator[Finding]:
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------
-
-
-def _touches(key: str, inspected: Inspected) -> bool:
-    """Whether a finding is about the default that replaces a mistaken value."""
-    path = tuple(key.split("."))
-    return any(path[:length] in inspected.bad for length in range(1, len(path) + 1))
 
 
 def _of_problem(problem: Problem) -> PlanProblem:

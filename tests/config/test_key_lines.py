@@ -38,10 +38,9 @@ d = '[x]'
 
 
 def test_every_form_of_key() -> None:
-    assert key_lines(TEXT) == {
+    assert key_lines(TEXT, tomllib.loads(TEXT)) == {
         ("top",): 2, ("a",): 3, ("a", "b"): 4, ("a", "b", "c"): 4, ("a", "list"): 8, ("a", "inline"): 12,
-        ("a", "inline", "deep"): 12, ("a", "inline", "deep", "er"): 12, ("a", "inline", "k"): 12, ("quoted.name",): 14,
-        ("quoted.name", 'also "this"'): 15, ("many",): 16, ("many", "x"): 17, ("a", "sub"): 20, ("a", "sub", "d"): 21,
+        ("quoted.name",): 14, ("quoted.name", 'also "this"'): 15, ("many",): 16, ("a", "sub"): 20, ("a", "sub", "d"): 21,
     }  # fmt: skip
 
 
@@ -62,7 +61,7 @@ def test_lines_of_generated_files(tables: dict[str, dict[str, Any]]) -> None:
             expected[(name, key)] = len(lines)
     text = "\n".join(lines)
     assert tomllib.loads(text) == tables
-    assert key_lines(text) == expected
+    assert key_lines(text, tables) == expected
 
 
 NAMES = sorted({*AlgoConfig.model_fields, *RolloutSettings.model_fields})
