@@ -18,7 +18,7 @@ from ..core.device_memory import (
     TenantReport,
 )
 from ..core.files import FileEntry
-from ..core.handlers import call, cast
+from ..core.handlers import call
 from ..core.knobs import (
     AuditRecord,
     ChangeReply,
@@ -293,11 +293,6 @@ class CoordinatorContract(KnobsContract, ConductContract):
         """That actor is about to be ended on purpose: no weights and no evaluation go to it any more."""
         raise NotImplementedError
 
-    @cast
-    async def actor_failed(self, name: str, error: str) -> None:
-        """An actor hit an error that ends the run."""
-        raise NotImplementedError
-
     @call(deadline=10, reentrant=True)
     async def status(self) -> RunStatus:
         raise NotImplementedError
@@ -325,7 +320,7 @@ class DataContract(Actor):
 class MonitorContract(KnobsContract):
     """Sinks for metrics, events and spans. Lossy: training never waits for it."""
 
-    @cast
+    @call(deadline=10)
     async def telemetry(self, bundle: Telemetry) -> None:
         raise NotImplementedError
 

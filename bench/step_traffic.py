@@ -67,7 +67,7 @@ def build(spec: Any, config: Any, run_dir: Path) -> Any:
             name = "control" if lane is Lane.CONTROL else "bulk"
             counts[f"{name} messages"] += 1
             counts[f"{name} bytes"] += len(parcel.data)
-            counts["calls"] += envelope.kind in (Kind.CALL, Kind.CAST)
+            counts["calls"] += envelope.kind is Kind.CALL
             counts["arrays"] += len(envelope.frames)
             for frame in envelope.frames:
                 counts["largest array"] = max(counts["largest array"], len(frame))

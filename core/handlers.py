@@ -1,7 +1,6 @@
 """What an actor answers to: handlers declared by decorator, compiled once from their annotations.
 
     @call            request and reply; at most once; every call has a deadline
-    @cast            one way, under credit; an exception in it fails the actor, because no caller sees its outcome
 
 A method that overrides a declared one inherits the declaration: a contract class declares, a role implements.
 
@@ -17,15 +16,13 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import msgspec
 
 from .ids import PeerKey
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-HandlerKind = Literal["call", "cast"]
 
 _MARK = "__myxa_handler__"
 
@@ -34,7 +31,6 @@ _MARK = "__myxa_handler__"
 class Declaration:
     """How a handler may be called."""
 
-    kind: HandlerKind
     deadline_s: float | None = 30.0
     """Default; None must be written out and means: for ever."""
     is_reentrant: bool = False
@@ -52,18 +48,8 @@ def _mark(fn: F, declaration: Declaration) -> F:
 
 def call(*, deadline: float | None = 30.0, reentrant: bool = False, cancellable: bool = True) -> Callable[[F], F]:
     """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call."""
-    declaration = Declaration("call", deadline, reentrant, cancellable)
+    declaration = Declaration(deadline, reentrant, cancellable)
     return lambda fn: _mark(fn, declaration)
-
-
-@overload
-def cast(fn: F, /) -> F: ...
-@overload
-def cast(*, deadline: float | None = 30.0, reentrant: bool = False) -> Callable[[F], F]: ...
-def cast(fn: Any = None, /, *, deadline: float | None = 30.0, reentrant: bool = False) -> Any:
-    """One way. `deadline` bounds the wait for credit; an older message is not executed."""
-    declaration = Declaration("cast", deadline, reentrant)
-    return _mark(fn, declaration) if fn is not None else functools.partial(_mark, declaration=declaration)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +101,6 @@ def _compile(cls: type, index: int, declarer: Callable[..., Any]) -> HandlerSpec
     ]
     request = msgspec.defstruct(f"{cls.__name__}_{name}", fields, frozen=True, forbid_unknown_fields=True)
     reply = hints["return"]
-    if declaration.kind == "cast" and reply not in (None, type(None)):
-        raise TypeError(f"{place}: a cast returns nothing; annotate it `-> None`")
     for kind in (request, reply):
         try:
             msgspec.json.Decoder(kind, dec_hook=lambda _, value: value)

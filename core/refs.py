@@ -28,7 +28,7 @@ class RequestSender(Protocol):
     """What carries a proxy's calls."""
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
-        """Call, put or cast; returns the reply (None for a cast, once it is on its way)."""
+        """Call; returns the reply."""
         ...
 
 

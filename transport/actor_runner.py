@@ -295,8 +295,6 @@ class ActorRunner:
             raise
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error goes to the caller
             serving.fail(inbound, error)
-            if spec.declaration.kind == "cast":
-                self.fail(error)
         except BaseException as error:  # not even an Exception: the caller hears of it all the same
             serving.fail(inbound, error)
             raise

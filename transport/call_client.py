@@ -7,15 +7,14 @@ cancellation.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from ..core.clock import Clock
-from ..core.errors import CallError, MyxaError, NotSent, RemoteError
-from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
+from ..core.errors import CallError, NotSent, RemoteError
+from ..core.handlers import HandlerSpec, current_scope, remaining_s
 from .codec import UndecodableError, codecs_of
 from .session.calls import Calls
 from .session.frames import Envelope
@@ -40,8 +39,16 @@ class CallClient:
         self._new_future = asyncio.get_running_loop().create_future
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
-        future: asyncio.Future[Envelope | None] = self._new_future()
-        call = self._call(target, spec, request, deadline_s, partial(_settle, future))
+        future: asyncio.Future[Envelope] = self._new_future()
+        now, scope = self._now(), current_scope()
+        left_s = remaining_s(deadline_s, now)
+        if left_s is not None and left_s <= 0:
+            raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
+        body, frames = codecs_of(spec).request.encode(request)
+        call = PendingCall(
+            target=target, method=spec.name, body=body, frames=frames, tell=partial(_settle, future),
+            deadline_at=None if left_s is None else now + left_s, chain=scope.chain,
+        )  # fmt: skip
         route = self._finder.route(target, spec)
         if route is None:
             left_s = None if call.deadline_at is None else call.deadline_at - self._now()
@@ -59,31 +66,13 @@ class CallClient:
             if future.done() and not future.cancelled():
                 future.exception()  # it came in the same turn of the loop, and is of no use to anybody
             raise
-        return None if envelope is None else _decoded(envelope, target, spec)
-
-    def _call(
-        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None,
-        tell: Callable[[Outcome], object],
-    ) -> PendingCall:  # fmt: skip
-        declaration, now, scope = spec.declaration, self._now(), current_scope()
-        kind = declaration.kind
-        waits, left_s = kind != "cast", deadline_s
-        if scope is not NO_SCOPE and waits and scope.deadline_at is not None:
-            left_s = remaining_s(deadline_s, now)
-        if left_s is not None and left_s <= 0:
-            raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
-        body, frames = codecs_of(spec).request.encode(request)
-        return PendingCall(
-            target=target, method=spec.name, kind=kind, body=body, frames=frames, tell=tell,
-            deadline_at=None if left_s is None else now + left_s,
-            chain=scope.chain if waits else NO_SCOPE.chain,
-        )  # fmt: skip
+        return _decoded(envelope, target, spec)
 
 
-def _settle(future: asyncio.Future[Envelope | None], outcome: Outcome) -> None:
+def _settle(future: asyncio.Future[Envelope], outcome: Outcome) -> None:
     if future.done():
         return
-    if type(outcome) is Envelope or not isinstance(outcome, MyxaError):
+    if isinstance(outcome, Envelope):
         future.set_result(outcome)
     else:
         future.set_exception(outcome)

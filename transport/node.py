@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
 from ..core.errors import (
-    BadRequest,
     CallError,
     ConfigError,
     Draining,
@@ -174,7 +173,7 @@ class Node:
                 self._hosting.remove(cell)
 
     async def _leave(self) -> None:
-        # The news of our end travels another way than our last casts and must not overtake them.
+        # The news of our end travels another way than our last answers and must not overtake them.
         have_heard, give_up_at = self._session.heartbeat.ask_all(), self.clock.monotonic() + LAST_WORDS_S
         while not have_heard() and self.clock.monotonic() < give_up_at:
             await asyncio.sleep(LAST_WORDS_LOOK_S)
@@ -364,10 +363,6 @@ class Hosting:
         if method >= len(specs):
             raise NoSuchMethod(f"{cell.name} has no handler {method}")
         spec = specs[method]
-        kind = spec.declaration.kind
-        if arrival.is_cast != (kind == "cast"):
-            sent = "cast" if arrival.is_cast else "call"
-            raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
         if self.is_draining and arrival.peer != self.session.own:
             raise Draining(f"{cell.name}: its process is shutting down and takes no {spec.name}")
         arrival.spec, arrival.callee = spec, cell.name

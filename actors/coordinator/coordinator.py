@@ -187,7 +187,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             missing = "no rollout actor had an engine that serves" if is_up else "it was not ready"
             usual = "see its log; a model that does not load or a missing package is the usual cause"
             why = f"{missing} within {self._options.start_timeout_s:g} s -- {usual}"
-            await self.actor_failed("rollout" if is_up else "trainer/0", why)
+            await self._actor_failed("rollout" if is_up else "trainer/0", why)
             return
         self.meter.switch("wait-data", "orders")
         if self._options.eval_at_start and self._state.phase == "starting":
@@ -289,7 +289,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         await self._keep()
         self._changed.set()
 
-    async def actor_failed(self, name: str, error: str) -> None:
+    async def _actor_failed(self, name: str, error: str) -> None:
         self._state.reason = self._state.error = self._state.error or f"{name}: {error}"
         if not self._state.is_over:
             await self._phases.to("failed")
@@ -325,7 +325,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if owner.startswith("rollout/"):
             self.fleet.fence(owner, why)
         else:
-            await self.actor_failed(owner, why)
+            await self._actor_failed(owner, why)
 
     # -- operators, owners of knobs, engines: answered by the parts
 

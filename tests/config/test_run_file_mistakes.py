@@ -256,7 +256,7 @@ lr = -1
 
 def test_all_conflicts_between_sections_are_told_once_each_section_is_right(tmp_path: Path) -> None:
     text = f"{HEAD}[eval]\nevery = 5\n[async]\nwindow = 99\n"
-    head, *told = failure(tmp_path, text).splitlines()
+    _, *told = failure(tmp_path, text).splitlines()
     assert [line.split(" = ")[0].split(": ")[1] for line in told] == ["eval.every", "async.window"]
 
 

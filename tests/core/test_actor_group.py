@@ -13,7 +13,7 @@ from tests.harness.waiting import until
 
 from myxa.core.actor import Actor
 from myxa.core.errors import BadRequest, ConfigError, DeadlineExceeded, GatherError, NoSuchActor, PeerDied, RemoteError
-from myxa.core.handlers import call, cast
+from myxa.core.handlers import call
 from myxa.transport.node import Node
 from myxa.transport.registry.registry import RegistryContract
 
@@ -44,7 +44,7 @@ class Rank(Actor):
             raise ConfigError(how) if how == "config" else ZeroDivisionError(how)
         return self.ctx.name
 
-    @cast
+    @call(deadline=5)
     async def note(self, text: str) -> None:
         self.log.append(text)
 
@@ -129,7 +129,7 @@ async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
     assert str(error) == "2 of 3 members failed, all were needed: rank/1: config; rank/2: config"
 
 
-async def test_a_cast_to_all(scene: Scene):
+async def test_a_call_that_returns_nothing(scene: Scene):
     assert await scene.group.all(Rank.note, "hello") == dict.fromkeys(RANKS)
     await scene.until({name: ["hello"] for name in RANKS})
 

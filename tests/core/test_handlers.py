@@ -16,7 +16,6 @@ from myxa.core.errors import BadRequest
 from myxa.core.handlers import (
     CallScope,
     call,
-    cast,
     current_scope,
     enter_scope,
     fresh_context,
@@ -36,7 +35,7 @@ class Contract(Actor):
     async def add(self, a: int, b: int = 2) -> int:
         raise NotImplementedError
 
-    @cast
+    @call()
     async def note(self, text: str) -> None:
         raise NotImplementedError
 
@@ -85,7 +84,7 @@ def test_the_contracts_of_the_house_compile(contract):
 
 
 def broken(body: str, **names: Any) -> type:
-    space = {"Actor": Actor, "call": call, "cast": cast, **names}
+    space = {"Actor": Actor, "call": call, **names}
     exec(compile(f"class Bad(Actor):\n{body}", "<bad>", "exec", dont_inherit=True), space)
     return space["Bad"]
 
@@ -99,7 +98,6 @@ def broken(body: str, **names: Any) -> type:
         ("  @call()\n  async def f(self, *a: int) -> int: ...", "plain one"),
         ("  @call()\n  async def f(self, *, a: int) -> int: ...", "plain one"),
         ("  @call()\n  async def f(self, a: list[int] | tuple[int, ...]) -> int: ...", "cannot travel"),
-        ("  @cast\n  async def f(self) -> int: ...", "a cast returns nothing"),
     ],
 )
 def test_what_cannot_be_a_handler_is_refused_by_name(body, message):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from myxa.core.actor import Actor
 from myxa.core.errors import LedgerError
-from myxa.core.handlers import call, cast
+from myxa.core.handlers import call
 from myxa.transport.node import JobKey, Node
 
 U8 = npt.NDArray[np.uint8]
@@ -33,10 +33,6 @@ class DepotContract(Actor):
     async def work(self, token: str, seconds: float) -> str:
         raise NotImplementedError
 
-    @cast(reentrant=True)
-    async def note(self, token: str) -> None:
-        raise NotImplementedError
-
     @call(deadline=10, cancellable=False)
     async def store(self, crate: Crate, seconds: float) -> int:
         raise NotImplementedError
@@ -50,7 +46,7 @@ class DepotContract(Actor):
         """Process id and epoch."""
         raise NotImplementedError
 
-    @cast(reentrant=True)
+    @call(deadline=60, reentrant=True)
     async def hurt(self, how: str, amount: float) -> None:
         raise NotImplementedError
 
@@ -91,9 +87,6 @@ class Depot(DepotContract):
         self._write("call", token)
         await asyncio.sleep(seconds)
         return token
-
-    async def note(self, token: str) -> None:
-        self._write("cast", token)
 
     async def store(self, crate: Crate, seconds: float) -> int:
         if crate.name not in self._kept:

@@ -80,7 +80,7 @@ class FaultLab(ABC):
         return dict(zip(faults, found, strict=True)), report
 
 
-NOTED = ("call", "cast")
+NOTED = ("call",)
 """Operations whose handlers write down that they begin."""
 BEGIN_S = 5.0
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tests.faults.operations import Plan
 
-OPERATIONS = ("call", "cast", "put", "bulk", "join")
+OPERATIONS = ("call", "put", "bulk", "join")
 SLACK_S = 4.0
 """A busy machine may be that much later than the bound says; the bound itself is in the table."""
 
@@ -67,12 +67,12 @@ _BULK_LATE = never("DeadlineExceeded", within_s=3.0)
 _NO_JOIN = never("LaunchError", within_s=2.0)
 _BROKEN = cells(3.0, bulk=_BULK_LATE, join=once("done", within_s=6.0))
 _LATE, _LATE_ONCE = (Cell(("DeadlineExceeded",), 1.5, (least, 1)) for least in (0, 1))
-_HOLE = cells(4.0, call=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN)
+_HOLE = cells(4.0, call=_LATE, bulk=_LATE, join=_NO_JOIN)
 _ANSWERS_LATE = cells(4.0, call=_LATE_ONCE, bulk=_LATE_ONCE, join=None)
 
 _PATIENT = Plan(deadline_s=60.0, bulk_s=60.0, patient_s=60.0, join_s=10.0)
 _GONE, _NO_LATE_JOIN = maybe("PeerDied", within_s=12.0), never("LaunchError", within_s=12.0)
-_GIVEN_UP = cells(35.0, call=_GONE, cast=maybe("done", within_s=1.0), bulk=_GONE, join=_NO_LATE_JOIN)
+_GIVEN_UP = cells(35.0, call=_GONE, bulk=_GONE, join=_NO_LATE_JOIN)
 
 NETWORK: dict[str, Fault] = {
     "latency": Fault("150 ms of latency each way", cells(3.0)),
@@ -90,9 +90,7 @@ NETWORK: dict[str, Fault] = {
         for side in ("callee", "caller")
     },
     "hole for requests": Fault("black hole for requests, 2 s", _HOLE, HASTY, lasts_s=_HOLE_S),
-    "hole for answers": Fault(
-        "black hole for answers, 2 s", _ANSWERS_LATE | {"cast": once("done", within_s=1.0)}, HASTY, lasts_s=_HOLE_S
-    ),
+    "hole for answers": Fault("black hole for answers, 2 s", _ANSWERS_LATE, HASTY, lasts_s=_HOLE_S),
     "hole": Fault("black hole both ways, 2 s", _HOLE, HASTY, lasts_s=_HOLE_S),
     "long hole for requests": Fault("black hole for requests, 15 s", _GIVEN_UP, _PATIENT, lasts_s=15.0, is_soak=True),
     "long hole": Fault("black hole both ways, 25 s", _GIVEN_UP, _PATIENT, lasts_s=25.0, is_soak=True),
@@ -101,7 +99,7 @@ NETWORK: dict[str, Fault] = {
 _LOST_S = 0.6
 _LOST = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0)
 _NEVER = never("DeadlineExceeded", within_s=1.5)
-_REQUEST_LOST = cells(4.0, call=_NEVER, cast=never("done", within_s=1.0), bulk=_NEVER, join=None)
+_REQUEST_LOST = cells(4.0, call=_NEVER, bulk=_NEVER, join=None)
 _SLOW = once("DeadlineExceeded", within_s=0.8)
 
 RPC: dict[str, Fault] = {
@@ -118,7 +116,7 @@ DYING = Plan(busy_s=2.5, deadline_s=20.0, patient_s=30.0, bulk_s=20.0, join_s=1.
 FROZEN = Plan(busy_s=1.0, deadline_s=20.0, patient_s=20.0, bulk_s=20.0, join_s=20.0)
 
 _DIED = once("PeerDied", within_s=2.0)
-_DIES = cells(20.0, call=_DIED, cast=once("done", within_s=1.0), bulk=_DIED, join=_NO_JOIN)
+_DIES = cells(20.0, call=_DIED, bulk=_DIED, join=_NO_JOIN)
 _NOT_KEPT = once("LedgerError", within_s=2.0)
 _MAYBE_LATE = maybe("DeadlineExceeded", within_s=15.5)
 

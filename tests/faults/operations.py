@@ -86,8 +86,6 @@ def begin(kind: str, node: Node, target: str, token: str, plan: Plan) -> asyncio
     work: Coroutine[None, None, object]
     if kind == "call":
         work = hasty.work(token, plan.busy_s)
-    elif kind == "cast":
-        work = hasty.note(token)
     elif kind == "put":
         work = _put(hasty, token, plan)
     else:
@@ -95,5 +93,5 @@ def begin(kind: str, node: Node, target: str, token: str, plan: Plan) -> asyncio
     return asyncio.get_running_loop().create_task(judged(token, work), name=f"{kind} {token}")
 
 
-CALLING = ("call", "cast", "put", "bulk")
+CALLING = ("call", "put", "bulk")
 """All columns but joining, which needs no depot."""

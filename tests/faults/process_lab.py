@@ -10,6 +10,7 @@ import json
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.faults.fault_table import Fault
 from tests.faults.operations import CALLING, Plan, Result, begin, crate, judged
 from tests.harness.programs import Program, start_program
 
+from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
 from myxa.transport.node import Node, Rendezvous
 
@@ -80,6 +82,7 @@ class ProcessLab(FaultLab):
         self.fars: dict[str, Child] = {}
         self.registries: dict[str, Child] = {}
         self.strangers: dict[str, Node] = {}
+        self.hurting: list[asyncio.Future[None]] = []
         """Nodes of ours that have joined the registries of children."""
 
     async def _open(self) -> None:
@@ -160,18 +163,28 @@ class ProcessLab(FaultLab):
         if name == "SIGKILL":
             self._send(signal.SIGKILL, far, registry)
         elif name == "exit":
-            await self.depot(name).hurt("exit", 3)
+            self._hurt(self.depot(name), "exit", 3)
+            await asyncio.sleep(0.05)
         elif "SIGSTOP" in name:
             self._send(signal.SIGSTOP, far, registry)
         elif name in ("interpreter lock", "long interpreter lock"):
             amount = 5.0 if name == "interpreter lock" else 30.0
             for depot in await self._depots(name, registry):
-                await depot.hurt("hold the interpreter lock", amount)
+                self._hurt(depot, "hold the interpreter lock", amount)
             await asyncio.sleep(0.2)
         elif name == "descriptors":
             for depot in await self._depots(name, registry):
                 await depot.hurt("eat descriptors", 0)
                 await depot.whoami()
+
+    def _hurt(self, depot: DepotContract, how: str, amount: float) -> None:
+        """Nobody waits for the answer."""
+
+        async def hurt() -> None:
+            with suppress(CallError):
+                await depot.hurt(how, amount)
+
+        self.hurting.append(asyncio.ensure_future(hurt()))
 
     async def _depots(self, name: str, registry: Child | None) -> list[DepotContract]:
         """The far depot, and the one in the registry's process, which another node of ours has joined."""

@@ -60,16 +60,15 @@ class Corpus:
         spec = rng.choice(self._tables[actor].specs)
         tree = {f: random_value(t, rng) for f, t in spec.request.__annotations__.items()}
         body, views = codecs_of(spec).request.encode(spec.request(**tree))
-        kind = Kind.CAST if spec.declaration.kind == "cast" else Kind.CALL
         chain = tuple(f"a{i}@1" for i in range(rng.randrange(3)))
         frames = tuple(bytes(v) for v in views)
         return bytes(encode(self._head(
-            kind, actor=actor, method=spec.index, body=body, frames=frames, chain=chain, ttl_ms=0xFFFFFFFF,
+            Kind.CALL, actor=actor, method=spec.index, body=body, frames=frames, chain=chain, ttl_ms=0xFFFFFFFF,
         )))  # fmt: skip
 
     def _other(self) -> bytes:
         rng = self._rng
-        kind = rng.choice([k for k in Kind if k not in (Kind.CALL, Kind.CAST, Kind.HELLO, Kind.GOODBYE)])
+        kind = rng.choice([k for k in Kind if k not in (Kind.CALL, Kind.HELLO, Kind.GOODBYE)])
         error = rng.choice((EngineError("no"), Overloaded("full")))
         body = rng.choice((b"[1]", b"[null]", encode_fault(error), b""))
         return bytes(encode(self._head(kind, actor=rng.randrange(40), body=body)))
@@ -78,7 +77,7 @@ class Corpus:
         """From the incarnation that it is now; calls with the next number, for an older one would be a copy."""
         fields = list(HEADER.unpack_from(data))
         fields[SRC_NODE], fields[SRC_EPOCH] = self.me.node_id, self.me.epoch
-        if fields[KIND] in (Kind.CALL, Kind.CAST):
+        if fields[KIND] == Kind.CALL:
             self.corr += 1
             fields[CORR] = self.corr
         return HEADER.pack(*fields) + data[HEADER.size :]

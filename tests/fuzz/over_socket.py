@@ -171,7 +171,7 @@ class Insider:
             return False
         f, me, to = HEADER.unpack_from(data), self.corpus.me, self.corpus.to
         return (
-            f[mutations.MAGIC] == b"my" and f[mutations.KIND] in (Kind.CALL, Kind.CAST)
+            f[mutations.MAGIC] == b"my" and f[mutations.KIND] == Kind.CALL
             and (f[mutations.SRC_NODE], f[mutations.SRC_EPOCH], f[mutations.DST_EPOCH]) == (me.node_id, me.epoch, to.epoch)
             and f[mutations.ACTOR] < len(TABLES) and f[mutations.METHOD] < len(TABLES[f[mutations.ACTOR]].specs)
         )  # fmt: skip

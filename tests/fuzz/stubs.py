@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tests.fuzz.typed_values import fits, learn
 
 from myxa.core.actor import Actor
-from myxa.core.handlers import call, cast, handlers_of
+from myxa.core.handlers import call, handlers_of
 
 executed: Counter[str] = Counter()
 """Handler -> how often it ran."""
@@ -39,7 +39,7 @@ class MixedContract(Actor):
     async def size(self, data: npt.NDArray[np.uint8]) -> None:
         raise NotImplementedError
 
-    @cast
+    @call(deadline=10)
     async def note(self, text: str) -> None:
         raise NotImplementedError
 

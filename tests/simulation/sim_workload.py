@@ -21,7 +21,7 @@ from tests.simulation.simulator import Nemesis, Sim, carry_out
 
 from myxa.core.actor import Actor
 from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, WouldDeadlock
-from myxa.core.handlers import call, cast
+from myxa.core.handlers import call
 from myxa.core.refs import with_deadline
 from myxa.transport.session import pending
 
@@ -44,7 +44,7 @@ class TellerContract(Actor):
     async def relay(self, token: str, to: str) -> Receipt:
         raise NotImplementedError
 
-    @cast
+    @call(deadline=3)
     async def note(self, sender: str, lane: str, number: int, pad: str) -> None:
         raise NotImplementedError
 

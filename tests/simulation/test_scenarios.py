@@ -21,7 +21,7 @@ REPRO = "python -m pytest tests/simulation -k"
 
 @pytest.mark.timeout(400)
 def test_messages_keep_their_promises() -> None:
-    """Calls and casts between 2 to 4 nodes: 60 seeds."""
+    """Calls between 2 to 4 nodes: 60 seeds."""
     sweep(scenario, seeds(60, os.environ), repro=f"{REPRO} messages_keep")
 
 

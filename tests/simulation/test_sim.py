@@ -15,7 +15,7 @@ from tests.simulation.simulator import ProcessCrashed, Sim, run
 
 from myxa.core.actor import Actor
 from myxa.core.errors import OutcomeUnknown, PeerDied
-from myxa.core.handlers import call, cast
+from myxa.core.handlers import call
 from myxa.core.refs import with_deadline
 
 
@@ -32,7 +32,7 @@ class Clerk(Actor):
     async def heard(self) -> tuple[int, ...]:
         return tuple(self.notes)
 
-    @cast
+    @call(deadline=5)
     async def note(self, number: int) -> None:
         self.notes.append(number)
 
@@ -105,12 +105,12 @@ def test_a_pause_holds_everything_and_loses_nothing_and_a_long_one_breaks_no_pro
         asked = sim.spawn("a", ref(sim, "a", "b").work(0.1))
         await asyncio.sleep(0.05)
         sim.pause("b")
-        for number in range(5):
-            await sim.spawn("a", ref(sim, "a", "b").note(number))
+        notes = [sim.spawn("a", ref(sim, "a", "b").note(number)) for number in range(5)]
         await asyncio.sleep(1.5)
         assert not asked.done()
         sim.resume("b")
         assert await asked == 1
+        await asyncio.gather(*notes)
         assert await sim.spawn("a", ref(sim, "a", "b").heard()) == (0, 1, 2, 3, 4)
         sim.pause("b")
         with pytest.raises(OutcomeUnknown):
@@ -144,8 +144,8 @@ def test_a_slow_reader_is_spared_by_credit() -> None:
         sim.slow("b", 200.0)
 
         async def flood() -> None:
-            for number in range(3000):
-                await with_deadline(sim.nodes["a"].node.ref(Clerk, "clerk/b"), 100.0).note(number)
+            clerk_b = with_deadline(sim.nodes["a"].node.ref(Clerk, "clerk/b"), 100.0)
+            await asyncio.gather(*(clerk_b.note(number) for number in range(3000)))
 
         await sim.spawn("a", flood())
         sim.slow("b", 0)

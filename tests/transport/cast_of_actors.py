@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.errors import EngineError
-from myxa.core.handlers import call, cast
+from myxa.core.handlers import call
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -79,11 +79,9 @@ class Echo(Actor):
     async def seen(self) -> list[str]:
         return list(self.log)
 
-    @cast
+    @call(deadline=10)
     async def note(self, text: str) -> None:
         await self.gate.wait()
-        if text == "bad":
-            raise EngineError("a note that kills")
         self.log.append(text)
 
     @call(deadline=10, cancellable=False)
@@ -154,7 +152,7 @@ class Keeper(Actor):
     async def runs(self) -> int:
         return self.num_runs
 
-    @cast(deadline=20)
+    @call(deadline=20)
     async def add(self, data: F64) -> None:
         self.num_runs += 1
 

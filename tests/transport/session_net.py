@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from myxa.core.handlers import HandlerKind
 from myxa.core.ids import PeerKey
 from myxa.transport.session.pending import PendingCall, Route
 from myxa.transport.session.session import LOOPBACK, Session
@@ -138,10 +137,10 @@ class End(Transport):
 
     # deeds
 
-    def call(self, other, sink, *, deadline_s=None, kind: HandlerKind = "call"):
+    def call(self, other, sink, *, deadline_s=None):
         now = self.net.clock.monotonic()
         call = PendingCall(
-            target=f"actor{other.key.node_id}", method="do", kind=kind, body=b"[1]", tell=sink.done,
+            target=f"actor{other.key.node_id}", method="do", body=b"[1]", tell=sink.done,
             deadline_at=None if deadline_s is None else now + deadline_s,
         )  # fmt: skip
         route = Route(peer=other.key, endpoints=other.endpoints, actor=0, method=0)

@@ -126,7 +126,7 @@ print("fine")
 
 
 async def test_a_burst_leaves_room_for_the_hosts_own_work():
-    """A thousand casts arrive in a few batches; between two turns the host's work runs."""
+    """A thousand calls arrive in a few batches; between two turns the host's work runs."""
 
     class Slow(Echo):
         mailbox_size = 4096

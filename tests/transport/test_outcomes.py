@@ -27,7 +27,6 @@ from myxa.core.ids import PeerKey
 from myxa.transport.session import handshake, session
 from myxa.transport.wire import Lane
 
-KINDS = ("call", "cast")
 MOMENTS = ("queued", "on the way", "arrived", "running", "answered")
 """How far the call has come when it happens: still in our queue, sent, in the callee's mailbox, begun, answered."""
 DEADLINE_S = 10.0
@@ -62,13 +61,13 @@ class Party(End):
 
 
 class Scene:
-    """One call of one kind, brought as far as a moment."""
+    """One call, brought as far as a moment."""
 
-    def __init__(self, kind, moment):
+    def __init__(self, moment):
         self.clock = ManualClock(50.0)
         self.net = Net(self.clock)
         self.one, self.two = Party(self.net, PeerKey(2, 1)), Party(self.net, PeerKey(3, 1))
-        self.kind, self.sink = kind, Sink()
+        self.sink = Sink()
         self.begun = []
         self.one.call(self.two, Sink())  # so that there is a connection
         self.net.run()
@@ -87,14 +86,14 @@ class Scene:
             self.answer()
 
     def submit(self):
-        self.one.call(self.two, self.sink, deadline_s=DEADLINE_S, kind=self.kind)
+        self.one.call(self.two, self.sink, deadline_s=DEADLINE_S)
 
     def begin(self):
         """The callee's handlers start."""
         arrivals, self.two.arrivals = self.two.arrivals, []
         for arrival in arrivals:
             self.two.session.serving.begin(arrival)
-            self.two.effects[self.kind] += 1
+            self.two.effects["call"] += 1
             self.begun.append(arrival)
 
     def answer(self):
@@ -186,10 +185,10 @@ class Scene:
         return "done"
 
     def check_truth(self):
-        effects = self.two.effects[self.kind]
+        effects = self.two.effects["call"]
         if self.outcome in ("not sent", "not executed"):
             assert effects == 0, "it said that nothing had happened"
-        if self.outcome == "done" and self.kind != "cast":
+        if self.outcome == "done":
             assert effects >= 1
         assert effects <= 1, "at most once"
 
@@ -203,14 +202,14 @@ TABLE = {
     "actor_ends": ("not executed", "not executed", "not executed", "unknown", "done"),
     "actor_ends_and_its_words_are_lost": ("not sent", "unknown", "unknown", "unknown", "unknown"),
 }
-"""How a call ends, by the moment. A cast is done when it has left."""
+"""How a call ends, by the moment."""
 
 
-@pytest.mark.parametrize(("what", "moment", "kind"), list(itertools.product(TABLE, MOMENTS, KINDS)))
-def test_every_call_ends_as_the_table_says(what, moment, kind):
-    scene = Scene(kind, moment)
+@pytest.mark.parametrize(("what", "moment"), list(itertools.product(TABLE, MOMENTS)))
+def test_every_call_ends_as_the_table_says(what, moment):
+    scene = Scene(moment)
     getattr(scene, what)()
-    assert scene.outcome == ("done" if kind == "cast" else TABLE[what][MOMENTS.index(moment)])
+    assert scene.outcome == TABLE[what][MOMENTS.index(moment)]
     scene.check_truth()
     if scene.outcome == "waits":
         scene.clock.advance(2 * DEADLINE_S)
@@ -220,28 +219,23 @@ def test_every_call_ends_as_the_table_says(what, moment, kind):
     assert len(scene.one.session.calls) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_refused_was_not_executed(kind):
-    scene = Scene(kind, "queued")
+def test_what_is_refused_was_not_executed():
+    scene = Scene("queued")
     scene.two.refusal = Overloaded("mailbox is full")
     scene.one.let_go()
     scene.net.run()
-    assert scene.outcome == ("done" if kind == "cast" else "not executed")
-    if kind == "cast":
-        with pytest.raises(Overloaded):  # nobody waited for that one: the next ones hear of it
-            scene.submit()
-    assert scene.two.effects[kind] == 0
+    assert scene.outcome == "not executed"
+    assert scene.two.effects["call"] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
+def test_another_version_is_found_out_when_the_two_meet(monkeypatch):
     clock = ManualClock()
     net = Net(clock)
     one = Party(net, PeerKey(2, 1))
     monkeypatch.setattr(session, "PROTOCOL", "0ther")  # of the second process only: the first has greeted before it
     two = Party(net, PeerKey(3, 1))
     scene = Scene.__new__(Scene)
-    scene.clock, scene.net, scene.one, scene.two, scene.kind, scene.sink = clock, net, one, two, kind, Sink()
+    scene.clock, scene.net, scene.one, scene.two, scene.sink = clock, net, one, two, Sink()
     greeting = two.session.greeting(one.key, Lane.CONTROL)
     monkeypatch.setattr(session, "PROTOCOL", handshake.PROTOCOL)
     one.held = []
@@ -249,9 +243,8 @@ def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
     one.accepted.add(b"their way")
     one.session.received(b"their way", Lane.CONTROL, memoryview(greeting))
     assert one.session.counters["hello_of_another_version"] == 1
-    assert scene.outcome == ("done" if kind == "cast" else "not executed")
-    if kind != "cast":
-        assert isinstance(scene.sink.outcomes[0], ProtocolMismatch)
-        assert "n3 speaks protocol 0ther, this process" in str(scene.sink.outcomes[0])
-        assert "run the same version" in str(scene.sink.outcomes[0])
+    assert scene.outcome == "not executed"
+    assert isinstance(scene.sink.outcomes[0], ProtocolMismatch)
+    assert "n3 speaks protocol 0ther, this process" in str(scene.sink.outcomes[0])
+    assert "run the same version" in str(scene.sink.outcomes[0])
     assert one.session.peers() == ()

@@ -4,9 +4,6 @@ Every call ends exactly once: a reply, the handler's error, a refusal (not execu
 
     waits for credit -> handed to the transport -> ended
 
-A cast has no caller that waits, but it is answered like a call, for its credit. Its callee may refuse it because its
-mailbox is full; then the next casts to that callee are refused here for a moment, and the sender sees the refusal.
-
 Deadlines are looked at every `TICK_S`: one `loop.call_later` per call costs more than the call.
 """
 
@@ -20,7 +17,6 @@ from ...core.errors import (
     DeadlineExceeded,
     NotExecuted,
     NotSent,
-    Overloaded,
     PeerDied,
 )
 from ..wire import Lane
@@ -30,8 +26,6 @@ from .links import Link, Links
 from .pending import Outcome, PendingCall, Route, ttl_ms_of
 
 TICK_S = 0.05
-FULL_S = 0.1
-"""For so long a callee that refused a cast gets no other one."""
 LAST_WORDS_S = 1.0  # grace for replies that arrive after the actor's end was reported
 _REPLY = Kind.REPLY  # members of an Enum are looked up in Python
 
@@ -45,16 +39,12 @@ class Calls:
         self._counters = counters
         self._pending: dict[int, PendingCall] = {}
         self._next_corr = 1
-        self._refused_until: dict[str, float] = {}
-        """Callees that refused a cast a moment ago."""
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def submit(self, call: PendingCall, route: Route) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, no way), it never began."""
-        if call.kind == "cast" and self._now() < self._refused_until.get(call.target, 0.0):
-            raise Overloaded(f"{call.target} refused a cast a moment ago: its mailbox is full")
         link = self._links.open(route.peer, route.endpoints)
         call.address(self._next_corr, route, self._links.own)
         self._next_corr += 1
@@ -71,7 +61,7 @@ class Calls:
         call = self._pending.get(corr)
         if call is not None:
             self._withdraw(call)
-            self._end(call, None, tell=False)
+            self._forget(call)
 
     def expire(self) -> None:
         now = self._now()
@@ -95,16 +85,8 @@ class Calls:
         elif envelope.kind is _REPLY:
             self._end(call, envelope)
         else:
-            self._on_error(call, envelope)
-
-    def _on_error(self, call: PendingCall, envelope: Envelope) -> None:
-        is_refusal = envelope.kind is Kind.NACK
-        error = decode_fault(envelope.body, call.target, call.method, is_refusal=is_refusal)
-        if call.kind == "cast" and is_refusal:
-            self._counters["casts_refused"] += 1
-            if isinstance(error, Overloaded):
-                self._refused_until[call.target] = self._now() + FULL_S
-        self._end(call, error)
+            is_refusal = envelope.kind is Kind.NACK
+            self._end(call, decode_fault(envelope.body, call.target, call.method, is_refusal=is_refusal))
 
     def on_credit(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         self.settle(link, envelope.corr)
@@ -124,12 +106,9 @@ class Calls:
             if call.corr in link.pending:
                 self._transmit(link, call)
 
-    def on_blip(self, link: Link, lane: Lane | None = None) -> None:
-        """A connection broke and is there again: what was under way on it may be lost. Our requests, if it was ours to
-        send on `lane`; answers to anything, if it was theirs (None). A call that may be lost waits for its deadline."""
-        for call in [c for c in link.pending.values() if c.is_told and c.was_sent and lane in (None, c.lane)]:
-            self.settle(link, call.corr)
-            self._end(call, None)
+    def on_blip(self, link: Link) -> None:
+        """A connection broke and is there again: what was under way on it may be lost. A call that may be lost waits
+        for its deadline; for what nobody waits for any more, the credit is asked back."""
         for window in link.windows:
             for corr in window.unanswered:
                 if corr not in link.pending:
@@ -170,14 +149,11 @@ class Calls:
         link.windows[call.lane].spend(call.corr, call.cost)
         call.parcel = self._links.hand_over(link, call.lane, envelope, ttl_ms_of(call, self._now()))
         call.envelope = None  # the parcel has it
-        if call.kind == "cast":
-            call.is_told = True
-            call.tell(None)
 
     def _withdraw(self, call: PendingCall) -> None:
         """Keep an unsent call from being sent; notify the callee of a sent one."""
         link, parcel = self._links.find(call.peer), call.parcel
-        if link is None or call.is_told:
+        if link is None:
             return
         if parcel is not None and not parcel.is_sent:
             parcel.is_withdrawn = True
@@ -187,12 +163,13 @@ class Calls:
         elif call in link.waiting[call.lane]:
             link.waiting[call.lane].remove(call)
 
-    def _end(self, call: PendingCall, outcome: Outcome, *, tell: bool = True) -> None:
-        corr = call.corr
-        self._pending.pop(corr, None)
+    def _forget(self, call: PendingCall) -> None:
+        self._pending.pop(call.corr, None)
         if (link := self._links.find(call.peer)) is not None:
-            link.pending.pop(corr, None)
+            link.pending.pop(call.corr, None)
+
+    def _end(self, call: PendingCall, outcome: Outcome) -> None:
+        self._forget(call)
         if type(outcome) is not Envelope and isinstance(outcome, CallError):
             outcome.callee = call.target
-        if tell and not call.is_told:
-            call.tell(outcome)
+        call.tell(outcome)

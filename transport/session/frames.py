@@ -72,7 +72,6 @@ class Kind(IntEnum):
 
     HELLO = 1
     CALL = 2
-    CAST = 3
     REPLY = 4
     ERROR = 5
     NACK = 6

@@ -183,7 +183,6 @@ class Arrival(msgspec.Struct, eq=False):
     envelope: Envelope
     deadline_at: float | None
     """On this process's monotonic clock."""
-    is_cast: bool
     spec: HandlerSpec | None = None
     """Of its handler; set by the host, as the next."""
     callee: str = ""

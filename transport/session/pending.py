@@ -13,7 +13,6 @@ from collections.abc import Callable
 import msgspec
 
 from ...core.errors import MessageTooLarge, MyxaError
-from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
 from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encoded_bytes
@@ -61,8 +60,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: int
 
 
-Outcome = Envelope | MyxaError | None
-"""The reply, the error, or None for a cast that is on its way."""
+Outcome = Envelope | MyxaError
+"""The reply, or the error."""
 
 
 NO_PEER = PeerKey(0, 0)
@@ -73,7 +72,6 @@ class PendingCall(msgspec.Struct, eq=False):
 
     target: str
     method: str
-    kind: HandlerKind
     body: Buffer
     tell: Callable[[Outcome], object]
     """Called at most once."""
@@ -91,15 +89,13 @@ class PendingCall(msgspec.Struct, eq=False):
     lane: Lane = Lane.CONTROL
     due_at: float | None = None
     """When it ends without an answer: at its deadline, or sooner."""
-    is_told: bool = False
-    """Its caller has been told the end: a cast that is on its way."""
     doom: str = ""
     """Why there will be no answer, if it is not on its way already."""
 
     def address(self, corr: int, route: Route, own: PeerKey) -> None:
         """It goes there, under that number. Raises MessageTooLarge."""
         envelope = self.envelope = Envelope(
-            kind=Kind.CAST if self.kind == "cast" else Kind.CALL, corr=corr,
+            kind=Kind.CALL, corr=corr,
             src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch,
             actor=route.actor, method=route.method, chain=self.chain, body=self.body, frames=self.frames,
         )  # fmt: skip

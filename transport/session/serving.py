@@ -1,6 +1,6 @@
 """The callee's side of the session: calls of others that this process answers. Sans-IO.
 
-Every call and cast that arrives is answered exactly once, unless its caller is gone or has cancelled it (then only its
+Every call that arrives is answered exactly once, unless its caller is gone or has cancelled it (then only its
 credit goes back).
 """
 
@@ -23,7 +23,7 @@ from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encoded_bytes
 from .links import Arrival, Link, Links, SessionHost
 
 _WRONG = (BadRequest, NoSuchActor, NoSuchMethod)
-_CAST, _REPLY = Kind.CAST, Kind.REPLY  # members of an Enum are looked up in Python
+_REPLY = Kind.REPLY  # members of an Enum are looked up in Python
 
 
 class Serving:
@@ -45,9 +45,8 @@ class Serving:
         newest[lane] = corr
         now, ttl_ms = self._now(), envelope.ttl_ms
         deadline_at = None if ttl_ms == NO_TTL else now + ttl_ms / 1000
-        arrival = Arrival(link, lane, envelope, deadline_at, envelope.kind is _CAST)
-        if not arrival.is_cast:  # one of a process that has ended is executed all the same
-            link.served[corr] = arrival
+        arrival = Arrival(link, lane, envelope, deadline_at)
+        link.served[corr] = arrival
         try:
             self._host.deliver(arrival)
         except CallError as error:

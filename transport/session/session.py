@@ -52,7 +52,6 @@ class Session:
         self._num_greetings = 0
         self._handlers: dict[Kind, Handler] = {
             Kind.CALL: self.serving.on_call,
-            Kind.CAST: self.serving.on_call,
             Kind.CANCEL: self.serving.on_cancel,
             Kind.CREDIT: self.calls.on_credit,
             Kind.REPLY: self.calls.on_answer,
@@ -112,7 +111,7 @@ class Session:
         del total
         self.counters["overflowed"] += 1
         link, known = self._sources[lane].get(source), peek(head)
-        if link is not None and known is not None and known[0] in (Kind.CALL, Kind.CAST):
+        if link is not None and known is not None and known[0] == Kind.CALL:
             error = Overloaded("so much is being received that there is no memory for it")
             self.serving.refuse_unread(link, known[1], error)
 
@@ -134,7 +133,7 @@ class Session:
             self.heartbeat.reconnected(link)
         if lane in link.broken:
             link.broken.discard(lane)
-            self.calls.on_blip(link, lane)
+            self.calls.on_blip(link)
 
     def lost(self, peer: PeerKey, lane: Lane, why: str) -> None:
         del why
@@ -279,7 +278,7 @@ class Session:
 
     def _on_stale(self, link: Link, envelope: Envelope) -> None:
         self.counters["stale"] += 1
-        if envelope.kind in (Kind.CALL, Kind.CAST):
+        if envelope.kind is Kind.CALL:
             error = StaleEpoch(f"meant for epoch {envelope.dst_epoch}, this is epoch {self.own.epoch}")
             self.serving.refuse_unread(link, envelope.corr, error)
 
@@ -303,7 +302,7 @@ class Session:
     def _is_back(self, link: Link, envelope: Envelope) -> bool:
         """A peer that we had given up calls us, or waits for our answer: only the way to it was broken. It is tried
         again, and what it waits for is sent again on the new connection."""
-        if envelope.kind not in (Kind.CALL, Kind.CAST, Kind.PING):
+        if envelope.kind not in (Kind.CALL, Kind.PING):
             return False
         try:
             self._links.open(link.key, link.endpoints)
