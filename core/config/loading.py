@@ -421,18 +421,18 @@ def key_lines(text: str, table: Table) -> dict[KeyPath, int]:
     prefix: KeyPath = ()
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         is_header, key = line.lstrip().startswith("["), _KEY.match(line)
+        if not is_header and key is None:
+            continue
         try:
-            path = _single_path(tomllib.loads(line if is_header else f"{key[1]} = 0")) if is_header or key else ()
+            path = _single_path(tomllib.loads(f"{key[1]} = 0" if key else line))
         except tomllib.TOMLDecodeError:  # inside of an array or a text of several lines
             continue
         path = path if is_header else (*prefix, *path)
-        if key is not None or is_header:
-            above = table_at(table, path[:-1])
-            if path and above is not None and path[-1] in above:
-                first = len(path) if is_header else len(prefix) + 1  # the tables of a dotted key begin with it
-                prefix = path if is_header else prefix
-                for length in range(first, len(path) + 1):
-                    found.setdefault(path[:length], number)
+        if path and path[-1] in (table_at(table, path[:-1]) or {}):
+            first = len(path) if is_header else len(prefix) + 1  # the tables of a dotted key begin with it
+            prefix = path if is_header else prefix
+            for length in range(first, len(path) + 1):
+                found.setdefault(path[:length], number)
     return found
 
 
