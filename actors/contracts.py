@@ -20,7 +20,6 @@ from ..core.device_memory import (
 from ..core.files import FileEntry
 from ..core.handlers import call
 from ..core.knobs import (
-    AuditRecord,
     ChangeReply,
     ChangeRequest,
     KnobSheet,
@@ -92,18 +91,13 @@ class ConductContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def history(self, limit: int) -> tuple[AuditRecord, ...]:
-        """The newest records of the audit log, oldest first."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
     async def pause_run(self, who: Operator, reason: str) -> int:
         """No new work and no new step; the current step ends. Returns the version the trainer will rest at."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
     async def resume_run(self, who: Operator, reason: str) -> None:
-        """Resume after a pause, or after steps that were counted."""
+        """Resume after a pause."""
         raise NotImplementedError
 
     @call(deadline=1800, reentrant=True)

@@ -75,8 +75,8 @@ def has_engines(config: RunConfig) -> bool:
 def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.coordinator.audit import AUDIT_FILE
     from ..actors.coordinator.coordinator import Coordinator
-    from ..actors.coordinator.journal import JOURNAL_FILE
     from ..actors.coordinator.options import CoordinatorOptions
+    from ..actors.coordinator.run_state import JOURNAL_FILE
 
     return Coordinator(
         options=CoordinatorOptions(

@@ -202,6 +202,3 @@ class AuditWriter:
     async def append(self, record: AuditRecord) -> AuditRecord:
         """Durable once this returns. Raises as `append_audit` does."""
         return await in_daemon_thread(lambda: append_audit(self._path, record), "audit")
-
-    async def newest(self, limit: int) -> tuple[AuditRecord, ...]:
-        return await in_daemon_thread(lambda: read_audit(self._path, max(limit, 1)), "audit")

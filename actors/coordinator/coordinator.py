@@ -17,9 +17,8 @@ from dataclasses import replace
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import PeerEvent
 from ...core.clock import Clock
-from ...core.errors import CallError, LaunchError, LedgerError, MyxaError, NotReady
+from ...core.errors import CallError, LedgerError, MyxaError, NotReady
 from ...core.knobs import (
-    AuditRecord,
     ChangeReply,
     ChangeRequest,
     KnobTable,
@@ -28,7 +27,7 @@ from ...core.knobs import (
     LiveKnobs,
     Operator,
 )
-from ...core.messages import EngineStatus, EvalResult, RunPhase, RunStatus, StepReport, WeightManifest
+from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
 from ...core.retry import until_answered
 from ..contracts import CoordinatorContract, MonitorContract, TrainerContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
@@ -37,12 +36,11 @@ from ..telemetry import ReportPace, report_forever
 from ..weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from .audit import AuditWriter, read_audit
 from .evaluator import Evaluator
-from .journal import CoordinatorJournal, Kept, RunContext
 from .knob_conductor import KnobConductor, restore
 from .knobs import coordinator_knobs
 from .options import CoordinatorOptions
 from .run_control import RunControl
-from .run_state import NEXT_PHASES, RunState
+from .run_state import CoordinatorJournal, PhaseMoves, RunContext, RunState
 
 REJOIN_S = 5.0
 """How long trainer and engines of the run may take to report in."""
@@ -57,10 +55,13 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     mailbox_size = 4096
 
+    @property
+    def _state(self) -> RunState:
+        return self._journal.state
+
     def __init__(self, *, options: CoordinatorOptions, clock: Clock) -> None:
         self._options = replace(options)
         self._clock = clock
-        self._state = RunState()
         self._journal = CoordinatorJournal(options.journal_path, options.launch)
         self._adoption = Adoption(keeps_newest=not options.takes_turns, at_once=options.adopt_at_once)
         self._changed = asyncio.Event()
@@ -72,12 +73,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self.meter)
         self.meter.switch("other", "start")
-        kept, ignored = self._journal.load()
-        if kept is not None:
-            self._state = kept.run
-        self._context = RunContext(
-            self.ctx, self._options, self._clock, self.meter, self._telemetry, self._journal, self._state
-        )
+        is_anew, ignored = self._journal.load()
+        self._context = RunContext(self.ctx, self._options, self._clock, self.meter, self._telemetry, self._journal)
         self._event, self._keep = self._context.tell, self._context.keep
         self._wall = WallClock(self._context)
         self._phases = PhaseMoves(self._context, self._changed.set)
@@ -91,20 +88,19 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._telemetry,
         )
         self.knob_owner.add(process_knobs(pace))
-        self._journal.make, self._journal.tell = self._to_keep, self._event
-        if kept is not None:
+        if is_anew:
             state = self._state
             self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
             if state.has_stale_engines:
                 self._adoption.rewound()
-        self._take_up_knobs(is_anew=kept is not None)
+        self._take_up_knobs(is_anew=is_anew)
         if ignored:
             self._event("journal-ignored", ignored)
         for prefix in ("rollout/", *OTHER_OWNERS):
             self.ctx.watch(prefix)
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, pace), name="coordinator-telemetry")
-        self.ctx.spawn(self._run(is_anew=kept is not None), name="coordinator-run")
+        self.ctx.spawn(self._run(is_anew=is_anew), name="coordinator-run")
 
     def _make_parts(self) -> None:
         run, options = self._context, self._options
@@ -155,9 +151,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             await self._start_run()
         self.ctx.spawn(self._wall.run(self.stop), name="wall-clock")
         await self._adopt_forever()
-
-    def _to_keep(self) -> Kept:
-        return Kept(launch=self._options.launch, run=self._phases.kept())
 
     def _take_up_knobs(self, *, is_anew: bool) -> None:
         """What an earlier incarnation decided. Raises LedgerError for an audit log that cannot be read."""
@@ -352,9 +345,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def knobs_decided(self, epoch: int) -> None:
         self.knob_owner.take(self.conductor.decisions.news(self.knob_owner.heard))
 
-    async def history(self, limit: int) -> tuple[AuditRecord, ...]:
-        return await self.control.history(limit)
-
     async def rollout_leaving(self, rollout: str, reason: str) -> None:
         await self.fleet.leaving(rollout, reason)
 
@@ -477,54 +467,6 @@ class EngineFleet:
         if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
             self._state.has_stale_engines = False
             await self._keep()
-
-
-class PhaseMoves:
-    """The moves of a run from phase to phase: into the journal first, then reported."""
-
-    def __init__(self, run: RunContext, on_change: Callable[[], None]) -> None:
-        """`on_change`: the run is in another phase now."""
-        self._run = run
-        self._state = run.state
-        self._coming: RunPhase | None = None
-        self._on_change = on_change
-
-    def kept(self) -> RunState:
-        return replace(self._state, phase=self._coming or self._state.phase)
-
-    async def to(self, phase: RunPhase) -> bool:
-        """Enter a phase: the journal has it before it is reported and before its work begins. False: another phase came
-        first. The move completes even if the caller is cancelled. A start must be in the journal, since the next
-        incarnation would begin the run again: it waits for a disk that refuses, and raises LedgerError for any other
-        reason. All other phases proceed without the journal, and without a disk that hangs: the actor that reported the
-        end reports it again."""
-        if phase not in NEXT_PHASES[self._state.phase]:
-            why = f"the run cannot go from {self._state.phase} to {phase}"
-            raise LaunchError(why, remedy="this is a bug; report it")
-        if self._coming is not None and phase not in NEXT_PHASES[self._coming]:
-            return False
-        self._coming = phase
-        return await asyncio.shield(self._run.ctx.spawn(self._move(phase), name=f"to-{phase}"))
-
-    async def _move(self, phase: RunPhase) -> bool:
-        before = self._state.phase
-        try:
-            await (self._run.journal.until_kept() if phase == "running" else self._run.keep_in_time())
-        except MyxaError as error:
-            if phase == "running":
-                self._coming = None if self._coming == phase else self._coming
-                raise
-            self._run.tell("journal-not-written", str(error))
-        if self._coming != phase:
-            return False
-        self._state.phase, self._coming = phase, None
-        self._run.tell("phase", f"{before} -> {phase}")
-        if phase == "finished":
-            self._run.tell("run-ended", self._state.reason)
-        elif phase == "failed":
-            self._run.tell("run-failed", self._state.error)
-        self._on_change()
-        return True
 
 
 class WallClock:

@@ -13,7 +13,7 @@ from ...core.retry import until_answered
 from ...core.suggestion import suggest
 from ..contracts import DataContract, RolloutContract
 from ..weights.rollout_update import Adopter, Adoption
-from .journal import RunContext
+from .run_state import RunContext
 
 
 class Evaluator:

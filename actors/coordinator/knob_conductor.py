@@ -36,8 +36,8 @@ from ...core.knobs import (
 )
 from ..contracts import KnobsContract
 from .audit import AuditWriter
-from .journal import RunContext
 from .knob_decisions import ChangeDraft, Decisions, Due, OwnerStates, draft_change
+from .run_state import RunContext
 
 AUTO = Operator(via="auto")
 """No operator: an expiry, a resumed run."""

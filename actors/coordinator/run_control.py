@@ -20,7 +20,7 @@ from ...core.messages import EvalResult, PauseState
 from ...core.retry import until_answered
 from ..contracts import BufferContract, TrainerContract
 from .audit import AuditWriter
-from .journal import RunContext
+from .run_state import RunContext
 
 T = TypeVar("T")
 
@@ -99,9 +99,6 @@ class RunControl:
         """On held-out prompts, beside training; `name`: of one set, else all."""
         deed = _deed("eval", who, reason, **({"set": name} if name else {}))
         return await self._carried_out(deed, lambda: self._evaluate(name), is_recorded=False)
-
-    async def history(self, limit: int) -> tuple[AuditRecord, ...]:
-        return await self._audit.newest(min(limit, 1000))
 
     async def _change(self, deed: AuditRecord, wanted: PauseState) -> int:
         """Recorded, then done; returns where the trainer rests."""

@@ -1,16 +1,33 @@
-"""A run's state, as its coordinator sees it: phases and what may follow which, reasons, versions. Sans-IO.
+"""A run's state, as its coordinator sees it: phases and what may follow which, reasons, versions; and its journal.
 
 starting   waits for the trainer; restores live knobs; waits for the first engine that serves the trainer's version
 running    every version made is adopted by the engines; evaluation on the side
 draining   the leader ended: last adoption, last evaluation
 finished / failed
+
+The journal is a small JSON file in the run directory: what a restarted coordinator must know and no other actor can
+report. It is replaced as a whole and made durable before its content takes effect. Knobs are in the audit log;
+everything else (the trainer's version, what engines serve) the actors report.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ...core.messages import EngineStatus, RunPhase, RunStatus
+import msgspec
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext
+from ...core.clock import Clock
+from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError
+from ...core.files import read_regular, until_written, write_durably
+from ...core.messages import EngineStatus, Record, RunPhase, RunStatus
+from ..daemon_thread import in_daemon_thread
+from .options import CoordinatorOptions
 
 NEXT_PHASES: dict[RunPhase, frozenset[RunPhase]] = {
     "starting": frozenset({"running", "draining", "failed"}),
@@ -23,7 +40,7 @@ NEXT_PHASES: dict[RunPhase, frozenset[RunPhase]] = {
 
 @dataclass(slots=True)
 class RunState:
-    """See the module's head. All of it is kept in the journal."""
+    """All of it is kept in the journal."""
 
     phase: RunPhase = "starting"
     version: int = -1
@@ -66,3 +83,139 @@ class RunState:
             eval_reward=self.eval_reward,
             paused=paused,
         )
+
+
+JOURNAL_FILE = "coordinator.journal"
+MAX_BYTES = 64 << 20
+KEEP_S = 10.0
+"""Limit for a journal write that the run does not depend on."""
+
+
+class Kept(Record, frozen=True):
+    """All of a journal."""
+
+    launch: str
+    """Names the launcher of this run: another one's journal is no word of this run."""
+    run: RunState
+
+
+class CoordinatorJournal:
+    """See the module's head. Cheap to make; holds nothing open."""
+
+    def __init__(self, path: Path, launch: str) -> None:
+        self.path = path
+        self.launch = launch
+        self.state = RunState()
+        """What is kept, as it is when it is written."""
+        self.coming: RunPhase | None = None
+        """The phase that the run enters once the journal has it."""
+        self._turn = threading.Lock()
+
+    def load(self) -> tuple[bool, str]:
+        """Take up the `state` that an earlier incarnation kept; False, and why there is nothing (empty for a first
+        start). Blocking. Raises ConfigError, since nothing that is tried again mends it, for a damaged file."""
+        try:
+            kept = msgspec.json.decode(read_regular(self.path, MAX_BYTES), type=Kept)
+        except FileNotFoundError:
+            return False, ""
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.path} cannot be used: {error}",
+                remedy="the run cannot continue without it; `myxa resume` continues from the last checkpoint",
+            ) from error
+        if kept.launch != self.launch:
+            return False, f"{self.path} was written under another launcher: it is not used"
+        self.state = kept.run
+        return True, ""
+
+    async def keep(self) -> None:
+        """`state` is durable once this returns. Raises LedgerError when it cannot be written; then the file is
+        unchanged. If the caller is cancelled, the write still completes, and the next one begins after it."""
+        await in_daemon_thread(self._write, "journal")
+
+    def _write(self) -> None:
+        with self._turn:
+            run = replace(self.state, phase=self.coming or self.state.phase)
+            try:
+                write_durably(self.path, msgspec.json.encode(Kept(launch=self.launch, run=run)), 0o600)
+            except OSError as error:
+                raise LedgerError(
+                    f"{self.path}: {error.strerror or error}", remedy="check disk and rights of the run directory"
+                ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What all parts of the coordinator work with."""
+
+    ctx: ActorContext
+    options: CoordinatorOptions
+    clock: Clock
+    meter: ActivityMeter
+    telemetry: TelemetryBuffer
+    journal: CoordinatorJournal
+
+    @property
+    def state(self) -> RunState:
+        return self.journal.state
+
+    def version(self) -> int:
+        return self.state.known_version
+
+    def tell(self, kind: str, text: str, **data: object) -> None:
+        """An event."""
+        self.ctx.log.info("%s: %s", kind, text)
+        self.telemetry.event(kind, text, **data)
+
+    async def keep(self) -> None:
+        """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await self.journal.keep()
+        except (MyxaError, TimeoutError) as error:
+            self.tell("journal-not-written", str(error) or f"{self.journal.path}: not written within {KEEP_S:g} s")
+
+
+class PhaseMoves:
+    """The moves of a run from phase to phase: into the journal first, then reported."""
+
+    def __init__(self, run: RunContext, on_change: Callable[[], None]) -> None:
+        """`on_change`: the run is in another phase now."""
+        self._run = run
+        self._on_change = on_change
+
+    async def to(self, phase: RunPhase) -> bool:
+        """Enter a phase: the journal has it before it is reported and before its work begins. False: another phase came
+        first. The move completes even if the caller is cancelled. A start must be in the journal, since the next
+        incarnation would begin the run again: it waits for a disk that refuses, and raises LedgerError for any other
+        reason. All other phases proceed without the journal, and without a disk that hangs: the actor that reported the
+        end reports it again."""
+        journal = self._run.journal
+        if phase not in NEXT_PHASES[journal.state.phase]:
+            why = f"the run cannot go from {journal.state.phase} to {phase}"
+            raise LaunchError(why, remedy="this is a bug; report it")
+        if journal.coming is not None and phase not in NEXT_PHASES[journal.coming]:
+            return False
+        journal.coming = phase
+        return await asyncio.shield(self._run.ctx.spawn(self._move(phase), name=f"to-{phase}"))
+
+    async def _move(self, phase: RunPhase) -> bool:
+        journal, state = self._run.journal, self._run.state
+        if phase == "running":
+            try:
+                await until_written(journal.keep, path=journal.path, tell=self._run.tell)
+            except MyxaError:
+                journal.coming = None if journal.coming == phase else journal.coming
+                raise
+        else:
+            await self._run.keep()
+        if journal.coming != phase:
+            return False
+        self._run.tell("phase", f"{state.phase} -> {phase}")
+        state.phase, journal.coming = phase, None
+        if phase == "finished":
+            self._run.tell("run-ended", state.reason)
+        elif phase == "failed":
+            self._run.tell("run-failed", state.error)
+        self._on_change()
+        return True

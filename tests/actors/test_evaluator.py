@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from myxa.actors.coordinator.evaluator import Evaluator
-from myxa.actors.coordinator.journal import RunContext
 from myxa.actors.coordinator.options import CoordinatorOptions
-from myxa.actors.coordinator.run_state import RunState
+from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.config.data import EvalSetSettings
@@ -50,7 +49,7 @@ class World:
         )  # fmt: skip
         every: Any = self
         meter = ActivityMeter("c", self.clock)
-        context = RunContext(every, options, self.clock, meter, every, every, self.state)
+        context = RunContext(every, options, self.clock, meter, every, every)
         self.evaluator = Evaluator(context, every, every)
 
     async def keep(self) -> None: ...

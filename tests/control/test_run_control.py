@@ -12,9 +12,8 @@ import pytest
 
 from myxa.actors.coordinator import run_control as module
 from myxa.actors.coordinator.audit import AuditWriter, read_audit
-from myxa.actors.coordinator.journal import RunContext
 from myxa.actors.coordinator.run_control import RunControl
-from myxa.actors.coordinator.run_state import RunState
+from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError
@@ -72,8 +71,9 @@ class Place:
         self.told: list[str] = []
         anything: Any = self
         telemetry: Any = self
-        meter, state = ActivityMeter("c", self.clock), RunState(version=STANDS_AT)
-        context = RunContext(anything, anything, self.clock, meter, telemetry, anything, state)
+        self.state = RunState(version=STANDS_AT)
+        meter = ActivityMeter("c", self.clock)
+        context = RunContext(anything, anything, self.clock, meter, telemetry, anything)
         audit = AuditWriter(folder / "audit.jsonl", context.version, self.clock)
         self.control = RunControl(context, audit, self._evaluate)
 

@@ -24,11 +24,10 @@ from tests.harness.run_job import events
 from tests.harness.waiting import wait_until
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, check_each_once, make_lives
 
-from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
-from myxa.actors.coordinator.run_state import RunState
+from myxa.actors.coordinator.run_state import CoordinatorJournal, RunState
 from myxa.actors.ledger.states import REDRAWN
 from myxa.core.errors import LedgerError
-from myxa.core.files import refusal
+from myxa.core.files import refusal, until_written
 
 MIB = 1 << 20
 
@@ -123,28 +122,28 @@ LONG = "x" * 8192
 
 
 async def journal_waits(folder: Path) -> None:
-    journal, version, told = CoordinatorJournal(folder / "coordinator.journal", "here"), 1, list[tuple[str, str]]()
-    journal.make = lambda: Kept(launch="here", run=RunState(version=version, reason=LONG * version))
-    journal.tell = lambda kind, text: told.append((kind, text))
+    path, told = folder / "coordinator.journal", list[tuple[str, str]]()
+    journal, other = CoordinatorJournal(path, "here"), CoordinatorJournal(path, "here")
+    journal.state = RunState(version=1, reason=LONG)
     await journal.keep()
-    ballast, version = Ballast(folder), 2
+    journal.state = RunState(version=2, reason=2 * LONG)
+    ballast = Ballast(folder)
     ballast.fill()
     assert free_bytes(folder) == 0
     with pytest.raises(LedgerError) as caught:  # what can be refused is
         await journal.keep()
     assert refusal(caught.value) is not None, caught.value
-    waiting = [asyncio.create_task(journal.until_kept()) for _ in range(2)]
+    told_to = lambda kind, text: told.append((kind, text))  # noqa: E731
+    waiting = [asyncio.create_task(until_written(journal.keep, path=path, tell=told_to)) for _ in range(2)]
     await asyncio.sleep(0.7)
     assert not any(task.done() for task in waiting)
     assert [kind for kind, _ in told] == ["disk-full"] * 2
     assert "make room there" in told[0][1]
-    kept, _ = journal.load()
-    assert kept is not None and kept.run.version == 1, "as it was"
+    assert other.load()[0] and other.state.version == 1, "as it was"
     ballast.empty()
-    version = 3
+    journal.state = RunState(version=3, reason=3 * LONG)
     await asyncio.wait_for(asyncio.gather(*waiting), 20)
-    kept, _ = journal.load()
-    assert kept is not None and kept.run.version == 3, "what is so now, not what was so then"
+    assert other.load()[0] and other.state.version == 3, "what is so now, not what was so then"
     assert told[-1][0] == "disk-has-room"
 
 

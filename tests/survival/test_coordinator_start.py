@@ -21,8 +21,7 @@ from tests.knobs.coordinator_room import make_coordinator
 
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator, LeaderControl, PhaseMoves
-from myxa.actors.coordinator.journal import RunContext
-from myxa.actors.coordinator.run_state import RunState
+from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent
 from myxa.core.messages import WeightManifest
@@ -89,8 +88,8 @@ async def test_a_leader_that_leads_already_is_not_started_again(tmp_path: Path) 
         await ref.trainer_ready(7, None, {}, None, True)
         await until(lambda: coordinator._state.phase == "running", "the phase")
         assert (await ref.status()).version == 7
-        kept, _ = coordinator._journal.load()
-        assert kept is not None and (kept.run.phase, kept.run.has_restored) == ("running", False)
+        journal = coordinator._journal
+        assert journal.load()[0] and (journal.state.phase, journal.state.has_restored) == ("running", False)
         await asyncio.sleep(0.1)
         assert not leader.starts
 
@@ -233,12 +232,13 @@ def moves_of(state: RunState, journal: Any) -> tuple[PhaseMoves, list[str]]:
     ctx: Any = Surroundings(None)
     telemetry: Any = SimpleNamespace(event=lambda kind, text: told.append(kind))
     nothing: Any = None
-    return PhaseMoves(RunContext(ctx, nothing, nothing, nothing, telemetry, journal, state), lambda: None), told
+    journal.state, journal.coming = state, None
+    return PhaseMoves(RunContext(ctx, nothing, nothing, nothing, telemetry, journal), lambda: None), told
 
 
 async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
     state, disk = RunState(), asyncio.Event()
-    moves, _ = moves_of(state, SimpleNamespace(keep=disk.wait, until_kept=disk.wait, path=Path("journal")))
+    moves, _ = moves_of(state, SimpleNamespace(keep=disk.wait, path=Path("journal")))
 
     async def begun(phase: Any) -> asyncio.Task[bool]:
         move = asyncio.create_task(moves.to(phase))
@@ -246,7 +246,7 @@ async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
         return move
 
     running = await begun("running")
-    assert moves.kept().phase == "running" and state.phase == "starting", "kept before it is so"
+    assert moves._run.journal.coming == "running" and state.phase == "starting", "kept before it is so"
     draining = await begun("draining")  # somebody stops the run at that moment
     disk.set()
     assert not await running
@@ -262,8 +262,8 @@ async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
 
 def hanging(end: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A journal whose disk hangs until `end`, for which nobody waits long."""
-    monkeypatch.setattr("myxa.actors.coordinator.journal.KEEP_S", 0.01)
-    return SimpleNamespace(keep=end.wait, until_kept=end.wait, path=Path("coordinator.journal"))
+    monkeypatch.setattr("myxa.actors.coordinator.run_state.KEEP_S", 0.01)
+    return SimpleNamespace(keep=end.wait, path=Path("coordinator.journal"))
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
