@@ -81,7 +81,7 @@ def _tell(error: MyxaError, *, is_json: bool) -> int:
 def _write_all_letters(file: TextIO) -> None:
     """A terminal that lacks a letter is no reason to end: it gets a plainer one."""
     if isinstance(file, io.TextIOWrapper) and not file.encoding.lower().startswith("utf"):
-        from .views.textplot import PLAIN
+        from .views.numbers import PLAIN
 
         file.reconfigure(errors=PLAIN)
 

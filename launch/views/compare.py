@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ...core.errors import ConfigError
 from ..run_dir import RunDir, is_run_folder
-from .numbers import training_reward
+from .numbers import sparkline, training_reward
 from .run_files import RunFiles, load_run
 from .run_view import outcome
-from .textplot import sparkline
 
 _GLANCE_BYTES = 1 << 18
 _MAX_METRICS = 200

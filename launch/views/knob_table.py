@@ -18,14 +18,15 @@ from .numbers import clean, name_order
 class KnobRow:
     """One knob, over all of its owners."""
 
-    tunable: Tunable
+    state: KnobState
+    """At its first owner, or one that has a value to come; all have the same one, but for a moment."""
     owners: tuple[str, ...]
-    values: tuple[KnobValue, ...]
-    """In force, by owner."""
-    first: KnobValue
-    pending: KnobValue | None
     reverts: str = ""
     """When it goes back by itself."""
+
+    @property
+    def tunable(self) -> Tunable:
+        return self.state.tunable
 
     @property
     def name(self) -> str:
@@ -33,20 +34,16 @@ class KnobRow:
 
     @property
     def value(self) -> str:
-        if len(set(self.values)) <= 1:
-            return value_text(self.values[0])
-        return ", ".join(
-            f"{value_text(value)} ({owner})" for owner, value in zip(self.owners, self.values, strict=True)
-        )
+        return value_text(self.state.value)
 
     @property
     def is_changed(self) -> bool:
-        return any(value != self.first for value in self.values)
+        return self.state.value != self.state.first
 
     def cells(self) -> tuple[str, ...]:
         """For `KNOB_COLUMNS`."""
-        notes = [f"file: {value_text(self.first)}"] if self.is_changed else []
-        notes += [f"will be {value_text(self.pending)}"] if self.pending is not None else []
+        notes = [f"file: {value_text(self.state.first)}"] if self.is_changed else []
+        notes += [f"will be {value_text(self.state.pending)}"] if self.state.pending is not None else []
         notes += [f"back {self.reverts}"] if self.reverts else []
         knob = self.tunable
         return (self.name, clean(self.value), knob.unit, knob.range_text(), knob.boundary, owners_text(self.owners),
@@ -64,15 +61,11 @@ def knob_rows(table: KnobTable | None) -> list[KnobRow]:
     for sheet in table.sheets:
         for state in sheet.knobs:
             held.setdefault(state.tunable.name, []).append((sheet.owner, state))
-    rows = [_knob_row(name, holders, table.reverts.get(name, "")) for name, holders in held.items()]
+    rows: list[KnobRow] = []
+    for name, holders in held.items():
+        state = next((state for _, state in holders if state.pending is not None), holders[0][1])
+        rows.append(KnobRow(state, tuple(owner for owner, _ in holders), table.reverts.get(name, "")))
     return sorted(rows, key=lambda row: (row.tunable.owner == "process", name_order(row.tunable.owner), row.name))
-
-
-def _knob_row(name: str, holders: Sequence[tuple[str, KnobState]], reverts: str) -> KnobRow:
-    state = holders[0][1]
-    pending = next((held.pending for _, held in holders if held.pending is not None), None)
-    owners = tuple(owner for owner, _ in holders)
-    return KnobRow(state.tunable, owners, tuple(held.value for _, held in holders), state.first, pending, reverts)
 
 
 def owners_text(owners: Sequence[str]) -> str:

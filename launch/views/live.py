@@ -18,13 +18,23 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from ...core.messages import RunStatus
-from .numbers import clean, duration, short
-from .run_page import run_page
-from .run_view import RunView, dropped_text, notice_text, plain_line
-from .textplot import sparkline
+from .changes import changes_of, clock_text
+from .numbers import clean, duration, name_order, short, sparkline, time_parts
+from .run_view import (
+    ENGINE_COLUMNS,
+    RunView,
+    done_text,
+    dropped_text,
+    engine_rows,
+    fact_lines,
+    notice_text,
+    plain_line,
+    queue_rows,
+)
 
 _MAX_WIDTH = 72
 
@@ -104,7 +114,7 @@ class LiveView:
         """Draw the state; without a terminal print a line when a step, phase or warning is new, steps at most one per
         2 s."""
         if self._live is not None:
-            self._live.update(render(view, self._console.width), refresh=True)
+            self._live.update(render(view), refresh=True)
             return
         warns = bool(view.buffer and view.buffer.complaint)
         key, silent_s = (view.phase, warns, view.version), view.now_wall_s - self._line_s
@@ -117,17 +127,46 @@ class LiveView:
         self._console.print(Text(clean(text)), soft_wrap=True)
 
 
-def render(view: RunView, width: int) -> RenderableType:
+_MAX_CHANGES = 3
+_MAX_ROWS = 12
+"""Of engines, and of actors."""
+
+
+def render(view: RunView) -> RenderableType:
     """A screen that is too low shows the beginning."""
     parts: list[RenderableType] = [Text(clean(view.held_back()), "italic")]
     if notice := notice_text(view):
         parts.append(Text(notice, "bold yellow"))
-    parts.append(run_page(view, width - 4))
+    queues = "   ".join(f"{label} {count}{f' of {of}' * (label == 'slots')}" for label, count, of in queue_rows(view))
+    facts = [(label, text) for label, text in fact_lines(view) if label != "warning"]
+    facts += [("to try", clean(view.remedy)), ("groups", queues), ("since start", done_text(view))]
+    parts.append(_rows([*facts, ("reward", sparkline(view.rewards, 60))]))
+    if engines := engine_rows(view):
+        more = f"{len(engines)} engines, of which" if len(engines) > _MAX_ROWS else ""
+        parts += [Text(more), _rows([ENGINE_COLUMNS, *engines[:_MAX_ROWS]])]
+    shares = {name: "  ".join(time_parts(kinds, 0)) for name, kinds in view.shares().items() if kinds}
+    if shares:
+        more = f", {_MAX_ROWS} of {len(shares)} actors" if len(shares) > _MAX_ROWS else ""
+        rows = [(clean(name), shares[name]) for name in sorted(shares, key=name_order)[:_MAX_ROWS]]
+        parts += [Text(f"\ntime of the last minute{more}"), _rows(rows)]
+    if changes := [change for change in changes_of(view.history) if change.is_done][-_MAX_CHANGES:]:
+        words = ("   ".join(filter(None, (one.what, one.who, one.reason))) for one in changes)
+        rows = [(clock_text(one.wall_s), clean(text)) for one, text in zip(changes, words, strict=True)]
+        parts += [Text("\nnewest changes"), _rows(rows)]
     if view.num_steps:
         parts.append(ProgressBar(total=view.num_steps, completed=min(view.version, view.num_steps)))
     colour = _PHASE_COLOURS.get(view.phase, "yellow")
     title, elapsed = Text(f"myxa  {view.name or 'starting'}"), Text(duration(view.elapsed_s))
     return Panel(Group(*parts), title=title, subtitle=elapsed, border_style=colour)
+
+
+def _rows(rows: Sequence[Sequence[str]]) -> Table:
+    """In columns, the first one bold; a row that has only a label is left out."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for row in rows:
+        if any(row[1:]):
+            table.add_row(*(Text(cell, "" if at else "bold") for at, cell in enumerate(row)))
+    return table
 
 
 _log = logging.getLogger("myxa.launcher")

@@ -1,10 +1,14 @@
-"""Numbers, durations, names and texts of a run as people read them. Pure text."""
+"""Numbers, durations, names, small curves and texts of a run as people read them. Pure text. A terminal that lacks a
+letter gets a plain one by the error handler of its encoding (`PLAIN`).
+"""
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from itertools import pairwise
 
 
 def short(value: float | None, digits: int = 3) -> str:
@@ -88,3 +92,39 @@ def name_order(name: str) -> tuple[int, str, int, str]:
     role, _, number = name.partition("/")
     place = _ROLES.index(role) if role in _ROLES else len(_ROLES)
     return (place, role, int(number) if re.fullmatch(r"\d{1,9}", number) else 0, name)
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PLAIN = dict(zip("▁▂▃▄▅▆▇█±", "_.-~=+*#~", strict=True))
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
+
+
+PLAIN = "myxa-plain"
+"""For `errors` of a stream; other letters are spelt out."""
+codecs.register_error(PLAIN, _plain)
+
+
+def sparkline(values: Sequence[float], width: int = 30) -> str:
+    """One line of at most `width` letters; more values than that are averaged. NaN is left out."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or width < 1:
+        return ""
+    bins = _averaged(finite, width)
+    low, high = min(bins), max(bins)
+    if high - low <= 1e-12 * max(1.0, abs(high)):
+        return _BLOCKS[len(_BLOCKS) // 2] * len(bins)
+    scale = (len(_BLOCKS) - 1) / (high - low)
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)
+
+
+def _averaged(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [index * len(values) // width for index in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

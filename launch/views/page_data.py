@@ -115,11 +115,11 @@ def _knobs(view: RunView) -> list[dict[str, Any]]:
         {
             **_picked(row, "name value reverts"),
             **_picked(row.tunable, "kind unit boundary help"),
-            "raw": value_text(row.values[0]),
-            "pending": "" if row.pending is None else value_text(row.pending),
+            "raw": row.value,
+            "pending": "" if row.state.pending is None else value_text(row.state.pending),
             "takes": row.tunable.range_text(),
             "owner": owners_text(row.owners),
-            "first": value_text(row.first),
+            "first": value_text(row.state.first),
             "isChanged": row.is_changed,
         }
         for row in knob_rows(view.knobs)

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.launch.views.findings import findings
-from myxa.launch.views.numbers import duration, short
+from myxa.launch.views.numbers import PLAIN, duration, short, sparkline
 from myxa.launch.views.run_files import RunFiles
-from myxa.launch.views.textplot import PLAIN, sparkline
 
 FLOATS = st.floats(min_value=-1e12, max_value=1e12, allow_nan=False)
 
