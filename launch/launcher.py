@@ -44,7 +44,6 @@ from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .nodes.stop_signals import stop_signals
 from .run_dir import RunDir
 from .run_lineage.origin import RunOrigin
-from .run_lineage.resume_point import kept_meanwhile
 from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
 from .screen import Screen
@@ -118,8 +117,6 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
         freeze(config, options.run_dir.path)
     text, config = dump_config(config), with_start(config, options)
     with RuntimeDir() as runtime, contextlib.ExitStack() as stack:
-        if options.run_dir is None:  # a resumed run deletes its own when it has newer ones
-            stack.enter_context(kept_meanwhile(config.trainer.resume))
         async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
             run_dir = stack.enter_context(_run_dir(config, options))
             frozen = freeze(config, run_dir.path)

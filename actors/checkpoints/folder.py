@@ -12,8 +12,7 @@ process of an earlier life may outlive its launcher for a while and still write.
 writes; the later one deletes its files, for what it writes is obsolete.
 
 A complete folder replaces an older one by two renames. Between them the older folder has the name `old_of(place)`, by
-which readers find it: a whole one exists at every instant. Readers share a lock on the manifest. A writer that deletes
-older checkpoints skips those that are locked, or whose lock it cannot read.
+which readers find it: a whole one exists at every instant. One that is deleted while it is read is torn to its reader.
 
 No torch here, so launcher and coordinator may import it. torch.distributed.checkpoint was considered: its metadata file
 is a pickle, which runs code of its writer, and has no digests.
@@ -35,7 +34,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import TornCheckpoint, TrainError
-from ...core.files import FileEntry, describe_file, has_no_locks, locked_folder, sync_folder, take_lock, write_durably
+from ...core.files import FileEntry, describe_file, locked_folder, sync_folder, write_durably
 from ..models.model_config import ModelConfig
 from .run_part import writing_run
 
@@ -258,8 +257,7 @@ def whole_ones(folder: str | Path, version: int | None = None, *, reads_all: boo
 
 def _read_through(info: CheckpointInfo) -> CheckpointInfo:
     try:
-        with being_read(info.path):
-            check_whole(info.path)
+        check_whole(info.path)
     except TrainError as error:
         return replace(info, problem=error.message)
     return info
@@ -389,51 +387,6 @@ def _writer_in(name: str) -> Writer | None:
 
 
 MANIFEST = "manifest.json"
-
-
-@contextmanager
-def being_read(folder: Path) -> Generator[None]:
-    """Not deleted inside, where the file system has locks. Raises TornCheckpoint if it is not there any more."""
-    path = folder / MANIFEST
-    try:
-        lock = take_lock(path, "r", is_shared=True)
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise _gone(folder, f"its {MANIFEST} cannot be opened: {error.strerror}") from error
-    except OSError:  # it can be read all the same
-        yield
-        return
-    if lock is None:
-        raise _gone(folder, "it is being deleted")
-    with lock:
-        try:
-            is_same = os.path.samestat(os.fstat(lock.fileno()), path.stat())
-        except OSError as error:
-            raise _gone(folder, "it was deleted just now") from error
-        if not is_same:
-            raise _gone(folder, "another one takes its place just now")
-        yield
-
-
-def take_away_unread(folder: Path) -> bool:
-    """Delete it, unless it has readers or that cannot be known; returns whether. Without locks in the file system,
-    readers are not protected."""
-    try:
-        lock = take_lock(folder / MANIFEST, "r+")
-    except OSError as error:
-        is_torn = isinstance(error, (FileNotFoundError, NotADirectoryError))  # without a manifest it has no readers
-        if not (is_torn or has_no_locks(error)):  # a moment's trouble of the disk is no leave to delete
-            return False
-        take_away(folder)
-        return True
-    if lock is None:
-        return False
-    with lock:
-        take_away(folder)
-    return True
-
-
-def _gone(folder: Path, why: str) -> TornCheckpoint:
-    return TornCheckpoint(f"checkpoint {folder} cannot be read: {why}", remedy="use another one")
 
 
 def identity_of(config: ModelConfig) -> dict[str, Any]:

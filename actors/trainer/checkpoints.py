@@ -2,9 +2,9 @@
 
     begin      all ranks copy what they will write
     written    each rank's files are on its disk, and a copy of the ledger beside them, whenever that is
-    finish     between two steps, or while training waits for data (where engines have the devices meanwhile: after
-               `OVERDUE_S` of waiting), all ranks: the folder appears, then the run's part of it
-               (`checkpoints/run_part.py`), and only then does the buffer get "durable"
+    finish     between two steps, or while training waits for data (unless engines have the devices meanwhile), all
+               ranks: the folder appears, then the run's part of it (`checkpoints/run_part.py`), and only then does the
+               buffer get "durable"
 
 One at a time: the next checkpoint first settles the one before. A checkpoint that lacks a later decision about knobs is
 written again in its place. A scheduled one that cannot be written is reported, with what is not covered, and tried
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,12 +34,11 @@ from ..checkpoints.folder import (
     Writer,
     list_checkpoints,
     look_at,
-    newest_whole,
     partial_of,
     place_of,
     read_manifest,
     sweep,
-    take_away_unread,
+    take_away,
     version_in,
 )
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
@@ -51,9 +49,6 @@ RETRY_S = 30.0
 """After one by schedule that failed, before the next attempt; doubled each time up to `RETRY_LIMIT_S`. By time: a disk
 does not become empty by steps, which may be made in less than a second."""
 RETRY_LIMIT_S = 600.0
-OVERDUE_S = 60.0
-"""So long a checkpoint that is written may wait for a boundary: a turn on shared devices costs the engines seconds, and
-what it is worth is the steps since the one before."""
 
 
 T = TypeVar("T")
@@ -92,18 +87,6 @@ class _Pending:
     written: asyncio.Task[FileEntry | TrainError]
 
 
-@dataclass(frozen=True, slots=True)
-class _Parted:
-    """What lies beside the newest checkpoint."""
-
-    too_many: list[CheckpointInfo]
-    """Whole ones that `keep_last` does not keep, oldest first."""
-    others: list[CheckpointInfo]
-    """Torn, or undone."""
-    first_to_stay: int
-    """Version of the oldest whole one that stays; the newest is one of these."""
-
-
 @dataclass(slots=True)
 class Checkpoints:
     """See the module's head."""
@@ -120,13 +103,10 @@ class Checkpoints:
     _pending: _Pending | None = None
     _newest: tuple[int, LiveKnobs] | None = None
     """Version and knobs of the one that was written last, with all its parts, and reported to the buffer."""
-    _written_at_s: float = 0.0
-    """When every rank had written the newest one."""
     _num_failed: int = 0
     """Attempts by schedule since one was written."""
     _try_at_s: float = 0.0
     """When the next of them may be made."""
-    _began_at: int = 0
     _covered: int = 0
     """Version that is safe: of the newest checkpoint, or the one that training continued from."""
 
@@ -145,17 +125,12 @@ class Checkpoints:
         return self._pending is not None and self._pending.written.done()
 
     @property
-    def is_overdue(self) -> bool:
-        """Whether that boundary is so long in coming that it is worth a turn on the device."""
-        return self.is_written and self.clock.monotonic() >= self._written_at_s + OVERDUE_S
-
-    @property
     def newest(self) -> int:
         """Version of the one that was written last; -1: none yet."""
         return -1 if self._newest is None else self._newest[0]
 
     def continue_from(self, version: int) -> None:
-        self._began_at = self._covered = version
+        self._covered = version
 
     def is_due(self, version: int) -> bool:
         """After the step that made this version; if the last one failed, whenever it is time to try again."""
@@ -258,8 +233,6 @@ class Checkpoints:
             return await self.run.copy_ledger(self._copy_of(version), version)
         except TrainError as error:
             return error
-        finally:
-            self._written_at_s = self.clock.monotonic()
 
     def _copy_of(self, version: int) -> Path:
         """Made beside the folder, since the folder may not be there yet."""
@@ -291,16 +264,17 @@ class Checkpoints:
             raise TrainError(f"{folder} cannot be completed: {error}", remedy="check disk and rights") from error
 
     def _prune(self, newest: Path) -> None:
-        """Of all others the oldest go: folders of a life before a resume may bear higher versions. What is torn, or was
-        undone and came too late, is no reason for a whole one to go; it goes once all that stay are newer. Never raises
-        for the disk: the new one is whole, and the next one finds again what should have gone."""
+        """Of all others the oldest go: folders of a life before a resume may bear higher versions. A torn one is no
+        reason for a whole one to go; it goes once all that stay are newer. Never raises for the disk: the new one is
+        whole, and the next one finds again what should have gone."""
         self._sweep()
         try:
             if self.options.keep_last and look_at(newest).is_complete:
-                parted = self._parted(newest)
-                useless = [info for info in parted.others if version_in(info.path) < parted.first_to_stay]
-                for info in (*(info for info in parted.too_many if not is_kept(info.path)), *useless):
-                    take_away_unread(info.path)
+                whole, torn = _beside(newest)
+                oldest = self._first_to_stay(newest, whole)
+                going = [info for info in whole[: self._num_going(whole)] if not is_kept(info.path)]
+                for info in (*going, *(info for info in torn if version_in(info.path) < oldest)):
+                    take_away(info.path)
         except OSError as error:
             self.ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
 
@@ -308,26 +282,16 @@ class Checkpoints:
         """Version of the oldest one that training may fall back to once the others have gone; those that stay for ever
         bring a ledger of their own. None: the disk does not say."""
         try:
-            return self._parted(newest).first_to_stay
+            return self._first_to_stay(newest, _beside(newest)[0])
         except OSError:
             return None
 
-    def _parted(self, newest: Path) -> _Parted:
-        own = look_at(newest).writer
-        found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
-        beside = [info for info in found if info.path != newest and version_in(info.path) >= 0]
-        good = [info for info in beside if info.is_complete and not self._is_undone(info, own)]
-        old = sorted(good, key=lambda info: version_in(info.path))
-        num_going = max(len(old) + 1 - self.options.keep_last, 0) if self.options.keep_last else 0
-        return _Parted(
-            too_many=old[:num_going],
-            others=[info for info in beside if info not in good],
-            first_to_stay=min(version_in(path) for path in (*(info.path for info in old[num_going:]), newest)),
-        )
+    def _num_going(self, whole: list[CheckpointInfo]) -> int:
+        return max(len(whole) + 1 - self.options.keep_last, 0) if self.options.keep_last else 0
 
-    def _is_undone(self, info: CheckpointInfo, own: Writer | None) -> bool:
-        """Whether an earlier life or attempt than `own` wrote it of a version behind which training went back since."""
-        return own is not None and info.writer is not None and info.writer < own and info.version > self._began_at
+    def _first_to_stay(self, newest: Path, whole: list[CheckpointInfo]) -> int:
+        staying = (info.path for info in whole[self._num_going(whole) :])
+        return min(version_in(path) for path in (*staying, newest))
 
     async def _clear_after(self, error: MyxaError) -> None:
         """What could not be finished has filled the disk, which the ledger needs; unless a rank may write on."""
@@ -352,6 +316,14 @@ class Checkpoints:
             is_silent = isinstance(cause, CallError) and not isinstance(cause, RemoteError)
             kind = RankSilent if is_silent else TrainError
             raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
+
+
+def _beside(newest: Path) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
+    """The other checkpoints there: whole ones, oldest first, and torn ones."""
+    found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
+    beside = [info for info in found if info.path != newest and version_in(info.path) >= 0]
+    whole = sorted((info for info in beside if info.is_complete), key=lambda info: version_in(info.path))
+    return whole, [info for info in beside if not info.is_complete]
 
 
 class AskUntilAnswered(Protocol):
@@ -388,9 +360,6 @@ class RunSide:
         """The buffer may give away what only checkpoints older than `oldest` need (None: than the one before). Raises
         CallError if it does not come back."""
         await self.ask("buffer", lambda: self.buffer.durable(version, oldest))
-
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,8 +421,6 @@ class CheckpointOrders:
         self._waiting.clear()
 
     async def _save(self, version: int) -> Path:
-        if self.checkpoints.lacks(version):
-            await asyncio.to_thread(_check_room, self.checkpoints.folder_of(version).parent)
         await self.checkpoints.save(version)
         await self.checkpoints.settle()
         return self.checkpoints.folder_of(version)
@@ -467,24 +434,6 @@ class CheckpointOrders:
             name, cause = next(iter(error.errors.items()))
             raise TrainError(f"{name} could not export the model: {cause}", remedy=f"see the log of {name}") from cause
         return folder
-
-
-def _check_room(holder: Path) -> None:
-    """Raises TrainError where the disk has less room than the newest checkpoint takes, if there is one."""
-    try:
-        newest, _ = newest_whole(holder, reads_all=False)
-        if newest is None:
-            return
-        num_bytes = sum(path.stat().st_size for path in newest.path.rglob("*") if path.is_file())
-        num_free = shutil.disk_usage(holder).free
-    except OSError:  # it is written, or not, as far as the disk goes
-        return
-    if num_free < num_bytes:
-        raise TrainError(
-            f"no space left for a checkpoint: the newest takes {num_bytes / MIB:.1f} MiB, and {num_free / MIB:.1f} MiB "
-            f"are free in {holder}",
-            remedy="make room there, for example by a lower trainer.keep_last",
-        )
 
 
 def _tell(order: _Order, outcome: str | Exception) -> None:

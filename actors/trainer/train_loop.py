@@ -232,9 +232,8 @@ class TrainLoop:
     async def _between_claims(self, version: int, blocked_by: str) -> None:
         """There is no batch yet: do what else can be done while the trainer is at `version`."""
         newcomers = self._share is not None and self._share.has_newcomers
-        # in turns on a device, a checkpoint is finished with the next step, unless that is long in coming
-        costs_a_turn = self._share is not None and blocked_by not in _RESTING
-        is_written = self.checkpoints.is_overdue if costs_a_turn else self.checkpoints.is_written
+        # in turns on a device, a checkpoint is finished with the next step, for a turn costs the engines seconds
+        is_written = self.checkpoints.is_written and (self._share is None or blocked_by in _RESTING)
         if newcomers or is_written or self.orders.are_waiting:
             async with self._trainers_turn(version):
                 await self.checkpoints.at_boundary(version)

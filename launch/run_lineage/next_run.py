@@ -30,8 +30,6 @@ from pathlib import Path
 import msgspec
 
 from ...actors.checkpoints.folder import (
-    MANIFEST,
-    being_read,
     forget_writer,
     list_checkpoints,
     partial_of,
@@ -105,22 +103,18 @@ def share(checkpoint: Path, place: Path) -> None:
     the checkpoint is deleted meanwhile; files of a checkpoint that replaces it are not taken."""
     growing = partial_of(place)
     growing.mkdir(parents=True)
-    with being_read(checkpoint):
-        source = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with os.scandir(source) as files:
-                for file in files:
-                    _take(source, file.name, growing)
-        finally:
-            os.close(source)
+    source = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.scandir(source) as files:
+            for file in files:
+                _take(source, file.name, growing)
+    finally:
+        os.close(source)
     read_manifest(growing)
     growing.replace(place)
 
 
 def _take(source: int, name: str, folder: Path) -> None:
-    if name == MANIFEST:  # a link would share its lock, and readers here would prevent the other's deletion
-        _copy(source, name, folder)
-        return
     try:
         os.link(name, folder / name, src_dir_fd=source)
     except FileNotFoundError:

@@ -9,26 +9,22 @@ far, the checkpoint's copy of it is used. `named_checkpoint` resolves `trainer.r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...actors.checkpoints.folder import (
-    MANIFEST,
     OLD,
     CheckpointInfo,
-    being_read,
     find_checkpoint,
     look_at,
-    version_in,
     whole_ones,
 )
 from ...actors.checkpoints.run_part import is_kept, ledger_in
 from ...actors.ledger.file import LEDGER, LedgerFacts, is_in_use, read_facts
 from ...core.config import RunConfig
-from ...core.errors import LaunchError, LedgerError, TornCheckpoint, TrainError
+from ...core.errors import LaunchError, LedgerError, TrainError
 from .origin import CHECKPOINTS, RunOrigin
 
 OWN_LEDGER = "its own ledger"
@@ -169,22 +165,6 @@ def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
         remedy = "set trainer.checkpoint_every, or say `myxa ckpt` while it runs"
         raise TrainError(f"{root} has no checkpoint: it wrote none", remedy=remedy)
     return find_checkpoint(root, reads_all=reads_all, why_not=origin.why_undone)
-
-
-@contextmanager
-def kept_meanwhile(place: str) -> Generator[None]:
-    """The run that wrote it may live: it deletes no checkpoint as too old that ranks and buffer of another run begin
-    from inside. Raises LaunchError if it has, since that place was found."""
-    folder = Path(place)
-    is_gone = folder.is_absolute() and version_in(folder) >= 0 and not folder.exists()
-    with ExitStack() as stack:
-        if is_gone or (place and (folder / MANIFEST).is_file()):  # else none, or something that is not ours to judge
-            try:
-                stack.enter_context(being_read(folder))
-            except TornCheckpoint as error:
-                remedy = "start again, or name another one"
-                raise LaunchError(f"trainer.resume: {error.message}", remedy=remedy) from error
-        yield
 
 
 def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:

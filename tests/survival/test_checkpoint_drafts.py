@@ -1,4 +1,4 @@
-"""Writers of several lives of a run: an earlier one harms no later one. A checkpoint stays as long as it is read."""
+"""Writers of several lives of a run: an earlier one harms no later one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from tests.survival.checkpoint_room import CheckpointRoom
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import (
     begin,
-    being_read,
     find_checkpoint,
     look_at,
     partial_of,
     sweep,
-    take_away_unread,
 )
 from myxa.actors.ledger.file import lock_ledger
-from myxa.core.errors import LaunchError, MyxaError, TornCheckpoint, TrainError
+from myxa.core.errors import MyxaError, TrainError
 from myxa.core.files import is_locked, locked_folder, take_lock
 from myxa.launch.run_dir import RunDir
-from myxa.launch.run_lineage.resume_point import kept_meanwhile
 
 ZOMBIE, OWN, LATER = (1, 3), (2, 0), (2, 1)
 
@@ -110,68 +107,16 @@ def test_who_puts_one_in_its_place_waits_for_others_and_not_for_ever(tmp_path: P
     assert names(place.parent) == [place.name], "the lock left no file"
 
 
-async def test_one_that_is_read_is_deleted_once_it_is_not(tmp_path: Path):
-    room = CheckpointRoom(tmp_path, every=1, keep_last=1)
-    await room.checkpoints.save(1)
-    first = tmp_path / "checkpoints" / "version_00000001"
-    with being_read(first):
-        await room.checkpoints.save(2)
-        assert first.is_dir()
-        with being_read(first):
-            assert not take_away_unread(first)
-    await room.checkpoints.save(3)
-    assert names(tmp_path / "checkpoints") == ["version_00000003"]
-    with pytest.raises(TornCheckpoint, match="cannot be opened"), being_read(first):
-        pass
-
-
-def test_a_run_begins_from_a_checkpoint_that_stays_while_it_goes_on(tmp_path: Path):
-    run = RunOnDisk(tmp_path, steps=2)
-    with kept_meanwhile(str(run.place(2))):
-        assert not take_away_unread(run.place(2))
-    with kept_meanwhile(""), kept_meanwhile(str(tmp_path / "nowhere")):
-        pass
-    held = take_lock(run.place(2) / "manifest.json", "r+")
-    with pytest.raises(LaunchError, match="it is being deleted"), kept_meanwhile(str(run.place(2))):
-        pass
-    assert held is not None
-    held.close()
-    assert take_away_unread(run.place(2))
-    with pytest.raises(LaunchError, match="cannot be opened: No such file"), kept_meanwhile(str(run.place(2))):
-        pass
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_trouble_of_the_disk_is_no_leave_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    place = make_checkpoint(tmp_path / "version_00000001", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
-        assert not take_away_unread(place)
-    assert look_at(place).is_complete
-    (place / "manifest.json").unlink()
-    assert take_away_unread(place), "nobody can read it"
-    assert not place.exists()
-
-
-def test_where_there_are_no_locks_a_checkpoint_is_read_and_deleted_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_there_are_no_locks_a_checkpoint_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     place = make_checkpoint(tmp_path / "version_00000001", 1)
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with being_read(place):
-        assert find_checkpoint(tmp_path) == place
     assert is_locked(place / "manifest.json"), "nobody can tell"
     run_dir, ledger = RunDir(tmp_path), tmp_path / "ledger.sqlite"
     for hold in (run_dir.held().__enter__, lambda: lock_ledger(ledger)):
         with pytest.raises(MyxaError, match="No locks available") as caught:
             hold()
         assert "mount it with them" in caught.value.remedy
-    make_checkpoint(place, 1)
-    assert take_away_unread(place)
-    assert not place.exists()
+    assert find_checkpoint(make_checkpoint(place, 1)) == place

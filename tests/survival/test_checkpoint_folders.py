@@ -122,12 +122,11 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
 # -- which stay ----------------------------------------------------------------------------------------------------
 
 
-def pruned(folder: Path, newest: int, *, began_at: int = 0, **options: Any) -> list[int]:
+def pruned(folder: Path, newest: int, **options: Any) -> list[int]:
     nobody: Any = None
     kept = Checkpoints(
         nobody, CheckpointOptions(run_dir=str(folder.parent), **options), nobody, nobody, nobody, nobody, nobody
     )
-    kept.continue_from(began_at)
     kept._prune(folder / f"version_{newest:08d}")
     return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
 
@@ -138,15 +137,6 @@ def test_the_one_just_written_stays_whatever_a_life_before_left_there(tmp_path: 
     for version in (45, 50, 60):
         make_checkpoint(tmp_path / f"version_{version:08d}", version)
     assert pruned(tmp_path, 45, keep_last=keep_last) == left
-
-
-def test_what_was_undone_and_came_too_late_is_no_reason_for_a_good_one_to_go(tmp_path: Path):
-    """The gang's second attempt began at 30; a rank of the first commits 35 and 60 when its disk answers."""
-    for version, attempt in ((10, 0), (20, 0), (30, 0), (35, 0), (40, 1), (50, 1), (60, 0)):
-        marks = {"version": version, "life": 1, "attempt": attempt}
-        make_checkpoint(tmp_path / f"version_{version:08d}", version, extra=marks)
-    assert pruned(tmp_path, 50, began_at=30, keep_last=4) == [20, 30, 35, 40, 50, 60]
-    assert pruned(tmp_path, 50, began_at=30, keep_last=2) == [40, 50, 60], "35 helps nobody any more"
 
 
 def test_a_torn_one_is_no_reason_for_a_whole_one_to_go(tmp_path: Path):

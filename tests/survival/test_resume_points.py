@@ -16,7 +16,7 @@ import pytest
 from tests.survival.checkpoint_maker import DATASET, RunOnDisk, flip, garble, halve, make_checkpoint, remove, states
 
 from myxa.actors.checkpoints import folder
-from myxa.actors.checkpoints.folder import being_read, look_at, newest_whole, take_away_unread
+from myxa.actors.checkpoints.folder import look_at, newest_whole, take_away
 from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.ledger.file import LEDGER, lock_ledger
 from myxa.actors.ledger.ledger import Ledger
@@ -303,13 +303,10 @@ def test_a_fork_of_a_run_that_lives_changes_nothing_there(parent: RunOnDisk):
     assert bytes_of(parent.path) == before
 
 
-def test_readers_of_a_fork_keep_nothing_of_its_parent(parent: RunOnDisk):
-    """All files but the manifest, which they lock, are the same."""
+def test_a_fork_shares_the_bytes_of_its_parent_and_outlives_them(parent: RunOnDisk):
     made = fork_run(parent.path, 4, "", [], NOW) / "checkpoints" / parent.place(4).name
-    same = {file.name for file in made.iterdir() if file.samefile(parent.place(4) / file.name)}
-    assert same == {file.name for file in parent.place(4).iterdir()} - {"manifest.json"}
-    with being_read(made):
-        assert take_away_unread(parent.place(4))
+    assert all(file.samefile(parent.place(4) / file.name) for file in made.iterdir())
+    take_away(parent.place(4))
     assert look_at(made).is_complete
 
 
