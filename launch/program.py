@@ -187,7 +187,6 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.data.recorded import RecordedAnswers
-    from ..actors.models.chat_template import template_of
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
     from ..actors.rewards.rewarder import make_rewarder
@@ -200,7 +199,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     model = read_config(config.model.path)
     senders = TrainerSenders()
     scorer = make_rewarder(config)
-    tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
+    tokenizer = load_tokenizer(config.model.path, config.data)
     if spec.kind == "recorded":
         workflow = RecordedAnswers(config)
     else:

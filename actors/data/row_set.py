@@ -56,7 +56,6 @@ def limit_of(config: RunConfig) -> PromptLimit | None:
     if data.overlong == "pass":
         return None
     # Only now: most runs measure nothing, and need no tokenizer to read their data.
-    from ..models.chat_template import template_of
     from ..models.hf_folder import read_config
     from ..models.tokenizer import load_tokenizer
 
@@ -64,7 +63,7 @@ def limit_of(config: RunConfig) -> PromptLimit | None:
     if not max_tokens:
         max_tokens = (config.engine.context_length or read_config(config.model.path).context_length) - 1
         why = "the context less one"
-    tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, data))
+    tokenizer = load_tokenizer(config.model.path, data)
     return PromptLimit(tokenizer, max_tokens, why, drops=data.overlong == "drop")
 
 

@@ -11,22 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jinja2
 
 from ...core.errors import DataError, ModelError, TemplateError
 from ...core.samples import REASONING_KEYS, Message
 from .template_sandbox import NoDate, OverBudget, Sandbox, run
-from .tokenizer_files import (
-    DEFAULT_NAME,
-    MAX_TEMPLATE_CHARS,
-    PROCESSOR_TEMPLATE,
-    TEMPLATE_FILE,
-    TOKENIZER_CONFIG,
-    TOOL_NAME,
-    read_tokenizer_files,
-)
+from .tokenizer_files import TOKENIZER_CONFIG, read_hf_tokenizer
+
+TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"
+MAX_TEMPLATE_CHARS = 1_000_000
+DEFAULT_NAME, TOOL_NAME = "default", "tool_use"
 
 TO_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 PRINTED_PARTS = "{'type': 'text'"
@@ -200,13 +197,15 @@ def _roles(seen: Sequence[dict[str, Any]]) -> str:
 
 
 def load_chat_template(
-    folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None
+    folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None, found: Any = None
 ) -> ChatTemplate:
-    """The folder's template: `chat_template.jinja` and `additional_chat_templates/`, else what `tokenizer_config.json`
-    has. `arguments`: see `ChatTemplate`. Raises ModelError naming both files when neither has one."""
+    """The template that transformers finds in the folder. `arguments`: see `ChatTemplate`; `found`: its tokenizer, if
+    it was read already. Raises ModelError naming the files when there is none."""
     root = Path(folder)
-    files = read_tokenizer_files(root)
-    if not files.templates:
+    found = read_hf_tokenizer(root) if found is None else found
+    given: Any = found.chat_template
+    templates = cast("dict[str, Any]", given) if isinstance(given, dict) else {DEFAULT_NAME: given}
+    if not any(templates.values()):
         is_of_processor = (root / PROCESSOR_TEMPLATE).exists()
         more = f"; {PROCESSOR_TEMPLATE} is for processors of images, not for tokenizers" if is_of_processor else ""
         raise ModelError(
@@ -214,14 +213,14 @@ def load_chat_template(
             remedy=f"put the template of the model's chat variant into {root / TEMPLATE_FILE}, "
             "or set data.apply_chat_template = false",
         )
-    if DEFAULT_NAME not in files.templates:
+    source, with_tools = templates.get(DEFAULT_NAME), templates.get(TOOL_NAME, "")
+    if not isinstance(source, str) or not isinstance(with_tools, str):
         raise ModelError(
-            f"{root} has chat templates named {', '.join(sorted(files.templates))}, and none named {DEFAULT_NAME}",
+            f"{root} has chat templates named {', '.join(sorted(templates))}, and none named {DEFAULT_NAME} is a text",
             remedy=f"put the one that is meant into {root / TEMPLATE_FILE}",
         )
-    place, source = files.templates[DEFAULT_NAME]
-    _, with_tools = files.templates.get(TOOL_NAME, ("", ""))
-    return ChatTemplate(source, place, files.special_texts, arguments, day=day, with_tools=with_tools)
+    place = root / (TEMPLATE_FILE if (root / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG)
+    return ChatTemplate(source, str(place), found.special_tokens_map, arguments, day=day, with_tools=with_tools)
 
 
 class TemplateSettings(Protocol):
@@ -235,9 +234,9 @@ class TemplateSettings(Protocol):
     def date(self) -> str: ...
 
 
-def template_of(folder: str | Path, data: TemplateSettings) -> ChatTemplate | PlainText:
-    """How a run's conversations are written. Raises ModelError."""
+def template_of(folder: str | Path, data: TemplateSettings, *, found: Any = None) -> ChatTemplate | PlainText:
+    """How a run's conversations are written; see `load_chat_template`. Raises ModelError."""
     if not data.apply_chat_template:
         return PlainText()
     day = date.fromisoformat(data.date) if data.date else None
-    return load_chat_template(folder, data.chat_template_kwargs, day=day)
+    return load_chat_template(folder, data.chat_template_kwargs, day=day, found=found)

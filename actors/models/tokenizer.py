@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,17 @@ import tokenizers
 from ...core.errors import DataError, ModelError
 from ...core.files import read_regular
 from ...core.samples import Message
-from .chat_template import ChatTemplate, PlainText, load_chat_template
-from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TOKENIZER, find_tokenizer, read_eos_token_ids, read_json
-from .tokenizer_files import TokenizerFiles, read_tokenizer_files
+from .chat_template import ChatTemplate, PlainText, TemplateSettings, load_chat_template, template_of
+from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TOKENIZER, find_tokenizer, read_eos_token_ids
+from .tokenizer_files import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    LibraryError,
+    library_errors,
+    read_hf_tokenizer,
+    read_object,
+)
 
 MAX_TOKENIZER_COMMAS = 1 << 22
 """What the library makes of each while it reads takes 100 bytes; a vocabulary of 262,144 tokens has a third of it."""
@@ -32,25 +39,6 @@ MAX_TRIED_SECONDS = 0.1
 MAX_TRIED_LETTERS = 16
 
 Tools = Sequence[dict[str, Any]]
-
-
-class LibraryError(Exception):
-    """The tokenizers library cannot do it; for whatever is wrong in a file it raises Exception itself, or a panic."""
-
-
-@contextmanager
-def library_errors() -> Generator[None, None, None]:
-    """What the library raises becomes LibraryError; TypeError and OverflowError, for arguments, stay what they are."""
-    try:
-        yield
-    except (TypeError, OverflowError):
-        raise
-    except Exception as err:
-        raise LibraryError(str(err)) from err
-    except BaseException as err:
-        if type(err).__name__ != "PanicException":  # of pyo3_runtime, which cannot be imported
-            raise
-        raise LibraryError(str(err)) from err
 
 
 class FolderTokenizer:
@@ -123,19 +111,21 @@ class FolderTokenizer:
             raise DataError(f"cannot decode token ids: {err}", remedy="ids are whole numbers from 0 on") from err
 
 
-def load_tokenizer(folder: str | Path, template: ChatTemplate | PlainText | None = None) -> FolderTokenizer:
-    """Read the folder's tokenizer. `template`: instead of the folder's own; `PlainText()` where nothing is rendered.
+def load_tokenizer(folder: str | Path, template: TemplateSettings | PlainText | None = None) -> FolderTokenizer:
+    """Read the folder's tokenizer. `template`: the run's settings of it; `PlainText()` where nothing is rendered.
     Raises ModelError naming the file that is missing or broken."""
     root = Path(folder)
-    tokenizer = read_tokenizer(root)
-    files = read_tokenizer_files(root)
-    known = set(tokenizer.get_vocab(with_added_tokens=True))
-    files.complete(tokenizer)
+    known = set(read_tokenizer(root).get_vocab(with_added_tokens=True))
+    found = read_hf_tokenizer(root)
+    tokenizer: tokenizers.Tokenizer = found.backend_tokenizer
     _check_pace(root / TOKENIZER, tokenizer)
-    end_ids = load_eos_token_ids(root, tokenizer, files, known)
-    beyond = _beyond_embedding(root, tokenizer, end_ids, files.assumed - known)
-    template = load_chat_template(root) if template is None else template
-    return FolderTokenizer(tokenizer, template, end_ids, beyond)
+    end_ids = load_eos_token_ids(root, found, known)
+    beyond = _beyond_embedding(root, tokenizer, end_ids, known)
+    if template is None:
+        rendered: ChatTemplate | PlainText = load_chat_template(root, found=found)
+    else:
+        rendered = template if isinstance(template, PlainText) else template_of(root, template, found=found)
+    return FolderTokenizer(tokenizer, rendered, end_ids, beyond)
 
 
 def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
@@ -215,18 +205,16 @@ def _check_pace(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _beyond_embedding(
-    root: Path, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int], assumed: frozenset[str]
+    root: Path, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int], known: Collection[str]
 ) -> frozenset[int]:
-    """Ids of tokens `assumed` that the embedding has no row for. Raises ModelError for others of that kind; a folder
-    without a model has no embedding."""
-    if not (root / CONFIG).exists():
-        return frozenset()
-    num_rows = read_json(root / CONFIG, remedy="mend the file").get("vocab_size")
+    """Ids of tokens that `tokenizer.json` does not have (`known`) and the embedding has no row for. Raises ModelError
+    for one of its own of that kind; a folder without a model has no embedding."""
+    num_rows = read_object(root / CONFIG).get("vocab_size")
     if not isinstance(num_rows, int):
         return frozenset()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    beyond = {index for text in assumed if (index := vocabulary.pop(text, -1)) >= num_rows}
-    text, last = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    beyond = {index for text, index in vocabulary.items() if text not in known and index >= num_rows}
+    text, last = max(((text, vocabulary.get(text, -1)) for text in known), key=lambda item: item[1], default=("", -1))
     if last >= num_rows:
         raise ModelError(
             f"{root / TOKENIZER}: token {text!r} has id {last}, the embedding has {num_rows} rows (vocab_size)",
@@ -241,21 +229,20 @@ def _beyond_embedding(
     return frozenset(beyond)
 
 
-def load_eos_token_ids(
-    folder: str | Path, tokenizer: tokenizers.Tokenizer, files: TokenizerFiles, known: Collection[str]
-) -> tuple[int, ...]:
-    """All ids that end a generation: the tokenizer's end-of-turn token, then those of the configs. `known`: tokens of
-    `tokenizer.json`. Raises ModelError when there is none, or one that no file knows: generation could only ever end by
-    length."""
-    named = files.special_texts.get("eos_token", "")
-    is_known = named in known or named in files.added_texts
-    end_of_turn = tokenizer.token_to_id(named) if named and is_known else None
-    if named and end_of_turn is None and named not in files.assumed:
+def load_eos_token_ids(folder: Path, found: Any, known: Collection[str]) -> tuple[int, ...]:
+    """All ids that end a generation: the end-of-turn token of transformers' tokenizer, then those of the configs.
+    `known`: tokens of `tokenizer.json`. Raises ModelError when there is none, or one that no file knows: generation
+    could only ever end by length."""
+    settings, named = read_object(folder / TOKENIZER_CONFIG), str(found.eos_token or "")
+    added = [token["content"] for token in settings.get("added_tokens_decoder", {}).values()]
+    is_known = named in known or named in (*added, *read_object(folder / ADDED_TOKENS))
+    if named and not is_known and "eos_token" in {**settings, **read_object(folder / SPECIAL_TOKENS_MAP)}:
         raise ModelError(
-            f"{folder}: eos_token {named!r} of tokenizer_config.json is not in {TOKENIZER}",
+            f"{folder}: eos_token {named!r} of {TOKENIZER_CONFIG} is not in {TOKENIZER}",
             remedy="name a token of the vocabulary: with this one no answer could end",
         )
-    ids = (*(() if end_of_turn is None else (end_of_turn,)), *read_eos_token_ids(folder))
+    own = (found.backend_tokenizer.token_to_id(named),) if named and is_known else ()
+    ids = (*own, *read_eos_token_ids(folder))
     if not ids:
         raise ModelError(
             f"{folder} names no end-of-sequence token",

@@ -24,7 +24,6 @@ from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest, Tokenizer
 from ...core.samples import FinishReason, Message, Sample
-from ..models.chat_template import template_of
 from ..models.tokenizer import load_tokenizer
 from ..user_code.functions import is_async, what_was_raised
 from ..user_code.loop import Blocked, SharedLoop, TookTooLong, UserCall, UserRaised, awaited, frames_above, user_place
@@ -62,7 +61,7 @@ def main() -> None:
 def _loaded(first: bytes) -> tuple[WorkflowSpec, OwnWorkflow, Tokenizer]:
     spec = spec_decoder.decode(first)
     workflow = load_workflow(spec.workflow, spec.args)
-    return spec, workflow, load_tokenizer(spec.model_path, template_of(spec.model_path, spec))
+    return spec, workflow, load_tokenizer(spec.model_path, spec)
 
 
 class Worker(SharedLoop["Play"]):

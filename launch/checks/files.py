@@ -108,7 +108,7 @@ def read_tokenizer(run: CheckedRun) -> ReadTokenizer:
     path, data = run.config.model.path, run.config.data
     found = list(template_findings(run.config))
     try:
-        tokenizer = load_tokenizer(path, PlainText() if found else template_of(path, data))
+        tokenizer = load_tokenizer(path, PlainText() if found else data)
     except MyxaError as error:
         rest = [one for one in found if str(one.error) != str(error)]  # both read what the tokenizer was saved with
         return ReadTokenizer(None, (Finding(key_of(error.message) or "model.path", error), *rest))

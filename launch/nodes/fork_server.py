@@ -52,7 +52,7 @@ LIGHT = (
     "myxa.launch.run_lineage.resume_point",
     *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.prompts"),
     *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
-    *("myxa.actors.workflows.named", "numpy.random"),
+    *("myxa.actors.workflows.named", "numpy.random", "transformers.tokenization_utils_tokenizers"),
 )
 TORCH = (
     *("myxa.launch.composition.trainer_parts", "myxa.actors.trainer.trainer"),

@@ -12,11 +12,13 @@ import pytest
 from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tiny import END_ID, PAD_ID, make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
-from myxa.actors.models.tokenizer_files import QWEN2_WORDS
 from myxa.core.errors import DataError, ModelError
 from myxa.core.samples import Message
 
 PAIRS = [("system", "be brief"), ("user", "12+34=? é中 \n x"), ("assistant", "46"), ("tool", ""), ("user", "  why ")]
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TALK = [Message(role=role, content=content) for role, content in PAIRS]
 
 
@@ -62,7 +64,7 @@ def test_end_ids_come_from_tokenizer_then_configs(copied: Path):
     edit(copied / "generation_config.json", eos_token_id=[261, 262])
     edit(copied / "config.json", eos_token_id=263)
     assert load_tokenizer(copied).eos_token_ids == (END_ID, 261, 262, 263)
-    edit(copied / "tokenizer_config.json", eos_token={"content": "<|tool|>", "special": True})
+    edit(copied / "tokenizer_config.json", eos_token="<|tool|>")
     assert load_tokenizer(copied).eos_token_ids == (261, 262, 263)
     edit(copied / "tokenizer_config.json", eos_token=None)
     edit(copied / "generation_config.json", eos_token_id=None)

@@ -75,11 +75,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
-        for name, table, record in (
-            ("ddp", config.megatron.ddp, mcore.module("distributed").DistributedDataParallelConfig),
-            ("optimizer", config.megatron.optimizer, mcore.module("optimizer").OptimizerConfig),
-        ):
-            check_table(name, table, {one.name for one in fields(record)})
+        _check_tables(config.megatron)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         world = MegatronWorld.enter(config.gang, precision.device, config.layout, config.seed)
@@ -193,6 +189,14 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         if not self._config.megatron.offload_optimizer:
             return ""
         return "megatron.offload_optimizer does not go with checkpoints yet: begin the run without it"
+
+
+def _check_tables(settings: MegatronSettings) -> None:
+    for name, table, record in (
+        ("ddp", settings.ddp, mcore.module("distributed").DistributedDataParallelConfig),
+        ("optimizer", settings.optimizer, mcore.module("optimizer").OptimizerConfig),
+    ):
+        check_table(name, table, {one.name for one in fields(record)})
 
 
 def _config_of(chunks: Sequence[nn.Module]) -> Any:

@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from ....core.errors import ConfigError, ModelError, TrainError
+from ....core.errors import ModelError, TrainError
 from ...models.model_config import ModelConfig
 from ..vocab_scores import Temperature, TokenScores, kept_logprobs
 from .layout import Layout
@@ -32,8 +33,8 @@ class TransformersModel(PolicyModel):
     """Parameters keep the names that transformers gives them in memory; `for_folder` gives the folder's."""
 
     def __init__(self, folder: str, config: ModelConfig, *, dtype: torch.dtype, recomputes: bool) -> None:
-        """Masters are float32, products run in `dtype`. Raises ConfigError where transformers is not installed or does
-        not know the model, ModelError for weights that do not fit it."""
+        """Masters are float32, products run in `dtype`. Raises ModelError where transformers does not know the model,
+        or for weights that do not fit it."""
         super().__init__(dtype)
         self._config = config
         self.inner = cast(nn.Module, _read(folder, config))
@@ -104,12 +105,6 @@ class TransformersModel(PolicyModel):
 
 
 def _read(folder: str, config: ModelConfig) -> Any:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError(
-            f'trainer.impl = "hf" needs transformers: {error}', remedy="pip install 'transformers>=5'"
-        ) from error
     try:
         theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for name, value in theirs.to_dict().items():
