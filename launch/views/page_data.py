@@ -63,7 +63,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "queues": [{"label": label, "count": count, "total": total} for label, count, total in queue_rows(view)],
         "done": done_text(view),
         "lagText": lag_text(view),
-        "lags": _lags(view, run),
+        "lags": [{"lag": lag, "count": count, "isAllowed": is_allowed} for lag, count, is_allowed in lag_rows(view)],
         "engines": {"columns": ENGINE_COLUMNS, "rows": engine_rows(view)},
         "knobs": _knobs(view),
     }
@@ -83,27 +83,6 @@ def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
         "shares": [round(shares.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
         "parts": time_parts(shares),
     }
-
-
-def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
-    """Groups by lag, over all steps; of a run without files those of its newest step."""
-    prefix = "lag_hist/"
-    counts = {
-        int(lag): run.total(name)
-        for name in run.names(prefix)
-        if (lag := name.removeprefix(prefix)).isdecimal() and int(lag[:7]) <= 40
-    }
-    rows = lag_rows(view)
-    bound = max((lag for lag, _, is_allowed in rows if is_allowed), default=-1)
-    if not counts:
-        counts = {lag: float(count) for lag, count, _ in rows}
-    elif view.buffer is None:
-        configured = run.setting("async.max_staleness")
-        bound = configured if isinstance(configured, int) else max(counts)
-    return [
-        {"lag": lag, "count": counts.get(lag, 0.0), "isAllowed": lag <= bound}
-        for lag in range(max([min(bound, 40), *counts], default=-1) + 1)
-    ]
 
 
 def _picked(thing: object, names: str) -> dict[str, Any]:
@@ -133,7 +112,7 @@ def past_table(run: RunFiles) -> dict[str, Any]:
         "startWall": start_s,
         **series_table(run, start_s),
         "bound": _bound(run),
-        "lanes": _lanes(run, start_s),
+        "times": _times(run),
         "changes": _changes(run, start_s),
         "events": _events(run, start_s),
         "eventCounts": run.event_counts.most_common(_MAX_KINDS),
@@ -199,32 +178,17 @@ def _bound(run: RunFiles) -> list[tuple[float, float]]:
     return stairs(run.changes, "max_staleness", float(first), float(min(steps)), float(max(steps)))
 
 
-def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
-    """Of each actor the shares of its time: [begin, end (seconds since the start), share of each kind in order]."""
+def _times(run: RunFiles) -> list[dict[str, Any]]:
+    """Of each actor the shares of its time over the run."""
     shares = run.shares()
     return [
         {
             "actor": actor,
-            "devices": _devices(run, actor),
-            "bins": [
-                [
-                    round(begin_s - start_s, 2),
-                    round(end_s - start_s, 2),
-                    *(round(kinds.get(kind, 0.0), 3) for kind in ACTIVITY_KINDS),
-                ]
-                for begin_s, end_s, kinds in run.times[actor].stretches()
-            ],
             "total": [round(shares[actor].get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
             "parts": time_parts(shares[actor]),
         }
         for actor in sorted(shares, key=name_order)[:_MAX_ACTORS]
     ]
-
-
-def _devices(run: RunFiles, actor: str) -> str:
-    """What the run file gives to the role; empty for actors without GPUs."""
-    devices = run.setting(f"roles.{actor.partition('/')[0]}.devices")
-    return "" if devices in (None, "cpu", "") else f"GPU {str(devices)[:40]}"
 
 
 def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:

@@ -403,16 +403,14 @@ class Tile:
 
 
 def tiles(view: RunView, run: RunFiles) -> list[Tile]:
-    right, pace = view.metrics.get("reward/pass_rate"), f"{duration(run.step_s)} a step" if run.step_s else ""
+    pace = f"{duration(run.step_s)} a step" if run.step_s else ""
     found = [
         Tile("step", f"{view.version}", f"of {view.num_steps}" if view.num_steps else ""),
         Tile("wall time", duration(view.elapsed_s) if view.elapsed_s else "-", pace),
         _reward_tile(view, run),
         _eval_tile(view, run),
-        Tile("right", "-" if right is None else percent(right), "of the answers"),
-        Tile("loss", short(view.metrics.get("train/loss"))),
         Tile("generated", short(view.rate("rollout/tokens_per_s")), "tokens/s"),
-        _trained_tile(view, run),
+        Tile("trained", short(view.rate("train/tokens_per_s")), "tokens/s"),
         _lag_tile(view, run),
         Tile("groups trained", short(run.total("batch/num_groups") or None), f"{sum(drops(run).values()):.0f} dropped"),
     ]
@@ -443,15 +441,6 @@ def _eval_tile(view: RunView, run: RunFiles) -> Tile:
     best = max(values, key=lambda step: values[step])
     note = "the best so far" if best == max(values) else f"best {short(values[best])} at {best}"
     return Tile("held-out reward", short(values[max(values)]), note)
-
-
-def _trained_tile(view: RunView, run: RunFiles) -> Tile:
-    rate = view.rate("train/tokens_per_s")
-    if rate is not None:
-        return Tile("trained", short(rate), "tokens/s")
-    total, span = run.total("train/num_tokens"), run.reported
-    seconds = span[-1][0] - span[0][0] if span else 0.0
-    return Tile("trained tokens", short(total or None), f"{short(total / seconds)} a second" if seconds > 0 else "")
 
 
 def _lag_tile(view: RunView, run: RunFiles) -> Tile:

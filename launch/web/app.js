@@ -225,12 +225,8 @@ const table = (columns, rows) => el("table", { class: "plain" }, head(columns), 
 // -- time ------------------------------------------------------------------------------------------------------------
 
 function drawTime() {
-  if (drawn.time || !state) return;
-  drawn.time = true;
-  const lanes = past.lanes.filter((lane) => lane.bins.length);
-  if (!lanes.length) return $("lanes").replaceChildren(el("p", { class: "empty" }, "No actor reported its time yet."));
-  drawLanes($("lanes"), lanes, state.kinds, Math.max(0, Math.min(...lanes.map((l) => l.bins[0][0]))), Math.max(...lanes.map((l) => l.bins.at(-1)[1])));
-  $("totals").replaceChildren(...lanes.map((lane) => el("div", { class: "actor" }, el("span", { class: "who" }, lane.actor), shareBar(lane.total), el("span", { class: "barnote" }, lane.parts.join(" \u00b7 ")))));
+  const rows = past.times.map((one) => el("div", { class: "actor" }, el("span", { class: "who" }, one.actor), shareBar(one.total), el("span", { class: "barnote" }, one.parts.join(" \u00b7 "))));
+  if (state) $("totals").replaceChildren(...(rows.length ? rows : [el("p", { class: "empty" }, "No actor reported its time yet.")]));
 }
 
 // -- knobs -----------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
             ("learning", "#learning", "Gradient norm"),
             ("speed", "#speed", "Groups in the buffer"),
             ("metrics", "#metrics", "train/clip_fraction"),
-            ("time", "#lanes", "trainer/0"),
+            ("time", "#totals", "trainer/0"),
             ("knobs", "#knob-table", "Largest lag of any trained token."),
             ("events", "#event-table", "starting -> running"),
             ("config", "#config", "pace"),
@@ -162,7 +162,7 @@ async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None
     await page.click(".group .head button")
     await page.says("#prompt-past figcaption", "this prompt's 1 group")
     await page.says("#event-table", hostile.HOSTILE)
-    await page.says("#lanes", "rollout/<")
+    await page.says("#totals", "rollout/<")
     assert await page.count("main img, main script, main b:empty") == 0
     await fits(page)
     assert page.wrong == []
