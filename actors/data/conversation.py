@@ -9,7 +9,7 @@ import orjson
 from msgspec.structs import replace
 
 from ...core.samples import LOSS_KEYS, REASONING_KEYS, Message
-from .row_file import Columns, RowError, exact_json
+from .row_file import Columns, NotJson, RowError, exact_json
 
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 MEDIA_KEYS = ("image", "images", "image_url", "video", "videos", "audio", "audios")
@@ -168,7 +168,7 @@ def parse_tools(value: object, key: str) -> tuple[dict[str, Any], ...]:
     if isinstance(value, str) and value.strip():
         try:
             value = exact_json(value)
-        except ValueError as error:
+        except NotJson as error:
             raise RowError(f'column "{key}" holds a text that is not JSON: {error}', "write a list of tools") from error
     return _objects(value, f'column "{key}"', 'a list of tools: [{"type": "function", "function": {...}}]')
 

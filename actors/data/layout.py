@@ -20,7 +20,7 @@ from ...core.samples import LOSS_KEYS, Message
 from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
 from .recorded import RecordedTerms
-from .row_file import Columns, RowError, exact_json
+from .row_file import Columns, NotJson, RowError, exact_json
 
 LABEL_REWARDS = frozenset({"exact", "numeric", "math", "f1", "choice"})
 """Built-in rewards that compare with the label."""
@@ -213,7 +213,7 @@ class RowLayout:
     def _metadata_of(self, columns: Columns) -> dict[str, Any]:
         value = _value(columns, self._metadata)
         if isinstance(value, str):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(NotJson):
                 value = exact_json(value)
         if value is not None and not isinstance(value, dict):
             raise RowError(

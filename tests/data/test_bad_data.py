@@ -101,7 +101,7 @@ def test_a_label_may_be_missing_when_nothing_compares_with_it(tmp_path: Path) ->
     ("content", "named"),
     [
         (b"\n \n\r\n", "t.jsonl: the file holds no rows"),
-        (b'{"prompt": "\xff"}', "t.jsonl:1: the line is not UTF-8 (byte 13"),
+        (b'{"prompt": "\xff"}', "t.jsonl:1: it is not UTF-8"),
     ],
 )
 def test_a_file_that_is_not_jsonl(tmp_path: Path, content: bytes, named: str) -> None:
@@ -134,7 +134,7 @@ def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_deep_nesting_is_refused_not_a_crash(tmp_path: Path) -> None:
     deep = '{"prompt": "a", "label": "x", "metadata": {"m": ' + "[" * 5000 + "]" * 5000 + "}}"
-    assert "t.jsonl:1: the line is not JSON" in failure(tmp_path, deep)
+    assert "t.jsonl:1: it is not JSON" in failure(tmp_path, deep)
     shallower = '{"prompt": "a", "label": "x", "metadata": {"m": ' + "[" * 500 + "]" * 500 + "}}"
     assert 'column "metadata" cannot be written as JSON' in failure(tmp_path, shallower)
 

@@ -187,7 +187,7 @@ REFUSED: list[tuple[Row, dict[str, Any], str]] = [
     *((f'{{"prompt": "Name the {half} here", "label": "cat"}}', {}, "half a character")
       for half in (r"\ud83d", r"\ude00", r"\ud83d\ud83d")),
     *((f'{{"prompt": "?", "label": "4", "metadata": {{"d": {value}}}}}', {}, cause) for value, cause in (
-        ("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("nan", "nan"), ("1e999", "too large"))),
+        ("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "Infinity"), ("nan", "NaN"), ("1e999", "rounded"), ("1e99999999999999999999", "rounded"))),
     *((labelled(value), {}, "rounded") for value in ("0.12345678901234567890123", "9007199254740993.0", "1e-400")),
     (labelled("36893488147419103232"), {}, '"label"'),
     ({"prompt": of("user hi")}, {**data(apply_chat_template=False), **FORMAT}, "data.apply_chat_template"),
