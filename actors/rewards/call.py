@@ -6,7 +6,7 @@ Also what a rewarder and its worker processes say to each other, in the frames o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 
 from ...algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
-from ...algos.rewards.outcome import SCALAR_KEY, RewardOutcome, outcome_of, outcomes_of
+from ...algos.rewards.outcome import RewardOutcome, outcome_of, outcomes_of
 from ...core.completions import Completion
 from ..user_code.functions import load_function, place_of, reward_expected, what_was_raised, words_of
-from ..user_code.loop import Blocked, is_the_callers
-from ..user_code.process import Cancel, Ended, Stuck
+from ..user_code.process import Blocked, Cancel, Ended, Stuck, is_cancelled
 
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
@@ -74,13 +73,6 @@ class RewardFn:
     place: str = ""
     """File and line where it is defined, if it is the user's."""
 
-    def argument(self, answers: Answers) -> Answers | Completion:
-        return answers if self.takes_group else answers[0]
-
-    def num_judged(self, answers: Answers) -> int | None:
-        """How many rewards it is to return; None: not a sequence of them."""
-        return len(answers) if self.takes_group else None
-
 
 def load_reward(of: RewardSpec) -> RewardFn:
     """The function with its arguments bound; built-ins judge single answers. Raises ConfigError or UserCodeError."""
@@ -97,27 +89,23 @@ def load_reward(of: RewardSpec) -> RewardFn:
     return RewardFn(name, bound, is_async=found.is_async, takes_group=of.takes_group, place=place)
 
 
-def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
-    """Call a function that is not async. Raises CallFailed."""
+async def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
+    """Raises CallFailed, and CancelledError only if the caller's task is cancelled. It suspends for async functions
+    only."""
     try:
-        returned = reward.fn(reward.argument(answers))
+        returned = reward.fn(answers if reward.takes_group else answers[0])
+        if reward.is_async:
+            returned = await returned
     except BaseException as error:
-        raise raised(error) from error
+        if is_cancelled(error):
+            raise
+        if isinstance(error, Blocked):
+            raise CallFailed(f"{error}; a plain def may, and so may asyncio.to_thread") from error
+        raise CallFailed(f"raised {what_was_raised(error)}") from error
     if inspect.iscoroutine(returned):
         returned.close()
         raise CallFailed("returned a coroutine; declare it with `async def`")
-    return judged(returned, reward.num_judged(answers))
-
-
-async def await_reward(reward: RewardFn, answers: Answers) -> Outcomes:
-    """Call an async function. Raises CallFailed, and CancelledError only if the caller's task is cancelled."""
-    try:
-        returned = await reward.fn(reward.argument(answers))
-    except BaseException as error:
-        if is_the_callers(error):
-            raise
-        raise raised(error) from error
-    return judged(returned, reward.num_judged(answers))
+    return judged(returned, len(answers) if reward.takes_group else None)
 
 
 def judged(returned: object, num_answers: int | None) -> Outcomes:
@@ -128,17 +116,6 @@ def judged(returned: object, num_answers: int | None) -> Outcomes:
         raise CallFailed(words_of(error)) from error
     except BaseException as error:
         raise CallFailed(f"returned a {type(returned).__name__} that raised {what_was_raised(error)}") from error
-
-
-def checked(outcomes: Sequence[RewardOutcome], num_answers: int) -> Outcomes:
-    """Outcomes that come from another process, as trustworthy as its memory. Raises CallFailed."""
-    return judged([{**one.parts, SCALAR_KEY: one.value} for one in outcomes], num_answers)
-
-
-def raised(error: BaseException) -> CallFailed:
-    if isinstance(error, Blocked):
-        return CallFailed(f"{error}; a plain def may, and so may asyncio.to_thread")
-    return CallFailed(f"raised {what_was_raised(error)}")
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,8 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...algos.rewards.builtin import BUILTINS
-from ..user_code.loop import GRACE_S, Blocked, SharedLoop, TookTooLong, UserCall, UserRaised
-from ..user_code.process import Lost, WorkerGone, WorkerPool, begin
+from ..user_code.process import Blocked, Lost, SharedLoop, UserCall, WorkerPool, begin
 from .call import (
     Answers,
     CallFailed,
@@ -29,12 +28,9 @@ from .call import (
     Replied,
     RewardFn,
     RewardSpec,
-    await_reward,
     call_reward,
-    checked,
     from_worker,
     load_reward,
-    raised,
     spec_decoder,
     to_worker,
 )
@@ -42,7 +38,7 @@ from .call import (
 CAUSE_CHARS = 2000
 STARTS_AT_ONCE = os.cpu_count() or 1
 """Reward workers that import at the same time: a start is all imports."""
-SLACK_S = GRACE_S + 5.0
+SLACK_S = 5.0
 """For the worker to end a call whose time is over; then its process is killed."""
 MAX_ALONE = 4
 
@@ -76,27 +72,24 @@ class RewardPool(WorkerPool):
                     reply = await self._asked(answers, timeout_s, is_alone=is_alone)
                 break
             except Lost as lost:
-                if lost.stuck is not None and lost.stuck.call >= 0:
+                if lost.culprit >= 0:
                     continue  # for another call
                 if is_alone:
                     raise CallFailed(f"ended its worker process ({lost})", is_deadly=True) from None
                 is_alone = True
         if reply.cause:
             raise CallFailed(reply.cause[:CAUSE_CHARS])
-        return checked(reply.outcomes, len(answers))
+        return reply.outcomes
 
     async def _asked(self, answers: Answers, timeout_s: float, *, is_alone: bool) -> Replied:
-        has_others = self._is_shared and not is_alone
         async with self.calling(is_alone=is_alone) as call:
             try:
                 await call.worker.send(Judge(call.number, answers, timeout_s))
                 async with asyncio.timeout(timeout_s + SLACK_S if self._is_shared else timeout_s):
                     reply: Replied | Lost = await call.inbox.get()
-            except WorkerGone as gone:
-                raise Lost(str(gone)) from None
             except TimeoutError:
                 call.worker.kill()
-                if has_others:
+                if self._is_shared and not is_alone:
                     raise Lost("it said nothing") from None
                 words = f"took longer than {timeout_s:g} s; its worker process was killed"
                 raise CallFailed(words, is_late=True) from None
@@ -105,10 +98,8 @@ class RewardPool(WorkerPool):
                 raise CallFailed(f"cannot be sent its answers: {error}") from error
         if isinstance(reply, Replied):
             return reply
-        if reply.stuck is not None and reply.stuck.call == call.number:
-            raise CallFailed(f"blocked its process at {reply.stuck.place}, which was killed")
-        if reply.garbage and not has_others:
-            raise CallFailed(f"wrote into its worker's own pipe ({reply.garbage}); the worker was killed")
+        if reply.culprit == call.number:
+            raise CallFailed(str(reply))
         raise reply
 
 
@@ -120,7 +111,7 @@ def main() -> None:
     (reward, max_block_s), incoming, outgoing = begin(_loaded)
     with asyncio.Runner() as runner:
         runner.run(_Worker(reward, max_block_s, outgoing).run(incoming))
-        os._exit(0)  # results of running calls are not wanted any more
+        os._exit(0)  # threads that hang would be waited for
 
 
 def _loaded(first: bytes) -> tuple[RewardFn, float]:
@@ -148,24 +139,16 @@ class _Call(UserCall):
         self._worker, self._judge = worker, judge
 
     async def run(self) -> None:
-        judge, cause, is_hanging = self._judge, "", False
+        judge, cause = self._judge, ""
         outcomes: Outcomes = ()
-        reward = self._worker.reward
         try:
-            if reward.is_async:
-                outcomes = await self.within(await_reward(reward, judge.answers), judge.timeout_s)
-            else:
-                outcomes = call_reward(reward, judge.answers)
-        except TookTooLong as late:
-            is_hanging = late.hangs
-            more = ", and still runs although it was cancelled; its process ends with the calls beside it"
-            cause = f"took longer than {judge.timeout_s:g} s{more if late.hangs else ''}"
-        except UserRaised as error:
-            cause = str(raised(error.cause))
+            async with asyncio.timeout(judge.timeout_s):
+                outcomes = await call_reward(self._worker.reward, judge.answers)
+        except TimeoutError:
+            cause = f"took longer than {judge.timeout_s:g} s"
         except (CallFailed, Blocked) as error:
             cause = str(error)
         except asyncio.CancelledError:
             cause = "was cancelled"
         del self._worker.calls[judge.call]
-        is_hanging |= self.is_hanging
-        self._worker.out.put(Replied(call=judge.call, outcomes=outcomes, cause=cause, is_hanging=is_hanging))
+        self._worker.put(Replied(call=judge.call, outcomes=outcomes, cause=cause))

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...algos.rewards.builtin import BUILTINS, bind_builtin
-from ...algos.rewards.outcome import RewardOutcome, overlong_penalty
+from ...algos.rewards.outcome import SCALAR_KEY, RewardOutcome, overlong_penalty
 from ...core.completions import Completion
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import OVERLONG
@@ -37,7 +38,7 @@ from .call import (
     RewardKeys,
     RewardSpec,
     call_reward,
-    checked,
+    judged,
     load_reward,
 )
 from .guard import CallGuard, Scorer
@@ -95,7 +96,7 @@ class Rewarder(Scorer):
         if self._remote is not None:
             return self._remote.ask
         if reward.is_light and not num_workers:
-            return self._at_once
+            return partial(call_reward, reward)
         num_default = 1 if reward.seconds else 0 if reward.is_async else MAX_WORKERS
         pool = self._pool = RewardPool(spec, num_workers or num_default)
         if reward.seconds:
@@ -110,9 +111,6 @@ class Rewarder(Scorer):
             if failed.is_late or failed.is_deadly:
                 return tuple(RewardOutcome(0.0) for _ in answers)
             raise
-
-    async def _at_once(self, answers: Answers) -> Outcomes:
-        return call_reward(self._reward, answers)
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         """By one call; it waits while the function is out of order. Raises DeadlyReward if it ended its worker."""
@@ -190,7 +188,7 @@ class SeveralRewards(Scorer):
                 raise one
             found.append(one)
         try:
-            sums = checked([self._sum(names, of) for of in zip(*found, strict=True)], len(answers))
+            sums = judged([self._sum(names, of) for of in zip(*found, strict=True)], len(answers))
         except CallFailed as bad:
             raise UserCodeError(
                 f"the sum of reward.functions {bad} (group {answers[0].group_id})", remedy=REMEDY
@@ -219,13 +217,13 @@ class SeveralRewards(Scorer):
             )
         return (name,)
 
-    def _sum(self, names: Sequence[str], outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
+    def _sum(self, names: Sequence[str], outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
         total, parts = 0.0, dict[str, float]()
         for name, outcome in zip(names, outcomes, strict=True):
             total += self._settings.functions[name].weight * outcome.value
             parts[name] = outcome.value
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
-        return RewardOutcome(total, parts)
+        return {**parts, SCALAR_KEY: total}
 
 
 class FixedReward(Scorer):

@@ -8,7 +8,6 @@ of a `WorkflowPool`; what they return is checked.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from copy import copy
@@ -60,7 +59,6 @@ RETRY_AFTER_S = 0.5
 """Before a member is tried again; doubled each time."""
 MARK_IDS = 16
 """The mark that opens a thought, and the white space behind it, are no longer."""
-_LINE = re.compile(r":\d+\)$")
 
 
 def no_engine(request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -112,7 +110,7 @@ class GroupLoad:
     waiting: int = 0
     """Samples whose workflow does anything but wait for the model."""
     place: str = ""
-    """Where most of these are: function and file."""
+    """The workflow."""
 
 
 @dataclass(slots=True)
@@ -230,7 +228,6 @@ class GroupRunner:
         for the model, and max_env_s of one sample."""
         if isinstance(workflow, WorkflowPool):
             self._load.place = workflow.name
-            workflow.on_waits = self._hear_waits
 
     def judged_by(self, scorer: Scorer) -> GroupRunner:
         """This one, load and sums included, with other rewards and no reference: for an evaluation."""
@@ -469,13 +466,6 @@ class GroupRunner:
             vocab_size=self._vocab_size,
             loss_parts=self.options.loss_parts,
         )
-
-    def _hear_waits(self) -> None:
-        """Note where workflows are, for the account of the actor's time."""
-        assert isinstance(self._workflow, WorkflowPool)
-        places = Counter(_LINE.sub(")", place) for place in self._workflow.places())
-        self._load.place = places.most_common(1)[0][0] if places else self._workflow.name
-        self._on_load(self._load)
 
     def _completion(self, prompt: Prompt, sample: Sample) -> Completion:
         return Completion(

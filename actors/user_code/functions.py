@@ -182,12 +182,16 @@ def _find_neighbours(folder: str) -> None:
 
 
 def what_was_raised(error: BaseException) -> str:
-    """`KeyError: 'level' at mine.py:18`: the line of the user's own file that did, or called what did."""
-    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    """`KeyError: 'level' at mine.py:18`."""
+    return f"{type(error).__name__}: {words_of(error)}{place_raised(error)}"
+
+
+def place_raised(error: BaseException | None) -> str:
+    """` at mine.py:18`: the line of the user's own file that raised it, or called what did; empty if there is none."""
+    files = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)] if error else []
     outside = [place for place in files if not place[0].startswith(PACKAGE)]
     own = [place for place in outside if place[0] == outside[0][0]]
-    place = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
-    return f"{type(error).__name__}: {words_of(error)}{place}"
+    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def words_of(error: BaseException) -> str:

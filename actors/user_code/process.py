@@ -4,12 +4,12 @@ sides.
     actor ── subreaper ── worker    `python -m myxa.actors.subreaper <pid> <grace> :<module>`; `module.main()` is the
                                     worker
 
-`WorkerPool` holds the workers of one function, a reward's or a workflow's, and knows which call has which worker. Calls
-that share a worker run in its loop (`loop.py`).
+`WorkerPool` is the actor's side: the workers of one function, a reward's or a workflow's, and which call has which
+worker. `SharedLoop` is the worker's side: an event loop that runs many calls side by side.
 
 A process that hangs is killed with all that it started; its exit is reported. Written by hand, small and typed, since
 `concurrent.futures.ProcessPoolExecutor` pickles, cannot kill one hung worker (the whole pool breaks), and cannot say
-which task a dead worker had.
+which task a dead worker had; no pool has two-way traffic with a call.
 """
 
 from __future__ import annotations
@@ -21,14 +21,23 @@ import os
 import signal
 import struct
 import sys
+import sysconfig
+import threading
+import time
+from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, BinaryIO, Self, TypeVar, cast
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from ...core.errors import ConfigError, MyxaError, UserCodeError
+from .functions import PACKAGE
 
 _log = logging.getLogger(__name__)
 
@@ -40,33 +49,16 @@ END_TIMEOUT_S = 8.0
 """For a subreaper to end all that its worker started, and then itself, with the worker's exit code."""
 
 
-class WorkerGone(Exception):
-    """The worker's end of the pipe closed; the text says how it ended."""
+class Started(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """First frame of a worker: the user's code is loaded, or could not be."""
 
-
-class SpokeGarbage(Exception):
-    """What came through the pipe is no reply: the function writes where it should not, or its memory is damaged."""
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The user's code is loaded."""
-
-    pid: int
+    pid: int = 0
     """Of the process that calls it; the one that was started is its subreaper."""
-
-
-class LoadFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The user's code could not be loaded; the worker ends."""
-
-    message: str
-    remedy: str
-    is_config: bool
+    message: str = ""
+    """Why not; the worker ends."""
+    remedy: str = ""
+    is_config: bool = False
     """A mistake in the run file, not in the user's code."""
-
-    @classmethod
-    def of(cls, error: MyxaError) -> Self:
-        """What to report of it."""
-        return cls(error.message, error.remedy, isinstance(error, ConfigError))
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -79,8 +71,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of what says how a call ended."""
 
     call: int
-    is_hanging: bool = False
-    """Something of it still runs: its worker gets no further calls."""
 
 
 class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -94,11 +84,10 @@ class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Lost(Exception):
     """The worker ended while it had the call; the text says how."""
 
-    def __init__(self, how: str, stuck: Stuck | None = None, *, garbage: str = "") -> None:
-        """`stuck`: what it ended for. `garbage`: what it wrote into its own pipe."""
-        super().__init__(how if stuck is None else f"its code cannot be interrupted at {stuck.place}: {how}")
-        self.stuck = stuck
-        self.garbage = garbage
+    def __init__(self, how: str, culprit: int = -1) -> None:
+        """`culprit`: number of the call that it ended for; negative: unknown."""
+        super().__init__(how)
+        self.culprit = culprit
 
 
 def _plain(value: Any) -> Any:
@@ -121,7 +110,7 @@ def array_in(kind: Any, value: Any) -> Any:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_start_decoder: msgspec.msgpack.Decoder[Ready | LoadFailed] = msgspec.msgpack.Decoder(Ready | LoadFailed)
+_start_decoder = msgspec.msgpack.Decoder(Started)
 
 
 def frame(message: object) -> bytes:
@@ -133,134 +122,84 @@ def frame(message: object) -> bytes:
 
 
 class UserProcess:
-    """A worker and its subreaper, seen from the actor."""
+    """A worker and its subreaper, seen from the actor. Its pool's task for it waits for its end."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._is_killed = False
+    def __init__(self, *, is_alone: bool) -> None:
+        """`is_alone`: it is for one call only."""
+        self.is_alone = is_alone
         self.calls: dict[int, Call] = {}
-        self.ending: set[int] = set()
-        """Calls that were given up, and have not ended yet."""
         self.is_ready = False
-        self.is_retired = False
-        """It gets no further calls: something of an ended one still runs in it, or it was made for one."""
-        self._reaping: asyncio.Future[None] | None = None
-        self.pid = process.pid
-        """Of the process that runs the user's code, once it has reported; of its subreaper before."""
+        self.pid = 0
+        """Of the process that runs the user's code, once it is ready."""
+        self.is_killed = False
+        self.culprit = -1
+        """The call that it was killed for."""
+        self._process: Process | None = None
 
-    @classmethod
-    async def start(cls, module: str, grace_s: float = 0.0) -> Self:
-        """A worker that waits for its first frame. In its own session: what is typed at a terminal is not for
-        it. `grace_s`: what it has to clean up when this process dies."""
+    async def start(self, module: str, grace_s: float) -> None:
+        """Have it wait for its first frame. In its own session: what is typed at a terminal is not for it. `grace_s`:
+        what it has to clean up when this process dies."""
         command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), f":{module}")
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
-
-    async def load(self, spec: object, what: str) -> None:
-        """Have it load what the spec names; `what` that is, for messages. Kills it and raises ConfigError or
-        UserCodeError if it cannot."""
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self.send(spec)
-                reply = _start_decoder.decode(await self.receive())
-        except TimeoutError:
-            self.kill()
-            raise UserCodeError(
-                f"a worker process could not load {what} within {START_TIMEOUT_S:g} s",
-                remedy="make its module quicker to import",
-            ) from None
-        except (WorkerGone, SpokeGarbage, msgspec.MsgspecError) as gone:
-            self.kill()
-            raise UserCodeError(
-                f"a worker process ended ({gone}) while it loaded {what}", remedy="see the actor's log"
-            ) from None
-        except BaseException:
-            self.kill()
-            raise
-        if isinstance(reply, LoadFailed):
-            self.kill()
-            raise (ConfigError if reply.is_config else UserCodeError)(reply.message, remedy=reply.remedy)
-        self.pid = reply.pid
-
-    def end_input(self) -> None:
-        """Tell the worker that nothing more comes: it ends by itself."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        if self.is_killed:
+            self._process.terminate()
 
     @property
     def is_alive(self) -> bool:
-        return self._process.returncode is None and not self._is_killed
+        return self._process is not None and self._process.returncode is None and not self.is_killed
 
     async def send(self, message: object) -> None:
-        """Raises WorkerGone, and ValueError or TypeError for what cannot be sent."""
-        stdin = self._process.stdin
-        assert stdin is not None
-        try:
-            stdin.write(frame(message))
-            await stdin.drain()
-        except ConnectionError:
-            raise WorkerGone(await self.how_it_ended()) from None
+        """Raises ValueError or TypeError for what cannot be sent. That it is gone is seen where it is read."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(frame(message))
+            await self._process.stdin.drain()
 
     async def receive(self) -> bytes:
-        """The body of the next frame. Raises WorkerGone and SpokeGarbage."""
-        stdout = self._process.stdout
-        assert stdout is not None
+        """The body of the next frame. Raises Lost."""
+        assert self._process is not None
+        assert self._process.stdout is not None
         try:
-            (size,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+            (size,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
             if size > MAX_FRAME_BYTES:
-                raise SpokeGarbage(f"a reply of {size} bytes")
-            return await stdout.readexactly(size)
+                raise ValueError(f"a reply of {size} bytes")
+            return await self._process.stdout.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerGone(await self.how_it_ended()) from None
+            raise Lost(await self._how_it_ended(), self.culprit) from None
 
-    async def how_it_ended(self) -> str:
-        """In words."""
-        code = await self._exit_code()
+    async def _how_it_ended(self) -> str:
+        code = await self.gone()
         if code is None:
-            return f"its subreaper, process {self._process.pid}, cannot be killed"
-        if code >= 0:
-            return f"exit code {code}"
-        return f"signal {signal.Signals(-code).name}"
+            return f"its subreaper, process {self.pid}, cannot be killed"
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
-    async def _exit_code(self) -> int | None:
-        """Of one that has ended, or will soon; None: not even SIGKILL has ended it."""
+    def end_input(self) -> None:
+        """Tell the worker that nothing more comes: it ends by itself."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def kill(self, culprit: int = -1) -> None:
+        """Have its subreaper end it and everything it started, at once. `culprit`: the call that it is ended for."""
+        if not self.is_killed:
+            self.is_killed, self.culprit = True, culprit
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.terminate()
+
+    async def gone(self) -> int | None:
+        """Wait until an ended or killed worker has been reaped; its exit code, None if SIGKILL has not ended it."""
+        self.end_input()
+        if self._process is None:
+            return 0
         for _ in range(2):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_TIMEOUT_S):
                     return await self._process.wait()
-            self._is_killed = True
-            self._signal(signal.SIGKILL)  # the subreaper was stopped from outside
-        return self._process.returncode
-
-    def kill(self) -> None:
-        """Have its subreaper end it and everything it started, at once."""
-        if self.is_alive:
-            self._is_killed = True
-            self._signal(signal.SIGTERM)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if number is signal.SIGKILL:
-                os.killpg(self._process.pid, number)
-            else:
-                self._process.send_signal(number)
-
-    async def gone(self) -> None:
-        """Wait until an ended or killed worker has been reaped and its pipes are closed."""
-        # In its own task, one for all who wait: asyncio has one future for a pipe's end, and cancels it with any
-        # of those who wait for it, for the others too.
-        if self._reaping is None:
-            self._reaping = asyncio.ensure_future(self._reap())  # noqa: TID251 -- kept here, and ends by its deadlines
-        await asyncio.shield(self._reaping)
-
-    async def _reap(self) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        stdin.close()
-        if await self._exit_code() is None:
-            _log.warning("worker process %d cannot be killed: does it wait for a device that is gone?", self.pid)
-            return
-        with contextlib.suppress(ConnectionError):
-            await stdin.wait_closed()
+            with contextlib.suppress(ProcessLookupError):  # the subreaper was stopped from outside
+                os.killpg(self._process.pid, signal.SIGKILL)
+        _log.warning("worker process %d cannot be killed: does it wait for a device that is gone?", self.pid)
+        return None
 
 
 class Call:
@@ -271,8 +210,6 @@ class Call:
         self.number = number
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         """What the worker says of it, `Ended` or `Lost` at last."""
-        self.place = ""
-        """Where it waits, as far as the worker says it."""
         self.is_over = False
         """Nothing of it is left in the worker."""
 
@@ -293,9 +230,11 @@ class WorkerPool:
         max_workers: int,
         max_calls: float,
         starts_at_once: int = 1,
+        grace_s: float = 0.0,
     ) -> None:
         """`module`: of the worker. `what` the spec names, for messages. `decoder`: of the worker's messages.
-        `max_calls`: of one worker, before a further one is started; 1: a call that is given up ends its worker."""
+        `max_calls`: of one worker, before a further one is started; 1: a call that is given up ends its worker.
+        `grace_s`: for the workers to clean up when their input ends, or this process."""
         self._module = module
         self._spec = spec
         self._what = what
@@ -303,14 +242,11 @@ class WorkerPool:
         self._max_workers = max_workers
         self._max_calls = max_calls
         self._starting = asyncio.Semaphore(starts_at_once)
+        self._grace_s = grace_s
         self._number = 0
-        self.workers: set[UserProcess] = set()
-        self._readers: dict[UserProcess, asyncio.Task[None]] = {}
+        self.workers: dict[UserProcess, asyncio.Task[None]] = {}
+        """With the tasks that live as long as they do."""
         self.is_closed = False
-        self.grace_s = 0.0
-        """For the workers to clean up when their input ends, or this process."""
-        self.silent_s: float | None = None
-        """A worker that says nothing for so long is killed; None: it may say nothing."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -327,138 +263,127 @@ class WorkerPool:
             yield call
         finally:
             del worker.calls[call.number]
-            if not call.is_over and worker.is_alive:
-                if self._max_calls == 1:
-                    worker.kill()
-                else:
-                    worker.ending.add(call.number)
-                    with contextlib.suppress(WorkerGone):
-                        await worker.send(Cancel(call.number))
-            self._mind(worker)
+            if is_alone or (self._max_calls == 1 and not call.is_over):
+                worker.kill()
+            elif not call.is_over and worker.is_alive:
+                await worker.send(Cancel(call.number))
 
     async def take(self, *, is_alone: bool = False) -> UserProcess:
         """The worker for a call, which the caller enters in its `calls` at once."""
         async with self._starting:
-            if is_alone:
-                worker = await self._start()
-                worker.is_retired = True
-                return worker
-            fit = [one for one in self.workers if one.is_ready and one.is_alive and not one.is_retired]
-            least = min(fit, key=_num_calls, default=None)
-            if least is not None and (_num_calls(least) < self._max_calls or len(fit) >= self._max_workers):
+            fit = [one for one in self.workers if one.is_ready and one.is_alive and not one.is_alone]
+            least = min(fit, key=lambda one: len(one.calls), default=None)
+            if not is_alone and least and (len(least.calls) < self._max_calls or len(fit) >= self._max_workers):
                 return least
-            return await self._start()
+            if self.is_closed:
+                raise UserCodeError(f"{self._what} was called after its actor ended")
+            worker, started = UserProcess(is_alone=is_alone), asyncio.get_running_loop().create_future()
+            self.workers[worker] = asyncio.ensure_future(self._live(worker, started))  # noqa: TID251 -- ends with it
+            try:
+                await started
+            except BaseException:
+                worker.kill()
+                raise
+            return worker
 
-    async def _start(self) -> UserProcess:
-        self._refuse_when_closed()
-        worker = await UserProcess.start(self._module, self.grace_s)
-        self.workers.add(worker)
+    async def _live(self, worker: UserProcess, started: asyncio.Future[None]) -> None:
         try:
-            self._refuse_when_closed()
-            await worker.load(self._spec, self._what)
-            self._refuse_when_closed()
-        except BaseException:
+            try:
+                await worker.start(self._module, self._grace_s)
+                await self._load(worker)
+            except Exception as error:  # noqa: BLE001 -- raised where it is waited for
+                if not started.done():
+                    started.set_exception(error)
+                return
+            worker.is_ready = True
+            if not started.done():
+                started.set_result(None)
+            lost = await self._until_lost(worker)
+            for call in worker.calls.values():
+                call.is_over = True
+                call.inbox.put_nowait(lost)
+            if not (worker.is_killed or worker.is_alone or self.is_closed):
+                _log.warning("worker process %d of %s ended: %s", worker.pid, self._what, lost)
+        finally:
             worker.kill()
             await worker.gone()
-            self.workers.discard(worker)  # not before: where this is cancelled meanwhile, `close` waits for it
-            raise
-        worker.is_ready = True
-        self._readers[worker] = asyncio.ensure_future(self._read(worker))  # noqa: TID251 -- ended by `close`
-        return worker
+            del self.workers[worker]
 
-    def _refuse_when_closed(self) -> None:
-        if self.is_closed:
-            raise UserCodeError(f"{self._what} was called after its actor ended")
-
-    async def _read(self, worker: UserProcess) -> None:
-        lost = await self._until_lost(worker)
-        for call in worker.calls.values():
-            call.is_over = True
-            call.inbox.put_nowait(lost)
-        if worker.is_alive and not worker.is_retired and not self.is_closed:
-            _log.warning("worker process %d of %s ended: %s", worker.pid, self._what, lost)
-        worker.kill()
-        await worker.gone()
-        self.workers.discard(worker)
-        del self._readers[worker]
+    async def _load(self, worker: UserProcess) -> None:
+        """Have it load what the spec names. Raises ConfigError or UserCodeError if it cannot."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.send(self._spec)
+                reply = _start_decoder.decode(await worker.receive())
+        except TimeoutError:
+            raise UserCodeError(
+                f"a worker process could not load {self._what} within {START_TIMEOUT_S:g} s",
+                remedy="make its module quicker to import",
+            ) from None
+        except (Lost, ValueError) as gone:
+            raise UserCodeError(
+                f"a worker process ended ({gone}) while it loaded {self._what}", remedy="see the actor's log"
+            ) from None
+        if not reply.pid:
+            raise (ConfigError if reply.is_config else UserCodeError)(reply.message, remedy=reply.remedy)
+        worker.pid = reply.pid
 
     async def _until_lost(self, worker: UserProcess) -> Lost:
         """Pass on its messages until it is gone or of no use."""
         stuck: Stuck | None = None
         while True:
             try:
-                async with asyncio.timeout(self.silent_s):
-                    message = self._decoder.decode(await worker.receive())
-            except TimeoutError:
-                worker.kill()
-                return Lost(f"it said nothing for {self.silent_s:g} s: {await worker.how_it_ended()}", stuck)
-            except (SpokeGarbage, msgspec.MsgspecError, ValueError) as garbage:
-                return Lost(f"it wrote into its own pipe ({garbage}) and was killed", garbage=str(garbage))
-            except WorkerGone as gone:
-                return Lost(str(gone), stuck)
+                message = self._decoder.decode(await worker.receive())
+            except ValueError as garbage:  # the function writes where it should not, or its memory is damaged
+                return Lost(f"it wrote into its own pipe ({garbage}) and was killed")
+            except Lost as lost:
+                return lost if stuck is None else Lost(f"its code blocked it at {stuck.place}: {lost}", stuck.call)
             if isinstance(message, Stuck):
                 stuck = message
-            else:
-                self.hear(worker, message)
-
-    def hear(self, worker: UserProcess, message: Any) -> None:
-        """Pass on what it says of one of its calls."""
-        call = worker.calls.get(message.call)
-        if call is not None:
-            call.inbox.put_nowait(message)
-        if isinstance(message, Ended):
-            worker.ending.discard(message.call)
-            worker.is_retired |= message.is_hanging
-            if call is not None:
-                call.is_over = True
-            self._mind(worker)
-
-    def _mind(self, worker: UserProcess) -> None:
-        if worker.is_retired and not worker.calls:
-            worker.kill()
+            elif (call := worker.calls.get(message.call)) is not None:
+                call.is_over = isinstance(message, Ended)
+                call.inbox.put_nowait(message)
 
     async def close(self) -> None:
         """End all workers; what runs in them may clean up."""
         self.is_closed = True
-        workers, readers = list(self.workers), list(self._readers.values())
-        if self.grace_s and readers:
+        workers = dict(self.workers)
+        if self._grace_s and workers:
             for worker in workers:
                 worker.end_input()
-            await asyncio.wait(readers, timeout=self.grace_s)
+            await asyncio.wait(workers.values(), timeout=self._grace_s)
         for worker in workers:
             worker.kill()
-        await asyncio.gather(*(worker.gone() for worker in workers), *readers, return_exceptions=True)
-
-
-def _num_calls(worker: UserProcess) -> int:
-    return len(worker.calls) + len(worker.ending)
+        await asyncio.gather(*(one.gone() for one in workers), *workers.values(), return_exceptions=True)
 
 
 # -- the worker's side
 
+MAX_INTERRUPTS = 3
+"""Of one call, before this process is given up."""
+STUCK_EXIT = 70
+MAX_THREADS = 1024
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
-def own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes under new numbers that children do not inherit; input becomes empty, output becomes the log."""
-    incoming, outgoing = os.dup(0), os.dup(1)
+
+def begin(load: Callable[[bytes], T]) -> tuple[T, BinaryIO, BinaryIO]:
+    """What `load` makes of the first frame, which is reported, and the worker's two pipes under new numbers that
+    children do not inherit; input becomes empty, output becomes the log. Ends the process where nothing comes, or it
+    cannot be loaded."""
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb", buffering=0)
-
-
-def begin(load: Callable[[bytes], T]) -> tuple[T, BinaryIO, BinaryIO]:
-    """What `load` makes of the first frame, which is reported, and the worker's pipes. Ends the process where nothing
-    comes, or it cannot be loaded."""
-    incoming, outgoing = own_pipes()
     if (first := read_frame(incoming)) is None:
         sys.exit()
     try:
         loaded = load(first)
     except MyxaError as error:
-        write_frame(outgoing, LoadFailed.of(error))
+        is_config = isinstance(error, ConfigError)
+        write_frame(outgoing, Started(message=error.message, remedy=error.remedy, is_config=is_config))
         sys.exit()
-    write_frame(outgoing, Ready(os.getpid()))
+    write_frame(outgoing, Started(os.getpid()))
     return loaded, incoming, outgoing
 
 
@@ -468,8 +393,6 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     if len(head) < LENGTH.size:
         return None
     (size,) = LENGTH.unpack(head)
-    if size > MAX_FRAME_BYTES:
-        return None
     body = stream.read(size)
     return body if len(body) == size else None
 
@@ -479,3 +402,137 @@ def write_frame(stream: BinaryIO, message: object) -> None:
     data = memoryview(frame(message))
     while data:
         data = data[stream.write(data) :]
+
+
+class Blocked(BaseException):
+    """Raised into code that holds the loop. No Exception, so that user code does not take it for one of its own."""
+
+
+class UserCall(ABC):
+    """One of those that share the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.task = loop.create_task(self._begun())
+
+    async def _begun(self) -> None:
+        CALL.set(self)
+        await self.run()
+
+    @abstractmethod
+    async def run(self) -> None:
+        """All of it, and the report of its end."""
+
+
+CALL: ContextVar[UserCall | None] = ContextVar("call", default=None)
+"""That the running code belongs to."""
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether the running task is to end, which is not the doing of the user's code in it."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def user_place(frame: FrameType | None) -> str:
+    """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    outside = [one for one in frames if not one.f_code.co_filename.startswith(PACKAGE)]
+    own = [one for one in outside if not one.f_code.co_filename.startswith(_LIBRARIES)]
+    for one in own or outside:
+        return f"{one.f_code.co_qualname} ({Path(one.f_code.co_filename).name}:{one.f_lineno})"
+    return ""
+
+
+C = TypeVar("C", bound=UserCall)
+
+
+class SharedLoop(ABC, Generic[C]):
+    """The calls of this process.
+
+    main thread   the loop: async parts of all calls
+    incoming      reads what the actor says
+    watch         interrupts (SIGUSR1) code that holds the loop too long: that call fails, with its place
+    """
+
+    def __init__(self, max_block_s: float, outgoing: BinaryIO, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        """`max_block_s`: 0 for code that may hold the loop. `decoder`: of the actor's messages."""
+        self._max_block_s = max_block_s
+        self._decoder = decoder
+        self._outgoing, self._sending = outgoing, threading.Lock()
+        self._main, self._pid = threading.get_ident(), os.getpid()
+        self._never = threading.Event()
+        self._beat_s = 0.0
+        """When the loop turned last, or code that holds it was interrupted."""
+        self._num_interrupts = 0
+        self._interrupted: UserCall | None = None
+        self.calls: dict[int, C] = {}
+
+    async def run(self, incoming: BinaryIO) -> None:
+        """Until the input ends; then all calls are ended, what they clean up included."""
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))  # one that hangs delays no other
+        over = asyncio.Event()
+
+        def read() -> None:
+            while (body := read_frame(incoming)) is not None:
+                self.loop.call_soon_threadsafe(self._take, body)
+            self.loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=read, name="incoming", daemon=True).start()
+        if self._max_block_s:
+            signal.signal(signal.SIGUSR1, self._interrupt)
+            self._beat()
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        await over.wait()
+        for call in self.calls.values():
+            call.task.cancel()
+        if self.calls:
+            await asyncio.wait([call.task for call in self.calls.values()])
+
+    @abstractmethod
+    def take(self, message: Any) -> None:
+        """What the actor says, but for `Cancel`."""
+
+    def _take(self, body: bytes) -> None:
+        message = self._decoder.decode(body)
+        if not isinstance(message, Cancel):
+            self.take(message)
+        elif (call := self.calls.get(message.call)) is not None:
+            call.task.cancel()
+
+    def put(self, message: object) -> None:
+        """Send it; from any thread. Its reader never waits for this process."""
+        if os.getpid() != self._pid:  # a copy that the user's code forked and let return
+            os._exit(0)
+        with self._sending, contextlib.suppress(OSError):  # the actor is gone; the end of the input says so too
+            write_frame(self._outgoing, message)
+
+    def _beat(self) -> None:
+        self._beat_s, self._num_interrupts = time.monotonic(), 0
+        self.loop.call_later(self._max_block_s / 4, self._beat)
+
+    def _watch(self) -> None:
+        while True:
+            self._never.wait(self._max_block_s / 4)
+            if self._num_interrupts >= MAX_INTERRUPTS or self._is_late(3):
+                place = user_place(sys._current_frames().get(self._main))  # pyright: ignore[reportPrivateUsage]
+                task = asyncio.current_task(self.loop)
+                self.put(Stuck(place, next((n for n, call in list(self.calls.items()) if call.task is task), -1)))
+                os._exit(STUCK_EXIT)
+            if self._is_late():
+                signal.pthread_kill(self._main, signal.SIGUSR1)
+
+    def _is_late(self, times: float = 1) -> bool:
+        return time.monotonic() - self._beat_s > times * self._max_block_s
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        call = CALL.get()
+        if call is None or self._sending.locked() or not self._is_late():
+            return
+        # The loop runs what is due before it beats again: each call has its own count.
+        self._num_interrupts = self._num_interrupts + 1 if call is self._interrupted else 1
+        self._interrupted, self._beat_s = call, time.monotonic()
+        raise Blocked(f"blocked its process for {self._max_block_s:g} s at {user_place(frame)}")

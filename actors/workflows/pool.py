@@ -1,17 +1,15 @@
 """Workflows of the user's run in worker processes; this is the actor's side: which worker gets an episode, turns of the
 model for it, and what became of it.
 
-Several episodes share a worker. One whose code hangs is ended with its limit. The worker that still has such a call
-takes nothing new and is killed once its other episodes have ended; a new one takes its place. Teardown runs until
-the process ends.
+Several episodes share a worker. One whose code hangs is ended with its limit, if need be with its worker; the others
+continue in another one from their tokens. Teardown runs until the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -21,7 +19,7 @@ from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Tokenizer
 from ...core.samples import Sample, joined_kept
-from ..user_code.process import Call, Lost, UserProcess, WorkerGone, WorkerPool
+from ..user_code.process import Call, Lost, WorkerPool
 from .episode import Interrupted, ModelAccess, TokenSegment, drawn, joined, stops_of
 from .worker_messages import (
     AskModel,
@@ -30,7 +28,6 @@ from .worker_messages import (
     EpisodeFailed,
     PhaseLimits,
     StartEpisode,
-    Waits,
     WorkflowSpec,
     from_worker,
     samples_decoder,
@@ -42,8 +39,6 @@ EPISODES_PER_WORKER = 32
 """Before a further worker is started."""
 SLACK_S = 15.0
 """For a worker to say how an episode ended whose limits are over."""
-SILENT_S = 20.0
-"""A worker that says nothing for so long, beyond the time that its own watch needs, is killed."""
 
 
 class TokensSoFar:
@@ -91,18 +86,11 @@ class WorkflowPool(WorkerPool):
             from_worker,
             max_workers=max_workers,
             max_calls=EPISODES_PER_WORKER,
+            grace_s=limits.teardown_s,
         )
-        self.grace_s = limits.teardown_s
-        self.silent_s = SILENT_S + 5 * spec.max_block_s
         self.name = spec.workflow.rpartition("/")[2]
         self._limits = limits
         self._tokenizer = tokenizer
-        self.on_waits: Callable[[], None] = lambda: None
-        """Called when there is news of where episodes wait."""
-
-    def places(self) -> list[str]:
-        """Where episodes wait for anything but the model, as they reported last: function, file and line."""
-        return [one.place for worker in self.workers for one in worker.calls.values() if one.place]
 
     async def start(self) -> None:
         """Have the first worker load the workflow. Raises ConfigError or UserCodeError if it cannot."""
@@ -121,13 +109,10 @@ class WorkflowPool(WorkerPool):
                 async with asyncio.timeout(limits.total_s + SLACK_S):
                     end = await self._until_end(call, model, record)
             except TimeoutError:
-                call.worker.kill()
+                call.worker.kill(call.number)
                 raise _gone(f"its worker process {call.worker.pid} did not end it within its limits") from None
-            except WorkerGone as gone:
-                raise _gone(str(gone)) from None
             except Lost as lost:
-                is_bystander = lost.stuck is not None and lost.stuck.call not in (-1, call.number)
-                raise _gone(str(lost), is_bystander=is_bystander) from None
+                raise _gone(str(lost), is_bystander=lost.culprit not in (-1, call.number)) from None
         if isinstance(end, EpisodeFailed):
             raise _error_of(end)
         return _samples_of(end), end.temperatures
@@ -162,7 +147,6 @@ class WorkflowPool(WorkerPool):
                 await _cancelled(one)
 
     async def _draw(self, ask: AskModel, call: Call, model: ModelAccess, under_way: list[TokenSegment]) -> None:
-        call.place = ""
         stops = stops_of(ask.request.sampling.stop, self._tokenizer)
         try:
             segment, finish = await drawn(model.generate, ask.request, stops, under_way)
@@ -170,13 +154,6 @@ class WorkflowPool(WorkerPool):
             call.inbox.put_nowait(error)
         else:
             call.inbox.put_nowait(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
-
-    def hear(self, worker: UserProcess, message: Any) -> None:
-        if not isinstance(message, Waits):
-            return super().hear(worker, message)
-        for number, call in worker.calls.items():
-            call.place = message.places.get(number, "")
-        return self.on_waits()
 
 
 def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:

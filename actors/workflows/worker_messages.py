@@ -7,7 +7,6 @@
     DrawnTurn(tokens, finish)             ->
                                           <-    EpisodeDone(sample) | EpisodeFailed(kind, words)
     Cancel(call)                          ->    ends it; its teardown runs, then EpisodeFailed
-                                          <-    Waits({call: place}): once a second, where each waits
 """
 
 from __future__ import annotations
@@ -113,14 +112,8 @@ class EpisodeFailed(Ended, frozen=True, kw_only=True, tag=True):
     teardown: str = ""
 
 
-class Waits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Where episodes are that do not wait for the model: function, file and line."""
-
-    places: dict[int, str]
-
-
 ToWorker = StartEpisode | DrawnTurn | Cancel
-FromWorker = AskModel | EpisodeDone | EpisodeFailed | Waits | Stuck
+FromWorker = AskModel | EpisodeDone | EpisodeFailed | Stuck
 
 spec_decoder = msgspec.msgpack.Decoder(WorkflowSpec)
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker, dec_hook=array_in)

@@ -212,7 +212,7 @@ def _starved_trainer(
         sentence = f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs"
         return Reason(bound="unknown", sentence=sentence)
     parts = {name: lost for name, lost in team.items() if name.startswith("wait-env/")}
-    environment = max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"  # function and file
+    environment = max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"
     words = {"do": _verb(who, "compute"), "wait": _verb(who, "wait"), "share": percent(causes[cause])}
     sentence = f"{waits}: {_CAUSES[cause].format(**words, environment=environment)}"
     return _verdict(cause, sentence, trainer.get("wait-data", 0.0))

@@ -18,7 +18,7 @@ from tests.rewards.world import answer, failure, rewarder
 from myxa.actors.rewards import pool
 from myxa.actors.rewards.guard import ErrorBudget
 from myxa.actors.rewards.rewarder import FixedReward, Rewarder, make_rewarder
-from myxa.actors.user_code.process import UserProcess
+from myxa.actors.subreaper import descendants
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, UserCodeError
@@ -182,47 +182,17 @@ async def test_closing_ends_a_call_that_runs(code: str) -> None:
         assert "was called after its actor ended" in await failure(made, answer("x"))
 
 
-async def test_a_start_overtaken_by_the_end_is_waited_for(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, ended, may_go = [], [], asyncio.Event()
-    start, gone = UserProcess.start, UserProcess.gone
-
-    async def late(module: str, grace_s: float) -> UserProcess:
-        started.append(await start(module, grace_s))
-        await may_go.wait()
-        return started[0]
-
-    async def noted(self: UserProcess) -> None:
-        await gone(self)
-        ended.append(self)
-
-    monkeypatch.setattr(UserProcess, "start", late)
-    monkeypatch.setattr(UserProcess, "gone", noted)
+async def test_a_start_overtaken_by_the_end_is_waited_for(code: str) -> None:
+    others = set(descendants(os.getpid()))
     async with rewarder(f"{code}:act", workers=1) as made:
         task = asyncio.ensure_future(made.score(answer("x")))
-        while not started:
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
         await made.close()
-        may_go.set()
-        with pytest.raises(UserCodeError, match="was called after its actor ended"):
+        assert set(descendants(os.getpid())) <= others
+        with pytest.raises(UserCodeError):
             await task
-        assert ended == started and not made.worker_pids
 
 
-async def test_of_two_who_wait_for_a_workers_end_one_may_be_cancelled() -> None:
-    """asyncio would cancel the other with it: a group of a run was never finished, and nobody knew why."""
-    problems: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
-    worker = await UserProcess.start("myxa.actors.rewards.pool")
-    worker.kill()
-    one, other = asyncio.ensure_future(worker.gone()), asyncio.ensure_future(worker.gone())
-    await asyncio.sleep(0)
-    one.cancel()
-    async with asyncio.timeout(30):
-        await other
-    assert one.cancelled() and not problems and not worker.is_alive
-
-
-@pytest.mark.usefixtures("called_here")
 async def test_too_many_errors_end_the_run(code: str) -> None:
     async with rewarder(f"{code}:act_later", max_error_rate=0.2) as made:
         for number in range(20):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from myxa.actors.rewards import rewarder as rewarder_module
-from myxa.actors.rewards.call import Answers, Outcomes, RewardSpec, await_reward, call_reward, load_reward
+from myxa.actors.rewards.call import Answers, Outcomes, RewardSpec, call_reward, load_reward
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
@@ -25,8 +25,7 @@ class CallsHere:
         self._reward = load_reward(spec)
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
-        reward = self._reward
-        return await await_reward(reward, answers) if reward.is_async else call_reward(reward, answers)
+        return await call_reward(self._reward, answers)
 
     async def close(self) -> None:
         """There is nothing."""

@@ -3,7 +3,6 @@ error with the cause, by the deadline, wherever the function runs."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.user_code import loop
-from myxa.actors.user_code.loop import TookTooLong, UserRaised, within
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError
@@ -94,40 +91,3 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(
             assert (await made.score(fine)).value == 1.0
     finally:
         await made.close()
-
-
-async def _stubborn(until: asyncio.Event) -> float:
-    while not until.is_set():
-        try:
-            await asyncio.sleep(0.05)
-        except asyncio.CancelledError:
-            continue
-    return 1.0
-
-
-async def test_a_coroutine_that_will_not_be_cancelled_does_not_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "GRACE_S", 0.1)
-    end = asyncio.Event()
-    with pytest.raises(TookTooLong) as caught:
-        await within(_stubborn(end), 0.1)
-    assert caught.value.hangs
-    caller = asyncio.ensure_future(within(_stubborn(end), 60.0))
-    await asyncio.sleep(0.05)
-    caller.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
-    end.set()
-    async with asyncio.timeout(10):
-        while len(asyncio.all_tasks()) > 1:
-            await asyncio.sleep(0.01)
-
-
-async def test_who_cancelled_is_told_apart() -> None:
-    async def cancels_itself() -> None:
-        raise asyncio.CancelledError
-
-    with pytest.raises(UserRaised):
-        await within(cancels_itself(), 5.0)
-    with pytest.raises(TookTooLong) as caught:
-        await within(asyncio.sleep(60), 0.01)
-    assert not caught.value.hangs

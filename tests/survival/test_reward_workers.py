@@ -109,7 +109,7 @@ async def test_a_worker_that_ends_is_killed_or_writes_nonsense_costs_its_call_an
         assert made.num_errors == 2, "a worker that is killed from outside costs nothing"
         assert (await made.score(answer("oom"))).value >= 500, "where memory runs out, it goes before the engine"
         for verb in ("garbage", "huge"):
-            assert "wrote into its worker's own pipe" in str(await failure(made, verb))
+            assert "it wrote into its own pipe" in str(await failure(made, verb))
             assert (await made.score(answer("fine"))).value == 1.0
 
 
