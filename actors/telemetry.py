@@ -15,14 +15,13 @@ from ..core.activity import TelemetryBuffer
 from ..core.errors import Draining, NoSuchActor, NotReady, NotSent, OutcomeUnknown, Overloaded
 from ..core.messages import AnswerText, GroupText, Telemetry
 from ..core.samples import Group
+from ..core.timeouts import TIMEOUTS
 
 SendTelemetry = Callable[[Telemetry], Awaitable[None]]
 """Usually `ctx.ref(MonitorContract, "monitor").telemetry`."""
 
 AWAY = (NotSent, NoSuchActor, NotReady, Draining, Overloaded, OutcomeUnknown, TimeoutError)
 """No monitor takes it now; a later try may succeed. Any other error is about the bundle, and would come again."""
-LAST_WORDS_S = 1.0
-"""How long a stopping actor tries to send what it still has."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +92,9 @@ async def report_forever(
     finally:
         if buffer.meter is not None:
             buffer.meter.close_span()
-        await report_once(buffer, send, timeout_s=LAST_WORDS_S)  # also to a monitor that was away: it may be back
+        await report_once(
+            buffer, send, timeout_s=TIMEOUTS.monitor.last_words_s
+        )  # also to a monitor that was away: it may be back
 
 
 def _tell(buffer: TelemetryBuffer, *, is_reachable: bool) -> None:

@@ -14,13 +14,10 @@ from typing import TypeVar
 
 from .clock import Clock
 from .errors import BadRequest, CallError, DiskRefused, NoSuchMethod, NotExecuted, NotSent, OutcomeUnknown
+from .timeouts import TIMEOUTS
 
 T = TypeVar("T")
 
-PAUSE_S = 0.2
-DISK_PAUSE_S = 1.0
-"""The same while the callee waits for its disk."""
-GIVE_UP_S = 120.0
 
 _FINAL = (BadRequest, NoSuchMethod)
 """Refusals that no repetition can change."""
@@ -32,7 +29,7 @@ async def until_answered(
     who: str,
     clock: Clock,
     log: logging.Logger,
-    give_up_s: float = GIVE_UP_S,
+    give_up_s: float = TIMEOUTS.wire.give_up_s,
     waits_for_disk: bool = True,
 ) -> T:
     """The answer of `send()`, repeated while the callee is away, or waits for its disk (without end, unless
@@ -49,7 +46,7 @@ async def until_answered(
             if reported != (reported := err.message):
                 log.warning("%s: %s; asking again", who, err)
             started = clock.monotonic()  # it answers
-            await asyncio.sleep(DISK_PAUSE_S)
+            await asyncio.sleep(TIMEOUTS.wire.disk_again_s)
         except (NotSent, NotExecuted, OutcomeUnknown) as err:
             waited = clock.monotonic() - started
             if isinstance(err, _FINAL):
@@ -60,4 +57,4 @@ async def until_answered(
                     remedy=f"see the log of {who}; it is dead, stuck or unreachable",
                 ) from err
             log.warning("%s: %s; asking again", who, err)
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(TIMEOUTS.wire.ask_again_s)

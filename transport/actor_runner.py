@@ -20,14 +20,12 @@ import msgspec
 from ..core.actor import Actor, PeerEvent
 from ..core.errors import BadRequest, CallError, Draining, MyxaError, Overloaded, PeerDied, UserCodeError, WouldDeadlock
 from ..core.handlers import NO_SCOPE, CallScope, HandlerSpec, enter_scope, fresh_context, handlers_of
+from ..core.timeouts import TIMEOUTS
 from .codec import UndecodableError, codecs_of
 from .session.links import Arrival
 from .session.serving import Serving
 
 T = TypeVar("T")
-
-STOP_LIMIT_S = 10.0
-"""How long `on_stop`, or a task that was cancelled, may take before it is given up and named in the log."""
 
 
 class RunnerState(Enum):
@@ -156,7 +154,9 @@ class ActorRunner:
         if not has_started:
             return
         try:
-            async with asyncio.timeout(STOP_LIMIT_S):  # wait_for would lose a cancellation that comes at its end
+            async with asyncio.timeout(
+                TIMEOUTS.wire.stop_s
+            ):  # wait_for would lose a cancellation that comes at its end
                 await self.actor.on_stop(why)
         except Exception:  # noqa: BLE001  # the actor's own code, at its end: logged with its traceback
             self._log.exception("%s: on_stop failed", self.name)
@@ -165,7 +165,7 @@ class ActorRunner:
         for task in tasks:
             task.cancel()
         if tasks:
-            _, stubborn = await asyncio.wait(tasks, timeout=STOP_LIMIT_S)
+            _, stubborn = await asyncio.wait(tasks, timeout=TIMEOUTS.wire.stop_s)
             for task in stubborn:
                 self._log.error("%s: task %s ignores its cancellation", self.name, task.get_name())
 

@@ -30,13 +30,13 @@ from ..core.errors import (
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
 from ..core.refs import ActorGroup, make_ref, with_deadline
-from .actor_runner import STOP_LIMIT_S, ActorRunner
+from ..core.timeouts import TIMEOUTS
+from .actor_runner import ActorRunner
 from .address import Rendezvous
 from .registry.bootstrap import Mirror, host_registry, join
 from .registry.directory import HostedActor, keys_of
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
-from .session.calls import TICK_S
 from .session.links import Arrival, Verdict
 from .session.session import LOOPBACK, Session
 from .socket_transport import open_transport
@@ -44,10 +44,6 @@ from .wire import Lane, Transport
 
 A = TypeVar("A")
 
-LEAVE_S = 2.0
-LAST_WORDS_S = 0.5
-LAST_WORDS_LOOK_S = 0.002
-LINGER_S = 2.0
 
 _log = logging.getLogger("myxa.transport")
 
@@ -158,12 +154,12 @@ class Node:
         if self._timer is not None:
             self._timer.cancel()
         self._session.close()
-        await self._transport.close(LINGER_S)
+        await self._transport.close(TIMEOUTS.wire.linger_s)
 
     async def _drain(self, grace_s: float) -> None:
         give_up_at = self.clock.monotonic() + grace_s
         if self._endings:
-            await asyncio.wait(self._endings, timeout=grace_s + STOP_LIMIT_S)
+            await asyncio.wait(self._endings, timeout=grace_s + TIMEOUTS.wire.stop_s)
         if self._registry is None:  # of that one the others still take their leave
             self._hosting.is_draining = True
         for cell in reversed(self._hosting.cells()):
@@ -174,11 +170,11 @@ class Node:
 
     async def _leave(self) -> None:
         # The news of our end travels another way than our last answers and must not overtake them.
-        have_heard, give_up_at = self._session.heartbeat.ask_all(), self.clock.monotonic() + LAST_WORDS_S
+        have_heard, give_up_at = self._session.heartbeat.ask_all(), self.clock.monotonic() + TIMEOUTS.wire.farewell_s
         while not have_heard() and self.clock.monotonic() < give_up_at:
-            await asyncio.sleep(LAST_WORDS_LOOK_S)
+            await asyncio.sleep(TIMEOUTS.wire.farewell_look_s)
         try:
-            registry = with_deadline(self._mirror.registry, LEAVE_S)
+            registry = with_deadline(self._mirror.registry, TIMEOUTS.wire.leave_s)
             await registry.leave(self.name, self._key.epoch, CLOSED)
         except MyxaError as error:
             _log.info("the registry did not hear that %s leaves: %s", self.name, error)
@@ -292,7 +288,7 @@ class Node:
     # -- time and tasks
 
     def _tick(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(TIMEOUTS.wire.tick_s, self._tick)
         self._session.tick()
 
     def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -24,20 +24,12 @@ from zmq.backend import Socket as SocketBase
 
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
+from ..core.timeouts import TIMEOUTS
 from .session.frames import LIMITS, batch, fill_chunk
 from .wire import InboundSink, Lane, Parcel
 from .zeromq import MONITORED, STATUS_OVER, Pump, Socket, read_event
 
-BACKOFF_S = (0.05, 2.0)
-UNREACHABLE_S = 6.0
-"""So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
-MAX_BACKDATED_S = 5.0
 BATCH_BYTES = 512 * 1024
-REACH_LIMIT_S = 1.5
-"""For the other side's kernel to take the connection."""
-HANDSHAKE_LIMIT_S = 4.0
-"""For the other side's process to answer; below libzmq's own limit, so that it is known who ran out of patience."""
-AGAIN_S = 0.005
 
 _HELLO = 1
 """`frames.Kind.HELLO` in the fourth byte of an envelope."""
@@ -90,7 +82,7 @@ class Outbox:
         self._is_closing = False
         self._linger_s = 0.0
         self._down_since: float | None = self._loop.time()
-        self._backoff_s = BACKOFF_S[0]
+        self._backoff_s = TIMEOUTS.wire.backoff_s
         self._timer: asyncio.Handle | None = None
         self._connect()
 
@@ -176,7 +168,7 @@ class Outbox:
                 socket.getsockopt(zmq.EVENTS)
             else:
                 return True
-        self._wait(AGAIN_S)
+        self._wait(TIMEOUTS.wire.room_again_s)
         return False
 
     def _wait(self, pause_s: float = 0.0) -> None:
@@ -202,7 +194,7 @@ class Outbox:
         self._socket = self._make_socket()
         self._monitor = self._socket.get_monitor_socket(MONITORED)
         self._pump = Pump(self._monitor, self._watch)
-        self._set_timer(self._loop.call_later(REACH_LIMIT_S, self._on_unreached))
+        self._set_timer(self._loop.call_later(TIMEOUTS.wire.reach_s, self._on_unreached))
         try:
             self._socket.connect(self._endpoint)
         except zmq.ZMQError as error:
@@ -219,7 +211,7 @@ class Outbox:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._on_ready()
         elif event == zmq.EVENT_CONNECTED:
-            self._set_timer(self._loop.call_later(HANDSHAKE_LIMIT_S, self._on_no_answer))
+            self._set_timer(self._loop.call_later(TIMEOUTS.wire.handshake_s, self._on_no_answer))
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == STATUS_OVER:
             why = "the other side says that this incarnation is over"
             self._on_broken(why)
@@ -275,15 +267,15 @@ class Outbox:
         now = self._loop.time()
         if self._down_since is None:
             # A connection that broke for want of heartbeats was silent before; one more attempt it has, whatever.
-            self._down_since = now - min(self._sink_of().silence_s(self._peer), MAX_BACKDATED_S)
+            self._down_since = now - min(self._sink_of().silence_s(self._peer), TIMEOUTS.wire.backdated_s)
         if was_ready:
-            self._backoff_s = BACKOFF_S[0]
+            self._backoff_s = TIMEOUTS.wire.backoff_s
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)
-        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
+        self._backoff_s = min(2 * self._backoff_s, TIMEOUTS.wire.longest_backoff_s)
         self._set_timer(self._loop.call_later(pause_s, self._connect))
         if was_ready:
             self._sink_of().lost(self._peer, self._lane, why)
-        if self._lane is Lane.CONTROL and now - self._down_since >= UNREACHABLE_S:
+        if self._lane is Lane.CONTROL and now - self._down_since >= TIMEOUTS.wire.unreachable_s:
             self._sink_of().unreachable(self._peer, why)
 
     def close(self, linger_s: float) -> None:

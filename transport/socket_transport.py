@@ -2,19 +2,13 @@
 
 Per lane one inbox per kind of endpoint, and one outbox per peer; replies travel by the replier's own outbox. Knows how
 connections are made and ended; the session decides what is said on them.
-
-Where cores are short, ZeroMQ's bulk thread gets a lower priority than the loop and the thread of small messages: it
-always has work while bulk is under way, and the kernel would let it finish its slice of some milliseconds first.
-ZeroMQ's own option for the priority of its threads is one for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-import os
 import shutil
 import threading
 import time
@@ -26,6 +20,7 @@ import zmq
 
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
+from ..core.timeouts import TIMEOUTS
 from .address import (
     Rendezvous,
     check_owner,
@@ -48,12 +43,6 @@ from .zeromq import (
     make_inbox,
     make_outbox,
 )
-
-SETTLE_S = 0.25
-"""How long `flush` waits for connections that are just being made: a handshake takes a few milliseconds."""
-TERM_S = 5.0
-NAMED_S = 0.1
-"""By then ZeroMQ's threads have given themselves their names."""
 
 _log = logging.getLogger("myxa.transport")
 
@@ -90,8 +79,6 @@ class SocketTransport(Transport):
         self.guard = guard
         self._has_joined = False
         self.counters: Counter[str] = Counter()
-        self._other_threads = thread_ids()
-        self._lowering: asyncio.TimerHandle | None = None
         self._context = make_context()
         self._inboxes: list[tuple[Lane, Inbox]] = []
         self._zap_handler: ZapHandler | None = None
@@ -141,9 +128,6 @@ class SocketTransport(Transport):
 
     def start(self, sink: InboundSink) -> None:
         self._sink = sink
-        if self._lowering is None:
-            loop = asyncio.get_running_loop()
-            self._lowering = loop.call_later(NAMED_S, lower_bulk_thread, self._other_threads)
         if self._zap_handler is not None:
             self._zap_handler.start()
         for _, inbox in self._inboxes:
@@ -184,7 +168,7 @@ class SocketTransport(Transport):
             (known.outboxes[lane] or self._outbox(peer, known, lane)).send(parcel)
 
     def flush(self) -> None:
-        until = time.monotonic() + SETTLE_S
+        until = time.monotonic() + TIMEOUTS.wire.settle_s
         for known in self._peers.values():
             if (outbox := known.outboxes[Lane.CONTROL]) is not None:
                 outbox.settle(until)
@@ -245,8 +229,6 @@ class SocketTransport(Transport):
         await self._terminate()
 
     def _close_inboxes(self) -> None:
-        if self._lowering is not None:
-            self._lowering.cancel()
         for watch in self._watches:
             watch.close()
         self._watches.clear()
@@ -276,10 +258,10 @@ class SocketTransport(Transport):
             self._context.term()
             return
         try:
-            async with asyncio.timeout(TERM_S):
+            async with asyncio.timeout(TIMEOUTS.wire.term_s):
                 await ended
         except TimeoutError:
-            _log.exception("ZeroMQ did not end within %.0f s; its sockets are left behind", TERM_S)
+            _log.exception("ZeroMQ did not end within %.0f s; its sockets are left behind", TIMEOUTS.wire.term_s)
             return
         thread.join()
 
@@ -293,29 +275,6 @@ class SocketTransport(Transport):
         if self._sink is None:
             raise RuntimeError("the transport was not started")
         return self._sink
-
-
-NICE = 5
-"""More than the rest of the process: a third of its weight, so bulk progresses beside a busy process."""
-_NAME = "/IO/1"
-_TASKS = Path("/proc/self/task")
-
-
-def thread_ids() -> frozenset[int]:
-    """Of this process; none where they cannot be seen."""
-    try:
-        return frozenset(int(task.name) for task in _TASKS.iterdir())
-    except OSError:
-        return frozenset()
-
-
-def lower_bulk_thread(others: frozenset[int]) -> None:
-    """Of a context that was made after `others` were all threads and has sockets by now. Where it cannot be seen or
-    lowered, nothing happens."""
-    for thread in thread_ids() - others:
-        with contextlib.suppress(OSError):
-            if (_TASKS / str(thread) / "comm").read_text().strip().endswith(_NAME):
-                os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
 
 
 def open_transport(

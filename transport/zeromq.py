@@ -25,6 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from ..core.errors import LaunchError
+from ..core.timeouts import TIMEOUTS
 from .descriptors import check_room
 from .security import KeyPair
 from .session.frames import CHUNK_HEADER_BYTES, LIMITS, Assemblies
@@ -32,11 +33,6 @@ from .session.guard import KeyVerdict, PeerGuard
 from .wire import InboundSink, Lane
 
 ZAP_DOMAIN = b"myxa"
-HEARTBEAT_MS = 1500
-HEARTBEAT_TIMEOUT_MS = 4500
-"""A host that vanished is noticed after 4.5 to 6 s; 2000 and 6000 would leave no time to try again within 8 s."""
-HEARTBEAT_TTL_MS = 6000
-HANDSHAKE_MS = 5000
 MAX_SOCKETS = 16384
 _SLACK_BYTES = 64 * 1024
 
@@ -128,7 +124,7 @@ def _common(socket: Socket, lane: Lane, *, has_network: bool) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.AFFINITY, 2 if lane is Lane.BULK else 1)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * TIMEOUTS.wire.tcp_handshake_s))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
@@ -136,9 +132,10 @@ def _common(socket: Socket, lane: Lane, *, has_network: bool) -> None:
     if lane is Lane.CONTROL and has_network:
         # Not on the bulk lane: a large transfer would look like silence. Not on ipc: there the kernel itself says when
         # a process is gone, and one that is only stopped would lose its connection and an answer, for nothing.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
+        every_s, silence_s = TIMEOUTS.wire.tcp_heartbeat_s, TIMEOUTS.wire.tcp_silence_s
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * every_s))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s))
+        socket.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * (every_s + silence_s)))
 
 
 TURN_S = 0.001

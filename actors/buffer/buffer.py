@@ -60,6 +60,7 @@ from ...core.messages import (
 )
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Group, Prompt
+from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, DataContract, MonitorContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import OwnsKnobs, catch_up
@@ -74,7 +75,6 @@ from .groups import Groups
 from .knobs import BufferKnobs, BufferLimits, BufferValues
 from .sources import Sources
 
-LONGEST_WAIT_S = 600.0
 DEADLINE_SHARE = 0.9
 """A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""
 MAX_SAMPLES = 8192
@@ -477,7 +477,7 @@ class LongPolls:
     def until_s(self, wait_s: float) -> float:
         """When the call that is being handled has to answer, on the actor's clock, if it would wait `wait_s`."""
         left_s = self._ctx.deadline()
-        limit_s = LONGEST_WAIT_S if left_s is None else left_s * DEADLINE_SHARE
+        limit_s = TIMEOUTS.buffer.longest_poll_s if left_s is None else left_s * DEADLINE_SHARE
         wanted_s = wait_s if wait_s > 0 else 0.0  # NaN and negative: do not wait
         return self._ctx.clock.monotonic() + min(wanted_s, limit_s)
 

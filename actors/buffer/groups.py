@@ -22,6 +22,7 @@ from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupDropped, GroupReturned, PutResult
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Prompt, Sample
+from ...core.timeouts import TIMEOUTS
 from ..ledger.states import LEFTOVER, OPEN, Row, State, encode
 from ..weights.engine_versions import EngineVersions, JudgedVersion, Rewind, ServedWeights
 from .cursor import PromptCursor
@@ -30,9 +31,6 @@ from .finished_groups import INVALID, FinishedGroups, num_tokens_of, wrong_in_gr
 from .knobs import BufferKnobs, BufferLimits
 from .quarantine import POISON, PoisonTracker, Quarantine
 from .sources import Sources
-
-REATTACH_S = 10.0
-"""After a restart of the buffer, a group waits so long for the actor that still holds it."""
 
 NUM_BATCHES = 20
 """A complaint is due after so many batches' worth of groups."""
@@ -83,7 +81,7 @@ class Groups:
         self._masked: Counter[str] = Counter()
         """Reason -> members, of groups that were kept since the buffer started, from which nothing is learnt."""
         self._log = log
-        self._reattach_until_s = started_s + REATTACH_S
+        self._reattach_until_s = started_s + TIMEOUTS.buffer.reattach_s
         self._restore_line()
 
     def _restore_line(self) -> None:

@@ -25,6 +25,7 @@ import msgspec
 
 from ...core.files import Tell
 from ...core.samples import Prompt
+from ...core.timeouts import TIMEOUTS
 from ..ledger.ledger import Ledger
 from ..ledger.states import State
 from .sources import Sources
@@ -35,11 +36,6 @@ SUSPECT_AFTER = 2
 """Deaths in a row without a token in between."""
 MAX_NEW_SUSPECTS = 16
 """Groups that one death brings under suspicion at most: each costs an actor that has nothing else to do meanwhile."""
-DOUBT_S = 30.0
-"""An engine that failed a group is in doubt for so long, or until it has finished one: what it fails meanwhile is not
-held against the group, and it gets no suspects."""
-CLEARING_S = 30.0
-"""For so long without a word the actor that is to have a suspect next is waited for; then it is another."""
 _KEY = "deaths"
 
 ActorKey = tuple[str, int]
@@ -125,7 +121,7 @@ class PoisonTracker:
         """The engine of an actor failed a group: it may be the one that is sick."""
         self._in_doubt_until_s = {known: s for known, s in self._in_doubt_until_s.items() if s > now_s}
         self._num_new = {known: num for known, num in self._num_new.items() if known in self._in_doubt_until_s}
-        self._in_doubt_until_s[actor] = now_s + DOUBT_S
+        self._in_doubt_until_s[actor] = now_s + TIMEOUTS.buffer.doubt_s
 
     def finished(self, actor: ActorKey, group_id: int) -> None:
         self._in_doubt_until_s.pop(actor, None)
@@ -159,7 +155,7 @@ class PoisonTracker:
             if not holding:
                 return suspects[:1], min(max_groups, 1)
             if actor == self._clearing or now_s >= self._clearing_until_s:
-                self._clearing, self._clearing_until_s = actor, now_s + CLEARING_S
+                self._clearing, self._clearing_until_s = actor, now_s + TIMEOUTS.buffer.clearing_s
                 return (), 0
         return [group_id for group_id in waiting if not self.must_be_alone(group_id)], max_groups
 

@@ -26,12 +26,11 @@ from ...core.clock import Clock
 from ...core.errors import ConfigError, LedgerError
 from ...core.files import lock_remedy, lock_within
 from ...core.knobs import AuditRecord
+from ...core.timeouts import TIMEOUTS
 from ..daemon_thread import in_daemon_thread
 
 AUDIT_FILE = "audit.jsonl"
 MAX_LINE_BYTES = 256 << 10
-LOCK_S = 10.0
-"""For how long an append waits for the others."""
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"\}$')
 _EMPTY_DIGEST = b'"digest":""}'
 
@@ -156,9 +155,9 @@ def _lines(path: Path) -> tuple[list[bytes], bool]:
 def _locked(path: Path) -> Generator[int]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if not lock_within(descriptor, LOCK_S):
+        if not lock_within(descriptor, TIMEOUTS.coordinator.lock_s):
             raise LedgerError(
-                f"{path}: another process has kept it locked for {LOCK_S:g} s",
+                f"{path}: another process has kept it locked for {TIMEOUTS.coordinator.lock_s:g} s",
                 remedy="see which one holds it (`fuser` names it); it is stopped or stuck",
             )
         yield descriptor

@@ -29,6 +29,7 @@ from ...core.knobs import (
 )
 from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
 from ...core.retry import until_answered
+from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, MonitorContract, TrainerContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
@@ -42,12 +43,9 @@ from .options import CoordinatorOptions
 from .run_control import RunControl
 from .run_state import CoordinatorJournal, PhaseMoves, RunContext, RunState
 
-REJOIN_S = 5.0
-"""How long trainer and engines of the run may take to report in."""
 LEADER = "trainer/0"
 OTHER_OWNERS = ("buffer", "monitor", "trainer/")
 """Owners of knobs beside the rollout actors, which report in."""
-TELL_AGAIN_S = 1.0
 
 
 class Coordinator(OwnsKnobs, CoordinatorContract):
@@ -522,14 +520,17 @@ class Rejoin:
         for name in (name for prefix in OTHER_OWNERS for name in self._ctx.peers(prefix)):
             self._ctx.spawn(self._conductor.joined(name), name=f"knobs-for-{name}")
         try:
-            async with asyncio.timeout(REJOIN_S):
+            async with asyncio.timeout(TIMEOUTS.coordinator.rejoin_s):
                 while self._missing() and not self._state.is_over:
                     self._news.clear()
                     await self._news.wait()
                 if self._ctx.peers("buffer"):
                     await self._control.look()
         except TimeoutError:
-            self._tell("coordinator-alone", f"not heard within {REJOIN_S:g} s: {', '.join(self._missing())}")
+            self._tell(
+                "coordinator-alone",
+                f"not heard within {TIMEOUTS.coordinator.rejoin_s:g} s: {', '.join(self._missing())}",
+            )
         took_s = self._ctx.clock.monotonic() - began_s
         names = ", ".join(joined) or "no rollout actor"
         self._tell("coordinator-attached", f"version {self._state.version}, {names}; waited {took_s:.2f} s")
@@ -582,5 +583,5 @@ class LeaderControl:
                 return await self._leader.stop_leader(reason)
             except MyxaError as error:
                 self._ctx.log.warning("the order to end did not reach %s: %s; it is repeated", LEADER, error)
-            await asyncio.sleep(TELL_AGAIN_S)
+            await asyncio.sleep(TIMEOUTS.coordinator.tell_again_s)
         return None

@@ -34,6 +34,7 @@ from ...core.knobs import (
     LiveKnobs,
     Operator,
 )
+from ...core.timeouts import TIMEOUTS
 from ..contracts import KnobsContract
 from .audit import AuditWriter
 from .knob_decisions import ChangeDraft, Decisions, Due, OwnerStates, draft_change
@@ -41,19 +42,8 @@ from .run_state import RunContext
 
 AUTO = Operator(via="auto")
 """No operator: an expiry, a resumed run."""
-TURN_S = 20.0
-"""How long a request waits for the change before it."""
-ASK_S = 5.0
-JUDGE_S = 10.0
-CONFIRM_S = 10.0
-"""How long a reply waits until all owners use the change, or wait for its number; after that it names the others."""
-TELL_S = 5.0
-JOIN_S = 15.0
-"""How long an actor that has joined may be out of reach; less than `rollout_ready` has."""
-RETRY_S = 0.2
 TELL_TRIES = 4
 """How often an owner may fail to use what was decided."""
-TELL_AGAIN_S = 1.0
 ALONE = ("buffer", "monitor")
 """Owners that there is one of."""
 
@@ -141,7 +131,7 @@ class KnobConductor:
         )
 
     async def roster(self) -> OwnerStates:
-        """Every owner with its knobs; those that do not answer within `ASK_S` are silent."""
+        """Every owner with its knobs; those that do not answer within `ask_s` are silent."""
         names = [self._ctx.name, *self._others(), *sorted(self._engines)]
         answers = await asyncio.gather(*(self._sheet(name) for name in names))
         silent = {name: a for name, a in zip(names, answers, strict=True) if isinstance(a, str)}
@@ -153,10 +143,10 @@ class KnobConductor:
 
     async def _sheet(self, name: str) -> KnobSheet | str:
         try:
-            async with asyncio.timeout(ASK_S):
+            async with asyncio.timeout(TIMEOUTS.coordinator.ask_s):
                 return await self._ref(name).knobs()
         except TimeoutError:
-            return f"no answer within {ASK_S:g} s"
+            return f"no answer within {TIMEOUTS.coordinator.ask_s:g} s"
         except NoSuchActor:
             return "it is not there"
         except RemoteError as error:
@@ -210,11 +200,13 @@ class KnobConductor:
 
     async def _in_turn(self, order: Order) -> ChangeReply:
         try:
-            async with asyncio.timeout(TURN_S):
+            async with asyncio.timeout(TIMEOUTS.coordinator.turn_s):
                 await self._is_attached.wait()
                 await self._turn.acquire()
         except TimeoutError:
-            return _refusal(f"another change, or a restart, has been under way for {TURN_S:g} s; ask again")
+            return _refusal(
+                f"another change, or a restart, has been under way for {TIMEOUTS.coordinator.turn_s:g} s; ask again"
+            )
         self._is_decided.clear()
         owners: Sequence[str] = ()
         try:
@@ -282,10 +274,10 @@ class KnobConductor:
 
     async def _verdict(self, owner: str, values: dict[str, KnobValue], at: int) -> KnobVerdict:
         try:
-            async with asyncio.timeout(JUDGE_S):
+            async with asyncio.timeout(TIMEOUTS.coordinator.judge_s):
                 return await self._ref(owner).judge_knobs(values, at)
         except TimeoutError:
-            return KnobVerdict(refusal=f"{owner} did not answer: not within {JUDGE_S:g} s")
+            return KnobVerdict(refusal=f"{owner} did not answer: not within {TIMEOUTS.coordinator.judge_s:g} s")
         except MyxaError as error:
             return KnobVerdict(refusal=f"{owner} did not answer: {error.message}")
 
@@ -294,14 +286,16 @@ class KnobConductor:
         if not owners:
             return reply
         telling = {self._ctx.spawn(self.joined(name, 0.0), name=f"knobs-for-{name}"): name for name in owners}
-        done, late = await asyncio.wait(telling, timeout=CONFIRM_S)
+        done, late = await asyncio.wait(telling, timeout=TIMEOUTS.coordinator.confirm_s)
         warnings = [task.result() for task in telling if task in done and task.result()]
         if late:
             names = ", ".join(sorted(telling[task] for task in late))
-            warnings.append(f"not confirmed within {CONFIRM_S:g} s by {names}: told again until it is")
+            warnings.append(
+                f"not confirmed within {TIMEOUTS.coordinator.confirm_s:g} s by {names}: told again until it is"
+            )
         return msgspec.structs.replace(reply, warnings=(*reply.warnings, *warnings))
 
-    async def joined(self, owner: str, patience_s: float = JOIN_S) -> str:
+    async def joined(self, owner: str, patience_s: float = TIMEOUTS.coordinator.join_s) -> str:
         """Have an owner use what was decided; told until it does or is gone. Returns what an operator should know.
         `patience_s`: for one that the registry may not know yet, or know as its former incarnation. An owner that
         answers and fails to use it is broken, since others rely on it; the monitor is an exception."""
@@ -309,7 +303,7 @@ class KnobConductor:
         while True:
             epoch = self.decisions.epoch
             try:
-                async with asyncio.timeout(TELL_S):
+                async with asyncio.timeout(TIMEOUTS.coordinator.tell_s):
                     await self._ref(owner).knobs_decided(epoch)
             except (PeerDied, NoSuchActor) as error:
                 if self._clock.monotonic() - began_s >= patience_s:
@@ -324,13 +318,13 @@ class KnobConductor:
                     if owner != "monitor":
                         await self._on_broken(owner, f"it could not use change {epoch} of the knobs: {error.message}")
                     return f"{owner} failed to use it: {error.message}"
-                await asyncio.sleep(TELL_AGAIN_S)
+                await asyncio.sleep(TIMEOUTS.coordinator.tell_again_s)
             except (MyxaError, TimeoutError) as error:
-                why = str(error) or f"no answer within {TELL_S:g} s"
+                why = str(error) or f"no answer within {TIMEOUTS.coordinator.tell_s:g} s"
                 self._ctx.log.warning("%s does not use change %d of the knobs: %s; told again", owner, epoch, why)
             else:
                 return "" if epoch == self.decisions.epoch else await self.joined(owner, patience_s)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(TIMEOUTS.coordinator.retry_s)
 
     async def _expire_forever(self) -> None:
         """Changes that were made for a time go back by themselves; one that cannot is tried again every second."""
@@ -345,7 +339,7 @@ class KnobConductor:
             for due in self.decisions.due(self._version(), self._clock.wall()):
                 if not await self._go_back(due):
                     self._news.set()
-                    await asyncio.sleep(TELL_AGAIN_S)
+                    await asyncio.sleep(TIMEOUTS.coordinator.tell_again_s)
 
     async def _go_back(self, due: Due) -> bool:
         """Whether it did; a refusal is recorded once."""
@@ -378,8 +372,6 @@ def _refusal(why: str) -> ChangeReply:
     return ChangeReply(epoch=0, at=0, moves=(), refused=why)
 
 
-APPEAR_S = 5.0
-"""Limit for owners to appear; a knob without an owner delays a resumed run by so much."""
 SURE = ("buffer", "trainer/0")
 """Owners that are up by then in every run."""
 
@@ -421,12 +413,12 @@ async def _roster(conductor: KnobConductor, live: LiveKnobs | None) -> OwnerStat
     """All owners. A resumed run waits for those that the registry, whose news comes late, does not know yet."""
     roster = await conductor.roster()
     try:
-        async with asyncio.timeout(APPEAR_S):
+        async with asyncio.timeout(TIMEOUTS.coordinator.appear_s):
             while live is not None and not (
                 {sheet.owner for sheet in roster.sheets}.issuperset({*SURE, *roster.silent})
                 and all(roster.states(knob.name) for knob in live.knobs)
             ):
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(TIMEOUTS.coordinator.retry_s)
                 roster = await conductor.roster()
     except TimeoutError:
         pass  # an owner that is missing or silent asks for its values when it is there

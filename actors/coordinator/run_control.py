@@ -18,14 +18,12 @@ from ...core.errors import LedgerError, MyxaError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult, PauseState
 from ...core.retry import until_answered
+from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, TrainerContract
 from .audit import AuditWriter
 from .run_state import RunContext
 
 T = TypeVar("T")
-
-TELL_S = 20.0
-"""For how long a buffer that is away is waited for; less than an operator's call has."""
 
 
 def _deed(verb: str, who: Operator, reason: str, **arguments: object) -> AuditRecord:
@@ -114,7 +112,9 @@ class RunControl:
 
     async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
         clock, log = self._ctx.clock, self._ctx.log
-        return await until_answered(ask, who="buffer", clock=clock, log=log, give_up_s=TELL_S, waits_for_disk=False)
+        return await until_answered(
+            ask, who="buffer", clock=clock, log=log, give_up_s=TIMEOUTS.coordinator.pause_s, waits_for_disk=False
+        )
 
     async def _carried_out(self, deed: AuditRecord, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
         """Completes even if the caller is gone. `is_recorded`: `work` writes the record before it acts."""

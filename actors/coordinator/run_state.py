@@ -26,6 +26,7 @@ from ...core.clock import Clock
 from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError
 from ...core.files import read_regular, until_written, write_durably
 from ...core.messages import EngineStatus, Record, RunPhase, RunStatus
+from ...core.timeouts import TIMEOUTS
 from ..daemon_thread import in_daemon_thread
 from .options import CoordinatorOptions
 
@@ -87,8 +88,6 @@ class RunState:
 
 JOURNAL_FILE = "coordinator.journal"
 MAX_BYTES = 64 << 20
-KEEP_S = 10.0
-"""Limit for a journal write that the run does not depend on."""
 
 
 class Kept(Record, frozen=True):
@@ -170,10 +169,13 @@ class RunContext:
     async def keep(self) -> None:
         """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""
         try:
-            async with asyncio.timeout(KEEP_S):
+            async with asyncio.timeout(TIMEOUTS.coordinator.keep_s):
                 await self.journal.keep()
         except (MyxaError, TimeoutError) as error:
-            self.tell("journal-not-written", str(error) or f"{self.journal.path}: not written within {KEEP_S:g} s")
+            self.tell(
+                "journal-not-written",
+                str(error) or f"{self.journal.path}: not written within {TIMEOUTS.coordinator.keep_s:g} s",
+            )
 
 
 class PhaseMoves:

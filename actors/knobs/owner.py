@@ -16,7 +16,8 @@ from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.errors import ConfigError
 from ...core.knobs import NUMBERED, Boundary, KnobSheet, KnobState, KnobValue, KnobVerdict, LiveKnob, LiveKnobs, Tunable
-from ...core.retry import GIVE_UP_S, until_answered
+from ...core.retry import until_answered
+from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, KnobsContract
 
 
@@ -160,7 +161,12 @@ class OwnsKnobs(KnobsContract):
 
 
 async def pull(
-    ctx: ActorContext, owner: KnobOwner, boundary: Boundary = "now", number: int = -1, *, give_up_s: float = GIVE_UP_S
+    ctx: ActorContext,
+    owner: KnobOwner,
+    boundary: Boundary = "now",
+    number: int = -1,
+    *,
+    give_up_s: float = TIMEOUTS.wire.give_up_s,
 ) -> dict[str, KnobValue]:
     """Ask the coordinator for what was decided, and use it. `number`: of the numbered boundary that the actor is about
     to pass; waits while a change is undecided that might be meant for it. Returns what came into force there. Raises

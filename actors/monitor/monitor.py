@@ -18,6 +18,7 @@ from ...core.clock import Clock, SystemClock
 from ...core.errors import CallError
 from ...core.messages import Event, MetricPoint, Telemetry
 from ...core.sink import Sink
+from ...core.timeouts import TIMEOUTS
 from ..contracts import MonitorContract
 from ..knobs.owner import KnobOwner, OwnsKnobs, catch_up
 from ..knobs.process import process_knobs
@@ -25,11 +26,6 @@ from ..telemetry import ReportPace
 from .latest import TIME_PREFIX, Latest
 from .sink_thread import Sinks
 
-_CLOSE_S = 8.0
-"""Below the time that a node gives an actor's `on_stop`."""
-_JOIN_S = 5.0
-"""How long telemetry waits for the knobs in force; the coordinator also sends them to each owner that registers."""
-_REPORT_DROPS_S = 10.0
 _NAME = "monitor"
 
 _log = logging.getLogger(__name__)
@@ -75,10 +71,12 @@ class Monitor(OwnsKnobs, MonitorContract):
         await self._sinks.start()
         self._mark_gap()
         try:
-            async with asyncio.timeout(_JOIN_S):
+            async with asyncio.timeout(TIMEOUTS.monitor.join_s):
                 await catch_up(self.ctx, self.knob_owner)
         except (CallError, TimeoutError) as error:
-            _log.warning("coordinator has not said within %g s which knobs are in force: %s", _JOIN_S, error)
+            _log.warning(
+                "coordinator has not said within %g s which knobs are in force: %s", TIMEOUTS.monitor.join_s, error
+            )
         self._meter.switch("wait-data", "messages")
 
     def _mark_gap(self) -> None:
@@ -93,7 +91,7 @@ class Monitor(OwnsKnobs, MonitorContract):
     async def on_stop(self, why: str) -> None:
         self._tell_own()
         self._write_held()
-        await self._sinks.stop(_CLOSE_S)
+        await self._sinks.stop(TIMEOUTS.monitor.close_s)
 
     async def telemetry(self, bundle: Telemetry) -> None:
         with self._meter.working("fold"):
@@ -147,7 +145,7 @@ class Monitor(OwnsKnobs, MonitorContract):
         """One event for losses since the last one, at most every few seconds."""
         dropped = self._latest.num_dropped + self._sinks.num_dropped
         now = self._clock.monotonic()
-        if dropped == self._drops_reported or now < self._drops_reported_s + _REPORT_DROPS_S:
+        if dropped == self._drops_reported or now < self._drops_reported_s + TIMEOUTS.monitor.report_drops_s:
             return
         text = f"{dropped - self._drops_reported} telemetry records or bundles were lost (senders or sinks too slow)"
         self._drops_reported, self._drops_reported_s = dropped, now

@@ -24,9 +24,8 @@ from ...core.errors import ConfigError, LaunchError
 from ...core.files import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
 from ...core.messages import Event, Telemetry
 from ...core.sink import Sink, SinkContext
+from ...core.timeouts import TIMEOUTS
 
-OPEN_S = 10.0
-"""How long the start of the run waits for a sink to open or to refuse; then it opens beside the run."""
 _log = logging.getLogger(__name__)
 
 
@@ -155,7 +154,7 @@ class Sinks:
         clock: Clock,
         flush_s: float = 0.5,
         max_bundles: int = 4096,
-        open_s: float = OPEN_S,
+        open_s: float = TIMEOUTS.monitor.open_s,
         settings: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
         self._clock = clock

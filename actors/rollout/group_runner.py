@@ -40,6 +40,7 @@ from ...core.errors import (
 from ...core.messages import Assignment, DropReason
 from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
 from ...core.samples import I32, Group, LossPart, Prompt, Sample
+from ...core.timeouts import TIMEOUTS
 from ..rewards.guard import Reference, Scorer
 from ..stream_checks import checked_rollout
 from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext, closed
@@ -55,8 +56,6 @@ Rollout = tuple[Sample, ...]
 """The samples of one member of a group; the last one is judged."""
 MAX_LOST = 10
 """Processes that a member may lose to others."""
-RETRY_AFTER_S = 0.5
-"""Before a member is tried again; doubled each time."""
 MARK_IDS = 16
 """The mark that opens a thought, and the white space behind it, are no longer."""
 
@@ -326,7 +325,7 @@ class GroupRunner:
                 raise
             member.again()
             member.num_retries += 1
-            await asyncio.sleep(RETRY_AFTER_S * 2 ** (member.num_retries - 1))
+            await asyncio.sleep(TIMEOUTS.rollout.repeat_s * 2 ** (member.num_retries - 1))
 
     def _settle(self, member: GroupMember, failed: MemberFailed) -> None:
         """What becomes of a member whose workflow failed for good: it is masked, or its samples get reward 0. Raises

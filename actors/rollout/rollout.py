@@ -67,6 +67,7 @@ from ...core.messages import (
 from ...core.protocols import Engine, EngineTrace, PausesByMode, ProfilesItself, Tokenizer
 from ...core.retry import until_answered
 from ...core.samples import NO_VERSION, Group, Sample
+from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
@@ -84,16 +85,6 @@ from .knobs import crowding, rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
 
 COORDINATOR = "coordinator"
-MEET_S = 120.0
-START_LIMIT_S = 600.0  # an engine that loads a model may hold the interpreter lock for so long
-POLL_S = 5.0
-"""Long poll for work: the buffer holds a draw that long at most."""
-RETRY_S = 0.2
-"""Pause after a call that failed because its callee is being restarted."""
-LOSS_S = 1.0
-"""Nothing is drawn for so long after a stream broke: an engine that is lost ends this actor within that time."""
-HAND_BACK_S = 2.0
-"""For handing all groups back before this actor fails."""
 SAVING_SHARE = 0.05
 """Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
 PUT_AT_ONCE = 16
@@ -178,7 +169,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._is_at_work = False
         self._broke: EngineError | None = None
         """What a group was failed with since that was judged last."""
-        self._broke_s = -LOSS_S
+        self._broke_s = -TIMEOUTS.rollout.loss_s
         self._finished: asyncio.Queue[tuple[GroupFinished, asyncio.Future[PutResult]]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._blocked_by: DrawBlock = ""
@@ -235,7 +226,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         await self._start_workers()
         if self._engine is not None:
             generate = await self._wait_for_room(self._engine)
-            with self.ctx.busy(START_LIMIT_S, "starts its engine"):
+            with self.ctx.busy(TIMEOUTS.rollout.start_s, "starts its engine"):
                 info = await self._engine.start()
             if self._tenant is not None:
                 self._tenant.loaded()
@@ -268,7 +259,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._serving.set()
         self.ctx.spawn(self._gauge_forever(runner), name="rollout-gauges")
         self._meter.switch("wait-weights", "first weights")
-        await self.ctx.wait_for(COORDINATOR, "buffer", timeout_s=MEET_S)
+        await self.ctx.wait_for(COORDINATOR, "buffer", timeout_s=TIMEOUTS.rollout.meet_s)
         await self._report()
         self._has_reported = True
         if self._tenant is not None:
@@ -487,7 +478,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self._engine is not None and self._options.save_partials_s > 0:
             self.ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
-            while (left_s := self._broke_s + LOSS_S - self.ctx.clock.monotonic()) > 0:
+            while (left_s := self._broke_s + TIMEOUTS.rollout.loss_s - self.ctx.clock.monotonic()) > 0:
                 await asyncio.sleep(left_s)
             await self._judge()
             free = self._options.concurrency - len(self._held)
@@ -502,7 +493,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 lineage=self._weights.lineage,
                 max_groups=min(free, DRAW_AT_ONCE),
                 room=free,
-                wait_s=POLL_S,
+                wait_s=TIMEOUTS.rollout.poll_s,
                 holding=tuple(self._held),
                 blocked_by=self._blocked_by,
             )
@@ -510,14 +501,14 @@ class Rollout(OwnsKnobs, RolloutContract):
                 reply = await self._buffer.draw(request)
             except (CallError, DiskRefused) as err:
                 self.ctx.log.warning("draw: %s", err)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(TIMEOUTS.rollout.retry_s)
                 continue
             self._blocked_by = reply.blocked_by
             self._book()
             for assignment in reply.assignments:
                 await self._take(assignment, runner)
             if reply.blocked_by == "finished":
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(TIMEOUTS.rollout.retry_s)
 
     async def _judge(self) -> None:
         """An engine survives the failure of some groups; those that fail at the same time count once. One that failed
@@ -565,12 +556,12 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def _hand_back(self, cause: EngineError | None = None) -> int:
         """Return all groups with their tokens, since this actor is about to fail; returns how many. `cause`: the engine
-        failed, perhaps because of one of them. Takes `HAND_BACK_S` at most: a group that does not get through continues
-        from the tokens saved before."""
+        failed, perhaps because of one of them. Takes `hand_back_s` at most: a group that does not get through
+        continues from the tokens saved before."""
         self.is_draining = True
         num_groups = 0
         try:
-            async with asyncio.timeout(HAND_BACK_S):
+            async with asyncio.timeout(TIMEOUTS.rollout.hand_back_s):
                 for group_id, held in list(self._held.items()):
                     if group_id not in self._held or self._runner is None or not self._runner.has(group_id):
                         continue  # it is on its way to the buffer already
@@ -581,7 +572,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 if self._held:
                     await asyncio.wait([held.task for held in self._held.values()])
         except TimeoutError:
-            self.ctx.log.warning("the buffer did not take all groups back in %g s", HAND_BACK_S)
+            self.ctx.log.warning("the buffer did not take all groups back in %g s", TIMEOUTS.rollout.hand_back_s)
         return num_groups
 
     async def _save_forever(self, runner: GroupRunner) -> None:

@@ -26,6 +26,7 @@ from ...core.device_memory import MovedMemory, Tag, TagReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
 from ...core.retry import until_answered
+from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract
 from ..daemon_thread import in_daemon_thread
 from ..tenancy.tenant import Tenant, TenantOptions
@@ -110,12 +111,6 @@ def require(tenant: RolloutTenant | None, name: str) -> RolloutTenant:
 
 T = TypeVar("T")
 
-ABORT_EVERY_S = 0.25
-"""A request that was on its way into the engine when all were aborted is met by the next round."""
-PARK_S = 60.0
-"""For an engine to be idle once its streams have ended; the command's own deadline is usually shorter."""
-CALL_S = 600.0
-
 
 class EngineTurn:
     """The gate of an engine that has its device in turns; closed until `resume`. Made on the engine's loop."""
@@ -190,11 +185,11 @@ class EngineTurn:
         while self._num_inside:
             await self._engine.abort()
             try:
-                async with asyncio.timeout(ABORT_EVERY_S):
+                async with asyncio.timeout(TIMEOUTS.rollout.abort_every_s):
                     await self._empty.wait()
             except TimeoutError:
                 continue
-        await self._memory.park(PARK_S)
+        await self._memory.park(TIMEOUTS.rollout.park_s)
 
     async def resume(self) -> None:
         if self._owes_loss:
@@ -242,12 +237,14 @@ class EngineTurn:
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(CALL_S)
+            return future.result(TIMEOUTS.rollout.call_s)
         except MyxaError as err:
             raise MemoryFault(err.message, remedy=err.remedy) from err
         except TimeoutError as err:
             future.cancel()
-            raise MemoryFault(f"the engine did not answer within {CALL_S:g} s", remedy="see its log") from err
+            raise MemoryFault(
+                f"the engine did not answer within {TIMEOUTS.rollout.call_s:g} s", remedy="see its log"
+            ) from err
 
 
 def _aborted() -> Delta:

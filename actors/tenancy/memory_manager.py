@@ -28,14 +28,13 @@ from ...core.device_memory import (
 )
 from ...core.errors import CallError, ConfigError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
+from ...core.timeouts import TIMEOUTS
 from ...memory.arenas.host_vmm import device_bytes
 from ...memory.leases.switch import LeaseOptions, Leases
 from ..contracts import MemoryContract, MonitorContract, NodeAgentContract, TenantContract
 from ..daemon_thread import in_daemon_thread
 from ..telemetry import report_forever
 
-VIEW_S = 0.5
-"""For the reports and the measurement of a view."""
 TIMELINE_SIZE = 256
 
 
@@ -161,7 +160,7 @@ class MemoryManager(MemoryContract):
         """Of tenants and devices now, or, where that takes too long, as they were last."""
         if self._look is None or self._look.done():
             self._look = self.ctx.spawn(self._look_around(), name="look for a view")
-        await asyncio.wait([self._look], timeout=VIEW_S)
+        await asyncio.wait([self._look], timeout=TIMEOUTS.memory.view_s)
         ledger = self._leases.ledger()
         return MemoryView(
             manager=self.ctx.name,
@@ -174,7 +173,7 @@ class MemoryManager(MemoryContract):
     async def _look_around(self) -> None:
         async def ask(name: str) -> None:
             try:
-                report = await with_deadline(self.ctx.ref(TenantContract, name), VIEW_S).memory_report()
+                report = await with_deadline(self.ctx.ref(TenantContract, name), TIMEOUTS.memory.view_s).memory_report()
             except CallError:
                 return
             if report is not None:

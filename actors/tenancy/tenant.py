@@ -35,12 +35,12 @@ from ...core.device_memory import (
     wholes,
 )
 from ...core.errors import MyxaError
+from ...core.timeouts import TIMEOUTS
 from ...memory.communicators.residency import Absent, CommResidency
 from ...memory.leases.lease_ledger import resting_state
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
-REOPEN_S = 10.0
 MAX_REPLIES = 256
 """Remembered; a command is repeated within seconds, not after so many others."""
 NOTHING_MOVED = MovedMemory()
@@ -202,7 +202,7 @@ class Tenant:
     async def _reopen(self) -> None:
         """After a drain that failed: open the gate; if it cannot be, it is closed, and a commit opens it later."""
         try:
-            async with asyncio.timeout(REOPEN_S):
+            async with asyncio.timeout(TIMEOUTS.memory.reopen_s):
                 await self._gate.resume()
         except Exception:  # noqa: BLE001 -- a gate of another's making may raise anything
             _log.exception("%s: the gate does not open", self._options.name)

@@ -21,12 +21,11 @@ from ...core.device_memory import OPTIMIZER_PARTS, LeaseRequest, Tag, wholes
 from ...core.errors import CallError, LeaseRefused
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
+from ...core.timeouts import TIMEOUTS
 from ..contracts import MemoryContract, RolloutContract
 
 ATTEMPTS = 3
 """At one lease, before its refusal ends the gang."""
-AGAIN_S = 1.0
-"""For the registry to hear that an actor is gone."""
 TRAINER, ROLLOUT = "trainer", "rollout"
 TRAINER_TAGS: tuple[Tag, ...] = ("params", "grads", "masters", *OPTIMIZER_PARTS, "frozen", "workspace", "nccl")
 ROLLOUT_TAGS: tuple[Tag, ...] = ("weights", "kv_cache", "cuda_graph")
@@ -112,7 +111,7 @@ class TimeShare:
                 if attempt + 1 == ATTEMPTS:
                     raise
                 self._ctx.log.warning("a change of turns: %s; trying again", err)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(TIMEOUTS.memory.again_s)
             else:
                 return
 

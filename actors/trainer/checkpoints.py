@@ -29,6 +29,7 @@ from ...core.errors import CallError, GatherError, MyxaError, RemoteError, Train
 from ...core.files import FileEntry
 from ...core.knobs import LiveKnobs
 from ...core.refs import ActorGroup
+from ...core.timeouts import TIMEOUTS
 from ..checkpoints.folder import (
     CheckpointInfo,
     Writer,
@@ -44,12 +45,6 @@ from ..checkpoints.folder import (
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..ledger.file import LEDGER
-
-RETRY_S = 30.0
-"""After one by schedule that failed, before the next attempt; doubled each time up to `RETRY_LIMIT_S`. By time: a disk
-does not become empty by steps, which may be made in less than a second."""
-RETRY_LIMIT_S = 600.0
-
 
 T = TypeVar("T")
 
@@ -181,7 +176,9 @@ class Checkpoints:
             raise
         except MyxaError as error:
             self._num_failed += 1
-            pause_s = min(RETRY_LIMIT_S, RETRY_S * 2 ** min(self._num_failed - 1, 10))
+            pause_s = min(
+                TIMEOUTS.trainer.longest_repeat_s, TIMEOUTS.trainer.first_repeat_s * 2 ** min(self._num_failed - 1, 10)
+            )
             self._try_at_s = self.clock.monotonic() + pause_s
             self._tell_failed(version, error, pause_s)
 

@@ -39,6 +39,7 @@ from ...core.protocols import StepStats
 from ...core.refs import ActorGroup
 from ...core.retry import until_answered
 from ...core.samples import Group, TrainShard
+from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner, pull
 from ..ledger.states import State
@@ -50,10 +51,6 @@ from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 
 T = TypeVar("T")
 
-CLAIM_WAIT_S = 2.0
-"""Also how long a request to write something, or to stop, may wait for one that waits for data."""
-HELD_BACK_WAIT_S = 0.25
-"""The same while engines lack the newest version: they may have to be given it before there can be a batch."""
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
 COORDINATOR = "coordinator"
@@ -226,7 +223,7 @@ class TrainLoop:
 
     async def _claim(self, version: int, blocked_by: str) -> Claim:
         lacks = self._options.publishes and self.publisher.newest < version
-        wait_s = HELD_BACK_WAIT_S if lacks and blocked_by not in _RESTING else CLAIM_WAIT_S
+        wait_s = TIMEOUTS.trainer.held_back_s if lacks and blocked_by not in _RESTING else TIMEOUTS.trainer.claim_s
         return await self._ask("buffer", lambda: self._buffer.claim(version, wait_s, blocked_by))
 
     async def _between_claims(self, version: int, blocked_by: str) -> None:

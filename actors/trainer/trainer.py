@@ -28,6 +28,7 @@ from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
 from ...core.messages import WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainShard
+from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
 from ..contracts import MonitorContract, TrainerContract
@@ -43,9 +44,6 @@ from .tenant import TrainerTenancy, TrainerTenant
 from .train_loop import TrainLoop, TrainLoopOptions
 
 T = TypeVar("T")
-
-CLOSE_S = 2.0
-"""How long the end waits for a running call: it may hang in a collective, whose other ranks are gone, or on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         ends = {self._thread: self._backend.close, self._end.thread: self._end.close}
         in_thread = asyncio.get_running_loop().run_in_executor
         closing = {thread: in_thread(thread, close) for thread, close in ends.items()}
-        done, _ = await asyncio.wait(closing.values(), timeout=CLOSE_S)
+        done, _ = await asyncio.wait(closing.values(), timeout=TIMEOUTS.trainer.close_s)
         for thread, end in closing.items():
             thread.shutdown(wait=end in done, cancel_futures=True)
 

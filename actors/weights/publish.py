@@ -24,10 +24,9 @@ from ...core.files import Tell, until_written
 from ...core.messages import WeightChannel, WeightManifest
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
 from ...core.refs import ActorGroup
+from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ..contracts import TrainerContract
-
-RELEASE_DEADLINE_S = 300.0
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs blocking work in the backend's thread."""
@@ -175,14 +174,14 @@ class Publisher:
         what they staged of them, since that memory is needed."""
         try:
             with self.meter.during("wait-weights", f"release for {version}"):
-                async with asyncio.timeout(RELEASE_DEADLINE_S):
+                async with asyncio.timeout(TIMEOUTS.trainer.release_s):
                     while len(self._unreleased) + len(self._letting_go) > at_most:
                         self._release_seen.clear()
                         await self._release_seen.wait()
         except TimeoutError as err:
             raise TrainError(
                 f"the coordinator did not release any of the versions {sorted(self._unreleased)} "
-                f"within {RELEASE_DEADLINE_S:g} s",
+                f"within {TIMEOUTS.trainer.release_s:g} s",
                 remedy="an engine is stuck in a weight update; see the coordinator's log for its name",
             ) from err
 

@@ -32,6 +32,7 @@ from ...core.clock import Clock
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
 from ...core.messages import WeightAck, WeightChannel, WeightManifest
 from ...core.refs import with_deadline
+from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import SENT_CHANNELS, WeightProgress
 from ..contracts import RolloutContract, TrainerContract
 
@@ -244,16 +245,9 @@ class Adoption:
         return engine.is_put_off and (engine.target_lineage, engine.target) == (self.lineage, self.newest)
 
 
-LOOK_S = 1.0
-"""Between two questions how far an engine is, and two looks for engines that may begin."""
 MAX_REFUSALS = 15
 """In a row, which take a minute; at the next one the engine is fenced. Those of a trainer that ended do not count."""
-RETRY_S = 1.0
-"""Before an engine that refused is asked again, doubled up to `RETRY_LIMIT_S`; also before a lost message is resent."""
-RETRY_LIMIT_S = 4.0
 
-RELEASE_S = 10.0
-"""For the trainer to hear that a version may go."""
 LEADER = "trainer/0"
 
 Phase = Literal["prepare", "commit"]
@@ -325,7 +319,9 @@ class Adopter:
                 if not self._under_way:
                     break
                 with self.meter.during("wait-weights", f"adopt {self.adoption.newest}"):
-                    done, _ = await asyncio.wait(self._under_way, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = await asyncio.wait(
+                        self._under_way, timeout=TIMEOUTS.coordinator.progress_s, return_when=asyncio.FIRST_COMPLETED
+                    )
                 self._under_way -= done
                 if done:
                     self._release()
@@ -382,9 +378,9 @@ class Adopter:
 
     async def _watch(self, name: str, stall: StallCheck) -> None:
         """Asks how far it is, from time to time. Raises NoProgress."""
-        engine = with_deadline(self.ctx.ref(RolloutContract, name), LOOK_S)
+        engine = with_deadline(self.ctx.ref(RolloutContract, name), TIMEOUTS.coordinator.progress_s)
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMEOUTS.coordinator.progress_s)
             progress: WeightProgress | None = None
             try:
                 progress = await engine.weight_progress()
@@ -402,7 +398,12 @@ class Adopter:
         if num_refusals > MAX_REFUSALS:
             self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
             return
-        await asyncio.sleep(min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0)))
+        await asyncio.sleep(
+            min(
+                TIMEOUTS.coordinator.longest_repeat_s,
+                TIMEOUTS.coordinator.first_repeat_s * 2 ** max(num_refusals - 1, 0),
+            )
+        )
         self.adoption.ask_again(name, epoch)
 
     def fence(self, name: str, epoch: int, reason: str) -> None:
@@ -422,7 +423,7 @@ class Adopter:
                 return
             except CallError as err:
                 self.ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(TIMEOUTS.coordinator.first_repeat_s)
             else:
                 return
 
@@ -436,18 +437,20 @@ class Adopter:
 
     async def _tell_released(self) -> None:
         """Until it has heard: it may wait for just this before another version, and nothing else would remind us."""
-        pause_s = RETRY_S
+        pause_s = TIMEOUTS.coordinator.first_repeat_s
         try:
             while self._unreleased:
                 of, version = oldest = min(self._unreleased)
                 # Else the trainer went back, and the number may mean other weights; or it was offered again meanwhile.
                 if of == self.adoption.lineage and not self.adoption.holds(version):
                     try:
-                        await with_deadline(self.ctx.ref(TrainerContract, LEADER), RELEASE_S).release_weights(version)
+                        await with_deadline(
+                            self.ctx.ref(TrainerContract, LEADER), TIMEOUTS.coordinator.release_s
+                        ).release_weights(version)
                     except MyxaError as err:
                         self.ctx.log.warning("the trainer did not hear that version %d may go: %s", version, err)
                         await asyncio.sleep(pause_s)
-                        pause_s = min(2 * pause_s, RETRY_LIMIT_S)
+                        pause_s = min(2 * pause_s, TIMEOUTS.coordinator.longest_repeat_s)
                         continue
                 self._unreleased.discard(oldest)
         finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import until
+from tests.harness.waits import waits
 
 from myxa.actors.contracts import RolloutContract, TrainerContract
 from myxa.actors.weights import rollout_update as module
@@ -27,8 +28,9 @@ from myxa.transport.node import Node
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LOOK_S": 0.05, "RETRY_S": 0.02, "RETRY_LIMIT_S": 0.05, "MAX_REFUSALS": 3}.items():
-        monkeypatch.setattr(module, name, value)
+    times = {"progress_s": 0.05, "first_repeat_s": 0.02, "longest_repeat_s": 0.05}
+    monkeypatch.setattr(module, "TIMEOUTS", waits(coordinator=times))
+    monkeypatch.setattr(module, "MAX_REFUSALS", 3)
 
 
 class ToyRollout(RolloutContract):

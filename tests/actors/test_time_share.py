@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.harness.waits import waits
 
 from myxa.actors.contracts import MemoryContract, RolloutContract
 from myxa.actors.tenancy import time_share
@@ -122,7 +123,7 @@ async def test_an_engine_that_died_is_asked_for_again_and_loaded(tmp_path: Path)
 
 
 async def test_a_slow_engine_costs_a_refused_lease_and_no_gang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_share, "AGAIN_S", 0.0)
+    monkeypatch.setattr(time_share, "TIMEOUTS", waits(memory={"again_s": 0.0}))
     slow = LeaseReply(granted=False, epoch=3, reason="rollout/1 did not answer quiesce in time")
     async with stage(tmp_path) as (share, manager, _):
         await share.offer()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.actors.data_floor import GateEngine, data_floor
 from tests.harness.waiting import until
+from tests.harness.waits import waits
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.quarantine import POISON
@@ -116,7 +117,7 @@ def mute(engine: Any, *, for_group: str) -> Any:
 
 async def test_a_group_that_breaks_all_streams_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engine goes on, and finishes others in between."""
-    monkeypatch.setattr("myxa.actors.rollout.rollout.LOSS_S", 0.05)
+    monkeypatch.setattr("myxa.actors.rollout.rollout.TIMEOUTS", waits(rollout={"loss_s": 0.05}))
     async with data_floor(tmp_path) as floor:
         await floor.add(engine=sick(GateEngine(), for_group="0"), max_groups=2)
         async with asyncio.timeout(30):
@@ -129,7 +130,7 @@ async def test_a_group_that_breaks_all_streams_is_given_up(tmp_path: Path, monke
 async def test_an_engine_that_breaks_all_streams_ends_its_actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myxa.actors.rollout.rollout.LOSS_S", 0.02)
+    monkeypatch.setattr("myxa.actors.rollout.rollout.TIMEOUTS", waits(rollout={"loss_s": 0.02}))
     async with data_floor(tmp_path) as floor:
         await floor.add(engine=sick(GateEngine(), for_group=r"\d+"), max_groups=2)
         async with asyncio.timeout(30):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.harness.manual_clock import ManualClock
 
-from myxa.actors.buffer.groups import REATTACH_S
 from myxa.core.errors import LedgerError
+from myxa.core.timeouts import TIMEOUTS
 
 
 async def test_actors_keep_what_they_have_in_hand(shop: Any) -> None:
@@ -27,7 +27,7 @@ async def test_actors_keep_what_they_have_in_hand(shop: Any) -> None:
         assert (await desk.put(first[1])).outcome == "stale-attempt"
         assert (await desk.put(second[0], rollout="rollout/1")).outcome == "ready", "a late put counts"
         assert (await desk.draw(max_groups=10)).blocked_by == "staleness"
-        clock.advance(REATTACH_S)
+        clock.advance(TIMEOUTS.buffer.reattach_s)
         (taken,) = (await desk.draw(max_groups=10)).assignments
         assert (taken.prompt.group_id, taken.attempt) == (3, 2), "rollout/1 did not ask for it in time"
         assert (await desk.put(second[1], rollout="rollout/1")).outcome == "stale-attempt"

@@ -12,11 +12,12 @@ import pytest
 from tests.buffer.conftest import make_sample
 
 from myxa.actors.buffer.knobs import BufferLimits
-from myxa.actors.buffer.quarantine import CLEARING_S, MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, PoisonTracker
+from myxa.actors.buffer.quarantine import MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, PoisonTracker
 from myxa.actors.ledger.file import whole_groups
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
 from myxa.core.messages import Assignment
+from myxa.core.timeouts import TIMEOUTS
 
 MAX_DEATHS = 3
 
@@ -105,9 +106,9 @@ def test_a_suspect_is_served_to_one_that_has_nothing_else_and_one_runs_dry_for_i
     assert tracker.turn(("a", 1), (0,), (1, 2), 8, 0.0) == ((), 0), "and nothing comes to it"
     assert tracker.turn(("b", 1), (5, 6), (1, 2), 8, 1.0) == ((), 0), "that one shall have the next"
     assert tracker.turn(("c", 1), (7,), (1, 2), 8, 1.0) == ([2], 8), "others go on"
-    assert tracker.turn(("b", 1), (6,), (1, 2), 8, 1.0 + CLEARING_S) == ((), 0)
-    assert tracker.turn(("b", 1), (), (1, 2), 8, 2.0 + CLEARING_S) == ([1], 1)
-    later_s = 3.0 + 3 * CLEARING_S
+    assert tracker.turn(("b", 1), (6,), (1, 2), 8, 1.0 + TIMEOUTS.buffer.clearing_s) == ((), 0)
+    assert tracker.turn(("b", 1), (), (1, 2), 8, 2.0 + TIMEOUTS.buffer.clearing_s) == ([1], 1)
+    later_s = 3.0 + 3 * TIMEOUTS.buffer.clearing_s
     assert tracker.turn(("c", 1), (7,), (1, 2), 8, later_s) == ((), 0), "b was not heard of for too long"
     ledger.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.waits import waits
 
 from myxa.actors.coordinator import run_control as module
 from myxa.actors.coordinator.audit import AuditWriter, read_audit
@@ -140,7 +141,7 @@ async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, 
 
 
 async def test_a_buffer_that_may_have_heard_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TELL_S", 0.0)
+    monkeypatch.setattr(module, "TIMEOUTS", waits(coordinator={"pause_s": 0.0}))
     place = Place(tmp_path)
     place.buffer.errors = [DeadlineExceeded("no answer")]  # obeyed, but not heard of
     with pytest.raises(CallError):

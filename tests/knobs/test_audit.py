@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.waits import waits
 
 from myxa.actors.coordinator import audit
 from myxa.actors.coordinator.audit import append_audit, read_audit, verify_audit
@@ -109,7 +110,7 @@ def test_what_is_no_audit_log_and_what_is_too_long_is_refused(tmp_path: Path) ->
 
 
 def test_a_writer_that_never_lets_go_is_an_error_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "LOCK_S", 0.1)
+    monkeypatch.setattr(audit, "TIMEOUTS", waits(coordinator={"lock_s": 0.1}))
     path = tmp_path / "audit.jsonl"
     filled(path, 1)
     with path.open("r+b") as held:

@@ -12,9 +12,9 @@ from tests.survival.checkpoint_room import CheckpointRoom, refused
 
 from myxa.actors.checkpoints.run_part import RUN_FILE, read_run_part
 from myxa.actors.trainer import checkpoints as module
-from myxa.actors.trainer.checkpoints import RETRY_LIMIT_S, RETRY_S
 from myxa.core.errors import CallError, DeadlineExceeded, GatherError, LedgerError, MyxaError, TrainError
 from myxa.core.knobs import LiveKnobs
+from myxa.core.timeouts import TIMEOUTS
 
 both_ways = pytest.mark.parametrize("is_async", [False, True])
 
@@ -99,7 +99,7 @@ async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
         if room.checkpoints.is_due(version):
             await room.checkpoints.save_by_schedule(version)
         await room.files_are_written()
-        room.clock.advance(RETRY_S)
+        room.clock.advance(TIMEOUTS.trainer.first_repeat_s)
 
     for version in range(1, 8):
         await step(version)
@@ -127,7 +127,7 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
             room.clock.advance(0.01)
         return room.told("checkpoint-failed")
 
-    version, pause_s, attempts = 41, RETRY_S, 8
+    version, pause_s, attempts = 41, TIMEOUTS.trainer.first_repeat_s, 8
     for attempt in range(1, attempts + 1):
         (told,) = await steps(version, 10)
         assert f"attempt {attempt};" in told
@@ -135,7 +135,7 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
         assert f"not covered by a checkpoint: {version + is_async - 40}, since version 40" in told
         version += 10
         room.clock.advance(pause_s)
-        pause_s = min(2 * pause_s, RETRY_LIMIT_S)
+        pause_s = min(2 * pause_s, TIMEOUTS.trainer.longest_repeat_s)
     room.ranks.failing.clear()
     assert await steps(version, 3) == []
     assert room.buffer.durables, "once there is room again"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests.harness.manual_clock import ManualClock
 from tests.harness.waiting import until
+from tests.harness.waits import waits
 from tests.knobs.coordinator_room import make_coordinator
 
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
@@ -215,7 +216,7 @@ class Deaf:
 
 
 async def test_a_leader_that_is_to_end_learns_it_before_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.coordinator.TELL_AGAIN_S", 0.001)
+    monkeypatch.setattr("myxa.actors.coordinator.coordinator.TIMEOUTS", waits(coordinator={"tell_again_s": 0.001}))
     held, around = rein(Deaf)
     held._state.stop_reason = "enough"
     held.start()
@@ -262,7 +263,7 @@ async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
 
 def hanging(end: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A journal whose disk hangs until `end`, for which nobody waits long."""
-    monkeypatch.setattr("myxa.actors.coordinator.run_state.KEEP_S", 0.01)
+    monkeypatch.setattr("myxa.actors.coordinator.run_state.TIMEOUTS", waits(coordinator={"keep_s": 0.01}))
     return SimpleNamespace(keep=end.wait, path=Path("coordinator.journal"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.harness.waiting import until
+from tests.harness.waits import waits
 from tests.integration.trainer_room import BATCH, Conductor, Room, make_group, trainer_room
 
 from myxa.actors.checkpoints.run_part import RUN_FILE
@@ -84,7 +85,7 @@ class TakesAtOnce(Conductor):
 async def test_where_engines_have_the_device_it_is_finished_with_the_next_step(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(leader_module, "CLAIM_WAIT_S", 0.05)
+    monkeypatch.setattr(leader_module, "TIMEOUTS", waits(trainer={"claim_s": 0.05}))
     options = {"every": 1, "is_async": True}
     async with trainer_room(model, tmp_path, checkpoints=options, conductor=TakesAtOnce()) as room:
         leader: Any = room.trainer._leader

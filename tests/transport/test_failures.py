@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.harness.waiting import until
+from tests.harness.waits import waits
 from tests.transport.cast_of_actors import Echo, Watcher
 
 from myxa.core.errors import CallError, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
@@ -61,7 +62,7 @@ async def test_a_killed_callee_fails_its_calls_as_soon_as_its_exit_is_reported(w
 
 
 async def test_a_killed_callee_is_noticed_without_a_report(world, monkeypatch):
-    monkeypatch.setattr(outbox_module, "UNREACHABLE_S", 0.5)
+    monkeypatch.setattr(outbox_module, "TIMEOUTS", waits(wire={"unreachable_s": 0.5}))
     near = await world.join("near")
     child = await world.child("far")
     await near.wait_for("far", timeout_s=20)

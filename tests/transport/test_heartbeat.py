@@ -9,7 +9,7 @@ from tests.harness.manual_clock import ManualClock
 from tests.transport.session_net import Net, Sink, link_of
 
 from myxa.core.errors import ConfigError
-from myxa.transport.session.calls import TICK_S
+from myxa.core.timeouts import TIMEOUTS
 from myxa.transport.session.frames import Envelope, Kind, Malformed, decode, encode
 from myxa.transport.session.heartbeat import MAX_UNANSWERED
 from myxa.transport.wire import Lane
@@ -30,8 +30,8 @@ class Two:
     def live(self, seconds, *, frozen=()):
         """Time passes for all but the frozen ones; what is sent to those waits for them."""
         waiting = []
-        for _ in range(round(seconds / TICK_S)):
-            self.clock.advance(TICK_S)
+        for _ in range(round(seconds / TIMEOUTS.wire.tick_s)):
+            self.clock.advance(TIMEOUTS.wire.tick_s)
             for end in (self.one, self.two):
                 if end not in frozen:
                     end.session.tick()

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import uvloop
 from tests.harness.waiting import until
+from tests.harness.waits import waits
 from tests.transport.cast_of_actors import Keeper
 from tests.transport.conftest import World
 from tests.transport.lane_parts import GREETING, Events, Lab, Sink, envelopes, lab_at, number_of, parcel
@@ -190,7 +191,7 @@ async def test_what_was_sent_needs_no_further_turn_of_the_loop_and_survives_the_
 
 @pytest.mark.asyncio
 async def test_nobody_there_is_said_after_a_while(lab: Lab, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(outbox_module, "UNREACHABLE_S", 0.3)
+    monkeypatch.setattr(outbox_module, "TIMEOUTS", waits(wire={"unreachable_s": 0.3}))
     events = Events()
     lab.outbox(events)
     began = time.monotonic()

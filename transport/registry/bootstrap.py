@@ -19,9 +19,9 @@ from ...core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotEx
 from ...core.handlers import HandlerSpec, handlers_of
 from ...core.ids import PeerKey
 from ...core.refs import make_ref, with_deadline
+from ...core.timeouts import TIMEOUTS
 from ..address import Rendezvous
 from ..call_client import CallClient
-from ..session.calls import TICK_S
 from ..session.guard import PROVISIONAL
 from ..session.links import Arrival, SessionHost
 from ..session.pending import Route
@@ -47,10 +47,6 @@ def host_registry(name: str, transport: Transport) -> tuple[RegistryActor, NodeR
     return registry, record, rdzv
 
 
-PATIENCE_S = 2.0
-"""With the first attempt to register; doubled with each."""
-
-
 async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, timeout_s: float) -> NodeRecord:
     """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer."""
     stranger = _Stranger()
@@ -59,10 +55,12 @@ async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, 
     transport.start(session)
     ticking = asyncio.get_running_loop().create_task(_tick(session), name=f"{name}: join")
     registry = Mirror(rdzv, session, clock, lambda _: None, lambda _: None).registry
-    give_up_at, patience_s = clock.monotonic() + timeout_s, PATIENCE_S
+    give_up_at, patience_s = clock.monotonic() + timeout_s, TIMEOUTS.wire.join_again_s
     try:
         while True:
-            left_s = max(give_up_at - clock.monotonic(), TICK_S)  # this process may have been stopped beyond it
+            left_s = max(
+                give_up_at - clock.monotonic(), TIMEOUTS.wire.tick_s
+            )  # this process may have been stopped beyond it
             try:
                 # An answer, or the question, may be lost with its connection. To ask again does no harm: it gives a
                 # newer epoch, and no process has heard of the one before.
@@ -76,7 +74,7 @@ async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, 
                         f"{name}: no answer from the registry at {rdzv.endpoints} within {timeout_s:g} s ({why})",
                         remedy="is the launcher of node 0 running and reachable, and is the job key the same?",
                     ) from error
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(TIMEOUTS.wire.tick_s)
     finally:
         ticking.cancel()
         session.close()
@@ -84,7 +82,7 @@ async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, 
 
 async def _tick(session: Session) -> None:
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(TIMEOUTS.wire.tick_s)
         session.tick()
 
 
@@ -106,14 +104,6 @@ class _Stranger(SessionHost):
 
     def crashed(self, error: BaseException) -> None:
         self.trouble = f"{type(error).__name__}: {error}"
-
-
-LOOKUP_WAIT_S = 2.0
-"""How long a call to a name that was never heard of waits for it to come up."""
-RETRY_S = 0.5
-AWAY_S = 5.0
-"""How long news of our own actors wait for a registry that is away."""
-SEEN_S = 2.0
 
 
 class Mirror:
@@ -150,21 +140,21 @@ class Mirror:
                         break
             except CallError as error:
                 self._log.warning("the registry's updates stopped: %s", error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(TIMEOUTS.wire.retry_s)
 
     async def announce(self, name: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> None:
         """Publish this node's actors and wait until the mirror has them; repeated while the registry is away."""
-        give_up_at = self._clock.monotonic() + AWAY_S
+        give_up_at = self._clock.monotonic() + TIMEOUTS.wire.away_s
         while True:
             try:
                 version = await self.registry.announce(name, epoch, actors, reasons)
             except (NotSent, PeerDied):
                 if self._clock.monotonic() > give_up_at:
                     raise
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(TIMEOUTS.wire.retry_s)
             else:
                 break
-        await self.changes.until(lambda: self.directory.version >= version, SEEN_S)
+        await self.changes.until(lambda: self.directory.version >= version, TIMEOUTS.wire.seen_s)
 
     def _take(self, update: DirectoryUpdate) -> bool:
         changes = self.directory.apply(update)
@@ -193,7 +183,7 @@ class Mirror:
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         if self.directory.has_ended(target):
             return self.directory.missing(target)
-        wait_s = LOOKUP_WAIT_S if timeout_s is None else min(LOOKUP_WAIT_S, max(0.0, timeout_s / 2))
+        wait_s = TIMEOUTS.wire.lookup_s if timeout_s is None else min(TIMEOUTS.wire.lookup_s, max(0.0, timeout_s / 2))
         await self.changes.until(lambda: self.directory.find(target) is not None, wait_s)
         return self.directory.route(target, spec.name) or self.directory.missing(target)
 

@@ -22,13 +22,12 @@ from ...core.errors import NotPermitted, StaleEpoch
 from ...core.handlers import call, current_caller
 from ...core.ids import PeerKey, check_name
 from ...core.supervision import describe_status
+from ...core.timeouts import TIMEOUTS
 from ..session.guard import ANYBODY, KeyRights, PeerGuard, is_provisional
 from ..wire import Endpoints, is_public_key
 from .directory import DirectoryUpdate, EndedNode, HostedActor, NodeRecord
 
 REGISTRY = "registry"
-UPDATES_S = 3.0
-"""How long a node's question for updates is held back when there are none. An answer that is lost costs 3 s more."""
 REGISTRY_KEY = PeerKey(1, 1)
 """Number and epoch of the process that hosts the registry."""
 
@@ -64,8 +63,8 @@ class RegistryContract(Actor):
         A later announcement of the same name replaces this one."""
         raise NotImplementedError
 
-    @call(deadline=UPDATES_S + 3.0, reentrant=True)
-    async def updates(self, after: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
+    @call(deadline=TIMEOUTS.wire.updates_s + 3.0, reentrant=True)
+    async def updates(self, after: int, wait_s: float = TIMEOUTS.wire.updates_s) -> tuple[DirectoryUpdate, ...]:
         """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`."""
         raise NotImplementedError
 
@@ -217,7 +216,7 @@ class RegistryActor(RegistryContract):
             if record.key == key:
                 self._depart(record.name, record.epoch, why)
 
-    async def updates(self, after: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
+    async def updates(self, after: int, wait_s: float = TIMEOUTS.wire.updates_s) -> tuple[DirectoryUpdate, ...]:
         await self._changes.until(lambda: bool(self.state.since(after)), wait_s)
         return self.state.since(after)
 

@@ -4,7 +4,7 @@ Every call ends exactly once: a reply, the handler's error, a refusal (not execu
 
     waits for credit -> handed to the transport -> ended
 
-Deadlines are looked at every `TICK_S`: one `loop.call_later` per call costs more than the call.
+Deadlines are looked at every `tick_s`: one `loop.call_later` per call costs more than the call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from ...core.errors import (
     NotSent,
     PeerDied,
 )
+from ...core.timeouts import TIMEOUTS
 from ..wire import Lane
 from .faults import decode_fault
 from .frames import Envelope, Kind
 from .links import Link, Links
 from .pending import Outcome, PendingCall, Route, ttl_ms_of
 
-TICK_S = 0.05
-LAST_WORDS_S = 1.0  # grace for replies that arrive after the actor's end was reported
 _REPLY = Kind.REPLY  # members of an Enum are looked up in Python
 
 
@@ -127,7 +126,7 @@ class Calls:
 
     def on_actor_gone(self, target: str, why: str) -> None:
         """An actor ended in a process that continues. It answered what it had; lost answers are not waited for."""
-        until = self._now() + LAST_WORDS_S
+        until = self._now() + TIMEOUTS.wire.last_words_s
         for call in self._pending.values():
             if call.target == target and (call.deadline_at is None or call.deadline_at > until):
                 call.doom, call.due_at = why, until

@@ -4,7 +4,7 @@ A PING is asked of the loop by the loop, so an answer proves what no heartbeat o
 actors can act. Both carry the sender's vitals, and either counts as a sign of life, so that of two that watch each
 other one asks and the other is satisfied.
 
-    ok ──SUSPECT_S of silence──> suspect ──HUNG_S──> hung          suspect, hung ──heard──> ok
+    ok ──suspect_s of silence──> suspect ──hung_s──> hung          suspect, hung ──heard──> ok
 
 A peer that said beforehand that it would be busy is not judged until then, and a pause of this process itself does not
 count as silence. Suspicion informs; it never decides that a peer is dead: that is the host's to say. The phi accrual
@@ -24,17 +24,11 @@ import msgspec
 from ...core.clock import Clock
 from ...core.errors import ConfigError
 from ...core.ids import PeerKey
+from ...core.timeouts import TIMEOUTS
 from ..wire import Lane
-from .calls import TICK_S
 from .frames import Envelope, Kind
 from .links import Link, Links, SessionHost, Verdict
 
-INTERVAL_S = 1.0
-"""How often a living peer is expected to be heard."""
-SUSPECT_S, HUNG_S = 5.0, 13.0
-LOOK_S = 0.25
-"""How often the silence of peers is judged."""
-MAX_BUSY_S = 24 * 3600.0
 MAX_UNANSWERED = 10
 """After so many PINGs in vain they become rarer: what hangs shall not find an inbox full of them."""
 RARER = 5
@@ -61,7 +55,7 @@ class _Heart:
         self.vitals = Vitals()
         self.is_watched = False
         self.heard_at = self.silent_from = now
-        self.asked_at = now - INTERVAL_S
+        self.asked_at = now - TIMEOUTS.wire.heartbeat_s
         self.num_unanswered = 0
         self.num_pongs = 0
 
@@ -76,10 +70,10 @@ class _Heart:
     def check(self, now: float) -> list[Verdict]:
         """The states entered by its silence, in order."""
         silence_s, entered = self.silence_s(now), list[Verdict]()
-        if self.state == "ok" and silence_s >= SUSPECT_S:
+        if self.state == "ok" and silence_s >= TIMEOUTS.wire.suspect_s:
             self.state = "suspect"
             entered.append(self.state)
-        if self.state == "suspect" and silence_s >= HUNG_S:
+        if self.state == "suspect" and silence_s >= TIMEOUTS.wire.hung_s:
             self.state = "hung"
             entered.append(self.state)
         return entered
@@ -88,7 +82,7 @@ class _Heart:
         """True if it was suspect or hung until now."""
         was_ok, self.state = self.state == "ok", "ok"
         self.vitals, self.heard_at, self.num_unanswered = vitals, now, 0
-        self.silent_from = now + min(MAX_BUSY_S, vitals.busy_s)
+        self.silent_from = now + min(TIMEOUTS.wire.max_busy_s, vitals.busy_s)
         return not was_ok
 
 
@@ -112,8 +106,8 @@ class Heartbeat:
         """While this lasts, but not longer than `limit_s`, peers do not expect to hear of this process. They get it
         before this returns: what blocks right afterwards, even holding the interpreter lock, was announced. Raises
         ConfigError for a limit that is none."""
-        if not 0 < limit_s <= MAX_BUSY_S:
-            remedy = f"a limit is more than 0 s, at most {MAX_BUSY_S:g} s"
+        if not 0 < limit_s <= TIMEOUTS.wire.max_busy_s:
+            remedy = f"a limit is more than 0 s, at most {TIMEOUTS.wire.max_busy_s:g} s"
             raise ConfigError(f"{who}: busy for {limit_s} s", remedy=remedy)
         number = next(self._numbers)
         self._busy[number] = (self._clock.monotonic() + limit_s, who, why[:MAX_WORDS])
@@ -157,12 +151,12 @@ class Heartbeat:
         )  # fmt: skip
 
     def tick(self) -> None:
-        """Time has passed. Called every `TICK_S`, as well as this process's loop can."""
+        """Time has passed. Called every `tick_s`, as well as this process's loop can."""
         now = self._clock.monotonic()
-        if now - self._looked_at >= LOOK_S:
-            pause_s = now - self._looked_at - LOOK_S
+        if now - self._looked_at >= TIMEOUTS.wire.look_s:
+            pause_s = now - self._looked_at - TIMEOUTS.wire.look_s
             self._looked_at = now
-            self._look(now, pause_s if pause_s > INTERVAL_S else 0.0)
+            self._look(now, pause_s if pause_s > TIMEOUTS.wire.heartbeat_s else 0.0)
 
     def _look(self, now: float, pause_s: float) -> None:
         for link in self._links.all():
@@ -186,10 +180,10 @@ class Heartbeat:
                 self._ask(link, heart, now)
 
     def _ask(self, link: Link, heart: _Heart, now: float) -> None:
-        pause_s = INTERVAL_S * (RARER if heart.num_unanswered >= MAX_UNANSWERED else 1)
+        pause_s = TIMEOUTS.wire.heartbeat_s * (RARER if heart.num_unanswered >= MAX_UNANSWERED else 1)
         if self._links.own > link.key:
-            pause_s += LOOK_S  # of two that would ask in the same moment, one waits and need not ask
-        if self._can_hear(link) and now - max(heart.asked_at, heart.heard_at) >= pause_s - TICK_S:
+            pause_s += TIMEOUTS.wire.look_s  # of two that would ask in the same moment, one waits and need not ask
+        if self._can_hear(link) and now - max(heart.asked_at, heart.heard_at) >= pause_s - TIMEOUTS.wire.tick_s:
             heart.asked_at = now
             heart.num_unanswered += 1
             self._send(link, Kind.PING)

@@ -15,11 +15,11 @@ import msgspec
 from ...core.errors import MyxaError, NotSent, StaleEpoch
 from ...core.handlers import HandlerSpec
 from ...core.ids import PeerKey
+from ...core.timeouts import TIMEOUTS
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .frames import NO_TTL, Buffer, Envelope, Kind, encode
 from .pending import CreditWindow, PendingCall
 
-STRANGER_LINGER_S = 1.0
 Verdict = Literal["suspect", "hung", "recovered"]
 """What is reported of a peer."""
 
@@ -158,7 +158,7 @@ class Links:
         """Send one envelope to an incarnation that we will not link with."""
         self._transport.connect(key, endpoints)
         self._transport.send(key, Lane.CONTROL, Parcel(data))
-        self._transport.disconnect(key, STRANGER_LINGER_S)
+        self._transport.disconnect(key, TIMEOUTS.wire.linger_s)
 
     def send(self, link: Link, kind: Kind, corr: int = 0, body: Buffer = b"") -> None:
         """A small envelope with nothing else in it, on the control lane."""

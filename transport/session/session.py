@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ...core.clock import Clock
 from ...core.errors import BadRequest, CallError, LaunchError, MyxaError, Overloaded, ProtocolMismatch, StaleEpoch
 from ...core.ids import PeerKey
+from ...core.timeouts import TIMEOUTS
 from ..wire import Endpoints, Lane, Transport
 from .calls import Calls
 from .faults import decode_fault, encode_fault
@@ -32,7 +33,6 @@ Handler = Callable[[Link, Lane, Envelope, int], None]
 
 ANOTHER = "asked for another incarnation than"
 REPLACED = "was replaced, or was reported dead"
-GOODBYE_LINGER_S = 2.0
 
 
 class Session:
@@ -190,7 +190,7 @@ class Session:
         for link in self._links.all():
             if link.key != self.own:
                 self._links.send(link, Kind.GOODBYE)
-                self._down(link, "this process is closing", GOODBYE_LINGER_S)
+                self._down(link, "this process is closing", TIMEOUTS.wire.linger_s)
 
     # -- peers
 
