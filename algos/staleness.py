@@ -78,10 +78,6 @@ class LineEntry:
     version: int
     """Lower bound on the version of its oldest token; the exact value once it is ready."""
     stage: LineStage
-    announced: int = 0
-    """What the engine said that it serves when the group started there."""
-    era: int = 0
-    """Number of retunes before its dispatch: an older era may break the newer, tighter rules."""
     ceiling: int = NO_TOKEN
     """Stamps above this belong to weights that a rewind undid; they count as this version."""
 
@@ -298,29 +294,14 @@ def make_policy(name: str, max_staleness: int, batch_size: int, window: int = 0)
     raise ConfigError(f"async.policy is {name!r}", remedy=f"choose one of {', '.join(POLICIES)}")
 
 
-STALE = "stale"
-"""Dropped by the `drop` policy: it could not be trained in time."""
-STALE_AFTER_RETUNE = "stale-after-retune"
-"""Dispatched under looser rules (higher eta, another policy, before a rewind) than those that now hold; or without a
-token behind such a group."""
-STALE_STAMP = "stale-stamp"
-"""The engine stamped an older version than it had announced."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overdue:
-    """A group that can no longer be trained within the bound; the caller drops it and draws its prompt again."""
-
-    group_id: int
-    reason: str
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Answer to `select`: the batch (None: wait) and the groups to drop."""
+    """Answer to `select`."""
 
     claim: tuple[int, ...] | None = None
-    overdue: tuple[Overdue, ...] = ()
+    """The batch; None: wait."""
+    overdue: tuple[int, ...] = ()
+    """Groups that can no longer be trained within the bound; the caller drops them and draws their prompts again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +330,6 @@ class Admission:
         """The first step that has no claim yet."""
         self.newest_version = next_step
         """The newest version that the trainer made."""
-        self._era = 0
         self._line = GroupLine(next_step * batch_size)
         self._swept_for = -1
 
@@ -393,15 +373,14 @@ class Admission:
         version = min(engine_version, self.newest_version)
         ceiling = version if is_undone else NO_TOKEN
         if group_id not in self._line:
-            new = LineEntry(group_id, version, LineStage.UNDER_WAY, era=self._era, announced=version, ceiling=ceiling)
-            self._line.append(new)
+            self._line.append(LineEntry(group_id, version, LineStage.UNDER_WAY, ceiling))
             return
         entry = self._line.get(group_id)
         _expect(entry, LineStage.WAITING)
         if entry.version == NO_TOKEN:  # it starts again: nothing that it had counts any more
-            entry.era, entry.ceiling = self._era, ceiling
+            entry.ceiling = ceiling
         entry.ceiling = min(entry.ceiling, ceiling)
-        entry.version = entry.announced = min(entry.version, version)
+        entry.version = min(entry.version, version)
         self._line.set_stage(entry, LineStage.UNDER_WAY)
 
     def counted(self, group_id: int, stamp: int) -> int:
@@ -462,7 +441,7 @@ class Admission:
 
     def retune(
         self, *, max_staleness: int | None = None, policy: str | None = None, window: int | None = None
-    ) -> tuple[Overdue, ...]:
+    ) -> tuple[int, ...]:
         """Change the bound or the policy; None leaves a value. Returns what is too old for the new bound. Raises
         ConfigError and changes nothing when the values do not go together."""
         eta = self.max_staleness if max_staleness is None else max_staleness
@@ -472,7 +451,6 @@ class Admission:
         self.rules = make_policy(policy or self.policy, eta, self.batch_size, window)
         self.window = window
         self.max_staleness = eta
-        self._era += 1
         self._swept_for = -1
         return self._sweep(self.next_step)
 
@@ -481,7 +459,7 @@ class Admission:
         oldest = self.next_step - max_staleness
         return sum(entry.version < oldest and entry.stage is not LineStage.TAKEN for entry in self._line)
 
-    def restore(self, places: Iterable[LinePlace], *, next_step: int, newest_version: int) -> tuple[Overdue, ...]:
+    def restore(self, places: Iterable[LinePlace], *, next_step: int, newest_version: int) -> tuple[int, ...]:
         """Rebuild the line from the ledger: after a restart of the buffer, and after a rewind of the trainer.
 
         `places`: the groups that are not dropped, in order of id, from the oldest unconsumed one on, those claimed or
@@ -496,7 +474,6 @@ class Admission:
                 place.group_id,
                 NO_TOKEN if place.version < 0 else min(place.version, newest_version),
                 place.stage,
-                era=self._era,
                 ceiling=ceilings.get(place.group_id, newest_version),
             )
             for place in places
@@ -514,25 +491,22 @@ class Admission:
         """The version to count for a stamp: none, or at most what can have existed when the tokens were made."""
         return NO_TOKEN if stamp < 0 else min(stamp, entry.ceiling, self.newest_version)
 
-    def _sweep(self, step: int) -> tuple[Overdue, ...]:
+    def _sweep(self, step: int) -> tuple[int, ...]:
         """Remove and return the groups that are too old for `step`."""
         if self._swept_for == step:
             return ()
         self._swept_for = step  # nothing ages between two events that reset this
         oldest = step - self.max_staleness
-        found: list[Overdue] = []
+        found: list[int] = []
         for entry in self._line:
             if entry.stage is LineStage.TAKEN:
                 continue
-            if entry.version < oldest:
-                reason = STALE if self.policy == "drop" and entry.era == self._era else STALE_AFTER_RETUNE
-                reason = STALE_STAMP if entry.version < entry.announced else reason
-                found.append(Overdue(entry.group_id, reason))
-            elif found and entry.stage is LineStage.WAITING and entry.version == NO_TOKEN:
-                # It has nothing to lose, and would overtake the prompts in front of it, which are drawn again.
-                found.append(Overdue(entry.group_id, STALE_AFTER_RETUNE))
-        for overdue in found:
-            self._line.remove(overdue.group_id)
+            # One without a token has nothing to lose, and would overtake those in front of it, which are drawn again.
+            is_behind = found and entry.stage is LineStage.WAITING and entry.version == NO_TOKEN
+            if entry.version < oldest or is_behind:
+                found.append(entry.group_id)
+        for group_id in found:
+            self._line.remove(group_id)
         return tuple(found)
 
     def _check(self, entry: LineEntry, step: int) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ...algos.staleness import LinePlace, LineStage, Overdue
+from ...algos.staleness import LinePlace, LineStage
 from ...core.errors import DataError, LedgerError
 from ...core.files import Tell
 from ...core.knobs import KnobValue
@@ -23,7 +23,7 @@ from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, Gr
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
-from ..ledger.states import LEFTOVER, OPEN, Row, State, encode
+from ..ledger.states import LEFTOVER, OPEN, STALE, Row, State, encode
 from ..weights.engine_versions import EngineVersions, JudgedVersion, Rewind, ServedWeights
 from .cursor import PromptCursor
 from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
@@ -389,10 +389,10 @@ class Groups:
         self._drop_overdue(overdue)
         return len(overdue)
 
-    def _drop_overdue(self, overdue: tuple[Overdue, ...]) -> None:
-        self.ledger.drop([(item.group_id, item.reason) for item in overdue])
-        for item in overdue:
-            self.poison.forget(item.group_id)
+    def _drop_overdue(self, overdue: tuple[int, ...]) -> None:
+        self.ledger.drop([(group_id, STALE) for group_id in overdue])
+        for group_id in overdue:
+            self.poison.forget(group_id)
 
     # ---- for people
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...algos.staleness import POLICIES, Admission, Overdue, make_policy
+from ...algos.staleness import POLICIES, Admission, make_policy
 from ...core.activity import TelemetryBuffer
 from ...core.errors import ConfigError
 from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
@@ -180,11 +180,11 @@ class BufferKnobs(KnobOwner):
         sampling = msgspec.structs.replace(self._sampling, stop_token_ids=stops, **told)
         return Terms(knobs=self.terms_epoch, sampling=sampling)
 
-    def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
+    def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[int, ...]:
         """Other values from now on; returns what is too old for a new bound. Raises ConfigError, and changes nothing,
         for a bound, policy and window that do not go together."""
         new = msgspec.structs.replace(self.values, **values)
-        overdue: tuple[Overdue, ...] = ()
+        overdue: tuple[int, ...] = ()
         if any(getattr(new, name) != getattr(self.values, name) for name in _TOGETHER):
             overdue = self.admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
         self.values = new

@@ -30,8 +30,8 @@ from .states import (
     LEFTOVER,
     OPEN,
     PASSED_OVER,
-    REDRAWN,
     REWIND,
+    STALE,
     TRANSITIONS,
     Row,
     State,
@@ -121,8 +121,7 @@ class Draws:
         self.in_stretch: Counter[str] = Counter(dict(found))
         """The same since the stretch began, without those that were passed over."""
         again = file.select(
-            f"state = 'DROPPED' AND reason IN ({_marks(REDRAWN)}) AND group_id NOT IN (SELECT redraw_of FROM groups)",
-            *REDRAWN,
+            "state = 'DROPPED' AND reason = ? AND group_id NOT IN (SELECT redraw_of FROM groups)", STALE
         )
         self.redraws = {row.group_id: row.draw for row in again}
         """Dropped group -> its draw, which is to be drawn once more."""
@@ -141,7 +140,7 @@ class Draws:
             if row.redraw_of < 0:
                 self.taken[row.source] += 1
                 self.in_stretch[row.source] += row.draw >= self.stretch.since and row.reason not in PASSED_OVER
-        elif row.reason in REDRAWN and not before.reason:
+        elif row.reason == STALE and not before.reason:
             self.redraws[row.group_id] = row.draw
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from ...algos.staleness import STALE, STALE_AFTER_RETUNE, STALE_STAMP
 from ...core.errors import LedgerError
 from ...core.messages import Record, SamplingParams
 from ...core.samples import Group, Sample
@@ -82,8 +81,8 @@ OPEN = (State.DISPATCHED, State.REQUEUED, State.READY)
 LEFTOVER = "leftover"
 """Not enough groups were left for a whole batch when the run ended."""
 
-REDRAWN = frozenset({STALE, STALE_AFTER_RETUNE, STALE_STAMP})
-"""Reasons for which the prompt is drawn once more: nothing was wrong with it, only its tokens grew old."""
+STALE = "stale"
+"""The reason for which the prompt is drawn once more: nothing was wrong with it, only its tokens grew old."""
 
 
 QUARANTINED, OUT_OF_WINDOW = "quarantined", "out-of-window"

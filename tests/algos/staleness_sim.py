@@ -117,7 +117,7 @@ class _Simulation:
         if self.idle_since is None or step >= self.scenario.num_steps:
             return
         selection = self.admission.select(step)
-        self.outcome.dropped.extend(self.length_of.pop(item.group_id) for item in selection.overdue)
+        self.outcome.dropped.extend(self.length_of.pop(group_id) for group_id in selection.overdue)
         if selection.claim is None:
             return
         self.outcome.lags.extend(step - self.started_at[group] for group in selection.claim)

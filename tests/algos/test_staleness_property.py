@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from myxa.algos.staleness import NO_TOKEN, POLICIES, Admission, LinePlace, LineStage, Overdue
+from myxa.algos.staleness import NO_TOKEN, POLICIES, Admission, LinePlace, LineStage
 
 SEED = 20261
 NUM_SCHEDULES = 1_200
@@ -160,11 +160,11 @@ class Schedule:
         )
         assert self.admission.slots_used == old.slots_used
 
-    def drop(self, overdue: tuple[Overdue, ...]) -> None:
-        for item in overdue:
-            gone = [box.pop(item.group_id, None) for box in (self.under_way, self.waiting, self.ready)]
-            assert sum(x is not None for x in gone) == 1, f"group {item.group_id} dropped from nowhere"
-            self.dropped.append(item.group_id)
+    def drop(self, overdue: tuple[int, ...]) -> None:
+        for group_id in overdue:
+            gone = [box.pop(group_id, None) for box in (self.under_way, self.waiting, self.ready)]
+            assert sum(x is not None for x in gone) == 1, f"group {group_id} dropped from nowhere"
+            self.dropped.append(group_id)
 
     # -- the run
 

@@ -16,9 +16,9 @@ from tests.harness.ledger_audit import audit_ledger
 from tests.harness.waiting import until
 
 from myxa.actors.contracts import BufferContract
+from myxa.actors.ledger.states import STALE
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
-from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError
 from myxa.core.messages import GroupDropped, GroupFinished, GroupReturned
 from myxa.core.refs import with_deadline
@@ -236,7 +236,7 @@ async def test_the_age_of_kept_tokens_counts_at_consumption(shop: Any) -> None:
         claim = await desk.ref.claim(1, 0.0)
         assert claim.blocked_by == "wait-data"
         stats = await desk.ref.stats()
-        assert stats.dropped == {STALE_AFTER_RETUNE: 1}
+        assert stats.dropped == {STALE: 1}
         (again,) = (await desk.draw(version=1)).assignments
         assert (again.prompt.group_id, again.prompt.row, again.partial) == (1, 0, ())
 
@@ -317,12 +317,12 @@ async def test_lowering_eta_drops_and_redraws_the_same_rows(shop: Any) -> None:
         assert (stats.max_staleness, stats.dropped) == (2, {}), "judged only"
         await desk.change(1, max_staleness=0)
         stats = await desk.ref.stats()
-        assert (stats.max_staleness, stats.dropped) == (0, {STALE_AFTER_RETUNE: 4})
+        assert (stats.max_staleness, stats.dropped) == (0, {STALE: 4})
         again = (await desk.draw(version=1)).assignments
         assert [(a.prompt.group_id, a.prompt.row) for a in again] == [(6, 2), (7, 3)]
         late = await desk.put(first[5])
         assert late.outcome == "stale-attempt"
-        assert (await desk.ref.stats()).mean_tokens == {"trained": 4.0, STALE_AFTER_RETUNE: 4.0}
+        assert (await desk.ref.stats()).mean_tokens == {"trained": 4.0, STALE: 4.0}
         for assignment in again:
             await desk.put(assignment, versions=(1, 1))
         assert await desk.train(1) == (6, 7)

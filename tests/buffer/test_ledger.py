@@ -11,8 +11,7 @@ from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.ledger.file import read_facts
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row
-from myxa.algos.staleness import STALE
+from myxa.actors.ledger.states import STALE, Row
 from myxa.core.errors import LedgerError
 
 

@@ -15,8 +15,7 @@ from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.ledger.file import floor_of
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import LEFTOVER, REDRAWN, Row, State
-from myxa.algos.staleness import STALE
+from myxa.actors.ledger.states import LEFTOVER, STALE, Row, State
 from myxa.core.errors import LedgerError
 
 REASONS = ("zero-variance", STALE, LEFTOVER)
@@ -75,7 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def redraw(self) -> None:
-        waiting = [g for g, k in sorted(self.groups.items()) if k.reason in REDRAWN and not k.was_redrawn]
+        waiting = [g for g, k in sorted(self.groups.items()) if k.reason == STALE and not k.was_redrawn]
         found = self.ledger.redraw()
         assert (found is None) == (not waiting)
         if found is None:

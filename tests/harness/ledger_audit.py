@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from myxa.actors.ledger.states import AT_REST, REDRAWN, REWIND, TRANSITIONS, State
+from myxa.actors.ledger.states import AT_REST, REWIND, STALE, TRANSITIONS, State
 from myxa.core.errors import LedgerError
 
 _DONE = (State.TRAINED, State.DURABLE)
@@ -93,7 +93,7 @@ def audit_ledger(path: Path) -> LedgerAudit:
         states=dict(Counter(known[group.state] for group in groups if group.state in known)),
         trained=Counter(group.draw for group in done),
         dropped=dict(Counter(group.reason for group in groups if group.state == State.DROPPED)),
-        num_waiting=sum(group.reason in REDRAWN and group.group_id not in again for group in groups),
+        num_waiting=sum(group.reason == STALE and group.group_id not in again for group in groups),
         num_rewound=sum(move.came_from in _DONE and move.went_to == State.READY for move in moves),
         problems=(*problems, *_payload_problems(groups, durable, floor)),
     )
@@ -119,7 +119,7 @@ def _draw_problems(groups: Sequence[_Group]) -> Iterator[str]:
             yield f"draw {draw} was taken from the source {count} times"
     for group in groups:
         before = by_id.get(group.redraw_of)
-        if group.redraw_of >= 0 and (before is None or before.draw != group.draw or before.reason not in REDRAWN):
+        if group.redraw_of >= 0 and (before is None or before.draw != group.draw or before.reason != STALE):
             yield f"group {group.group_id} draws {group.draw} again although group {group.redraw_of} was not given up"
     living = Counter(group.draw for group in groups if group.state != State.DROPPED)
     for draw, count in living.items():

@@ -25,7 +25,7 @@ from tests.harness.waiting import wait_until
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, check_each_once, make_lives
 
 from myxa.actors.coordinator.run_state import CoordinatorJournal, RunState
-from myxa.actors.ledger.states import REDRAWN
+from myxa.actors.ledger.states import STALE
 from myxa.core.errors import LedgerError
 from myxa.core.files import refusal, until_written
 
@@ -109,7 +109,7 @@ def play(folder: Path) -> None:
             is_full_for_a_while(lives, Ballast(folder / "runs"))
         check_each_once(lives.run_dir)
         audit = audit_ledger(lives.run_dir / "ledger.sqlite")
-        lost = set(audit.dropped) - {str(reason) for reason in REDRAWN}  # going back, some may be too old: drawn again
+        lost = set(audit.dropped) - {STALE}  # going back, some may be too old: drawn again
         assert not lost, f"{audit.dropped}"
     finally:
         lives.end()
