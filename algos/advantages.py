@@ -1,7 +1,7 @@
 """From one advantage per sample to one per token: broadcasting, KL in the reward, discounting, GAE, whitening.
 
 Sample-level advantages (`group_advantages`) live in `baselines.py`, which needs no torch. Samples are unpadded. Time
-counts the tokens that the model generated: masked tokens (tool replies) neither discount nor receive.
+counts the tokens that the model generated: others (tool replies) are not here, so they neither discount nor receive.
 
 Library: scipy.signal.lfilter and torchaudio.functional.lfilter do the same scan, one on the CPU only, the other in a
 package of 100 MB; torch's associative_scan is a prototype. The scan here is a few matrix products per 128 tokens.
@@ -12,9 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.config.learning import TOKEN_REWARD_KINDS
-from ..core.errors import ConfigError, TrainError
-from .baselines import BASELINES
 from .ratios import ReduceSums
 from .segments import Segments
 
@@ -41,14 +38,14 @@ def discounted_sums(x_SL: Tensor, factor: float) -> Tensor:
 
 
 def discounted_returns(rewards_T: Tensor, segments: Segments, gamma: float) -> Tensor:
-    """Float [T]: return from each unmasked token to the end of its sample; 0 at masked tokens."""
+    """Float [T]: return from each token to the end of its sample."""
     return segments.flat_T(discounted_sums(segments.padded_SL(rewards_T), gamma))
 
 
 def gae(
     rewards_T: Tensor, values_T: Tensor, segments: Segments, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), float [T] each, 0 at masked tokens, detached. delta_t = reward_t + gamma V_{t+1} - V_t
+    """(advantages, returns), float [T] each, detached. delta_t = reward_t + gamma V_{t+1} - V_t
     with V = 0 behind the last token; A_t = sum (gamma lam)^(s - t) delta_s; G_t = A_t + V_t. GAE, arXiv 1506.02438, eq.
     16."""
     rewards_SL = segments.padded_SL(rewards_T.detach())
@@ -74,34 +71,21 @@ def token_advantages(
     values_T: Tensor | None = None,
     turn_rewards_T: Tensor | None = None,
 ) -> Tensor:
-    """Float [T]: advantage of every token before whitening, detached; 0 at masked tokens.
+    """Float [T]: advantage of every token before whitening, detached.
 
     `advantages_S` is `group_advantages` of the kind, float [S]. `kl_T` [T] (needed iff `kl_coef` > 0) is a KL
     estimate towards the reference on log-probs without gradient.
 
         others                 A_t = a
         reinforce_pp_baseline  A_t = a - kl_coef k_t                                     arXiv 2501.03262, section 3
-        reinforce_pp           rho_t = -kl_coef k_t, plus R at the last unmasked token; A_t = sum gamma^(s-t) rho_s
+        reinforce_pp           rho_t = -kl_coef k_t, plus R at the last token; A_t = sum gamma^(s-t) rho_s
                                (`turn_rewards_T`: what turns earned beside R, at their last tokens)
         ppo                    the same rho; GAE with `values_T` (0 when there is no critic)
-
-    The reward falls on the last *unmasked* token, never on one that is not trained. A fully masked sample gets zeros.
-    Raises ConfigError for an unknown kind or a KL term it does not define, TrainError when `kl_T` is missing.
     """
-    if kind not in BASELINES:
-        raise ConfigError(f'algorithm "{kind}" is not known', remedy=f"use one of {', '.join(sorted(BASELINES))}")
-    if kl_coef and kind not in TOKEN_REWARD_KINDS:
-        raise ConfigError(
-            f'a KL term in the reward is not defined for "{kind}"', remedy='use kl_in = "loss" or kl_coef = 0'
-        )
-    if kl_coef and kl_T is None:
-        raise TrainError(
-            "a KL term in the reward needs reference log-probs", remedy="score the batch with the reference model first"
-        )
     scalar_T = segments.spread_T(advantages_S.detach())
     penalty_T = -kl_coef * kl_T.detach() if kl_coef and kl_T is not None else torch.zeros_like(scalar_T)
     if kind not in ("reinforce_pp", "ppo"):
-        return segments.kept(scalar_T + penalty_T)
+        return scalar_T + penalty_T
     rewards_T = penalty_T + torch.where(segments.last_T(), scalar_T, 0.0)
     if turn_rewards_T is not None:
         rewards_T = rewards_T + turn_rewards_T.detach()
@@ -112,7 +96,7 @@ def token_advantages(
 
 
 def less_kl(advantages_T: Tensor, kl_T: Tensor, kl_coef: float) -> Tensor:
-    """Float [T]: A_t - kl_coef k_t, for every kind; `kl_T` is 0 at masked tokens, as `advantages_T` is. With k1 and a
+    """Float [T]: A_t - kl_coef k_t, for every kind. With k1 and a
     teacher as reference the second term is the policy gradient of the reverse KL per token, log-ratio by log-ratio
     (on-policy distillation, arXiv 2306.13649 with the reverse KL; the discount is 0)."""
     return advantages_T - kl_coef * kl_T.detach()

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..core.config.learning import KlKind
-from ..core.errors import ConfigError
 
 MAX_EXPONENT = 20.0
 """Exponents are bounded before `exp`, so that no ratio of two log-probs can overflow; e^20 is 5e8."""
@@ -27,15 +26,12 @@ MAX_EXPONENT = 20.0
 
 def kl_terms(kind: KlKind, live_T: Tensor, reference_T: Tensor, ratio_T: Tensor | None = None) -> Tensor:
     """Per-token KL estimate, float [T] in nats, differentiable in `live_T` (and `ratio_T`). `ratio_T` (live / sampling
-    policy, with gradient) makes it the unbiased variant: the estimate is multiplied by the ratio. Raises ConfigError
-    for an unknown kind."""
+    policy, with gradient) makes it the unbiased variant: the estimate is multiplied by the ratio."""
     x_T = live_T - reference_T.detach()
     if kind == "k1":
         k_T = x_T
     elif kind == "k2":
         k_T = x_T.square() / 2
-    elif kind == "k3":
-        k_T = torch.exp((-x_T).clamp(max=MAX_EXPONENT)) - 1 + x_T
     else:
-        raise ConfigError(f'KL estimator "{kind}" is not known', remedy="use k1, k2 or k3")
+        k_T = torch.exp((-x_T).clamp(max=MAX_EXPONENT)) - 1 + x_T
     return k_T if ratio_T is None else ratio_T * k_T

@@ -1,4 +1,4 @@
-"""Loss of every token, before masks, weights and means: plain functions from tensors to tensors.
+"""Loss of every token, before weights and means: plain functions from tensors to tensors.
 
 Every function returns its loss per token, so that one reducer (in `objective.py`) serves them all and no algorithm
 has its own denominator. Notation: A advantage, r ratio live/old, V value, G return. Shapes: [T] throughout.
@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
 from .segments import Segments
 
 Divergence = Literal["tv", "kl"]
@@ -48,10 +47,8 @@ def ppo_clip_loss(
 
     PPO, arXiv 1707.06347, eq. 7; asymmetric bounds ("clip-higher"): DAPO, arXiv 2503.14476, eq. 10; dual clip:
     arXiv 1912.09729, eq. 5. With `ratios.sequence_ratio` it is GSPO, arXiv 2507.18071, eq. 5. `dual_clip` 0 = off;
-    otherwise it must exceed 1 (ConfigError).
+    otherwise it exceeds 1.
     """
-    if dual_clip and dual_clip <= 1:
-        raise ConfigError(f"dual_clip = {dual_clip} would turn the loss round", remedy="use 0 (off) or more than 1")
     plain_T = -ratio_T * advantages_T
     bounded_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
     loss_T = torch.maximum(plain_T, bounded_T)

@@ -1,14 +1,14 @@
 """The objective of a training step: one micro-batch in, its additive share of the global loss out.
 
-It takes log-probs, masks, advantages and the options of the algorithm, and uses no model, rank or collective. The
+It takes log-probs, advantages and the options of the algorithm, and uses no model, rank or collective. The
 denominators are global and come from outside (`Normaliser`), so gradients of any cut of the batch into micro-batches
 and ranks simply add up to the gradient of the whole.
 
     loss = red(w L) + kl_coef red(k) - entropy_coef red(H)
 
-L: `losses.py`; w: `ratios.py`; k: `kl.py`; red: sum over unmasked tokens divided by
-    token      unmasked tokens of the mini-batch                      DAPO, arXiv 2503.14476, eq. 8
-    rollout    the sample's own unmasked tokens, then samples         GRPO, arXiv 2402.03300, eq. 3
+L: `losses.py`; w: `ratios.py`; k: `kl.py`; red: sum over tokens divided by
+    token      tokens of the mini-batch                      DAPO, arXiv 2503.14476, eq. 8
+    rollout    the sample's own tokens, then samples         GRPO, arXiv 2402.03300, eq. 3
     constant   a constant, e.g. samples x longest answer              Dr.GRPO, arXiv 2503.20783, section 3.2
 
 Which ratio the loss clips and which weight w multiplies it, by `correction`:
@@ -90,19 +90,16 @@ def supervised(config: AlgoConfig) -> AlgoConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One micro-batch: the response tokens of all its samples one after another, masked ones included. Values at masked
-    tokens are never read. T may be 0 (an empty micro-batch that only pads the count)."""
+    """One micro-batch: the loss tokens of all its samples one after another. T may be 0 (an empty micro-batch that only
+    pads the count)."""
 
     logprobs_T: Tensor
     """float [T]: live log-probs, with gradient."""
     behaviour_T: Tensor
     """float [T]: the engine's, at the moment of sampling."""
     advantages_T: Tensor
-    mask_T: Tensor
-    """bool or 0/1 [T]: loss mask."""
-    sample_T: Tensor
-    """int64 [T]: number of the sample inside this micro-batch, never decreasing."""
-    num_samples: int
+    segments: Segments
+    """Whose each token is."""
     proximal_T: Tensor | None = None
     """float [T]: log-probs under the weights at the start of the step; see `needs_proximal`."""
     reference_T: Tensor | None = None
@@ -111,18 +108,6 @@ class TokenBatch:
     """float [T]: entropy of the live distribution, with gradient if `entropy_coef` is not 0."""
     weights_T: Tensor | None = None
     """float [T]: factor of each token in all parts of the loss, not in a denominator; None: 1."""
-
-    def __post_init__(self) -> None:
-        if self.logprobs_T.dim() != 1:
-            raise TrainError(f"logprobs_T has shape {tuple(self.logprobs_T.shape)}", remedy="it must be [T]")
-        names = ("behaviour_T", "advantages_T", "mask_T", "sample_T", "proximal_T", "reference_T", "entropy_T")
-        for name in (*names, "weights_T"):
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is not None and tensor.shape != self.logprobs_T.shape:
-                raise TrainError(
-                    f"{name} has shape {tuple(tensor.shape)}, logprobs_T {tuple(self.logprobs_T.shape)}",
-                    remedy="an optional tensor covers every token of the micro-batch or is None",
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +121,6 @@ class Normaliser:
     mean_weight: float = 1.0
     """Mean importance weight (see `weight_sums`), when `mis_normalise` is on."""
 
-    def __post_init__(self) -> None:
-        for name in ("tokens", "samples", "constant", "mean_weight"):
-            value = float(getattr(self, name))
-            if not 0 <= value < float("inf"):
-                raise TrainError(f"normaliser {name} = {value}", remedy="it must be a finite number, not negative")
-
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -152,18 +131,16 @@ class Objective:
     parts: dict[str, Tensor]
     """0-dim, detached shares of the loss: policy_loss, kl_loss, entropy_loss; they add up to it."""
     sums: dict[str, Tensor]
-    """0-dim, detached sums of metrics over unmasked tokens; divide by the global number of tokens."""
-    tokens: Tensor
-    """0-dim int64: unmasked tokens."""
+    """0-dim, detached sums of metrics over tokens; divide by the global number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """The micro-batch as the formulas want it: wide floats, exact zeros at masked tokens, nothing missing. What a loss
+    """The micro-batch as the formulas want it: wide floats, nothing missing. What a loss
     of the user's own is computed from."""
 
     segments: Segments
-    """Loss mask (`segments.mask_T`) and owner (`segments.sample_T`) of every token; sums and means per sample."""
+    """Owner (`segments.sample_T`) of every token; sums and means per sample."""
     live_T: Tensor
     """float [T]: log-probs under the weights that are being trained, with gradient."""
     behaviour_T: Tensor
@@ -215,7 +192,7 @@ def policy_objective(
         removed_by["opsm"] = ~opsm_T
 
     def reduced(x_T: Tensor) -> Tensor:
-        scaled_T = x_T if batch.weights_T is None else _wide(batch.weights_T, view.segments) * x_T
+        scaled_T = x_T if batch.weights_T is None else _wide(batch.weights_T) * x_T
         return _reduce(scaled_T, keep_T, view.segments, config, normaliser)
 
     policy = reduced(weights.weight_T * policy_T)
@@ -233,7 +210,6 @@ def policy_objective(
         loss=loss,
         parts={name: part.detach() for name, part in parts.items()},
         sums={name: total.detach() for name, total in sums.items()},
-        tokens=view.segments.mask_T.sum(),
     )
 
 
@@ -245,43 +221,34 @@ def weight_sums(batch: TokenBatch, config: AlgoConfig) -> Tensor:
 
 
 def _view(batch: TokenBatch, config: AlgoConfig) -> LossTokens:
-    segments = Segments.of(batch.mask_T, batch.sample_T, batch.num_samples)
-    live_T = _wide(batch.logprobs_T, segments)
-    if config.updates_per_step > 1 and needs_proximal(config) and batch.proximal_T is None:
-        raise TrainError(
-            f'correction "{config.correction}" with {config.updates_per_step} updates got no proximal log-probs: '
-            "the ratio would be 1 and the clip dead",
-            remedy="score the batch once before the first mini-batch (needs_proximal says when)",
-        )
-    if needs_reference(config) and config.kl_in == "loss" and batch.reference_T is None:
-        raise TrainError(
-            f"kl_coef = {config.kl_coef} but the micro-batch has no reference log-probs",
-            remedy="score it with the reference model (needs_reference says when)",
-        )
-    if config.entropy_coef and batch.entropy_T is None:
-        raise TrainError(
-            f"entropy_coef = {config.entropy_coef} but the micro-batch has no entropy",
-            remedy="compute it with the log-probs",
-        )
-    behaviour_T = _wide(batch.behaviour_T, segments).detach()
-    train_T = live_T.detach() if batch.proximal_T is None else _wide(batch.proximal_T, segments).detach()
+    live_T = _wide(batch.logprobs_T)
+    needed = (
+        ("proximal log-probs", batch.proximal_T, config.updates_per_step > 1 and needs_proximal(config)),
+        ("reference log-probs", batch.reference_T, needs_reference(config) and config.kl_in == "loss"),
+        ("entropy", batch.entropy_T, config.entropy_coef != 0),
+    )
+    for name, tensor, is_needed in needed:  # without it the term would be left out, or the clip be dead
+        if is_needed and tensor is None:
+            raise TrainError(f"the micro-batch has no {name}", remedy="score it before its loss")
+    behaviour_T = _wide(batch.behaviour_T).detach()
+    train_T = live_T.detach() if batch.proximal_T is None else _wide(batch.proximal_T).detach()
     old_T = {"none": live_T.detach(), "behaviour": behaviour_T}.get(config.correction, train_T)
     return LossTokens(
-        segments=segments,
+        segments=batch.segments,
         live_T=live_T,
         behaviour_T=behaviour_T,
         train_T=train_T,
         old_T=old_T,
-        advantages_T=_wide(batch.advantages_T, segments).detach(),
-        reference_T=None if batch.reference_T is None else _wide(batch.reference_T, segments).detach(),
-        entropy_T=None if batch.entropy_T is None else _wide(batch.entropy_T, segments),
+        advantages_T=_wide(batch.advantages_T).detach(),
+        reference_T=None if batch.reference_T is None else _wide(batch.reference_T).detach(),
+        entropy_T=None if batch.entropy_T is None else _wide(batch.entropy_T),
         config=config,
     )
 
 
-def _wide(x_T: Tensor, segments: Segments) -> Tensor:
-    """At least float32, and 0 at masked tokens *before* any exp: infinity times mask 0 would be NaN, backwards too."""
-    return segments.kept(x_T if x_T.dtype == torch.float64 else x_T.float())
+def _wide(x_T: Tensor) -> Tensor:
+    """At least float32; contiguous, so that a sum does not depend on what it was cut from."""
+    return (x_T if x_T.dtype == torch.float64 else x_T.float()).contiguous()
 
 
 def _token_loss(view: LossTokens, ratio_T: Tensor, config: AlgoConfig) -> losses.TokenLoss:
@@ -334,21 +301,16 @@ def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: AlgoConfig,
     kept_T = torch.where(keep_T, x_T, 0.0)
     if config.reduction == "rollout":
         return segments.mean_S(kept_T).sum() / max(normaliser.samples, 1.0)
-    total = segments.kept(kept_T).sum()
+    total = kept_T.sum()
     if config.reduction == "token":
         return total / max(normaliser.tokens, 1.0)
-    if normaliser.constant <= 0:
-        raise TrainError(
-            'reduction "constant" got no constant', remedy="set Normaliser.constant, e.g. samples x max_new_tokens"
-        )
     return total / normaliser.constant
 
 
 def _metrics(
     view: LossTokens, ratio_T: Tensor, token_loss: losses.TokenLoss, weights: TokenWeights, config: AlgoConfig
 ) -> dict[str, Tensor]:
-    """Sums over unmasked tokens. Supervised runs have no behaviour policy, so they leave out all that compares."""
-    segments = view.segments
+    """Sums over tokens. Supervised runs have no behaviour policy, so they leave out all that compares."""
     rows: dict[str, Tensor] = {"logprob": view.live_T}
     if view.entropy_T is not None:
         rows["entropy"] = view.entropy_T
@@ -369,21 +331,21 @@ def _metrics(
             "removed_fraction": ~weights.keep_T,
         }
         rows |= {f"{rule}_fraction": removed_T for rule, removed_T in weights.removed_by.items()}
-    sums = {name: segments.kept(row_T.detach().to(view.live_T.dtype)).sum() for name, row_T in rows.items()}
+    sums = {name: row_T.detach().to(view.live_T.dtype).sum() for name, row_T in rows.items()}
     if config.loss != "sft":
-        sums |= mismatch_sums(view.train_T, view.behaviour_T, segments)
+        sums |= mismatch_sums(view.train_T, view.behaviour_T)
         sums["logprob_diff_abs"] = sums["mismatch_diff_abs"]
     return sums
 
 
-def mismatch_sums(train_T: Tensor, behaviour_T: Tensor, segments: Segments) -> dict[str, Tensor]:
-    """Masked token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the number of unmasked tokens. Additive
+def mismatch_sums(train_T: Tensor, behaviour_T: Tensor) -> dict[str, Tensor]:
+    """Token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the number of tokens. Additive
     over micro-batches and ranks."""
-    x_T = segments.kept((train_T - behaviour_T).detach())
+    x_T = (train_T - behaviour_T).detach()
     q_T = torch.exp(x_T.clamp(-MAX_EXPONENT, MAX_EXPONENT))
     return {
         "mismatch_diff_abs": x_T.abs().sum(),
         "mismatch_k1": (-x_T).sum(),
-        "mismatch_k3": segments.kept(q_T - 1 - x_T).sum(),
-        "mismatch_chi2": segments.kept(q_T.square() - 1).sum(),
+        "mismatch_k3": (q_T - 1 - x_T).sum(),
+        "mismatch_chi2": (q_T.square() - 1).sum(),
     }

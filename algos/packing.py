@@ -16,8 +16,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from ..core.errors import TrainError
-
 Micro = list[int]
 RankPlan = list[list[Micro]]
 """[minibatch][micro-batch] -> indexes of samples; an empty micro-batch only pads the count."""
@@ -32,30 +30,13 @@ def plan_shards(
     micro-batches. No micro-batch of several samples exceeds `max_tokens`; a longer sample sits alone. Mini-batches
     hold equally many groups (one more in some when it does not divide), chosen so that their tokens are even; with
     fewer groups than mini-batches the last ones are empty, without any micro-batch, and make no optimizer step.
-    Raises TrainError for sizes that make no sense.
     """
-    _check(num_tokens, num_ranks, max_tokens, minibatches, group_ids)
     plans: list[RankPlan] = [[] for _ in range(num_ranks)]
     for members in _split_groups(num_tokens, minibatches, group_ids):
         bins = _fill_bins(members, num_tokens, num_ranks, max_tokens)
         for plan, micros in zip(plans, _deal(bins, num_tokens, num_ranks), strict=True):
             plan.append(micros)
     return plans
-
-
-def _check(
-    num_tokens: Sequence[int], num_ranks: int, max_tokens: int, minibatches: int, group_ids: Sequence[int]
-) -> None:
-    for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens), ("minibatches", minibatches)):
-        if value < 1:
-            raise TrainError(f"cannot plan a batch with {name} = {value}", remedy="it must be at least 1")
-    if len(num_tokens) != len(group_ids):
-        raise TrainError(
-            f"{len(num_tokens)} token counts but {len(group_ids)} group ids", remedy="give one of each per sample"
-        )
-    for index, count in enumerate(num_tokens):
-        if count < 0:
-            raise TrainError(f"sample {index} has {count} tokens", remedy="token counts cannot be negative")
 
 
 def _split_groups(num_tokens: Sequence[int], minibatches: int, group_ids: Sequence[int]) -> list[list[int]]:

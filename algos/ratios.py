@@ -28,7 +28,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
 from .kl import MAX_EXPONENT
 from .segments import Segments
 
@@ -58,23 +57,19 @@ def ratio(live_T: Tensor, old_T: Tensor) -> Tensor:
 
 
 def sequence_ratio(live_T: Tensor, old_T: Tensor, segments: Segments) -> Tensor:
-    """Geometric mean of live / old over each sample's unmasked tokens, spread to its tokens, [T], differentiable. GSPO,
-    arXiv 2507.18071, eq. 7. A fully masked sample has ratio 1."""
+    """Geometric mean of live / old over each sample's tokens, spread to its tokens, [T], differentiable. GSPO,
+    arXiv 2507.18071, eq. 7."""
     mean_S = segments.mean_S(live_T - old_T.detach())
     return torch.exp(segments.spread_T(mean_S).clamp(-MAX_EXPONENT, MAX_EXPONENT))
 
 
 def log_weight(train_T: Tensor, behaviour_T: Tensor, segments: Segments, level: Level) -> Tensor:
     """Log q at `level`, spread to tokens, bounded to +-20; [T], detached."""
-    log_q_T = segments.kept((train_T - behaviour_T).detach())
+    log_q_T = (train_T - behaviour_T).detach()
     if level == "sequence":
         log_q_T = segments.spread_T(segments.sum_S(log_q_T))
     elif level == "geometric":
         log_q_T = segments.spread_T(segments.mean_S(log_q_T))
-    elif level != "token":
-        raise ConfigError(
-            f'level "{level}" of an importance weight is not known', remedy="token, sequence or geometric"
-        )
     return log_q_T.clamp(-MAX_EXPONENT, MAX_EXPONENT)
 
 
@@ -105,9 +100,7 @@ def mis_weights(log_q_T: Tensor, mode: Mode, low: float, high: float) -> TokenWe
     outside_T = _outside(w_T, low, high)
     if mode == "clip":
         return TokenWeights(w_T.clamp(low, high), whole_T, outside_T)
-    if mode == "mask":
-        return TokenWeights(w_T, ~outside_T, outside_T)
-    raise ConfigError(f'mode "{mode}" of masked importance sampling is not known', remedy="truncate, clip or mask")
+    return TokenWeights(w_T, ~outside_T, outside_T)
 
 
 def rejection(log_q_T: Tensor, low: float, high: float) -> Tensor:
@@ -116,24 +109,20 @@ def rejection(log_q_T: Tensor, low: float, high: float) -> Tensor:
 
 
 def veto(train_T: Tensor, behaviour_T: Tensor, segments: Segments, threshold: float) -> Tensor:
-    """Bool [T]: False for all tokens of a sample that holds any unmasked token with q < `threshold`."""
+    """Bool [T]: False for all tokens of a sample that holds any token with q < `threshold`."""
     log_q_T = log_weight(train_T, behaviour_T, segments, "token")
     hit_T = torch.exp(log_q_T) < threshold
     return segments.spread_T(segments.sum_S(hit_T.long())) == 0
 
 
 def weight_sums(weight_T: Tensor, segments: Segments, level: Level) -> Tensor:
-    """float64 [2]: (sum of weights, their count) over unmasked tokens, or over samples that have any. Add them over
+    """float64 [2]: (sum of weights, their count) over tokens, or over samples that have any. Add them over
     micro-batches and ranks; their quotient is the mean by which `normalise` divides. A mean taken inside one
-    micro-batch would make the loss depend on how the batch was cut. Raises ConfigError for geometric."""
-    if level == "geometric":
-        raise ConfigError("geometric weights have no batch mean", remedy="normalise at level token or sequence")
+    micro-batch would make the loss depend on how the batch was cut."""
     wide_T = weight_T.double()
     if level == "token":
-        sums = (segments.kept(wide_T).sum(), segments.mask_T.sum())
-    else:
-        sums = (segments.mean_S(wide_T).sum(), (segments.count_S() > 0).sum())
-    return torch.stack([part.double() for part in sums])
+        return torch.stack([wide_T.sum(), torch.ones_like(wide_T).sum()])
+    return torch.stack([segments.mean_S(wide_T).sum(), (segments.count_S() > 0).sum().double()])
 
 
 def normalise(weights: TokenWeights, mean: float | Tensor) -> TokenWeights:

@@ -71,7 +71,7 @@ def objective_gradient(
     total = live_A.new_zeros(())
     for arm in range(len(logits_A)):
         one = slice(arm, arm + 1)
-        segments = Segments.of(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long), 1)
+        segments = Segments(torch.zeros(1, dtype=torch.long), 1)
         scalar_S = torch.zeros(1, dtype=live_A.dtype) if rewards_A is None else rewards_A[one]
         kl_T = kl_terms(config.kl_estimator, live_A[one].detach(), judged_A[one]) if config.kl_in != "loss" else None
         in_reward = config.kl_in == "reward"
@@ -88,9 +88,7 @@ def objective_gradient(
             logprobs_T=live_A[one],
             behaviour_T=drawn_by_A[one],
             advantages_T=advantages_T,
-            mask_T=segments.mask_T,
-            sample_T=segments.sample_T,
-            num_samples=1,
+            segments=segments,
             proximal_T=live_A[one].detach(),
             reference_T=judged_A[one],
         )

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from myxa.algos.objective import TokenBatch, objective_config
+from myxa.algos.segments import Segments
 from myxa.core.config.learning import AlgoConfig
 
-LENGTHS = (5, 3, 7, 1, 4)
+LENGTHS = (5, 3, 7, 0, 4)
 
 
 def options(**given: object) -> AlgoConfig:
@@ -22,7 +23,7 @@ def options(**given: object) -> AlgoConfig:
 
 @dataclass(frozen=True)
 class Draw:
-    """A batch as plain lists: what the explicit loops of a test read. Sample 3 of the default is fully masked."""
+    """A batch as plain lists: what the explicit loops of a test read. Sample 3 of the default has no token."""
 
     live: list[float]
     behaviour: list[float]
@@ -30,7 +31,6 @@ class Draw:
     reference: list[float]
     entropy: list[float]
     advantages: list[float]
-    mask: list[int]
     owner: list[int]
     num_samples: int
     leaves: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -49,9 +49,7 @@ class Draw:
             logprobs_T=live,
             behaviour_T=torch.tensor(self.behaviour, dtype=dtype),
             advantages_T=torch.tensor(self.advantages, dtype=dtype),
-            mask_T=torch.tensor(self.mask, dtype=torch.uint8),
-            sample_T=torch.tensor(self.owner, dtype=torch.int64),
-            num_samples=self.num_samples,
+            segments=Segments(torch.tensor(self.owner, dtype=torch.int64), self.num_samples),
             **{name: tensor for name, tensor in optional.items() if name not in leave_out},
         )
 
@@ -63,7 +61,7 @@ class Draw:
         def pick(values: list) -> list:
             return [values[t] for t in at]
 
-        names = ("live", "behaviour", "proximal", "reference", "entropy", "advantages", "mask")
+        names = ("live", "behaviour", "proximal", "reference", "entropy", "advantages")
         return replace(
             self,
             **{name: pick(getattr(self, name)) for name in names},
@@ -74,15 +72,15 @@ class Draw:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.mask)
+        return len(self.live)
 
     @property
     def num_present(self) -> int:
-        return len({o for o, m in zip(self.owner, self.mask, strict=True) if m})
+        return len(set(self.owner))
 
 
 def draw_batch(seed: int, lengths: Sequence[int] = LENGTHS, spread: float = 0.4) -> Draw:
-    """Log-probs in (-4, 0), the policies `spread` nats apart, one advantage a sample, about a fifth masked."""
+    """Log-probs in (-4, 0), the policies `spread` nats apart, one advantage a sample."""
     sys.stdout.write(f"seed {seed}\n")
     gen = torch.Generator().manual_seed(seed)
     total = sum(lengths)
@@ -93,9 +91,6 @@ def draw_batch(seed: int, lengths: Sequence[int] = LENGTHS, spread: float = 0.4)
     base = -4 * torch.rand(total, generator=gen, dtype=torch.float64) - 0.5
     owner = [s for s, length in enumerate(lengths) for _ in range(length)]
     per_sample = torch.randn(len(lengths), generator=gen, dtype=torch.float64).tolist()
-    mask = (torch.rand(total, generator=gen) > 0.2).int().tolist()
-    if len(lengths) > 3:
-        mask = [0 if o == 3 else m for o, m in zip(owner, mask, strict=True)]
     return Draw(
         live=(base + noise(spread)).tolist(),
         behaviour=(base + noise(spread)).tolist(),
@@ -103,7 +98,6 @@ def draw_batch(seed: int, lengths: Sequence[int] = LENGTHS, spread: float = 0.4)
         reference=(base + noise(spread)).tolist(),
         entropy=(torch.rand(total, generator=gen, dtype=torch.float64) + 0.2).tolist(),
         advantages=[per_sample[o] for o in owner],
-        mask=mask,
         owner=owner,
         num_samples=len(lengths),
     )

@@ -23,7 +23,7 @@ class ByHand:
         self.frozen = list(draw.live)
 
     def own(self, t):
-        return [s for s, o in enumerate(self.draw.owner) if o == self.draw.owner[t] and self.draw.mask[s]]
+        return [s for s, o in enumerate(self.draw.owner) if o == self.draw.owner[t]]
 
     def train(self, t, has_proximal):
         return self.draw.proximal[t] if has_proximal else self.frozen[t]
@@ -105,9 +105,9 @@ class ByHand:
 
     def loss(self, live, normaliser, has_proximal):
         c, total = self.config, 0.0
-        for t, m in enumerate(self.draw.mask):
-            weight, keep = self.weight(t, has_proximal) if m else (0.0, False)
-            if not m or not keep:
+        for t in range(len(live)):
+            weight, keep = self.weight(t, has_proximal)
+            if not keep:
                 continue
             value = weight * self.policy(t, live, has_proximal) - c.entropy_coef * self.draw.entropy[t]
             if c.kl_coef and c.kl_in == "loss":
@@ -165,8 +165,9 @@ def test_every_loss_with_every_correction(draw, loss, correction, reduction):
 )
 def test_one_minibatch_uses_the_live_policy_as_proximal(draw, correction, loss):
     config = options(loss=loss, correction=correction, minibatches=1, tis_cap=1.1)
-    result = check(draw(21), config, leave_out=("proximal_T",))
-    assert float(result.sums["ratio"]) == float(result.tokens)
+    some = draw(21)
+    result = check(some, config, leave_out=("proximal_T",))
+    assert float(result.sums["ratio"]) == float(len(some.live))
     assert float(result.sums["clip_fraction"]) == 0
 
 
@@ -178,7 +179,7 @@ def test_a_trust_region_masks_what_leaves_it_and_keeps_what_comes_back(draw, los
     some = draw(22, spread=1.0)
     some = replace(some, **{name: [min(x, -0.05) for x in getattr(some, name)] for name in ("live", "behaviour")})
     by_hand = ByHand(some, config)
-    masked = [bool(m) and by_hand.is_beyond(t) for t, m in enumerate(some.mask)]
+    masked = [by_hand.is_beyond(t) for t in range(len(some.live))]
     result = check(some, config)
     assert float(result.sums["clip_fraction"]) == sum(masked) > 0
     comes_back = replace(some, advantages=[-a for a in some.advantages])
@@ -201,7 +202,7 @@ def test_mis_levels_and_modes(draw, mode, level):
     result, by_hand = check(some, strict), ByHand(some, strict)
     sums = {name.removesuffix("_fraction"): float(total) for name, total in result.sums.items()}
     assert 0 < sums["removed"] <= sums["weight_cut"]
-    trained = [t for t, m in enumerate(some.mask) if m]
+    trained = range(len(some.live))
     assert 0 < sums["rejected"] == sum(not 0.9 <= by_hand.q(t, "geometric", True) <= 1.1 for t in trained)
     assert 0 < sums["vetoed"] == sum(any(by_hand.q(s, "token", True) < 0.6 for s in by_hand.own(t)) for t in trained)
 
@@ -249,7 +250,7 @@ def test_entropy_bonus_pushes_entropy_up(draw):
     check(some, config)
     grad = some.leaves["entropy"].grad
     assert grad is not None
-    assert grad.tolist() == pytest.approx([-0.2 / some.num_tokens if m else 0.0 for m in some.mask])
+    assert grad.tolist() == pytest.approx([-0.2 / some.num_tokens] * some.num_tokens)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -266,7 +267,7 @@ def test_b_f4_samples_that_the_engine_drew_far_from_the_policy_lose_their_tokens
     some = draw(44)
     config = options(correction=correction, minibatches=minibatches, opsm_delta=0.1, mis_low=1e-9)
     count = len(some.live)
-    alike = replace(some, proximal=some.live, advantages=[-1.0] * count, mask=[1] * count)
+    alike = replace(some, proximal=some.live, advantages=[-1.0] * count)
     normaliser = Normaliser(alike.num_tokens, alike.num_present, CONSTANT, 1.0)
 
     def removed(gap):
@@ -292,8 +293,7 @@ def test_dual_clip_is_forwarded_to_the_loss(draw, loss, correction):
 def test_sft_is_the_mean_negative_log_likelihood(draw):
     some = draw(46)
     result = check(some, options(kind="sft", correction="decoupled", minibatches=4), leave_out=("proximal_T",))
-    kept = [x for x, m in zip(some.live, some.mask, strict=True) if m]
-    assert result.loss.item() == pytest.approx(-sum(kept) / len(kept))
+    assert result.loss.item() == pytest.approx(-sum(some.live) / len(some.live))
     assert set(result.sums) == {"logprob", "entropy", "kl"}  # nothing that compares with a behaviour policy
 
 

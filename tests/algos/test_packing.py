@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.algos.packing import plan_shards
-from myxa.core.errors import TrainError
 
 MAX_TOKENS = 100
 batches = st.lists(st.tuples(st.integers(1, 140), st.integers(0, 12)), min_size=0, max_size=60)
@@ -69,18 +67,3 @@ def test_tokens_of_minibatches_are_even():
     plan = plan_of(rows, 2, 4)
     loads = [sum(load(rows, micro) for rank in plan for micro in rank[m]) for m in range(4)]
     assert max(loads) - min(loads) < 0.05 * sum(loads) / 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (([1], 0, 10, 1, [0]), "num_ranks"),
-        (([1], 1, 0, 1, [0]), "max_tokens"),
-        (([1], 1, 10, 0, [0]), "minibatches"),
-        (([1, 2], 1, 10, 1, [0]), "group ids"),
-        (([1, -2], 1, 10, 1, [0, 0]), "sample 1"),
-    ],
-)
-def test_nonsense_is_refused(arguments, named):
-    with pytest.raises(TrainError, match=named):
-        plan_shards(*arguments)

@@ -31,6 +31,7 @@ from ....algos.objective import (
     supervised,
     weight_sums,
 )
+from ....algos.segments import Segments
 from ....core.config import AlgoConfig
 from ....core.errors import TrainError, UserCodeError
 from ....core.samples import LossPart, TrainShard
@@ -161,9 +162,7 @@ def token_batch(rows: MicroBatch[Any], logprobs_M: Tensor, entropy_M: Tensor, pa
         logprobs_T=chosen(logprobs_M),
         behaviour_T=chosen(rows.behaviour_M),
         advantages_T=chosen(rows.advantages_M),
-        mask_T=chosen(rows.segments.mask_T),
-        sample_T=chosen(rows.segments.sample_T),
-        num_samples=rows.segments.num_samples,
+        segments=Segments(chosen(rows.segments.sample_T), rows.segments.num_samples),
         proximal_T=own(rows.proximal_M),
         reference_T=own(rows.reference_M),
         entropy_T=chosen(entropy_M),
@@ -200,7 +199,7 @@ def tally_objective(
     tally.add("loss", objective.loss)
     for name, part in objective.parts.items():
         tally.add(name, part)
-    tally.add("tokens", objective.tokens)
+    tally.add("tokens", float(len(batch.logprobs_T)))
     for name, total in objective.sums.items():
         tally.add(f"mean/{RENAMED.get(name, name)}", total)
     if config.loss == "sft":

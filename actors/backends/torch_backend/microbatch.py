@@ -1,7 +1,7 @@
 """A shard cut into micro-batches that are ready to compute: layout, and one value per loss token beside it.
 
 All tensors are on the token axis M of the layout: loss tokens of all its samples, one after another. Masked tokens do
-not appear, so every mask over M is True.
+not appear.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MicroBatch(Generic[L]):
     behaviour_M: Tensor
     """float32 [M]"""
     segments: Segments
-    """Which of the layout's members each loss token belongs to; its mask is True throughout."""
+    """Which of the layout's members each loss token belongs to."""
     scalar_S: Tensor
     """float32 [S]: sample-level advantages."""
     advantages_M: Tensor
@@ -129,13 +129,12 @@ def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) ->
     counts = np.diff(layout.offsets)
     behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])
     sample_M = from_array(np.repeat(np.arange(len(chosen)), counts))
-    mask_M = torch.ones(len(sample_M), dtype=torch.bool)
     scalar = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
     return MicroBatch(
         layout=layout,
         group_ids=tuple(sorted({s.group_id for s in chosen})),
         behaviour_M=from_array(behaviour.astype(np.float32)).to(device),
-        segments=Segments(mask_M.to(device), sample_M.to(device), len(chosen)),
+        segments=Segments(sample_M.to(device), len(chosen)),
         scalar_S=scalar.to(device),
         advantages_M=scalar[sample_M].to(device),
         given_M=_rows(chosen, [(s.token_advantages, s.advantage) for s in chosen], device),
