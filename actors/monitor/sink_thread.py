@@ -11,6 +11,7 @@ joined at interpreter exit, so a hanging sink would hang the run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -100,17 +101,19 @@ class SinkThread:
         waits, so an injected clock would not do)."""
         due_s: float | None = None
         while True:
-            try:
+            item: Telemetry | bool | None = True
+            with contextlib.suppress(queue.Empty):
                 item = self._queue.get(timeout=None if due_s is None else max(0.0, due_s - time.monotonic()))
-            except queue.Empty:
-                self._flush()
-                due_s = time.monotonic() + self._flush_s if self.is_active and self._num_refused >= 0 else None
-                continue
             if item is None:
                 return
-            if self.is_active:
+            if isinstance(item, Telemetry) and self.is_active:
                 self._try("write", item)
                 due_s = time.monotonic() + self._flush_s if due_s is None else due_s
+            if due_s is not None and time.monotonic() >= due_s:
+                self._flush()
+                due_s = time.monotonic() + self._flush_s if self._num_refused >= 0 else None
+            if not self.is_active:
+                due_s = None
 
     def _flush(self) -> None:
         if self._try("flush") and self._num_refused >= 0:

@@ -38,11 +38,6 @@ _MAX_TRACKS = 128
 _MAX_WAITING = 50_000
 """Events that wait while the disk refuses: some 20 MiB. Then all but the names of rows go."""
 _ROUNDING_US = 2
-_SHORT_US = 2_000
-_SHORT_PER_S = 60
-"""Short slices of a row that are drawn in a second: a run that makes dozens of steps a second stays loadable."""
-_FLOWING = frozenset({"hop", "makes_version", "adopts_version"})
-"""Slices that arrows are bound to."""
 _HOPS: tuple[Hop, ...] = get_args(Hop)
 _GLOBAL = frozenset({"knob", "knob-undone", "knobs-restored", "run-paused", "run-resumed"})
 """Events that concern every actor: a line through the whole trace."""
@@ -71,9 +66,6 @@ class ChromeTraceSink:
         self._num_tracks: dict[str, int] = {}
         self._lanes = Lanes()
         self._row_ends_us: dict[tuple[int, int], int] = {}
-        self._short: dict[tuple[int, int], tuple[int, int]] = {}
-        """Row -> (second, short slices drawn in it)."""
-        self._is_thinned = False
 
     def open(self, context: SinkContext) -> None:
         self._context = context
@@ -168,11 +160,9 @@ class ChromeTraceSink:
         track: str | None = span.track
         if "hop" in span.args:
             track = self._lanes.take(span.source, span.track, start_us, max(end_us, start_us + 1))
-        if track is None:
-            return self._thin()
+        if track is None:  # more at once than there are rows
+            return
         row = self._pid(span.source), self._tid(span.source, track)
-        if not _FLOWING.intersection(span.args) and not self._has_room(row, start_us, end_us - start_us):
-            return self._thin()
         before_us = self._row_ends_us.get(row, 0)
         if 0 < before_us - start_us <= _ROUNDING_US:  # neighbours whose times were rounded apart touch again
             start_us = before_us
@@ -181,21 +171,6 @@ class ChromeTraceSink:
         yield {"ph": "X", "name": span.name, "cat": span.activity, **place, "dur": end_us - start_us, "args": span.args}
         for flow in _flows_of(span):
             yield flow | place
-
-    def _has_room(self, row: tuple[int, int], start_us: int, duration_us: int) -> bool:
-        if duration_us >= _SHORT_US:
-            return True
-        second, num = self._short.get(row, (0, 0))
-        now = start_us // 1_000_000
-        num = num if now == second else 0
-        self._short[row] = (now, num + 1)
-        return num < _SHORT_PER_S
-
-    def _thin(self) -> None:
-        if not self._is_thinned:
-            self._is_thinned = True
-            text = f"{TRACE_FILE} leaves short stretches out: more happens than it can show"
-            self._context.emit("trace-thinned", text)
 
     def _from_event(self, event: Event) -> dict[str, Any]:
         pid, ts = self._pid(event.source), _us(event.wall_s)

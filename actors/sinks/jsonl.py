@@ -2,8 +2,7 @@
 
 One JSON object per line, appended, UTF-8. A process killed in mid-write leaves at most one torn last line; the next
 monitor of the same run ends that line first, so it can never swallow a good one. Readers skip what they cannot parse.
-On a full disk lines wait in memory, up to a bound, and are written once it takes them again (`LineFile`;
-`logging.handlers.MemoryHandler` was considered: it keeps records too, but forgets them when writing them fails).
+On a full disk lines wait in memory, up to a bound, and are written once it takes them again (`LineFile`).
 
 Samples are bounded: when `samples.jsonl` has half of what both files may have, it becomes `samples.1.jsonl`.
 """
@@ -21,7 +20,6 @@ from typing import Any
 import msgspec
 import orjson
 
-from ...core.files import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
 from ...core.messages import GroupText, Telemetry
 from ...core.sink import SinkContext
 
@@ -69,9 +67,10 @@ class JsonlSink:
             self._context.emit("samples-off", f"no more samples are kept: {error}")
 
     def flush(self) -> None:
-        """Hand the lines to the kernel: from then on they survive the death of this process."""
-        for file in self._files:
-            file.flush()
+        """Hand the lines to the kernel: from then on they survive the death of this process. Raises the first error."""
+        with ExitStack() as flushing:  # all, whatever one of them raises
+            for file in reversed(self._files):
+                flushing.callback(file.flush)
 
     def close(self) -> None:
         files, self._files = self._files, []
@@ -87,32 +86,28 @@ def _line(record: dict[str, Any]) -> bytes:
 
 MAX_WAITING_BYTES = 16 << 20
 """Hours of an ordinary run. Older lines go first."""
-_WRITE_AT_BYTES = 64 << 10
 
 
 class LineFile:
-    """Open from its making to `close`."""
+    """Open from its making to `close`. Lines wait in memory until `flush`, and while the disk refuses them."""
 
     def __init__(self, path: Path, tell: Callable[[str, str], None]) -> None:
-        """A torn last line of an earlier writer is ended. `tell(kind, text)`: when the disk refuses, and when it takes
-        lines again. Raises OSError if it cannot be opened."""
+        """A torn last line of an earlier writer is ended. `tell(kind, text)`: when lines are lost. Raises OSError if it
+        cannot be opened."""
         self._path = path
         self._tell = tell
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
-        self._is_refused = False
         self._num_lost = 0
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             self.add(b"\n")
 
     def add(self, line: bytes) -> None:
-        """One line with its end. It is written with others, by `flush` at the latest."""
+        """One line with its end."""
         self._waiting.append(line)
         self._num_bytes += len(line)
-        if self._num_bytes >= _WRITE_AT_BYTES and not self._is_refused:
-            self.flush()
         while self._num_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1:
             first = self._waiting.popleft()  # it may be half written: what is left of it ends that line
             self._num_bytes -= len(self._waiting.popleft())
@@ -120,32 +115,20 @@ class LineFile:
             self._num_lost += 1
 
     def flush(self) -> None:
-        """Hand the lines to the kernel: from then on they survive the death of this process. Raises OSError for what is
-        no refusal of the disk."""
-        try:
-            while self._waiting:
-                data = b"".join(self._waiting)
-                rest = data[os.write(self._file, data) :]
-                self._waiting = deque(rest.splitlines(keepends=True))
-                self._num_bytes = len(rest)
-        except OSError as error:
-            if refusal(error) is None:
-                raise
-            if not self._is_refused:
-                self._is_refused = True
-                self._tell(REFUSED_EVENT, str(refused(self._path, error)))
-            return
-        if self._is_refused:
-            lost = f"; {self._num_lost} lines were lost meanwhile" if self._num_lost else ""
-            self._is_refused, self._num_lost = False, 0
-            self._tell(WRITTEN_EVENT, f"{self._path.name} is written again{lost}")
+        """Hand the lines to the kernel. Raises OSError if it takes no more: the rest waits."""
+        while self._waiting:
+            data = b"".join(self._waiting)
+            rest = data[os.write(self._file, data) :]
+            self._waiting = deque(rest.splitlines(keepends=True))
+            self._num_bytes = len(rest)
+        if self._num_lost:
+            self._tell("telemetry-gap", f"{self._path.name} lacks {self._num_lost} lines: its disk refused them")
+            self._num_lost = 0
 
     def close(self) -> None:
         """Raises OSError if the disk refuses what still waits; it is closed all the same."""
         try:
             self.flush()
-            if self._waiting:
-                raise OSError(f"{len(self._waiting)} lines of {self._path} are lost: its disk refused them to the end")
         finally:
             os.close(self._file)
 

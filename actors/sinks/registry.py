@@ -1,4 +1,4 @@
-"""Sinks by name: built-in, by "module:attr", or by an installed package's entry point in the group `myxa.sinks`.
+"""Sinks by name: built-in, or by "module:attr".
 
 Whatever is named is called with the options of the run file as named arguments and must give a `Sink`; both are checked
 before the run starts. Sinks are imported when they are made: some are large.
@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from ...core.config.run import MonitorSettings
 from ...core.errors import ConfigError, UserCodeError
 from ...core.import_path import load_callable
-from ...core.messages import MetricPoint
 from ...core.sink import Sink
 from ...core.suggestion import nearest, suggest
 
-ENTRY_POINT_GROUP = "myxa.sinks"
 BUILT_IN: dict[str, str] = {
     "jsonl": "myxa.actors.sinks.jsonl:JsonlSink",
     "chrome_trace": "myxa.actors.sinks.chrome_trace:ChromeTraceSink",
-    "tensorboard": "myxa.actors.sinks.tensorboard:TensorBoardSink",
+    "tensorboard": "myxa.actors.sinks.trackers:TensorBoardSink",
     "prometheus": "myxa.actors.sinks.prometheus:PrometheusSink",
 }
 SHIPPED: dict[str, str] = {
-    "wandb": "myxa.actors.sinks.wandb_sink:WandbSink",
-    "mlflow": "myxa.actors.sinks.mlflow_sink:MlflowSink",
+    "wandb": "myxa.actors.sinks.trackers:WandbSink",
+    "mlflow": "myxa.actors.sinks.trackers:MlflowSink",
 }
 """Each needs the package of its name."""
 _OURS = BUILT_IN | SHIPPED
@@ -50,11 +47,8 @@ def choose_sinks(settings: MonitorSettings, *, prometheus_key: str = "") -> list
 
 def make_sink(name: str, options: Mapping[str, Any] | None = None) -> Sink:
     """A new sink. Raises ConfigError for an unknown name or option, UserCodeError when what it names is not a sink."""
-    if ":" in name or name in _OURS:
-        factory = load_callable(_OURS.get(name, name), where="sink")
-    else:
-        check_name(name)
-        factory = load_callable(installed()[name], where=f"sink {name!r} (an entry point)")
+    check_name(name)
+    factory = load_callable(_OURS.get(name, name), where="sink")
     _check_options(name, factory, options or {})
     try:
         sink = factory(**(options or {}))
@@ -87,35 +81,12 @@ def _check_options(name: str, factory: Callable[..., Any], options: Mapping[str,
             )
 
 
-def installed() -> dict[str, str]:
-    """Name -> "module:attr" of what installed packages bring."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
 def check_name(name: str) -> None:
     """Raise ConfigError if no sink is called so."""
-    known = sorted({*_OURS, *installed()})
-    if ":" in name or name in known:
+    if ":" in name or name in _OURS:
         return
-    near = nearest(name, known)
+    near = nearest(name, _OURS)
     raise ConfigError(
         f"no sink is called {name!r}" + (f"; did you mean {near!r}?" if near else ""),
-        remedy=f'known are {", ".join(known)}; own code is named "module:attr"',
+        remedy=f'known are {", ".join(sorted(_OURS))}; own code is named "module:attr"',
     )
-
-
-_ALONE = frozenset({"trainer/0", "coordinator", "buffer", "monitor"})
-"""Actors whose metrics keep their names: there is one of each, or it speaks for the others."""
-
-
-def curve_name(source: str, metric: str) -> str:
-    """`train/loss` of trainer/0 stays; `rollout/running` of rollout/1 is `rollout.1/running`."""
-    if source in _ALONE:
-        return metric
-    role = source.partition("/")[0]
-    return f"{source.replace('/', '.')}/{metric.removeprefix(role + '/')}"
-
-
-def curves_of(point: MetricPoint) -> dict[str, float]:
-    """Its metrics by the names that they have where all actors share one list, without its time accounting."""
-    return {curve_name(point.source, name): v for name, v in point.values.items() if not name.startswith("time/")}

@@ -107,8 +107,8 @@ class MonitorSettings(Section, frozen=True):
     samples_mb: PositiveInt = 256
     """MiB that `samples.jsonl` and `samples.1.jsonl` may have together; the oldest groups go."""
     sinks: Annotated[TextTuple, AfterValidator(check_once)] = ()
-    """Further sinks: wandb, mlflow, the name of an installed package's entry point `myxa.sinks`, or your own
-    `module:Class`. A package that one needs and the monitor's interpreter lacks refuses the start."""
+    """Further sinks: wandb, mlflow, or your own `module:Class`. A package that one
+    needs and the monitor's interpreter lacks refuses the start."""
     options: Table = {}
     """Named arguments of these sinks, a table for each, for example `[monitor.options.wandb]` with `project = "x"`."""
 

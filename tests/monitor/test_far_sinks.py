@@ -13,7 +13,7 @@ import pytest
 from tests.monitor.sink_world import Told, context, point
 
 from myxa.actors.sinks.registry import make_sink
-from myxa.actors.sinks.wandb_sink import WandbSink
+from myxa.actors.sinks.trackers import WandbSink
 from myxa.core.errors import ConfigError
 from myxa.core.messages import Telemetry
 

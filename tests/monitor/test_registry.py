@@ -12,7 +12,7 @@ from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.registry import BUILT_IN, choose_sinks, make_sink
-from myxa.actors.sinks.tensorboard import TensorBoardSink
+from myxa.actors.sinks.trackers import TensorBoardSink
 from myxa.core.config.run import MonitorSettings
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.messages import MetricPoint, Telemetry
@@ -46,12 +46,6 @@ class Outer:
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "sinks_of_a_user.py").write_text(MODULE)
-    package = tmp_path / "my_sinks-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my-sinks\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        "[myxa.sinks]\nmine = sinks_of_a_user:Mine\nlost = sinks_of_a_user:Lost\n"
-    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sinks_of_a_user", raising=False)
     return "sinks_of_a_user"
@@ -69,20 +63,18 @@ def test_every_built_in_sink_can_be_made() -> None:
         assert make_sink(name).name == name
 
 
-def test_user_sinks_by_path_and_by_entry_point(module: str) -> None:
+def test_user_sinks_by_path(module: str) -> None:
     assert make_sink(f"{module}:Mine").name == "mine"
     assert make_sink(f"{module}:Outer.Inner").name == "mine"
-    assert make_sink("mine").name == "mine"
-    assert [sink.name for sink in choose_sinks(MonitorSettings(sinks=("mine",)))][-1] == "mine"
+    assert [sink.name for sink in choose_sinks(MonitorSettings(sinks=(f"{module}:Mine",)))][-1] == "mine"
 
 
 @pytest.mark.parametrize(("name", "error", "says"), [
-    ("comet", ConfigError, "no sink is called 'comet' -- known are chrome_trace, jsonl, lost, mine, mlflow"),
+    ("comet", ConfigError, "no sink is called 'comet' -- known are chrome_trace, jsonl, mlflow"),
     ("sinks_of_a_user:Missing", ConfigError, "has no 'Missing'"),
     ("sinks_of_a_user:NoFlush", UserCodeError, r"gave a NoFlush, which lacks flush\(\)"),
     ("sinks_of_a_user:Nameless", UserCodeError, "lacks a name"),
     ("sinks_of_a_user:Explodes", UserCodeError, "raised RuntimeError: no key"),
-    ("lost", ConfigError, "sink 'lost' .* has no 'Lost'"),
 ])  # fmt: skip
 def test_a_wrong_name_is_told_with_its_cause(module: str, name: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.manual_clock import ManualClock
-from tests.monitor.sink_world import Told, context, hop, span, weights
+from tests.monitor.sink_world import context, hop, weights
 from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes
@@ -134,19 +134,3 @@ def test_a_change_of_knobs_is_a_line_through_the_whole_trace(tmp_path: Path) -> 
     assert scopes == {"knob": "g", "note": "p"}
     told = next(event for event in events if event["name"] == "knob")
     assert told["args"] == {"name": "lr", "epoch": 3, "text": "lr 1e-3 -> 1e-4"}
-
-
-def test_a_run_of_many_short_steps_does_not_fill_the_trace(tmp_path: Path) -> None:
-    told, sink = Told(), ChromeTraceSink()
-    sink.open(context(tmp_path, told))
-    for index in range(2000):  # one second: 2000 short stretches, one long one
-        at_s = 1000.0 + index / 2000
-        sink.write(Telemetry(spans=(span("trainer/0", "plan", at_s, 0.0004),)))
-    sink.write(Telemetry(spans=(span("trainer/0", "train", 1001.0),)))
-    sink.flush()
-    sink.close()
-    events = json.loads((tmp_path / "trace.json").read_text())
-    check_events(events)
-    names = [event["name"] for event in events if event["ph"] == "X"]
-    assert names == ["plan"] * 60 + ["train"]
-    assert told.kinds == ["trace-thinned"]

@@ -1,0 +1,236 @@
+"""TensorBoard, Weights & Biases, MLflow: one list of metrics by step for all actors of a run.
+
+    [monitor]
+    tensorboard = true       # files under tb/, by tensorboard's own event writer; no torch, no TensorFlow
+    sinks = ["wandb", "mlflow"]
+    [monitor.options.wandb]
+    project = "sorting"
+    mode = "offline"         # `wandb sync <run>/wandb/offline-run-*` uploads it later
+    [monitor.options.mlflow]
+    experiment = "sorting"
+    tracking_uri = ""        # empty: a file store in the run directory, `mlflow ui --backend-store-uri <run>/mlruns`
+
+The libraries are imported in `open` only: they are optional and slow to import. They get metrics, and the run file
+without what looks like a secret; trace and events stay in the run directory. After a restart of the monitor the same
+run of W&B or MLflow continues: its id is in the run directory.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError
+from ...core.messages import MetricPoint, Telemetry
+from ...core.sink import SinkContext
+
+_ALONE = frozenset({"trainer/0", "coordinator", "buffer", "monitor"})
+"""Actors whose metrics keep their names: there is one of each, or it speaks for the others."""
+
+
+def curves_of(point: MetricPoint) -> dict[str, float]:
+    """Its metrics by the names that they have in the one list, without its time accounting: `train/loss` of trainer/0
+    stays; `rollout/running` of rollout/1 is `rollout.1/running`."""
+    own = f"{point.source.partition('/')[0]}/"
+    head = "" if point.source in _ALONE else f"{point.source.replace('/', '.')}/"
+    return {
+        head + (name.removeprefix(own) if head else name): value
+        for name, value in point.values.items()
+        if not name.startswith("time/")
+    }
+
+
+class Tracker:
+    """A sink of metrics by step. Gauges of a moment are put at the newest step."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def open(self, context: SinkContext) -> None:
+        """Raises ImportError saying what to install when the library is missing (the run continues without it)."""
+        try:
+            self.begin(context)
+        except ImportError as error:
+            raise ImportError(f"{self.name} is not installed ({error}) -- pip install 'myxa[{self.name}]'") from error
+
+    def write(self, bundle: Telemetry) -> None:
+        for point in bundle.metrics:
+            self._step = max(self._step, point.step)
+            if values := curves_of(point):
+                self.log(values, point.step if point.step >= 0 else self._step, point.wall_s)
+
+    def begin(self, context: SinkContext) -> None:
+        raise NotImplementedError
+
+    def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Nothing to do where the library sends by itself."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardSink(Tracker):
+    """Event files under `tb/`."""
+
+    name = "tensorboard"
+    _writer: Any = None
+
+    def begin(self, context: SinkContext) -> None:
+        self._make_event = import_module("tensorboard.compat.proto.event_pb2").Event
+        self._make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter
+        self._writer = writer(str(context.run_dir / "tb"), flush_secs=3600)
+
+    def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
+        scalars = [self._make_summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = self._make_summary(value=scalars)
+        self._writer.add_event(self._make_event(wall_time=wall_s, step=step, summary=summary))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+class WandbSink(Tracker):
+    """A W&B run, offline unless said otherwise."""
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        project: str = "myxa",
+        entity: str = "",
+        group: str = "",
+        tags: tuple[str, ...] | list[str] = (),
+        mode: str = "",
+    ) -> None:
+        """`mode`: online, offline or disabled; empty: what WANDB_MODE says, offline without it."""
+        super().__init__()
+        if mode not in ("", "online", "offline", "disabled"):
+            raise ConfigError(f"monitor.options.wandb: mode = {mode!r}", remedy="take online, offline or disabled")
+        self._settings = {"project": project, "entity": entity or None, "group": group or None, "tags": list(tags)}
+        self._mode = mode
+        self._run: Any = None
+
+    def begin(self, context: SinkContext) -> None:
+        wandb = import_module("wandb")
+        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False)
+        chosen = wandb.setup().settings  # by environment or settings file
+        mode = self._mode or (str(chosen.mode) if "mode" in chosen.model_fields_set else "offline")
+        note = context.run_dir / "wandb.run_id"
+        known = _noted(note)
+        self._run = wandb.init(
+            id=known,
+            resume="allow" if known else None,
+            name=context.run_dir.name,
+            dir=str(context.run_dir),
+            mode=mode,
+            settings=settings,
+            reinit="create_new",
+            **self._settings,
+        )
+        note.write_text(f"{self._run.id}\n", encoding="utf-8")
+        self._run.config.update(dict(context.settings), allow_val_change=True)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        where = self._run.url if mode == "online" else self._run.dir
+        context.emit("wandb-opened", f"W&B run {self._run.id} ({mode}): {where}")
+
+    def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
+        self._run.log({**values, "step": step, "wall_s": wall_s})
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+            import_module("wandb").teardown()
+
+
+def _noted(note: Path) -> str | None:
+    return note.read_text(encoding="utf-8").strip() if note.exists() else None
+
+
+_FORBIDDEN = re.compile(r"[^A-Za-z0-9_\-. :/]")
+_MAX_BATCH, _MAX_PARAMS = 1000, 100
+"""What MLflow's server takes in one call."""
+_MAX_VALUE = 500
+"""Characters of a parameter that every version of the server takes."""
+_SEND_S = 2.0
+
+
+class MlflowSink(Tracker):
+    """An MLflow run, by the client of `mlflow-skinny`. User and password of a server are in MLFLOW_TRACKING_USERNAME
+    and MLFLOW_TRACKING_PASSWORD, as MLflow itself reads them: an address that holds them would be quoted by its errors.
+    """
+
+    name = "mlflow"
+    _context: SinkContext
+
+    def __init__(self, experiment: str = "myxa", tracking_uri: str = "") -> None:
+        super().__init__()
+        if re.search(r"://.*@", tracking_uri):
+            text = "monitor.options.mlflow: tracking_uri holds a user or a password"
+            raise ConfigError(text, remedy="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead")
+        self._experiment = experiment
+        self._tracking_uri = tracking_uri
+        self._client: Any = None
+        self._entities: Any = None
+        self._run_id = ""
+        self._pending: list[Any] = []
+        self._sent_s = 0.0
+
+    def begin(self, context: SinkContext) -> None:
+        self._context = context
+        place = self._tracking_uri or (context.run_dir / "mlruns").resolve().as_uri()
+        client = import_module("mlflow.tracking").MlflowClient(tracking_uri=place)
+        self._entities = import_module("mlflow.entities")
+        note = context.run_dir / "mlflow.run_id"
+        if known := _noted(note):
+            self._run_id = known
+        else:
+            there = client.get_experiment_by_name(self._experiment)
+            where = there.experiment_id if there else client.create_experiment(self._experiment)
+            self._run_id = client.create_run(where, run_name=context.run_dir.name).info.run_id
+            note.write_text(f"{self._run_id}\n", encoding="utf-8")
+            params = [
+                self._entities.Param(_FORBIDDEN.sub("_", key), str(value)[:_MAX_VALUE])
+                for key, value in context.settings.items()
+                if value != ""
+            ]
+            for start in range(0, len(params), _MAX_PARAMS):  # of a new run: parameters of an MLflow run never change
+                client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
+        self._client = client
+        context.emit("mlflow-opened", f"MLflow run {self._run_id} in {place}")
+
+    def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
+        at_ms = round(wall_s * 1000)
+        named = ((_FORBIDDEN.sub("_", name), value) for name, value in values.items())
+        self._pending += [self._entities.Metric(name, value, at_ms, step) for name, value in named]
+
+    def flush(self) -> None:
+        """At most every two seconds: each batch is a request."""
+        if self._context.clock.monotonic() >= self._sent_s + _SEND_S:
+            self._sent_s = self._context.clock.monotonic()
+            self._send()
+
+    def _send(self) -> None:
+        pending, self._pending = self._pending, []
+        for start in range(0, len(pending), _MAX_BATCH):
+            self._client.log_batch(self._run_id, metrics=pending[start : start + _MAX_BATCH])
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._send()
+            self._client.set_terminated(self._run_id)
+            self._client = None
