@@ -132,10 +132,6 @@ class LeaseRefused(MemoryFault):
     """The memory manager refused a lease; the message lists who holds what."""
 
 
-class SlabError(MyxaError):
-    """Shared memory is gone, full, or was written while it was read."""
-
-
 class LaunchError(MyxaError):
     """Processes could not be started or did not meet in time."""
 

@@ -156,7 +156,7 @@ class Claim(Record, frozen=True):
 
 
 class TensorSpec(Record, frozen=True):
-    """Where one named tensor lies in a slab."""
+    """Where one named tensor lies in what holds all of them."""
 
     name: str
     """HuggingFace parameter name."""
@@ -173,15 +173,13 @@ class WeightManifest(Record, frozen=True):
     version: int
     channel: WeightChannel
     location: str
-    """shm: path that opens the slab (`/proc/<pid>/fd/<n>`); disk: folder with safetensors files; nccl, cuda_ipc: the
+    """shm: path that opens the memory (`/proc/<pid>/fd/<n>`); disk: folder with safetensors files; nccl, cuda_ipc: the
     trainer ranks that send, by actor name, with commas between."""
-    generation: int
-    """Slab generation; a reader that sees another one after copying must discard what it read."""
     num_bytes: int
     tensors: tuple[TensorSpec, ...]
     """Empty for nccl and cuda_ipc: the senders' plans say it (`weight_channel.py`)."""
     digest: str
-    """Digest of the bytes (shm: transport/shm.py; nccl, cuda_ipc: one per sender, with commas between)."""
+    """Digest of the bytes, see `actors/weights/channels/` (nccl, cuda_ipc: one per sender, with commas between)."""
     host: str
     """Boot id of the publishing host: shm is readable only there."""
     lineage: int = 0

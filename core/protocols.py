@@ -278,18 +278,9 @@ class WeightSenders(Protocol):
     async def ask(self, sender: str, order: SenderOrder[A]) -> A: ...
 
 
-class WeightReader(Protocol):
-    """Engine's end of a weight channel."""
-
-    def open(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, NamedArray]]:
-        """The published tensors by HuggingFace name; their bytes are valid inside the block only. The bytes are checked
-        against `manifest.digest` and `manifest.generation`: on entry where they cannot change afterwards, else on
-        leaving the block. Both ends raise EngineError; what was copied must then be thrown away."""
-        ...
-
-    def close(self) -> None:
-        """Close what is kept open between versions; no block may be open."""
-        ...
+ReadsWeights = Callable[[WeightManifest], AbstractContextManager[Mapping[str, NamedArray]]]
+"""The published tensors by HuggingFace name; their bytes are valid inside the block only, and checked against
+`manifest.digest` on entry. Raises EngineError."""
 
 
 class Tokenizer(Protocol):

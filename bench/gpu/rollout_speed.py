@@ -166,7 +166,7 @@ class Actors:
         rollout = self.node.ref(RolloutContract, "rollout/0")
         await self._while_alive(self.coordinator.engine_up(PATIENCE_S))
         manifest = WeightManifest(
-            version=1, channel="disk", location=str(model), generation=0, num_bytes=0, tensors=(), digest="", host=""
+            version=1, channel="disk", location=str(model), num_bytes=0, tensors=(), digest="", host=""
         )
         for ack in (await rollout.prepare_weights(manifest), await rollout.commit_weights(1)):
             if not ack.accepted:

@@ -275,7 +275,7 @@ def guard_bound(config: RunConfig) -> float:
 
 
 def channel_end(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnd:
-    from ...actors.weights.channels.reader import ReadChannel, make_writer
+    from ...actors.weights.channels.host import ReadChannel, make_writer
 
     channel = choose_channel(config)
     if channel in SENT_CHANNELS:

@@ -57,7 +57,7 @@ LIGHT = (
 TORCH = (
     *("myxa.launch.composition.trainer_parts", "myxa.actors.trainer.trainer"),
     "myxa.actors.backends.torch_backend.backend",
-    *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channels.reader"),
+    *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channels.host"),
 )
 MEGATRON = "myxa.actors.backends.megatron.backend"
 """Modules of the roles, read off `sys.modules` of a serving process. One that is missing here costs its import at each

@@ -13,7 +13,7 @@ from myxa.core.messages import WeightManifest
 
 
 def manifest(version: int) -> WeightManifest:
-    return manifest_of(version, channel="shm", generation=2 * version)
+    return manifest_of(version, channel="shm")
 
 
 def with_engines(*names: str, **options: Any) -> Adoption:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,10 @@ import msgspec
 import pytest
 
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
-from myxa.actors.weights.channels.reader import ChannelReader, make_writer
+from myxa.actors.weights.channels import host
+from myxa.actors.weights.channels.host import make_writer, read_version
 from myxa.core.config import RunConfig
-from myxa.core.errors import EngineError
+from myxa.core.errors import EngineError, TrainError
 from myxa.core.messages import WeightChannel, WeightManifest
 from myxa.core.protocols import NamedArray, WeightWriter
 from myxa.launch.composition.trainer_parts import channel_end
@@ -34,38 +34,67 @@ def writer(request: pytest.FixtureRequest, tmp_path: Path) -> WeightWriter:
     return made
 
 
-def read(reader: ChannelReader, manifest: WeightManifest) -> dict[str, bytes]:
-    with reader.open(manifest) as found:
+def read(manifest: WeightManifest) -> dict[str, bytes]:
+    with read_version(manifest) as found:
         return {name: bytes(tensor.data) for name, tensor in found.items()}
 
 
 def test_what_is_published_is_read_until_it_is_released_and_overwritten(writer: WeightWriter) -> None:
-    reader = ChannelReader()
     manifests = [writer.publish(version, tensors(version)) for version in range(3)]
     for version, manifest in enumerate(manifests):
-        assert read(reader, manifest) == {t.spec.name: bytes(t.data) for t in tensors(version)}
+        assert read(manifest) == {t.spec.name: bytes(t.data) for t in tensors(version)}
     writer.release(0)
     last = writer.publish(3, tensors(3))
     with pytest.raises(EngineError, match="weight version 0"):
-        read(reader, manifests[0])
-    assert read(reader, last) == {t.spec.name: bytes(t.data) for t in tensors(3)}
+        read(manifests[0])
+    assert read(last) == {t.spec.name: bytes(t.data) for t in tensors(3)}
 
 
 def test_a_digest_that_does_not_fit_is_refused(writer: WeightWriter) -> None:
     manifest = msgspec.structs.replace(writer.publish(0, tensors(0)), digest="crc32:00000000")
     with pytest.raises(EngineError, match="digest"):
-        read(ChannelReader(), manifest)
+        read(manifest)
 
 
-def test_overwriting_during_the_read_and_shared_memory_of_another_host_are_noticed(tmp_path: Path) -> None:
+def test_shared_memory_stays_as_it_is_while_it_is_read_and_is_no_other_hosts(tmp_path: Path) -> None:
     writer = make_writer("shm", tmp_path, tmp_path)
     manifest = writer.publish(0, tensors(0))
     with pytest.raises(EngineError, match=r"another host \(elsewhere\)"):
-        read(ChannelReader(), msgspec.structs.replace(manifest, host="elsewhere"))
-    with pytest.raises(EngineError, match="was overwritten while it was read"), ChannelReader().open(manifest):
+        read(msgspec.structs.replace(manifest, host="elsewhere"))
+    with read_version(manifest) as found:
         writer.release(0)
-        writer.publish(1, tensors(1))
+        writer.publish(0, tensors(1))
+        assert {name: bytes(tensor.data) for name, tensor in found.items()} == {
+            t.spec.name: bytes(t.data) for t in tensors(0)
+        }
+        assert all(tensor.data.readonly for tensor in found.values())
     writer.close()
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "/proc/1/fd/999", "/proc/self/fd/0", "", "pipe"])
+def test_what_is_no_shared_memory_of_a_trainer_is_not_opened(tmp_path: Path, place: str) -> None:
+    ends = os.pipe()
+    writer = make_writer("shm", tmp_path, tmp_path)
+    manifest = writer.publish(0, tensors(0))
+    location = f"/proc/{os.getpid()}/fd/{ends[0]}" if place == "pipe" else place
+    with pytest.raises(EngineError, match="weight version 0"):
+        read(msgspec.structs.replace(manifest, location=location))
+    (first, *rest) = manifest.tensors
+    outside = msgspec.structs.replace(first, offset=1 << 40)
+    with pytest.raises(EngineError, match="lies outside"):
+        read(msgspec.structs.replace(manifest, tensors=(outside, *rest)))
+    writer.close()
+    for end in ends:
+        os.close(end)
+
+
+def test_too_much_is_refused_with_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = make_writer("shm", tmp_path, tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(host, "available_bytes", lambda: 1000)
+    with pytest.raises(TrainError, match=r"weight version 0 was not published: no shared memory of \d+ bytes: 1000"):
+        writer.publish(0, tensors(0))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 class Backend:
@@ -95,43 +124,24 @@ async def test_a_killed_trainers_folders_go_with_the_next_version(tmp_path: Path
     assert manifest is not None
     assert [path.name for path in folder.glob("*")] == (["version_00000002"] if channel == "disk" else [])
     with pytest.raises(EngineError, match="weight version 4"):
-        read(ChannelReader(), old[1])
-    assert read(ChannelReader(), manifest) == {t.spec.name: bytes(t.data) for t in tensors(2)}
+        read(old[1])
+    assert read(manifest) == {t.spec.name: bytes(t.data) for t in tensors(2)}
     assert await leader.publish(3, backend, at_once, (2,)) is not None
-    assert read(ChannelReader(), manifest), "only what was there before the first"
+    assert read(manifest), "only what was there before the first"
     leader.close()
     assert not folder.exists()
     for ends in (leader, other_rank):
         ends.thread.shutdown()
 
 
-def test_slabs_of_a_trainer_that_ended_are_let_go(tmp_path: Path) -> None:
-    first, second = make_writer("shm", tmp_path, tmp_path), make_writer("shm", tmp_path, tmp_path)
-    reader = ChannelReader()
-    before = mapped_slabs()
-    old = first.publish(7, tensors(7))
-    assert read(reader, old)
-    assert mapped_slabs() == before + 2, "the writer's and the reader's"
-    manifest = second.publish(4, tensors(4))
-    first.close()
-    assert mapped_slabs() == before + 2, "the reader still holds what nobody offers any more"
-    assert read(reader, manifest), "an older number is as good as any"
-    assert mapped_slabs() == before + 2
-    reader.close()
-    second.close()
-
-
-def mapped_slabs() -> int:
-    return sum("myxa-slab" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def test_slabs_are_reused_and_freed(tmp_path: Path) -> None:
+def test_memory_is_freed_with_its_version(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     writer = make_writer("shm", tmp_path, tmp_path)
     for version in range(12):
-        writer.publish(version, tensors(version))
+        manifest = writer.publish(version, tensors(version))
+        assert read(manifest)
         writer.release(version - 1)
-    assert len(os.listdir("/proc/self/fd")) <= before + 4, "two slabs, two descriptors each"
+    assert len(os.listdir("/proc/self/fd")) == before + 1
     writer.close()
-    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+    assert "memfd:myxa-weights" not in Path("/proc/self/maps").read_text()

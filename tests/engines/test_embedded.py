@@ -18,7 +18,7 @@ from myxa.actors.engines.embedded.model import Decoder
 from myxa.actors.engines.embedded.tensors import kv_bytes, weight_bytes
 from myxa.actors.models.hf_folder import open_weights, read_config, write_folder
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
-from myxa.actors.weights.channels.reader import ChannelReader, make_writer
+from myxa.actors.weights.channels.host import make_writer, read_version
 from myxa.core.errors import EngineError, ModelError
 from myxa.core.host_memory import available_bytes
 from myxa.core.messages import WeightManifest
@@ -49,7 +49,7 @@ def published(tmp_path: Path, folders):
 async def running(
     folder: Path, options: EmbeddedOptions = OPTIONS, *, reads: bool = True
 ) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(folder, options, reader=ChannelReader() if reads else None)
+    engine = EmbeddedEngine(folder, options, reader=read_version if reads else None)
     try:
         async with asyncio.timeout(DEADLINE_S):
             await engine.start()

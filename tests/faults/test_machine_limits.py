@@ -1,4 +1,4 @@
-"""Disks that are full and descriptors that run out, where the fault matrix does not reach: ledger, slab, journal, caller."""
+"""Disks that are full and descriptors that run out, where the fault matrix does not reach: ledger, journal, caller."""
 
 from __future__ import annotations
 
@@ -69,31 +69,6 @@ def test_a_full_disk_stops_the_ledger_with_a_clear_error_and_what_was_acknowledg
     assert {row.group_id for row in ledger.rows(State.READY)} == set(acked)
     assert all(ledger.payload(number) == b"x" * 5000 for number in acked)
     ledger.close()
-
-
-SLAB = """
-import os, resource
-from myxa.core.errors import SlabError
-from myxa.transport.shm import SlabWriter
-
-before = len(os.listdir("/proc/self/fd"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    SlabWriter.create(8 << 20)
-except SlabError as error:
-    print(error)
-print(len(os.listdir("/proc/self/fd")) - before)
-SlabWriter.create(1 << 19)
-print("smaller ones go on")
-"""
-
-
-def test_no_room_for_a_slab_is_a_clear_error_and_costs_no_descriptor():
-    error, leaked, last = run(SLAB)
-    assert error.startswith("no shared memory of 8388608 bytes")
-    assert "use the disk channel" in error
-    assert leaked == "0"
-    assert last == "smaller ones go on"
 
 
 CALLER = """

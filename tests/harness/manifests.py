@@ -8,5 +8,5 @@ from myxa.core.messages import WeightManifest
 
 
 def manifest_of(version: int, location: object = "", channel: Any = "disk", **more: Any) -> WeightManifest:
-    facts: dict[str, Any] = {"generation": 0, "num_bytes": 0, "tensors": (), "digest": "", "host": ""}
+    facts: dict[str, Any] = {"num_bytes": 0, "tensors": (), "digest": "", "host": ""}
     return WeightManifest(version=version, channel=channel, location=str(location), **(facts | more))

@@ -20,7 +20,7 @@ from myxa.actors.trainer.start_point import StartPoint
 from myxa.actors.trainer.step_plan import StepPlanOptions
 from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
-from myxa.actors.weights.channels.reader import make_writer
+from myxa.actors.weights.channels.host import make_writer
 from myxa.actors.weights.publish import ChannelEnd
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig

@@ -29,9 +29,9 @@ from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node
 
 
-def manifest(version: int, generation: int = 0) -> WeightManifest:
+def manifest(version: int, location: str = "") -> WeightManifest:
     return WeightManifest(
-        version=version, channel="shm", location="", generation=generation, num_bytes=0, tensors=(), digest="", host=""
+        version=version, channel="shm", location=location, num_bytes=0, tensors=(), digest="", host=""
     )
 
 
@@ -123,10 +123,10 @@ async def test_a_gang_started_anew_before_the_run_begins_is_the_one_that_engines
         await ref.trainer_ready(5, manifest(5), {})
         await ref.trainer_ready(3, manifest(3), {})  # the checkpoint of 5 turned out to be damaged
         assert coordinator._adoption.newest == 3
-        await ref.trainer_ready(3, manifest(3, generation=1), {})
+        await ref.trainer_ready(3, manifest(3, location="again"), {})
         coordinator._adoption.joined("rollout/0", 1)
         instruction = coordinator._adoption.next()
-        assert instruction is not None and instruction.manifest.generation == 1
+        assert instruction is not None and instruction.manifest.location == "again"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ CHANNEL nccl (the default) sends; shm and disk write. Beside what senders do it 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -16,10 +17,8 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.weights.model_tensors import arrays_of, tensors_of
 
-from myxa.actors.weights.channels.disk import clear_folders
-from myxa.actors.weights.channels.reader import make_writer
+from myxa.actors.weights.channels.host import NAME, ShmWeightWriter, clear_folders, make_writer
 from myxa.actors.weights.channels.sender import DeviceWeightSender
-from myxa.actors.weights.channels.shm import ShmWeightWriter
 from myxa.core.errors import MyxaError
 from myxa.core.messages import WeightManifest
 from myxa.core.process import boot_id
@@ -71,9 +70,12 @@ class Writing:
         manifest = self.published[version]
         if self.channel == "shm":
             assert isinstance(self.writer, ShmWeightWriter)
-            memory = self.writer._used[version]._map
-            begin, size = manifest.tensors[0].offset, manifest.num_bytes
-            _harm(memory, begin, size, how)
+            descriptor, harmed = self.writer._files[version], os.memfd_create(NAME)
+            content = bytearray(Path(manifest.location).read_bytes())
+            _harm(content, manifest.tensors[0].offset, manifest.num_bytes, how)
+            os.write(harmed, content)
+            os.dup2(harmed, descriptor)  # what is published is sealed
+            os.close(harmed)
             return
         (file,) = Path(manifest.location).glob("*.safetensors")
         content = bytearray(file.read_bytes())

@@ -59,7 +59,7 @@ class Server:
 
 def manifest() -> WeightManifest:
     return WeightManifest(
-        version=1, channel="nccl", location="trainer/0,trainer/1", generation=0, num_bytes=0, tensors=(), digest="",
+        version=1, channel="nccl", location="trainer/0,trainer/1", num_bytes=0, tensors=(), digest="",
         host="",
     )  # fmt: skip
 

@@ -55,7 +55,7 @@ class Server:
 
 def manifest(version: int, senders: str = "trainer/0,trainer/1,trainer/2,trainer/3") -> WeightManifest:
     return WeightManifest(
-        version=version, channel="cuda_ipc", location=senders, generation=0, num_bytes=0, tensors=(), digest="", host="",
+        version=version, channel="cuda_ipc", location=senders, num_bytes=0, tensors=(), digest="", host="",
     )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
             "roles.rollout.kind=sglang", f'engine.attach=["{server.url}"]', "weights.channel=nccl",
             "engine.key_env=FLEET_KEY", "weights.bucket_mb=1", "roles.trainer.count=2", "trainer.strategy=fsdp",
             "async.max_staleness=0", "reward.fn=regex", 'reward.pattern="[1-4]"', "run.num_steps=100000",
-            "guard.every=0",
         )  # fmt: skip
         try:
             wait_until(lambda: len(_adopted(job, "rollout/0")) >= 2, "the second version in the server")

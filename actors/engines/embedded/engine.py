@@ -37,7 +37,7 @@ from ....core.device_memory import MovedMemory, Tag, TagReport
 from ....core.errors import EngineError, MyxaError
 from ....core.host_memory import available_bytes
 from ....core.messages import WeightManifest
-from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
+from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, ReadsWeights
 from ....core.weight_channel import WeightProgress
 from ....memory.arenas.arena import Arena
 from ...models.chat_template import PlainText
@@ -209,7 +209,7 @@ class EmbeddedEngine:
         folder: str | Path,
         options: EmbeddedOptions | None = None,
         *,
-        reader: WeightReader | None = None,
+        reader: ReadsWeights | None = None,
         memory: Arena | None = None,
     ) -> None:
         self._folder = Path(folder)
@@ -315,9 +315,8 @@ class EmbeddedEngine:
         is_idle = bool((await asyncio.wait([running_copy], timeout=JOIN_S))[0])
         state.worker.shutdown(wait=is_idle, cancel_futures=True)
         await state.thread.join(JOIN_S)
-        for one in (self._reader, self._memory):
-            if one is not None and is_idle:
-                one.close()
+        if self._memory is not None and is_idle:
+            self._memory.close()
 
     def _on_broken(self, error: EngineError) -> None:
         self._broken = error
@@ -384,7 +383,7 @@ class EmbeddedEngine:
         def load(weights: DecoderWeights) -> None:
             place = f"{what} from {manifest.channel}"
             self._beacon.step(f"{place}: digest", is_counted=False)
-            with reader.open(manifest) as tensors:
+            with reader(manifest) as tensors:
                 weights.load(Counted(tensors, self._beacon, place), what)
 
         await self.prepare(manifest.version, load)

@@ -43,7 +43,7 @@ from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
 from ....core.weight_channel import Bucket, JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
 from ...weights.beacon import Beacon
-from ...weights.channels.disk import DiskWeightReader
+from ...weights.channels.host import read_folder
 from .http_client import SglangHttp
 from .wire import version_number
 
@@ -129,7 +129,7 @@ class FolderRoute:
 
 
 def _check_folder(manifest: WeightManifest, *, reads_all: bool) -> None:
-    with DiskWeightReader().open(manifest, reads_all=reads_all):
+    with read_folder(manifest, reads_all=reads_all):
         return
 
 

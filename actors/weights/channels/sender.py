@@ -119,7 +119,6 @@ class DeviceWeightSender:
             version=version,
             channel=self._channel,
             location=self._name,
-            generation=0,
             num_bytes=staged.buffers.plan.num_bytes,
             tensors=(),
             digest=staged.digest,

@@ -1,0 +1,268 @@
+"""The channels by which rank 0 writes what engines read, in the memory of a host or in folders.
+
+    shm     each version is an anonymous memory file (`memfd_create`), written once and sealed: nobody changes it under
+            a reader. It has no name, so nothing is ever left in /dev/shm, and the kernel frees it with its last holder.
+            Others open it through `/proc/<pid>/fd/<n>`, which the same user may do. Linux
+    disk    each version is a HuggingFace folder, so any server that takes a model path can load it:
+            `models/hf_folder.py` writes and reads it
+
+The digest is zlib's CRC-32: 3.9 GiB/s where BLAKE2b does 0.9 and SHA-256 1.7. It guards against mistakes, not against
+malice: a process that can write the bytes could also write the manifest. `multiprocessing.shared_memory` was
+considered: on 3.11 the resource tracker of any reader unlinks it under the others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from msgspec.structs import replace
+
+from ....core.errors import EngineError, MyxaError, TrainError
+from ....core.host_memory import available_bytes
+from ....core.messages import TensorSpec, WeightManifest
+from ....core.process import boot_id
+from ....core.protocols import NamedArray, WeightWriter
+from ...models.hf_folder import open_weights, read_config, write_folder
+
+ReadChannel = Literal["shm", "disk"]
+
+
+def make_writer(channel: ReadChannel, folder: Path, model_folder: Path) -> WeightWriter:
+    """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer."""
+    if channel == "disk":
+        return DiskWeightWriter(folder, model_folder, boot_id())
+    clear_folders(folder)  # the run wrote folders before it was resumed
+    return ShmWeightWriter(boot_id())
+
+
+def read_version(manifest: WeightManifest) -> AbstractContextManager[Mapping[str, NamedArray]]:
+    """By whatever channel the manifest names; see `core.protocols.ReadsWeights`. Shared memory of another host is
+    refused by name instead of failing as a missing file."""
+    if manifest.channel == "disk":
+        return read_folder(manifest)
+    if manifest.host != boot_id():
+        raise EngineError(
+            f"weight version {manifest.version} lies in the shared memory of another host ({manifest.host})",
+            remedy="let trainer and rollout share their nodes, or name different nodes so that folders are used",
+        )
+    return read_memory(manifest)
+
+
+def digest_of(tensors: Iterable[NamedArray]) -> str:
+    """Over names, types, shapes and bytes, in order: "crc32:" and eight digits."""
+    value = 0
+    for tensor in tensors:
+        spec = tensor.spec
+        value = zlib.crc32(f"{spec.name}|{spec.dtype}|{spec.shape}|".encode(), value)
+        value = zlib.crc32(tensor.data, value)
+    return f"crc32:{value:08x}"
+
+
+def _check(manifest: WeightManifest, tensors: Mapping[str, NamedArray]) -> None:
+    if digest_of(tensors[spec.name] for spec in manifest.tensors) != manifest.digest:
+        raise EngineError(
+            f"weight version {manifest.version} in {manifest.location} does not match its digest",
+            remedy="the bytes were altered or are torn; the next version will be read afresh",
+        )
+
+
+# -- shm
+
+ALIGNMENT = 64
+NAME = "myxa-weights"
+"""Of memory files."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+
+@dataclass(slots=True)
+class ShmWeightWriter:
+    """Publishes versions as memory files; `release` frees them."""
+
+    host: str
+    _files: dict[int, int] = field(default_factory=dict[int, int])
+    """Version -> descriptor."""
+
+    def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
+        """Raises TrainError if there is no memory for it."""
+        self.release(version)
+        specs, size = _laid_out(tensors)
+        free = available_bytes()
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            if size > free:  # the kernel would give pages until it has to kill a process
+                raise OSError(f"{free} are available")
+            os.posix_fallocate(descriptor, 0, max(size, 1))
+            with open(descriptor, "wb", closefd=False) as file:
+                for spec, tensor in zip(specs, tensors, strict=True):
+                    file.seek(spec.offset)
+                    file.write(tensor.data)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as err:
+            os.close(descriptor)
+            raise TrainError(
+                f"weight version {version} was not published: no shared memory of {size} bytes: {err}",
+                remedy="free memory, or use the disk channel",
+            ) from err
+        self._files[version] = descriptor
+        return WeightManifest(
+            version=version,
+            channel="shm",
+            location=f"/proc/{os.getpid()}/fd/{descriptor}",
+            num_bytes=sum(spec.num_bytes for spec in specs),
+            tensors=specs,
+            digest=digest_of(tensors),
+            host=self.host,
+        )
+
+    def release(self, version: int) -> None:
+        """Readers in the middle of one keep its memory until they are done."""
+        descriptor = self._files.pop(version, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for version in list(self._files):
+            self.release(version)
+
+
+def _laid_out(tensors: Sequence[NamedArray]) -> tuple[tuple[TensorSpec, ...], int]:
+    specs: list[TensorSpec] = []
+    offset = 0
+    for tensor in tensors:
+        specs.append(replace(tensor.spec, offset=offset))
+        offset += -(-tensor.spec.num_bytes // ALIGNMENT) * ALIGNMENT
+    return tuple(specs), offset
+
+
+@contextmanager
+def read_memory(manifest: WeightManifest) -> Generator[Mapping[str, NamedArray]]:
+    """Tensors where they lie; valid inside the block. Raises EngineError for memory that is gone, or does not match its
+    digest."""
+    place = f"weight version {manifest.version}: {manifest.location}"
+    if _PATH.fullmatch(manifest.location) is None:  # whatever else has that name is not opened: a pipe would block
+        raise EngineError(f"{place} is no place of shared memory", remedy="take it from the manifest")
+    try:
+        found = str(Path(manifest.location).readlink())
+        if not found.startswith(f"/memfd:{NAME}"):
+            raise EngineError(f"{place} is {found!r}", remedy="its owner has ended; the number is reused")
+        with Path(manifest.location).open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    except OSError as err:
+        remedy = "the process that published it has ended, or runs as another user or in another container"
+        raise EngineError(f"{place} cannot be opened: {err.strerror}", remedy=remedy) from err
+    whole = memoryview(mapped)
+    views: dict[str, NamedArray] = {}
+    try:
+        for spec in manifest.tensors:
+            if not 0 <= spec.offset <= spec.offset + spec.num_bytes <= len(whole):
+                raise EngineError(f"{place}: {spec.name} at {spec.offset} + {spec.num_bytes} lies outside")
+            views[spec.name] = NamedArray(spec=spec, data=whole[spec.offset : spec.offset + spec.num_bytes])
+        _check(manifest, views)
+        yield views
+    finally:
+        with suppress(BufferError):  # a copy that failed still has a view: the memory then goes with it
+            for view in (*(tensor.data for tensor in views.values()), whole):
+                view.release()
+            mapped.close()
+
+
+# -- disk
+
+
+@dataclass(slots=True)
+class DiskWeightWriter:
+    """Publishes versions as folders `<root>/version_<v>`; `release` deletes them."""
+
+    root: Path
+    model_folder: Path
+    host: str
+    _folders: dict[int, Path] = field(default_factory=dict[int, Path])
+    _is_clear: bool = False
+
+    def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
+        """Write the folder; the first one takes the place of all that a killed trainer left. Raises TrainError naming
+        the path when the disk refuses."""
+        if not self._is_clear:
+            clear_folders(self.root)
+            self._is_clear = True
+        folder = self.root / f"version_{version:08d}"
+        try:
+            config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
+            write_folder(folder, config, tensors, tokenizer_from=self.model_folder)
+        except (OSError, MyxaError) as err:
+            raise TrainError(
+                f"cannot write weight version {version} to {folder}: {err}",
+                remedy="free disk space, or put run.dir on another disk",
+            ) from err
+        self._folders[version] = folder
+        return WeightManifest(
+            version=version,
+            channel="disk",
+            location=str(folder),
+            num_bytes=sum(t.spec.num_bytes for t in tensors),
+            tensors=tuple(t.spec for t in tensors),
+            digest=digest_of(tensors),
+            host=self.host,
+        )
+
+    def release(self, version: int) -> None:
+        folder = self._folders.pop(version, None)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete every folder that was not released, and the one around them."""
+        for version in list(self._folders):
+            self.release(version)
+        _remove_empty(self.root)
+
+
+def clear_folders(root: Path) -> None:
+    """Delete what a trainer that was killed has left below `root`, where one at a time writes. Never raises: a version
+    of the same number is written over what stayed."""
+    for folder in root.glob("version_*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    _remove_empty(root)
+
+
+def _remove_empty(root: Path) -> None:
+    with suppress(OSError):  # there is none, or it holds other files
+        root.rmdir()
+
+
+@contextmanager
+def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generator[Mapping[str, NamedArray]]:
+    """Named tensors of the version. Raises EngineError for a missing, torn or altered folder; `reads_all` False: as far
+    as its headers show, at the same cost for any model."""
+    folder = Path(manifest.location)
+    try:
+        with open_weights(folder, read_config(folder)) as tensors:
+            for spec in manifest.tensors:
+                found = tensors.get(spec.name)
+                if found is None or (found.spec.dtype, found.spec.shape) != (spec.dtype, spec.shape):
+                    raise EngineError(
+                        f"weight version {manifest.version}: {spec.name} in {folder} is not what was published",
+                        remedy="do not write into the run's weight folders",
+                    )
+            if reads_all:
+                _check(manifest, tensors)
+            yield tensors
+    except EngineError:
+        raise
+    except MyxaError as err:
+        raise EngineError(
+            f"cannot read weight version {manifest.version} from {folder}: {err.message}",
+            remedy="the folder must be reachable from this host (a shared file system) and left as it was written",
+        ) from err
