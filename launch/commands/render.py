@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
@@ -15,97 +16,12 @@ from .parser import Command, Parser
 if TYPE_CHECKING:
     from ...core.config import RunConfig
 
-SLURM = """#!/bin/bash
-# One launcher a node. Slurm's signal has the run end in order, with a checkpoint, before its time is over;
-# `sbatch FILE RUN_DIRECTORY` continues a run.
-#SBATCH --job-name=$name
-#SBATCH --nodes=$nodes
-#SBATCH --ntasks-per-node=1
-$gres#SBATCH --exclusive
-#SBATCH --time=$time
-#SBATCH --signal=TERM@120
-
-meeting="--rdzv-file $$SLURM_SUBMIT_DIR/rdzv-$$SLURM_JOB_ID --finish-timeout 100"
-if [ $$# -gt 0 ]; then
-    srun --kill-on-bad-exit=1 myxa resume "$$1" $$meeting
-else
-    srun --kill-on-bad-exit=1 myxa launch $launch $$meeting
-fi
-"""
-K8S = """# The run file, model and data lie on the volume claim $volume, which is mounted at $folder on every node.
-# The nodes' common key, once:
-#   head -c 32 /dev/urandom | base64 > job.key && kubectl create secret generic $name-key --from-file=job.key
-apiVersion: v1
-kind: Service
-metadata:
-  name: $name
-spec:
-  clusterIP: None
-  publishNotReadyAddresses: true
-  selector:
-    app: $name
----
-apiVersion: batch/v1
-kind: Job
-metadata:
-  name: $name
-spec:
-  completionMode: Indexed
-  completions: $nodes
-  parallelism: $nodes
-  backoffLimit: 0
-  template:
-    metadata:
-      labels:
-        app: $name
-    spec:
-      subdomain: $name
-      restartPolicy: Never
-      terminationGracePeriodSeconds: 120
-      containers:
-        - name: launcher
-          image: "$image"
-          workingDir: $folder
-          command: ["/bin/sh", "-c"]
-          args:
-            - exec myxa launch $launch --nnodes $nodes --node-rank $$JOB_COMPLETION_INDEX --rdzv $name-0.$name:29400
-              --job-key /etc/myxa/job.key --finish-timeout 100
-          resources:
-            limits: $limits
-          volumeMounts:
-            - {name: work, mountPath: $folder}
-            - {name: key, mountPath: /etc/myxa, readOnly: true}
-            - {name: shm, mountPath: /dev/shm}
-      volumes:
-        - name: work
-          persistentVolumeClaim: {claimName: $volume}
-        - name: key
-          secret: {secretName: $name-key, defaultMode: 0400}
-        - name: shm
-          emptyDir: {medium: Memory}
-"""
-COMPOSE = """# Every node on this machine. The run file, model and data lie in this file's folder, mounted at $folder.
-# The nodes' common key, once: head -c 32 /dev/urandom | base64 > job.key && chmod 600 job.key
-name: $name
-services:
-$services"""
-SERVICE = """  node$rank:
-    image: "$image"
-    working_dir: $folder
-    command: myxa launch $launch --nnodes $nodes --node-rank $rank --rdzv node0:29400 --job-key $folder/job.key
-    volumes: [".:$folder"]
-    shm_size: 8gb
-    stop_grace_period: 120s
-$devices"""
-DEVICES = """    deploy:
-      resources:
-        reservations:
-          devices: [{driver: nvidia, count: $gpus, capabilities: [gpu]}]
-"""
+FILES = {"slurm": "slurm.sh", "k8s": "k8s.yaml", "compose": "compose.yaml"}
+"""In `launch/templates/`."""
 
 
 def _add(parser: Parser) -> None:
-    parser.add_argument("kind", choices=("slurm", "k8s", "compose"), help="who starts the launchers")
+    parser.add_argument("kind", choices=tuple(FILES), help="who starts the launchers")
     parser.add_argument("file", metavar="RUN.TOML", help="run file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
                         help="overrule a value of the file, in the job too; may be repeated")  # fmt: skip
@@ -151,11 +67,15 @@ def job_file(kind: str, config: RunConfig, options: argparse.Namespace) -> str:
         "volume": options.volume, "folder": options.folder, "launch": shlex.join([options.file, *sets]),
         "gres": f"#SBATCH --gres=gpu:{gpus}\n" if gpus else "",
         "limits": f"{{nvidia.com/gpu: {gpus}}}" if gpus else "{}",
-        "devices": Template(DEVICES).substitute(gpus=gpus) if gpus else "",
+        "devices": f"[{{driver: nvidia, count: {gpus}, capabilities: [gpu]}}]" if gpus else "[]",
     }  # fmt: skip
-    services = [Template(SERVICE).substitute(values, rank=rank) for rank in range(nodes)]
-    text = {"slurm": SLURM, "k8s": K8S, "compose": COMPOSE}[kind]
-    return Template(text).substitute(values, services="".join(services))
+    node = _template("compose_node.yaml")
+    services = "".join(node.substitute(values, rank=rank) for rank in range(nodes))
+    return _template(FILES[kind]).substitute(values, services=services)
+
+
+def _template(name: str) -> Template:
+    return Template((files("myxa.launch") / "templates" / name).read_text())
 
 
 RENDER = Command(
