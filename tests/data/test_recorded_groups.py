@@ -15,7 +15,6 @@ from tests.harness.group_runner import runner_of
 
 from myxa.actors.data import MixedDataset, open_data, open_prompts
 from myxa.actors.data.recorded import RecordedAnswers
-from myxa.actors.models.chat_template import template_of
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import make_rewarder
@@ -213,7 +212,7 @@ def test_a_run_that_asks_for_what_is_not_recorded_is_refused(
 
 
 def answers_of(settings: RunConfig, model: Path) -> GroupRunner:
-    tokenizer = load_tokenizer(model, template_of(model, settings.data))
+    tokenizer = load_tokenizer(model, settings.data)
     return runner_of(RecordedAnswers(settings), make_rewarder(settings), tokenizer, context_length=CONTEXT)
 
 
