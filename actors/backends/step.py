@@ -82,7 +82,7 @@ class Stepper:
                     raise self.policy.world.agreed(problem)
         version, every = shard.step + 1, settings.algo.ref_update_every
         if self.reference is not None and every and version % every == 0:
-            self.reference.renew(version)
+            self.reference.renew(self.policy, version)
         return StepStats(metrics=self._metrics(step, minibatches, started_s))
 
     def score(self, samples: Sequence[Sample], max_tokens: int) -> list[F32]:
@@ -114,7 +114,8 @@ class Stepper:
         layouts = [micro.layout for micro in micros]
         step.mean_weights = [1.0] * len(minibatches)  # ranks that do not score have no use for another
         starts = policy.score_start(layouts) if _needs_start(objective) else []
-        references = self.reference.score(layouts) if self.reference and needs_reference(objective) else []
+        reference = self.reference if needs_reference(objective) else None
+        references: list[Any] = reference.model.score(layouts) if reference else []
         if not policy.is_scoring:
             return
         for number, micro in enumerate(micros):

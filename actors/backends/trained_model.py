@@ -7,7 +7,7 @@ made on scoring ranks; what the teller of a replica counts is counted once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,7 +19,6 @@ from ...core.samples import Sample, TrainShard
 from .torch_backend.accounting import MetricSums, first_not_finite
 from .torch_backend.microbatch import MicroBatch, batch_of, check_samples, trained_members
 from .torch_backend.world import RankGroup, World
-from .vocab_scores import TokenScores
 
 Micros = Sequence[MicroBatch[Any]]
 LossOf = Callable[[int, Any], Tensor]
@@ -29,8 +28,12 @@ LossOf = Callable[[int, Any], Tensor]
 class ScoringModel(Protocol):
     """What gives log-probs, without gradient, by the operations of training, hence to the same bits."""
 
-    def score(self, layouts: Sequence[Any]) -> list[TokenScores]:
+    def score(self, layouts: Sequence[Any]) -> list[Any]:
         """Of each layout; empty on ranks that do not score. Collective."""
+        ...
+
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's numbers, by name."""
         ...
 
 
@@ -42,27 +45,17 @@ class ReferenceModel(Generic[M]):
     """The model of the KL term: one that was given, or the policy as it was at some version."""
 
     model: M
-    own: Callable[[], Mapping[str, Tensor]]
-    """This rank's parameters and buffers of it, by name."""
-    policy: Callable[[], Mapping[str, Tensor]]
-    """The policy's."""
     written: Callable[[], None]
-    """The reference's parameters changed."""
-    arrive: Callable[[], None] = lambda: None
-    """Have the policy's in place. Collective."""
+    """Its parameters changed."""
     version: int = 0
     """Of the policy that it is; 0: as it was given."""
 
-    def score(self, layouts: Sequence[Any]) -> list[Any]:
-        return self.model.score(layouts)
-
     @torch.no_grad()
-    def renew(self, version: int) -> None:
+    def renew(self, policy: TrainedModel, version: int) -> None:
         """Become the policy as it is now. Collective."""
-        self.arrive()
-        policy = self.policy()
-        for name, own in self.own().items():
-            own.copy_(policy[name])
+        theirs = policy.parts()
+        for name, own in self.model.parts().items():
+            own.copy_(theirs[name])
         self.version = version
         self.written()
 
@@ -103,6 +96,10 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def score(self, layouts: Sequence[Any]) -> list[Any]: ...
+
+    @abstractmethod
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's numbers, by name. Collective."""
 
     def score_start(self, layouts: Sequence[Any]) -> list[Any]:
         """At the step's start: `train` may replay what it chose."""

@@ -226,7 +226,7 @@ def parameters_of(backend: TorchBackend) -> list[Any]:
     parts = backend._parts
     assert parts is not None
     state: Any = parts.state
-    return [getattr(p, "_local_tensor", p) for p in state.policy.replica.module.parameters()]
+    return [getattr(p, "_local_tensor", p) for p in state.policy.module.parameters()]
 
 
 def critic_of(backend: TorchBackend) -> dict[str, np.ndarray]:
@@ -235,7 +235,7 @@ def critic_of(backend: TorchBackend) -> dict[str, np.ndarray]:
     assert parts is not None
     state: Any = parts.state
     critic = state.critic
-    named = [] if critic is None else critic.model.replica.parameters()
+    named = [] if critic is None else critic.model.parameters()
     return {name: whole_tensor(p.detach()).numpy().copy() for name, p in named}
 
 

@@ -190,7 +190,7 @@ def share_routed_alike(backend: Any, shard: Any) -> float:
     """Of all tokens in all layers of experts: how many go to the same experts in the training passes of a step as in
     its scoring passes before."""
     maps: list[Any] = []
-    for chunk in backend._parts.stepper.policy._pipeline.chunks:
+    for chunk in backend._parts.stepper.policy.chunks:
         for module in chunk.modules():
             if type(module).__name__ == "TopKRouter":
                 module.register_forward_hook(lambda _module, _input, output: maps.append(output[1].clone()))

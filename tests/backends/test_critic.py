@@ -197,7 +197,7 @@ def test_a_critic_that_is_not_finite_stops_both(backends: Backends, size: float,
     advantages of them, and would be well."""
     backend = backends(algo=PPO, optimizer=PLAIN, critic=critic())
     (shard,) = make_shards(78, kind="ppo", max_tokens=60)
-    head = the_critic(backend).model.replica.module.value_head.weight
+    head = the_critic(backend).model.module.value_head.weight
     torch.nn.init.constant_(head, size)
     before = critic_of(backend), weights_of(backend)
     with pytest.raises(

@@ -86,7 +86,7 @@ def test_a_critic_leaves_and_comes_back_with_the_policy(model: Path, offload: To
         num_parameters = sum(np.prod(array.spec.shape, dtype=int) for array in moving.export_weights())
         critic = moving._parts.state.critic  # type: ignore[union-attr]
         assert critic is not None
-        num_parameters += sum(parameter.numel() for _, parameter in critic.model.replica.parameters())
+        num_parameters += sum(parameter.numel() for _, parameter in critic.model.parameters())
         for tag, (num_bytes, _) in planned(int(num_parameters), num_reference=0).items():
             taken = sum(r.num_bytes for r in offload.report() if whole_of(r.tag) == tag)
             assert num_bytes <= taken <= 1.05 * num_bytes + MIB

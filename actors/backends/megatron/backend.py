@@ -31,7 +31,7 @@ from ..trained_model import ReferenceModel
 from . import mcore
 from .batch import PackCutting
 from .checkpoint import MegatronTrainingState
-from .hf_weights import iter_hf_tensors, load_hf_folder, numbers_of
+from .hf_weights import iter_hf_tensors, load_hf_folder
 from .layout import ParallelLayout, check_routing
 from .offload import MegatronOffload, Part
 from .optimizer import MegatronOptimizer, Precision, wrap_chunks
@@ -87,14 +87,14 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                 with self._region("chunks"):
                     chunks = self._chunks(model, precision, config.model_path)
                 with self._region("buffers"):
-                    wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron)
+                    wrapped = wrap_chunks(chunks, config.megatron)
                 if home is not None:
                     home.move_grads(wrapped)
                 with self._region("masters"):
                     optimizer = MegatronOptimizer(wrapped, config.optimizer, config.megatron, precision)
                 with self._region("moments"):
                     optimizer.make_moments()
-                reference = self._reference(model, precision, optimizer) if config.algo.keeps_reference else None
+                reference = self._reference(model, precision) if config.algo.keeps_reference else None
                 if home is not None:
                     home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written
@@ -102,8 +102,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             world.close()
             raise
         routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
-        pipeline = Pipeline(wrapped, _config_of(chunks), model.vocab_size, routing)
-        policy = MegatronPolicy(pipeline, optimizer, self._cutting(world), world, model.vocab_size)
+        policy = MegatronPolicy(wrapped, optimizer, self._cutting(world), world, model.vocab_size, routing)
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
             optimizer.settle()
@@ -158,22 +157,12 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         load_hf_folder(chunks, folder, model, config.layout)
         return chunks
 
-    def _reference(
-        self, model: ModelConfig, precision: Precision, optimizer: MegatronOptimizer
-    ) -> ReferenceModel[Pipeline]:
+    def _reference(self, model: ModelConfig, precision: Precision) -> ReferenceModel[Pipeline]:
         with self._region("reference"):
             chunks = self._chunks(model, precision, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
-        pipeline = Pipeline(chunks, _config_of(chunks), model.vocab_size)
-
-        return ReferenceModel(
-            pipeline,
-            lambda: numbers_of(chunks),
-            lambda: numbers_of(optimizer.chunks),
-            self._reference_written,
-            optimizer.settle,
-        )
+        return ReferenceModel(Pipeline(chunks, model.vocab_size), self._reference_written)
 
     def _cutting(self, world: MegatronWorld) -> PackCutting:
         layout = self._config.layout
@@ -197,7 +186,3 @@ def _check_tables(settings: MegatronSettings) -> None:
         ("optimizer", settings.optimizer, mcore.module("optimizer").OptimizerConfig),
     ):
         check_table(name, table, {one.name for one in fields(record)})
-
-
-def _config_of(chunks: Sequence[nn.Module]) -> Any:
-    return mcore.module("utils").get_model_config(chunks[0])

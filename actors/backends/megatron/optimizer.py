@@ -32,8 +32,9 @@ class Precision:
     device: torch.device
 
 
-def wrap_chunks(chunks: Sequence[nn.Module], config: Any, settings: MegatronSettings) -> list[nn.Module]:
-    """Data parallelism around every chunk; sets in the pipeline's `config` how gradients are synchronised."""
+def wrap_chunks(chunks: Sequence[nn.Module], settings: MegatronSettings) -> list[nn.Module]:
+    """Data parallelism around every chunk; sets in the pipeline's configuration how gradients are synchronised."""
+    config = mcore.module("utils").get_model_config(chunks[0])
     fields = {
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,  # all ranks agree on that before an update, and name the groups

@@ -37,6 +37,7 @@ from ..trained_model import LossOf, TrainedModel
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
 from .batch import Pack, PackCutting, pack_samples
+from .hf_weights import numbers_of
 from .optimizer import MegatronOptimizer
 from .world import MegatronWorld
 
@@ -158,20 +159,17 @@ def _whole_rows(hidden: Tensor, *, is_split: bool) -> Tensor:
 class Pipeline:
     """This rank's chunks of one model, ready for passes."""
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], config: Any, vocab_size: int, routing: RoutingReplay | None = None
-    ) -> None:
+    routing: RoutingReplay | None = None
+
+    def __init__(self, chunks: Sequence[nn.Module], vocab_size: int) -> None:
         self.chunks = list(chunks)
-        self.routing = routing
-        self.config = config
+        config = mcore.module("utils").get_model_config(self.chunks[0])
         self._heads = {id(chunk): install_head(chunk, vocab_size) for chunk in self.chunks}
         config.finalize_model_grads_func = _finalize
         config.calculate_per_token_loss = True
 
-    def train(self, packs: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool = False) -> None:
-        """Forward and backward of all micro-batches; gradients end summed over all ranks that share them. Collective.
-        Every rank gives as many packs; `loss_of` is called in their order, on scoring ranks only."""
-        self._run(packs, loss_of, needs_entropy_grad=needs_entropy_grad, forward_only=False)
+    def parts(self) -> dict[str, Tensor]:
+        return numbers_of(self.chunks)
 
     @torch.no_grad()
     def score(self, layouts: Sequence[Pack]) -> list[TokenScores]:
@@ -186,11 +184,9 @@ class Pipeline:
         self._run(layouts, keep, needs_entropy_grad=False, forward_only=True)
         return found
 
-    def routed(self, mode: Mode) -> AbstractContextManager[None]:
-        """Record or replay the choice of experts in the passes inside, where that is asked for."""
-        return self.routing.during(mode) if self.routing is not None else nullcontext()
-
     def _run(self, packs: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool, forward_only: bool) -> None:
+        """Forward, and backward, of all micro-batches; gradients end summed over all ranks that share them. Collective.
+        Every rank gives as many packs; `loss_of` is called in their order, on scoring ranks only."""
         if not packs:
             return
         step = partial(self._forward, loss_of=loss_of, needs_entropy_grad=needs_entropy_grad)
@@ -223,20 +219,22 @@ class Pipeline:
         return output, loss
 
 
-class MegatronPolicy(TrainedModel):
+class MegatronPolicy(Pipeline, TrainedModel):
     """A pipeline with its optimizer."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        chunks: Sequence[nn.Module],
         optimizer: MegatronOptimizer,
         cutting: PackCutting,
         world: MegatronWorld,
         vocab_size: int,
+        routing: RoutingReplay | None,
     ) -> None:
+        super().__init__(chunks, vocab_size)
         self.world, self.replicas, self.vocab_size = world, world.replicas, vocab_size
         self.is_scoring, self.is_teller = world.grid.is_scoring, world.grid.is_teller
-        self._pipeline = pipeline
+        self.routing = routing
         self._optimizer = optimizer
         self._cutting = cutting
 
@@ -248,16 +246,21 @@ class MegatronPolicy(TrainedModel):
         missing = -len(micros) % self._cutting.multiple_of_micros
         return [pack_samples(samples, members, self._cutting) for members in (*micros, *[()] * missing)]
 
-    def score(self, layouts: Sequence[Pack]) -> list[TokenScores]:
-        return self._pipeline.score(layouts)
+    def parts(self) -> dict[str, Tensor]:
+        self._optimizer.settle()
+        return super().parts()
 
     def score_start(self, layouts: Sequence[Pack]) -> list[TokenScores]:
-        with self._pipeline.routed("record"):
-            return self._pipeline.score(layouts)
+        with self._routed("record"):
+            return self.score(layouts)
 
     def train(self, layouts: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool, replays: bool) -> None:
-        with self._pipeline.routed("replay" if replays else "off"):
-            self._pipeline.train(layouts, loss_of, needs_entropy_grad=needs_entropy_grad)
+        with self._routed("replay" if replays else "off"):
+            self._run(layouts, loss_of, needs_entropy_grad=needs_entropy_grad, forward_only=False)
+
+    def _routed(self, mode: Mode) -> AbstractContextManager[None]:
+        """Record or replay the choice of experts in the passes inside, where that is asked for."""
+        return self.routing.during(mode) if self.routing is not None else nullcontext()
 
     def gradient_norm(self) -> Tensor:
         return torch.tensor(self._optimizer.gradient_norm(), dtype=torch.float64)

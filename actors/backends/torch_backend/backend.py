@@ -7,7 +7,7 @@ the same order on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from ..trained_model import ReferenceModel
-from .adamw import AdamW
 from .checkpoint import TorchState
 from .critic import Critic, ValueModel, load_value_model
-from .model import CausalLM, linear_cost, load_weights
+from .model import CausalLM, PolicyModel, linear_cost, load_weights
 from .offload import TorchOffload
 from .parallel import Replica, TorchModel
 from .settings import check_schedule
@@ -64,25 +63,28 @@ class TorchBackend(RankBackend[RankSettings]):
         world = World.join(config.gang, device)
         with world.phase("set up"):
             agree_on_source(world, functions)
-            replica = self._replica(model_config, world, is_trained=True)
-            frozen = self._replica(model_config, world, is_trained=False) if config.algo.keeps_reference else None
-            values = self._value_replica(critic_layers(model_config), world) if config.critic.enabled else None
+            policy = self._trained(
+                self._module(model_config, is_trained=True), world, model_config, config.trainer.freeze
+            )
+            reference = critic = None
+            if config.algo.keeps_reference:
+                frozen = self._module(model_config, is_trained=False).to(device)
+                replica = Replica(frozen, world, config.trainer.strategy, is_trained=False)
+                reference = ReferenceModel(replica, self._reference_written)
+            if config.critic.enabled:
+                values = self._value_module(critic_layers(model_config))
+                critic = Critic(self._trained(values, world, model_config), config.critic)
+            trained = [policy, critic.model] if critic else [policy]
             if self._offload is not None:
-                trained = replica.parameters() + (values.parameters() if values else [])
-                self._offload.house("params", [p for _, p in trained])
-                self._offload.house("frozen", [p for _, p in frozen.parameters()] if frozen else [])
-            cost = linear_cost(model_config, device) if config.trainer.impl == "own" else None
-            size = model_config.vocab_size
-            policy = TorchModel(replica, self._adamw(replica), size, cost)
-            critic = None
-            if values:
-                critic = Critic(TorchModel(values, self._adamw(values), size, cost), config.critic)
-            reference = frozen and ReferenceModel(frozen, frozen.parts, replica.parts, self._reference_written)
+                self._offload.house("params", [p for model in trained for _, p in model.parameters()])
+                self._offload.house("frozen", [p for _, p in reference.model.parameters()] if reference else [])
+            for model in trained:
+                model.make_optimizer(config.optimizer, self._offload)
             stepper = Stepper(policy, reference, settings, self._clock, critic)
             stepper.settings_for({})
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
-            for name, whole in replica.module.for_folder(whole_tensor):
+            for name, whole in policy.module.for_folder(whole_tensor):
                 if to_all or world.rank == 0:
                     yield name, whole
 
@@ -96,7 +98,7 @@ class TorchBackend(RankBackend[RankSettings]):
             "backend": "torch",
             "model": model_config.model_type,
             "num_parameters": model_config.num_parameters,
-            "num_frozen": sum(not p.requires_grad for _, p in replica.parameters()),
+            "num_frozen": sum(not p.requires_grad for _, p in policy.parameters()),
             "dtype": config.trainer.dtype,
             "device": str(device),
             "world_size": world.size,
@@ -119,25 +121,31 @@ class TorchBackend(RankBackend[RankSettings]):
         torch.cuda.set_device(device)
         return device
 
-    def _replica(self, model_config: ModelConfig, world: World, *, is_trained: bool) -> Replica:
+    def _trained(self, module: PolicyModel, world: World, model: ModelConfig, freeze: Sequence[str] = ()) -> TorchModel:
+        trainer = self._config.trainer
+        return TorchModel(
+            module.to(world.device),
+            world,
+            trainer.strategy,
+            vocab_size=model.vocab_size,
+            linear_cost=linear_cost(model, world.device) if trainer.impl == "own" else None,
+            freeze=freeze,
+        )
+
+    def _module(self, model_config: ModelConfig, *, is_trained: bool) -> PolicyModel:
         trainer, dtype = self._config.trainer, DTYPE_OF[self._config.trainer.dtype]
         folder = self._config.model_path if is_trained else self._config.reference_path
         recomputes = is_trained and trainer.activation_checkpointing
         if trainer.impl == "hf":
             from .hf_model import TransformersModel  # seconds of import
 
-            module = TransformersModel(folder, model_config, dtype=dtype, recomputes=recomputes)
-        else:
-            module = CausalLM(model_config, dtype=dtype, recomputes=recomputes)
-            load_weights(module, folder, model_config)
-        freeze = trainer.freeze if is_trained else ()
-        return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained, freeze=freeze)
+            return TransformersModel(folder, model_config, dtype=dtype, recomputes=recomputes)
+        module = CausalLM(model_config, dtype=dtype, recomputes=recomputes)
+        load_weights(module, folder, model_config)
+        return module
 
-    def _value_replica(self, layers: ModelConfig, world: World) -> Replica:
+    def _value_module(self, layers: ModelConfig) -> ValueModel:
         trainer = self._config.trainer
         module = ValueModel(layers, dtype=DTYPE_OF[trainer.dtype], recomputes=trainer.activation_checkpointing)
         load_value_model(module, self._config.critic.path or self._config.model_path, layers)
-        return Replica(module.to(world.device), world, trainer.strategy)
-
-    def _adamw(self, replica: Replica) -> AdamW:
-        return AdamW(replica.trained(), self._config.optimizer.betas, self._config.optimizer.eps, self._offload)
+        return module

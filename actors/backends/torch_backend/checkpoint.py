@@ -40,9 +40,9 @@ class TorchState(TrainingState):
     critic: Critic | None = None
 
     def parts(self) -> Iterator[tuple[str, Replica, Moments]]:
-        yield "", self.policy.replica, self.policy.optimizer.moments
+        yield "", self.policy, self.policy.optimizer.moments
         if self.critic is not None:
-            yield CRITIC, self.critic.model.replica, self.critic.model.optimizer.moments
+            yield CRITIC, self.critic.model, self.critic.model.optimizer.moments
         if self.reference is not None and self.reference.version:
             yield REFERENCE, self.reference.model, {}
 

@@ -8,9 +8,10 @@
 Losses are shares of one global mean, so gradients add up. Every rank must run the same number of passes; micro-batches
 without loss tokens see to that.
 
-Library considered: DistributedDataParallel for ddp. Not used: its constructor imports torch's whole compiler (1 s of
+Libraries considered: DistributedDataParallel for ddp. Not used: its constructor imports torch's whole compiler (1 s of
 CPU and 70 MB per rank), it averages where we add, and what it is good at, hiding the exchange behind the backward pass,
-acts in the last micro-batch only. Where the exchange costs, fsdp is the strategy to take.
+acts in the last micro-batch only. Where the exchange costs, fsdp is the strategy to take. `torch.optim.AdamW` imports
+the compiler too, and its state is private to it; the tests compare ours with it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from ....core.config import OptimizerConfig
 from ....core.errors import TrainError
 from ....core.samples import Sample
 from ...models.model_config import frozen_names
 from ..trained_model import LossOf, TrainedModel
-from .adamw import AdamW
 from .layout import Layout, plan_layout
 from .model import PolicyModel
-from .tensors import backward, floats, local_part, whole_tensor
+from .offload import TorchOffload
+from .tensors import backward, floats, local_part, pieces, whole_tensor
 from .world import World
 
 Strategy = Literal["ddp", "fsdp"]
@@ -37,17 +39,77 @@ BUCKET_NUMBERS = 1 << 26
 """Gradients summed over ranks in one go (256 MiB of float32)."""
 
 
+class AdamW:
+    """Decoupled weight decay (arXiv 1711.05101, algorithm 2); only matrices decay, vectors (norms, biases) never.
+
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        betas: tuple[float, float],
+        eps: float,
+        offload: TorchOffload | None = None,
+    ) -> None:
+        """`offload`: where moments and gradients lie if they can leave the device."""
+        self._parameters = tuple(parameters)
+        self._betas = betas
+        self._eps = eps
+        self._offload = offload
+        self.num_updates = 0
+        parts = [local_part(p.detach()) for _, p in self._parameters]
+        if offload is None:
+            firsts, seconds = ([torch.zeros_like(part) for part in parts] for _ in range(2))
+        else:
+            firsts, seconds = offload.moments_like(parts)
+        names = [name for name, _ in self._parameters]
+        self._moments = dict(zip(names, zip(firsts, seconds, strict=True), strict=True))
+        self._gradients = [] if offload is None else offload.gradients_like(parts)
+
+    @property
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name -> (first, second) moment of this rank's part. Waits for them if they are on their way back."""
+        if self._offload is not None:
+            self._offload.arrived()
+        return self._moments
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients; where they keep their memory, set them to zero."""
+        if self._offload is None:
+            for _, parameter in self._parameters:
+                parameter.grad = None
+        for (_, parameter), gradient in zip(self._parameters, self._gradients, strict=False):
+            parameter.grad = gradient.zero_()
+
+    @torch.no_grad()
+    def update(self, lr: float, weight_decay: float) -> None:
+        """One update from the gradients that are there; a parameter without gradient stays as it is."""
+        self.num_updates += 1
+        beta1, beta2 = self._betas
+        rate = lr / (1 - beta1**self.num_updates)
+        root = (1 - beta2**self.num_updates) ** 0.5
+        moments = self.moments
+        for name, parameter in self._parameters:
+            if parameter.grad is None:
+                continue
+            part, gradient = local_part(parameter), local_part(parameter.grad)
+            first, second = moments[name]
+            if weight_decay and parameter.ndim > 1:
+                part.mul_(1 - lr * weight_decay)
+            first.lerp_(gradient, 1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            part.addcdiv_(first, second.sqrt().div_(root).add_(self._eps), value=-rate)
+        if self._offload is not None:
+            self._offload.written()
+
+
 class Replica:
     """This rank's part of a model. `module` holds the parameters under their HuggingFace names."""
 
     def __init__(
-        self,
-        module: PolicyModel,
-        world: World,
-        strategy: Strategy,
-        *,
-        is_trained: bool = True,
-        freeze: Sequence[str] = (),
+        self, module: PolicyModel, world: World, strategy: Strategy, *, is_trained: bool, freeze: Sequence[str] = ()
     ) -> None:
         """`freeze`: patterns of the names of parameters that are not trained. Raises ConfigError for one that fits
         none."""
@@ -62,21 +124,12 @@ class Replica:
         if self.is_sharded:
             _shard(module, world)
 
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss before the backward pass: FSDP averages over ranks, this makes it a sum again."""
-        return float(self.world.size) if self.is_sharded else 1.0
-
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters (shards of them under fsdp), in a fixed order; tied weights once."""
         return list(self.module.named_parameters())
 
     def parts(self) -> dict[str, Tensor]:
-        """This rank's numbers of each parameter."""
         return {name: local_part(parameter.detach()) for name, parameter in self.parameters()}
-
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
     def score(self, layouts: Sequence[Layout]) -> list[Any]:
         """Without gradient: the same operations on the same shapes, hence the same bits."""
@@ -86,60 +139,33 @@ class Replica:
             cast(Any, self.module).reshard()
         return found
 
-    def share_gradients(self) -> None:
-        """Sum gradients over ranks (ddp), after the last backward pass of a mini-batch. Collective."""
-        if self.world.size == 1 or self.is_sharded:
-            return
-        for bucket in self._buckets():
-            total = self.world.sum(
-                torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
-            )
-            start = 0
-            for parameter in bucket:
-                end = start + parameter.numel()
-                part = total[start:end].view_as(parameter)
-                if parameter.grad is None:
-                    parameter.grad = part
-                else:  # into the memory that is there: it may be a kind that leaves the device
-                    parameter.grad.copy_(part)
-                start = end
 
-    def gradient_norm(self) -> Tensor:
-        """Global 2-norm of all gradients, 0-dim, equal on all ranks; NaN or infinite if any gradient is."""
-        return whole_tensor(torch.nn.utils.get_total_norm(self._gradients()))
+class TorchModel(Replica, TrainedModel):
+    """A replica that is trained."""
 
-    def local_gradient_is_finite(self) -> bool:
-        return bool(torch.isfinite(torch.nn.utils.get_total_norm([local_part(g) for g in self._gradients()])))
+    optimizer: AdamW
 
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in self.trained()], max_norm, norm)
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for _, p in self.trained() if p.grad is not None]
-
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        """Trained parameters in their order, in groups of at most BUCKET_NUMBERS numbers (a larger one alone)."""
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for _, parameter in self.trained():
-            if bucket and size + parameter.numel() > BUCKET_NUMBERS:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += parameter.numel()
-        yield bucket
-
-
-class TorchModel(TrainedModel):
-    """A replica with its optimizer."""
-
-    def __init__(self, replica: Replica, optimizer: AdamW, vocab_size: int, linear_cost: float | None) -> None:
+    def __init__(
+        self,
+        module: PolicyModel,
+        world: World,
+        strategy: Strategy,
+        *,
+        vocab_size: int,
+        linear_cost: float | None,
+        freeze: Sequence[str] = (),
+    ) -> None:
         """`linear_cost`: see `plan_layout`."""
-        self.replica = replica
-        self.optimizer = optimizer
-        self.world = self.replicas = replica.world
+        super().__init__(module, world, strategy, is_trained=True, freeze=freeze)
+        self.replicas = world
         self.vocab_size = vocab_size
         self._linear_cost = linear_cost
+        # FSDP averages over ranks; this makes it a sum again.
+        self._loss_scale = float(world.size) if self.is_sharded else 1.0
+
+    def make_optimizer(self, config: OptimizerConfig, offload: TorchOffload | None) -> None:
+        """Once the parameters are where they stay. `offload`: where moments and gradients lie if they can leave."""
+        self.optimizer = AdamW(self._trained(), config.betas, config.eps, offload)
 
     @property
     def num_updates(self) -> int:
@@ -149,27 +175,55 @@ class TorchModel(TrainedModel):
         cost, device = self._linear_cost, self.world.device
         return [plan_layout(samples, members, linear_cost=cost, device=device) for members in micros]
 
-    def score(self, layouts: Sequence[Layout]) -> list[Any]:
-        return self.replica.score(layouts)
-
     def train(self, layouts: Sequence[Layout], loss_of: LossOf, *, needs_entropy_grad: bool, replays: bool) -> None:
         for number, layout in enumerate(layouts):
-            loss = loss_of(number, self.replica.module(layout, needs_entropy_grad))
-            backward(loss * self.replica.loss_scale)
+            loss = loss_of(number, self.module(layout, needs_entropy_grad))
+            backward(loss * self._loss_scale)
 
     def gradient_norm(self) -> Tensor:
-        self.replica.share_gradients()
-        return self.replica.gradient_norm()
+        if self.world.size > 1 and not self.is_sharded:
+            self._share_gradients()
+        return whole_tensor(torch.nn.utils.get_total_norm(self._gradients()))
 
     def has_finite_gradient(self) -> bool:
-        return self.replica.local_gradient_is_finite()
+        return bool(torch.isfinite(torch.nn.utils.get_total_norm([local_part(g) for g in self._gradients()])))
 
     def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
-        self.replica.clip(norm, max_norm)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained()], max_norm, norm)
         self.optimizer.update(rate, weight_decay)
 
     def forget_gradients(self) -> None:
         self.optimizer.forget_gradients()
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for _, p in self._trained() if p.grad is not None]
+
+    def _share_gradients(self) -> None:
+        """Sum gradients over ranks, after the last backward pass of a mini-batch. Collective."""
+        for bucket in self._buckets():
+            total = self.world.sum(
+                torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+            )
+            for parameter, part in zip(bucket, pieces(total, [p.numel() for p in bucket]), strict=True):
+                if parameter.grad is None:
+                    parameter.grad = part.view_as(parameter)
+                else:  # into the memory that is there: it may be a kind that leaves the device
+                    parameter.grad.copy_(part.view_as(parameter))
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        """Trained parameters in their order, in groups of at most BUCKET_NUMBERS numbers (a larger one alone)."""
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for _, parameter in self._trained():
+            if bucket and size + parameter.numel() > BUCKET_NUMBERS:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += parameter.numel()
+        yield bucket
 
 
 def _check_same_weights(module: PolicyModel, world: World) -> None:
