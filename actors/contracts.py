@@ -47,7 +47,7 @@ from ..core.messages import (
     WeightAck,
     WeightManifest,
 )
-from ..core.protocols import EngineTrace, StepStats
+from ..core.protocols import StepStats
 from ..core.samples import Group, Prompt, TrainShard
 from ..core.weight_channel import AnyAnswer, AnyOrder, WeightProgress
 
@@ -354,11 +354,6 @@ class RolloutContract(TenantContract, KnobsContract):
 
     @call(deadline=10, reentrant=True)
     async def status(self) -> EngineStatus:
-        raise NotImplementedError
-
-    @call(deadline=120, reentrant=True, cancellable=False)
-    async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        """Have the servers behind this actor profile themselves; empty if the engine is in its own process."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from .device_memory import AssetStore, MovedMemory, Tag, TagReport
-from .messages import EngineUsage, Record, SamplingParams, TensorSpec, WeightManifest
+from .messages import EngineUsage, SamplingParams, TensorSpec, WeightManifest
 from .samples import F32, I32, FinishReason, Message, Prompt, Sample, TrainShard
 from .weight_channel import SenderOrder, WeightProgress
 
@@ -319,29 +319,6 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
-
-
-class EngineTrace(Record, frozen=True, kw_only=True):
-    """What became of the profile of one server."""
-
-    engine: str
-    """The server: its address, or the actor whose engine it is."""
-    place: str = ""
-    """The folder of the traces on the server's host, or how to find it."""
-    files: tuple[str, ...] = ()
-    """Names in that folder, one for each rank; a pattern where the folder cannot be looked into from here."""
-    refused: str = ""
-    """Why there is none: place, cause, remedy."""
-
-
-@runtime_checkable
-class ProfilesItself(Protocol):
-    """An engine whose servers record what they do, when they are asked to."""
-
-    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        """Record for so long, or for as long as is sound if that is shorter, then write. Raises EngineError when the
-        only server refuses or does not answer; of several, each such one is reported in its place."""
-        ...
 
 
 class PromptSource(Protocol):

@@ -155,7 +155,7 @@ class ProfileReply(_Record, frozen=True, kw_only=True):
     """On that node."""
     num_samples: int
     top: tuple[str, ...]
-    """Where most was seen, most first; of a server behind the actor, the traces of its ranks."""
+    """Where most was seen, most first."""
     refused: str = ""
     """Why there is no profile of this one, where there is one of others."""
 

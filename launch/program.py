@@ -253,7 +253,6 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),
         needs=sglang_needs(config),
-        profile_dir="" if url else str(run_dir / "profiles"),
         name=spec.name,
     )
     routes = _server_routes(spec, config, senders)

@@ -64,7 +64,7 @@ from ...core.messages import (
     WeightAck,
     WeightManifest,
 )
-from ...core.protocols import Engine, EngineTrace, PausesByMode, ProfilesItself, Tokenizer
+from ...core.protocols import Engine, PausesByMode, Tokenizer
 from ...core.retry import until_answered
 from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
@@ -366,14 +366,6 @@ class Rollout(OwnsKnobs, RolloutContract):
             return status
         info = await self._engine.info()
         return replace(status, running=info.running, waiting=info.waiting, usage=info.usage)
-
-    async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        if not isinstance(self._engine, ProfilesItself):
-            return ()
-        try:
-            return await self._engine.profile(duration_s)
-        except EngineError as error:  # a refusal is an answer: the engine serves
-            return (EngineTrace(engine=self.ctx.name, refused=str(error)),)
 
     async def _report(self) -> None:
         """Tell the coordinator that this actor serves, and what it must be handed."""

@@ -10,11 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from ...actors.contracts import RolloutContract
 from ...core.config import RoleName
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
-from ...core.protocols import EngineTrace
 from ...core.refs import with_deadline
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
@@ -183,8 +181,6 @@ LIVE_S = 2.0
 """How long a process may take to report its own stacks."""
 WRITE_S = 60.0
 """A profile may take so much longer than it lasts, to be written."""
-ENGINE_WRITE_S = 80.0
-"""The same of a server: it is waited for to begin (20 s at most), and to write (50 s)."""
 LAUNCHER = "launcher"
 
 
@@ -256,12 +252,7 @@ async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who:
     """Of several, one that refuses says why in its place; raises if all of them do."""
     meant = find_targets(arguments.target, context.supervisor.statuses())
     order = ProfileOrder(kind=arguments.kind, duration_s=arguments.for_s, interval_s=arguments.interval_s)
-    is_served = context.config.roles.rollout.kind == "sglang" and arguments.engine and arguments.kind != "memory"
-    looks = [
-        (record, look(context, record, order))
-        for record in meant
-        for look in ((_own_profile, _engine_profiles) if is_served and record.role == "rollout" else (_own_profile,))
-    ]
+    looks = [(record, _own_profile(context, record, order)) for record in meant]
     return await _of_several(
         looks, lambda record, why: _refusal(record.name, record.node, why.removeprefix(f"{record.name}: "))
     )
@@ -274,23 +265,6 @@ async def _own_profile(context: VerbContext, record: ActorStatus, order: Profile
     except CallError as error:
         remedy = "`myxa stack` also works on a process that hangs"
         raise LaunchError(f"{record.name}: {error}", remedy=remedy) from error
-
-
-async def _engine_profiles(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
-    """Never raises for a server: the profile of the actor's own process is kept."""
-    ref = with_deadline(context.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_WRITE_S)
-    try:
-        traces = await ref.profile_engine(order.duration_s)
-    except CallError as error:
-        traces = (EngineTrace(engine=record.name, refused=str(error)),)
-    return [_of_engine(record, trace) for trace in traces]
-
-
-def _of_engine(record: ActorStatus, trace: EngineTrace) -> ProfileReply:
-    name = f"{record.name}, its server{'' if trace.engine == record.name else f' {trace.engine}'}"
-    if trace.refused:
-        return _refusal(name, record.node, trace.refused)
-    return ProfileReply(name=name, node=record.node, path=trace.place, num_samples=len(trace.files), top=trace.files)
 
 
 def _refusal(name: str, node: int, why: str) -> ProfileReply:

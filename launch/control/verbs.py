@@ -200,7 +200,6 @@ class ProfileArguments(TargetArguments, frozen=True, kw_only=True):
         float, argument("how long: 10s, 2min; at most 10min (10s)", "TIME", flag="--for", is_time=True, gt=0, le=600)
     ] = 10.0
     interval_s: Annotated[float, argument("between two looks", flag="", ge=0.001, le=1)] = 0.01
-    engine: Annotated[bool, argument("not of the SGLang server behind a rollout actor", flag="--no-engine")] = True
 
 
 class StatusArguments(Arguments, frozen=True, kw_only=True):

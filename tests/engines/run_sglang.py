@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import shutil
 import subprocess
@@ -154,7 +153,6 @@ class Run:
         if record is not None and not self._failed:
             await self._about(record)
         if not self._options.only:
-            await self._profile()
             await self._death()
         return self._failed
 
@@ -241,24 +239,6 @@ class Run:
             about["left_out"] = {n: why for n, why in before.get("left_out", {}).items() if not self._is_asked(n)}
             about["left_out"] |= self._left_out
         (record / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-
-    async def _profile(self) -> None:
-        """Its own profiler writes what it did where it is told; what does not run cannot be stopped."""
-        await self._reset()
-        folder = self._folder / "profiles"
-        engine = SglangEngine(self._server.url, replace(CLIENT, profile_dir=str(folder)))
-        try:
-            await engine.start()
-            async with asyncio.timeout(SCENARIO_S), started(engine, endless("p")):
-                (trace,) = await engine.profile(0.5)
-        finally:
-            await engine.close()
-        (name,) = trace.files
-        with gzip.open(folder / name) as file:
-            assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
-        async with aiohttp.ClientSession() as session, session.post(f"{self._server.url}/stop_profile") as answer:
-            assert answer.status == 500
-        say("ok             the server profiles itself")
 
     async def _death(self) -> None:
         """A server that is killed under a running stream: an error that names it, soon, and no hang."""

@@ -131,10 +131,6 @@ class FakeSglang(SglangRoutes):
         """Path that answers 500 once."""
         self.off: set[str] = set()
         """Tags of memory that are released."""
-        self.profile_dir = Path()
-        """Where it writes a trace when it is not told where."""
-        self.profiles: Path | None = None
-        """The trace that it is writing."""
         self.absent: tuple[str, ...] = ()
         """Paths that it does not know."""
         self.died = ""
@@ -207,20 +203,6 @@ class FakeSglang(SglangRoutes):
             return self._die(f"KeyError: {tags - self.off}")
         self.off -= tags
         return None
-
-    def _start_profile(self, body: Any) -> Any:
-        """A second start is answered with yes, and changes nothing."""
-        folder = Path(body.get("output_dir") or self.profile_dir)
-        self.profiles = self.profiles or folder / f"{body['profile_id']}-TP-0.trace.json.gz"
-        return web.Response(text="Start profiling.\n")
-
-    def _stop_profile(self, body: Any) -> Any:
-        if self.profiles is None:
-            return web.Response(status=500, text="Internal Server Error")
-        self.profiles.parent.mkdir(parents=True, exist_ok=True)
-        self.profiles.touch()
-        self.profiles = None
-        return web.Response(text="Stop profiling. This will take some time.\n")
 
     def _die(self, why: str) -> web.Response:
         self.died = why

@@ -21,13 +21,6 @@ on a server, the others follow from its source:
 * when it draws by seeds, one request with `top_k` or `top_p` in a batch makes it sort the whole batch before it draws,
   and every row gets another token for the same seed. The server's own health check is such a request. So each request
   names a `top_k`, the vocabulary's size where it wants all: then all batches are sorted.
-
-`profile` records torch's profile in every rank: /start_profile, a wait, /stop_profile, which answers once every rank
-has written its trace. Nothing is generated while a trace is written (of 2 s of a tiny model on a CPU: 9 to 11 s),
-so a profile lasts at most MAX_S. The server stops by itself after `num_steps` forward passes if no stop comes. A server
-that is being profiled already answers yes and continues the first profile; the first stop gets the trace, and the
-second is refused. A server that cannot make its trace folder ends with all its requests, so only a server that was
-launched here, on this file system, gets a folder, which exists already.
 """
 
 from __future__ import annotations
@@ -35,12 +28,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -49,7 +40,7 @@ from msgspec.structs import replace
 from ....core.device_memory import MovedMemory, Tag, TagReport
 from ....core.errors import EngineError, RequestRefused, WeightsRefused
 from ....core.messages import NO_TOP_K, EngineUsage, WeightManifest
-from ....core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
+from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.request import check_request
@@ -156,18 +147,7 @@ class SglangOptions:
     """All that end an answer by the model's configs; SGLang itself keeps only the tokenizer's away before a least
     length."""
     needs: SglangNeeds = NO_NEEDS
-    profile_dir: str = ""
-    """Where the server, on this file system, writes its profiles; empty: where it does by itself."""
     name: str = "sglang"
-
-
-MAX_S = 3.0
-STEPS_PER_S = 1000
-"""More forward passes than any server makes in a second."""
-START_S = 20.0
-WRITE_S = 50.0
-"""How long the ranks may take to write. A server that is silent for longer counts as lost anyhow."""
-OWN_FOLDER = "on the server's host: $SGLANG_TORCH_PROFILER_DIR of the server, or /tmp"
 
 
 class SglangEngine:
@@ -185,8 +165,6 @@ class SglangEngine:
         self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
         self._sampling = ServerSampling()
         self._has_begun = False
-        self._is_recording = False
-        """A profile."""
         self._is_parked = False
         self._looking = asyncio.Lock()
         """Held while the server is asked for its health, which may make it generate."""
@@ -500,50 +478,6 @@ class SglangEngine:
             waiting=len(self._open) - num_arrived,
             usage=self._usage,
         )
-
-    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        """Raises EngineError when the server refuses, does not answer, or writes nothing."""
-        if self._is_recording:
-            raise EngineError(f"{self._place}: is being profiled already", remedy="wait until that has ended")
-        self._is_recording = True
-        try:
-            return (await self._record(min(duration_s, MAX_S)),)
-        except EngineError as err:
-            raise EngineError(err.message, remedy=f"{err.remedy}; --no-engine leaves the server out") from err
-        finally:
-            self._is_recording = False
-
-    async def _record(self, duration_s: float) -> EngineTrace:
-        name = self._options.name.replace("/", ".")
-        label = f"{name}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
-        folder = Path(self._options.profile_dir) if self._options.profile_dir else None
-        body: dict[str, Any] = {
-            "activities": ["CPU", "GPU"],
-            "num_steps": max(1, round(duration_s * STEPS_PER_S)),
-            "with_stack": False,  # Python's stacks of every operator make traces many times as large
-            "record_shapes": False,
-            "profile_id": label,
-        }
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            body["output_dir"] = str(folder)
-        try:
-            await self._http.post("/start_profile", body, within_s=START_S)
-            await asyncio.sleep(duration_s)
-        except asyncio.CancelledError:  # also in the middle of the first call, which the server may have heard
-            with suppress(EngineError):
-                await self._http.post("/stop_profile", {}, within_s=START_S)
-            raise
-        await self._http.post("/stop_profile", {}, within_s=WRITE_S)
-        if folder is None:
-            return EngineTrace(engine=self._http.url, place=OWN_FOLDER, files=(f"{label}-TP-*.trace.json.gz",))
-        files = tuple(sorted(path.name for path in folder.glob(f"*{label}*")))
-        if not files:
-            raise EngineError(
-                f"{self._place}: was profiled, and wrote no trace into {folder}",
-                remedy="another client may be profiling it; see the server's log",
-            )
-        return EngineTrace(engine=self._http.url, place=str(folder), files=files)
 
     async def _served_version(self) -> int:
         self._version = version_number((await self._http.get("/model_info")).get("weight_version"))

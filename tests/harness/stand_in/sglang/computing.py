@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -17,16 +15,7 @@ from myxa.actors.engines.embedded.core import EmbeddedOptions
 
 
 class SilentWhilePaused(EngineServer):
-    """The real one answers `/health` by generating a token, so it does not while it is paused. Its profiles are empty."""
-
-    async def _start_profile(self, body: Any) -> web.Response:
-        self._trace = Path(body["output_dir"]) / f"{body['profile_id']}-TP-0.trace.json.gz"
-        return web.Response(text="Start profiling.\n")
-
-    async def _stop_profile(self, body: Any) -> web.Response:
-        self._trace.parent.mkdir(parents=True, exist_ok=True)
-        self._trace.write_bytes(gzip.compress(b'{"traceEvents": []}'))
-        return web.Response(text="Stop profiling. This will take some time.\n")
+    """The real one answers `/health` by generating a token, so it does not while it is paused."""
 
     async def _health(self, body: Any) -> web.Response:
         while self._is_paused:
