@@ -311,7 +311,7 @@ class DataContract(Actor):
         raise NotImplementedError
 
 
-class MonitorContract(KnobsContract):
+class MonitorContract(Actor):
     """Sinks for metrics, events and spans. Lossy: training never waits for it."""
 
     @call(deadline=10)

@@ -26,28 +26,8 @@ AWAY = (NotSent, NoSuchActor, NotReady, Draining, Overloaded, OutcomeUnknown, Ti
 _log = logging.getLogger(__name__)
 
 
-class ReportPace:
-    """How often an actor reports to the monitor; may be changed at any time. For one event loop."""
-
-    def __init__(self, every_s: float = 1.0) -> None:
-        self.every_s = every_s
-        self._changed = asyncio.Event()
-
-    def change(self, every_s: float) -> None:
-        """From now on, also for a pause that has begun."""
-        self.every_s = every_s
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def pause(self) -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        while (left_s := began_s + self.every_s - loop.time()) > 0:
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                return
+REPORT_S = 1.0
+"""Between two reports of an actor."""
 
 
 async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
@@ -76,15 +56,14 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
 
 
 async def report_forever(
-    buffer: TelemetryBuffer, send: SendTelemetry, every: float | ReportPace = 1.0, *, timeout_s: float = 5.0
+    buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S, *, timeout_s: float = 5.0
 ) -> None:
     """Send the buffer every so many seconds until cancelled, then once more: an actor's last words are often the ones
     that matter. Says once when the monitor cannot be reached and once when it can again; raises only CancelledError."""
     is_reachable = True
-    pace = every if isinstance(every, ReportPace) else ReportPace(every)
     try:
         while True:
-            await pace.pause()
+            await asyncio.sleep(every_s)
             was_sent = await report_once(buffer, send, timeout_s=timeout_s)
             if was_sent != is_reachable:
                 is_reachable = was_sent

@@ -58,15 +58,13 @@ KNOBS = (
             help="Groups that an engine works on at once."),
     Tunable(name="eval_every", kind="int", boundary="now", owner="coordinator", unit="steps", low=0,
             help="Steps between evaluations; 0: none."),
-    Tunable(name="log_level", kind="choice", boundary="now", owner="process", choices=("debug", "info", "warning"),
-            help="How much is logged."),
 )  # fmt: skip
 FIRST: dict[str, KnobValue] = {
     "lr": 1e-4, "clip_low": 0.2, "max_staleness": 4, "policy": "pace", "temperature": 1.0, "concurrency": 16,
-    "eval_every": 10, "log_level": "info",
+    "eval_every": 10,
 }  # fmt: skip
 ACTORS = ("coordinator", "buffer", "trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2", "monitor")
-OWNERS = {"trainer": ("trainer/0",), "rollout": ACTORS[4:7], "process": ACTORS}
+OWNERS = {"trainer": ("trainer/0",), "rollout": ACTORS[4:7]}
 
 
 class PlantedSeat:
@@ -183,7 +181,7 @@ class PlantedSeat:
         moves: list[KnobMove] = []
         for name, raw in given.values.items():
             if name not in known:
-                raise ConfigError(f"there is no knob {name!r}", remedy="`myxa get --all` lists them")
+                raise ConfigError(f"there is no knob {name!r}", remedy="`myxa get` lists them")
             value = known[name].check(raw, first=FIRST[name], force=given.force)
             owners = OWNERS.get(known[name].owner, (known[name].owner,))
             moves += [

@@ -35,7 +35,7 @@ class Tunable(Record, frozen=True):
     kind: KnobKind
     boundary: Boundary
     owner: str
-    """Role of the actors that use it: "trainer", "buffer", "rollout", "coordinator", "process" (every actor)."""
+    """Role of the actors that use it: "trainer", "buffer", "rollout", "coordinator"."""
     help: str
     """What it does, in one sentence."""
     key: str = ""

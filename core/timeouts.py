@@ -163,8 +163,6 @@ class MonitorTimeouts:
     """How long a stopping actor tries to send what it still has."""
     close_s: float = 8.0
     """Below the time that a node gives an actor's `on_stop`."""
-    join_s: float = 5.0
-    """How long telemetry waits for the knobs in force; the coordinator also sends them to each owner that registers."""
     report_drops_s: float = 10.0
     open_s: float = 10.0
     """How long the start of the run waits for a sink to open or to refuse; then it opens beside the run."""

@@ -64,10 +64,9 @@ from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, DataContract, MonitorContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import OwnsKnobs, catch_up
-from ..knobs.process import process_knobs
 from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger
-from ..telemetry import ReportPace, report_forever
+from ..telemetry import REPORT_S, report_forever
 from ..weights.engine_versions import ServedWeights
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups, SampleLog
@@ -133,7 +132,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._meter = ActivityMeter(self.ctx.name, clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
         self._polls = LongPolls(self.ctx)
-        self._pace = ReportPace()
         self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
         self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
         is_new = not self._ledger_path.exists()
@@ -145,7 +143,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._close_for(refused(self._ledger_path, error))
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
+        self.ctx.spawn(report_forever(self._telemetry, send), name="buffer-telemetry")
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
     async def _begin(self, *, waits: bool) -> None:
@@ -158,7 +156,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 self.ctx.name, ledger, copy.deepcopy(self._admission), self._values, self._sampling,
                 filters=tuple(self._filters.by_name), limits=limits, telemetry=self._telemetry,
             )  # fmt: skip
-            knobs.add(process_knobs(self._pace))
             opened = Groups(
                 self._source, knobs, self._filters, limits,
                 finished=self._finished, tell=self._tell, log=self.ctx.log, started_s=clock.monotonic(),
@@ -453,7 +450,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def _gauge_forever(self) -> None:
         while True:
-            await self._pace.pause()
+            await asyncio.sleep(REPORT_S)
             if self._opened is None:
                 continue
             self._book_waiting()

@@ -32,8 +32,7 @@ from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, MonitorContract, TrainerContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
-from ..knobs.process import process_knobs
-from ..telemetry import ReportPace, report_forever
+from ..telemetry import report_forever
 from ..weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from .audit import AuditWriter, read_audit
 from .evaluator import Evaluator
@@ -44,7 +43,7 @@ from .run_control import RunControl
 from .run_state import CoordinatorJournal, PhaseMoves, RunContext, RunState
 
 LEADER = "trainer/0"
-OTHER_OWNERS = ("buffer", "monitor", "trainer/")
+OTHER_OWNERS = ("buffer", "trainer/0")
 """Owners of knobs beside the rollout actors, which report in."""
 
 
@@ -77,7 +76,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._wall = WallClock(self._context)
         self._phases = PhaseMoves(self._context, self._changed.set)
         self._make_parts()
-        pace = ReportPace()
         self.knob_owner = KnobOwner(
             self.ctx.name,
             coordinator_knobs(
@@ -85,7 +83,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             ),
             self._telemetry,
         )
-        self.knob_owner.add(process_knobs(pace))
         if is_anew:
             state = self._state
             self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
@@ -97,7 +94,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         for prefix in ("rollout/", *OTHER_OWNERS):
             self.ctx.watch(prefix)
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, pace), name="coordinator-telemetry")
+        self.ctx.spawn(report_forever(self._telemetry, send), name="coordinator-telemetry")
         self.ctx.spawn(self._run(is_anew=is_anew), name="coordinator-run")
 
     def _make_parts(self) -> None:

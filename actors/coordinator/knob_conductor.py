@@ -44,8 +44,6 @@ AUTO = Operator(via="auto")
 """No operator: an expiry, a resumed run."""
 TELL_TRIES = 4
 """How often an owner may fail to use what was decided."""
-ALONE = ("buffer", "monitor")
-"""Owners that there is one of."""
 
 NOT_ASKED = ("who", "reason", "dry_run")
 """Fields of a request that the audit log has elsewhere, or never."""
@@ -139,7 +137,7 @@ class KnobConductor:
 
     def _others(self) -> list[str]:
         """Owners that are there beside coordinator and rollout actors."""
-        return [*(name for name in ALONE if name in self._ctx.peers(name)), *self._ctx.peers("trainer/")]
+        return [*self._ctx.peers("buffer"), *self._ctx.peers("trainer/0")]
 
     async def _sheet(self, name: str) -> KnobSheet | str:
         try:
@@ -298,7 +296,7 @@ class KnobConductor:
     async def joined(self, owner: str, patience_s: float = TIMEOUTS.coordinator.join_s) -> str:
         """Have an owner use what was decided; told until it does or is gone. Returns what an operator should know.
         `patience_s`: for one that the registry may not know yet, or know as its former incarnation. An owner that
-        answers and fails to use it is broken, since others rely on it; the monitor is an exception."""
+        answers and fails to use it is broken, since others rely on it."""
         began_s, num_failed = self._clock.monotonic(), 0
         while True:
             epoch = self.decisions.epoch
@@ -315,8 +313,7 @@ class KnobConductor:
                 num_failed += 1
                 self._tell("knob-not-used", f"{owner} could not use change {epoch}: {error.message}", owner=owner)
                 if num_failed >= TELL_TRIES:
-                    if owner != "monitor":
-                        await self._on_broken(owner, f"it could not use change {epoch} of the knobs: {error.message}")
+                    await self._on_broken(owner, f"it could not use change {epoch} of the knobs: {error.message}")
                     return f"{owner} failed to use it: {error.message}"
                 await asyncio.sleep(TIMEOUTS.coordinator.tell_again_s)
             except (MyxaError, TimeoutError) as error:

@@ -6,7 +6,6 @@ is slow or dead costs telemetry only.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +14,11 @@ import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.clock import Clock, SystemClock
-from ...core.errors import CallError
 from ...core.messages import Event, MetricPoint, Telemetry
 from ...core.sink import Sink
 from ...core.timeouts import TIMEOUTS
 from ..contracts import MonitorContract
-from ..knobs.owner import KnobOwner, OwnsKnobs, catch_up
-from ..knobs.process import process_knobs
-from ..telemetry import ReportPace
+from ..telemetry import REPORT_S
 from .latest import TIME_PREFIX, Latest
 from .sink_thread import Sinks
 
@@ -31,7 +27,7 @@ _NAME = "monitor"
 _log = logging.getLogger(__name__)
 
 
-class Monitor(OwnsKnobs, MonitorContract):
+class Monitor(MonitorContract):
     """Fans telemetry out to sinks; answers `snapshot`."""
 
     def __init__(
@@ -61,22 +57,13 @@ class Monitor(OwnsKnobs, MonitorContract):
         self._meter.switch("other", "start")
         self._own = TelemetryBuffer(_NAME, self._clock, meter=self._meter)
         self._own_told_s = self._clock.monotonic()
-        self._pace = ReportPace()
         self._written_until_wall_s = written_until_wall_s
-        self.knob_owner = KnobOwner(_NAME, process_knobs(self._pace), self._own)
         self._sinks = Sinks(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock, settings=settings)
 
     async def on_start(self) -> None:
         """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""
         await self._sinks.start()
         self._mark_gap()
-        try:
-            async with asyncio.timeout(TIMEOUTS.monitor.join_s):
-                await catch_up(self.ctx, self.knob_owner)
-        except (CallError, TimeoutError) as error:
-            _log.warning(
-                "coordinator has not said within %g s which knobs are in force: %s", TIMEOUTS.monitor.join_s, error
-            )
         self._meter.switch("wait-data", "messages")
 
     def _mark_gap(self) -> None:
@@ -96,7 +83,7 @@ class Monitor(OwnsKnobs, MonitorContract):
     async def telemetry(self, bundle: Telemetry) -> None:
         with self._meter.working("fold"):
             self._take(bundle)
-        if self._clock.monotonic() >= self._own_told_s + self._pace.every_s:
+        if self._clock.monotonic() >= self._own_told_s + REPORT_S:
             self._tell_own()
         self._tell_drops()
 

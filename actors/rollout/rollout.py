@@ -71,10 +71,9 @@ from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
-from ..knobs.process import process_knobs
 from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer
 from ..stream_checks import StreamChecks
-from ..telemetry import ReportPace, report_forever
+from ..telemetry import report_forever
 from ..weights.engine_versions import ALWAYS_NEWEST
 from ..weights.receive import EngineWeights
 from ..workflows.episode import Generate, ModelAccess, Workflow
@@ -195,11 +194,9 @@ class Rollout(OwnsKnobs, RolloutContract):
                 self.ctx, self._engine, self._tenancy,
                 telemetry=self._telemetry, clock=self._clock, on_change=self._note_turn,
             )  # fmt: skip
-        self._pace = ReportPace(self._options.report_s)
         self.knob_owner = KnobOwner(self.ctx.name, rollout_knobs(self._options, self._apply), self._telemetry)
-        self.knob_owner.add(process_knobs(self._pace))
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="rollout-telemetry")
+        self.ctx.spawn(report_forever(self._telemetry, send, self._options.report_s), name="rollout-telemetry")
         self.ctx.spawn(self._run(), name="rollout-run")
 
     def _apply(self) -> None:
@@ -394,7 +391,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def _gauge_forever(self, runner: GroupRunner) -> None:
         started_s, usage = self._clock.monotonic(), EngineUsage()
         while True:
-            await self._pace.pause()
+            await asyncio.sleep(self._options.report_s)
             elapsed_s = max(self._clock.monotonic() - started_s, 1e-6)
             started_s += elapsed_s
             try:

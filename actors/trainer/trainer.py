@@ -34,8 +34,7 @@ from ..checkpoints.folder import version_in
 from ..contracts import MonitorContract, TrainerContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import KnobOwner, OwnsKnobs
-from ..knobs.process import process_knobs
-from ..telemetry import ReportPace, report_forever
+from ..telemetry import report_forever
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import ChannelEnd
 from .knobs import after, of_ranks
@@ -103,11 +102,10 @@ class Trainer(OwnsKnobs, TrainerContract):
             self._tenant = TrainerTenant(
                 self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
             )
-        pace, knobs = ReportPace(), () if self._options.rank else self._knobs.knobs()  # rank 0 owns them for all ranks
+        knobs = () if self._options.rank else self._knobs.knobs()  # rank 0 owns them for all ranks
         self.knob_owner = KnobOwner(self.ctx.name, knobs, self._telemetry)
-        self.knob_owner.add(process_knobs(pace))
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, pace), name="trainer-telemetry")
+        self.ctx.spawn(report_forever(self._telemetry, send), name="trainer-telemetry")
         self.ctx.spawn(self._run(), name="trainer-run")
 
     async def _run(self) -> None:

@@ -23,26 +23,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-QUIET = "process"
-"""Owner of knobs that every process has; they are many and alike, and only shown when asked for."""
-
-
-def _add_get(parser: Parser) -> None:
-    parser.add_argument("--all", action="store_true", help="every knob of every actor")
-
-
 def _get(options: argparse.Namespace) -> int:
-    show(options, ask(options, verbs.GET), partial(_get_page, options.names, every=options.all))
+    show(options, ask(options, verbs.GET), partial(_get_page, options.names))
     return 0
 
 
-def _get_page(names: Sequence[str], found: dict[str, Any], *, every: bool) -> RenderableType:
+def _get_page(names: Sequence[str], found: dict[str, Any]) -> RenderableType:
     """Of knobs that are named also what they do."""
     from rich.console import Group
     from rich.text import Text
 
     known = msgspec.convert(found, KnobTable)
-    rows = [row for row in knob_rows(known) if every or names or row.tunable.owner != QUIET]
+    rows = knob_rows(known)
     helps = [Text(f"{row.name}: {row.tunable.help}") for row in rows if names]
     notes = [f"epoch {known.epoch}"] if known.epoch else []
     notes += [f"no answer from {', '.join(known.silent)}"] if known.silent else []
@@ -153,7 +145,7 @@ SET_WORDS = (
     "boundary (`myxa get NAME`)."
 )
 COMMANDS = (
-    verb_command(verbs.GET, str, add=_add_get, run=_get),
+    verb_command(verbs.GET, str, run=_get),
     verb_command(verbs.SET, _reply_page, add=_add_set, more=_changes, check=check_reply, description=SET_WORDS),
     verb_command(verbs.UNDO, _reply_page, check=check_reply),
     verb_command(verbs.HISTORY, change_line, add=_add_history, run=_history),

@@ -158,7 +158,7 @@ def _hint(name: str, table: KnobTable) -> str:
     for state in (state for sheet in table.sheets for state in sheet.knobs):
         if len(words) > 2 and words in state.tunable.help.lower():
             return f'did you mean "{state.tunable.name}"? it is "{state.tunable.help}"'
-    return "`myxa get --all` lists them all"
+    return "`myxa get` lists them all"
 
 
 async def _get(context: VerbContext, arguments: verbs.GetArguments, who: Operator) -> KnobTable:

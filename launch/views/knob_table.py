@@ -54,7 +54,7 @@ KNOB_COLUMNS = ("knob", "value", "unit", "range", "at", "owner", "note")
 
 
 def knob_rows(table: KnobTable | None) -> list[KnobRow]:
-    """Every knob once, by owner's role and name. Owners' own knobs come before those that every process has."""
+    """Every knob once, by owner's role and name."""
     if table is None:
         return []
     held: dict[str, list[tuple[str, KnobState]]] = {}
@@ -65,7 +65,7 @@ def knob_rows(table: KnobTable | None) -> list[KnobRow]:
     for name, holders in held.items():
         state = next((state for _, state in holders if state.pending is not None), holders[0][1])
         rows.append(KnobRow(state, tuple(owner for owner, _ in holders), table.reverts.get(name, "")))
-    return sorted(rows, key=lambda row: (row.tunable.owner == "process", name_order(row.tunable.owner), row.name))
+    return sorted(rows, key=lambda row: (name_order(row.tunable.owner), row.name))
 
 
 def owners_text(owners: Sequence[str]) -> str:

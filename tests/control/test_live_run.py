@@ -134,7 +134,7 @@ def test_the_only_run_needs_no_name_and_is_found_from_elsewhere(live: Live, tmp_
     assert Path(f"/proc/{row['pid']}").exists() and row["memory_bytes"] > 10 << 20 and row["doing"]
 
 
-@pytest.mark.parametrize("words", ["ps", "get --all", "get lr", "history", "why"])
+@pytest.mark.parametrize("words", ["ps", "get", "get lr", "history", "why"])
 def test_every_json_is_one_line_of_json(
     live: Live, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from myxa.actors.buffer.knobs import BufferLimits, buffer_tunables
 from myxa.actors.coordinator.knobs import COORDINATOR_TUNABLES
-from myxa.actors.knobs import process as process_knobs
 from myxa.actors.rollout import knobs as rollout_knobs
 from myxa.actors.trainer import knobs as trainer_knobs
 from myxa.algos.filters import GROUP_FILTERS
@@ -30,7 +29,6 @@ def declared() -> tuple[Tunable, ...]:
         *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources=("math", "code")),
         *rollout_knobs.TUNABLES,
         *COORDINATOR_TUNABLES,
-        *process_knobs.TUNABLES,
     )
 
 

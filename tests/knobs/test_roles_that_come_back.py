@@ -72,14 +72,6 @@ class BufferThatComesBack(Buffer):
         self.at_first = {"epoch": sheet.epoch, **{state.tunable.name: state.value for state in sheet.knobs}}
 
 
-class MonitorThatComesBack(Monitor):
-    at_first: dict[str, Any]
-
-    async def on_start(self) -> None:
-        await super().on_start()
-        self.at_first = {state.tunable.name: state.value for state in (await self.knobs()).knobs}
-
-
 async def test_a_buffer_that_died_before_it_heard_of_a_change(tmp_path: Path) -> None:
     async with open_room(tmp_path) as room:
         async with beside(room, "buffer-1", 0) as first_node:
@@ -116,15 +108,6 @@ async def test_a_buffer_whose_newer_value_contradicts_an_older_change(tmp_path: 
                     assert buffer.at_first.items() >= {"max_staleness": 8, "window": 16}.items()
             await registered(room, is_there=False)
         assert (await room.ref.status()).phase == "running"
-
-
-async def test_a_monitor_that_comes_back(tmp_path: Path) -> None:
-    async with open_room(tmp_path) as room:
-        await room.node.stop("monitor")
-        assert (await room.change(report_s=0.5)).epoch
-        monitor = MonitorThatComesBack(tmp_path, ())
-        await room.node.start(monitor, "monitor")
-        assert monitor.at_first["report_s"] == 0.5
 
 
 async def test_at_the_start_of_a_run_nobody_waits_for_a_coordinator(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
         assert [actor["name"] for actor in state["actors"]][:2] == ["trainer/0", "trainer/1"]
         assert {knob["name"]: knob["value"] for knob in state["knobs"]} == {
             "lr": "0.0001", "clip_low": "0.2", "max_staleness": "4", "policy": "pace", "temperature": "1", "concurrency": "16",
-            "eval_every": "10", "log_level": "info",
+            "eval_every": "10",
         }  # fmt: skip
         assert [change["number"] for change in history["changes"]] == [1, 2, 3, 4, 5]
         assert {"reward/raw_mean", "rollout/tokens_per_s"} <= {row[0] for row in history["series"]}
