@@ -1,8 +1,8 @@
 """Servers of one reference model, over HTTP.
 
-`ReferenceServer` is one of them: its vocabulary is checked before its first answer is used, and it gets no calls for a
-while after it failed. `ReferenceServers` asks the one with the fewest open calls among those that did not fail lately.
-If it fails, the others are asked once each; then all again after a pause, until the tries are used up.
+A server's vocabulary is checked before its first answer is used. `ReferenceServers` asks the one with the fewest open
+calls among those that did not fail lately. If it fails, the others are asked once each; then all again after a pause,
+until the tries are used up.
 
 `ServedReference` gives finished samples their reference log-probs; failures are handled by the same policy as those of
 rewards. A sample whose servers fail loses its group; failures in a row are an outage, and samples wait (`[reward]` sets
@@ -36,7 +36,6 @@ SHOWN_BYTES = 300
 REFUSALS = frozenset({400, 413, 422})
 """The server is well, and cannot score these tokens."""
 NO_KEY = frozenset({401, 403})
-MAX_REST_S = 30.0
 WHERE = "algo.ref_urls"
 
 
@@ -44,105 +43,25 @@ class NoScore(Exception):
     """A server gave no log-probs; the text names it and says why."""
 
 
-class Refused(NoScore):
-    """It is well, and does not take these tokens: to ask again is useless."""
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How servers are asked."""
-
-    session: aiohttp.ClientSession
-    headers: dict[str, str]
-    timeout_s: float
-    probes: Probes
-    model_path: str
-    """Of the policy, for messages."""
-
-
+@dataclass(slots=True, eq=False)
 class ReferenceServer:
-    """Used from one loop."""
+    """One of them."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self.num_asked = 0
-        self.rests_until_s = 0.0
-        """On the loop's clock: it failed, others are better asked."""
-        self._num_failed = 0
-        self._is_known = False
-
-    async def logprobs(self, access: Access, wanted: WantedScores) -> F32:
-        """Of the wanted tokens. Raises NoScore, and ConfigError for a server that no run of this file can use."""
-        self.num_asked += 1
-        try:
-            if not self._is_known:
-                await self._get_known(access)
-            found, _ = await self._ask(access, wanted)
-        except Refused:
-            self._worked()
-            raise
-        except NoScore:
-            now_s = asyncio.get_running_loop().time()
-            if now_s >= self.rests_until_s:  # else a call that was begun before: it is the same failure
-                self.rests_until_s = now_s + min(2.0**self._num_failed, MAX_REST_S)
-                self._num_failed += 1
-            raise
-        finally:
-            self.num_asked -= 1
-        self._worked()
-        return found
-
-    def _worked(self) -> None:
-        self._num_failed, self.rests_until_s = 0, 0.0
-
-    async def _get_known(self, access: Access) -> None:
-        try:
-            _, texts = await self._ask(access, access.probes.wanted, with_texts=True)
-        except Refused as error:
-            raise self._wrong(access, f"does not know the tokens of {access.model_path}: {error}") from error
-        if foreign := access.probes.foreign(texts):
-            raise self._wrong(access, f"its vocabulary is not that of {access.model_path}: {foreign}")
-        self._is_known = True
-
-    def _wrong(self, access: Access, why: str) -> ConfigError:
-        return ConfigError(
-            f"{WHERE}: {self.url}: {why}",
-            remedy="name servers of a model of the same family, with a context for the longest sample and a token more",
-        )
-
-    async def _ask(
-        self, access: Access, wanted: WantedScores, *, with_texts: bool = False
-    ) -> tuple[F32, list[str | None]]:
-        is_known = self._is_known and int(wanted.ids.max()) <= int(access.probes.wanted.ids.max())
-        body = question(wanted, with_texts=with_texts, is_checked=not is_known)
-        raw = await self._post(access, body, len(wanted.ids))
-        try:
-            return scores_in(raw, wanted)
-        except BadAnswer as bad:
-            raise NoScore(f"{self.url} {bad}") from bad
-
-    async def _post(self, access: Access, body: bytes, num_tokens: int) -> bytes:
-        try:
-            status, raw = await post_bounded(
-                access.session, f"{self.url}/generate", body, access.headers,
-                within_s=access.timeout_s, max_bytes=num_tokens * BYTES_PER_TOKEN + SPARE_BYTES, name=self.url,
-            )  # fmt: skip
-        except (NoAnswer, AnswerTooLong) as no:
-            raise NoScore(str(no)) from no
-        if status == 200:
-            return raw
-        text = f"{self.url} answered {status}: {raw[:SHOWN_BYTES].decode(errors='replace')}"
-        if status in NO_KEY:
-            raise ConfigError(f"{WHERE}: {text}", remedy="algo.ref_key_env: name the variable that holds its key")
-        raise (Refused if status in REFUSALS else NoScore)(text)
+    url: str
+    num_open: int = 0
+    """Calls."""
+    rests_until_s: float = 0.0
+    """On the loop's clock: it failed, others are better asked."""
+    is_known: bool = False
+    """Its vocabulary was looked at."""
 
 
 MIN_TRIES = 3
 CALLS_PER_SERVER = 32
 """At a time, of one rollout actor."""
+REST_S = 10.0
 PAUSE_S = 0.5
 """Before all servers are asked again, doubled each time, half as long or longer by chance."""
-MAX_PAUSE_S = 10.0
 KEEPALIVE_S = 2.0
 """An idle connection is not used again after so long: uvicorn closes it after 5 s."""
 
@@ -161,55 +80,100 @@ class ReferenceServers:
         pause_s: float = PAUSE_S,
     ) -> None:
         """`tokenizer`, `model_path`: the policy's. `timeout_s`: for one answer. `key`: sent as bearer; empty: none."""
-        self._servers = [ReferenceServer(url) for url in urls]
+        self._servers = [ReferenceServer(url.rstrip("/")) for url in urls]
         self._probes = Probes.of(tokenizer)
         self._model_path = model_path
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._pause_s = pause_s
         self._room = asyncio.Semaphore(CALLS_PER_SERVER * len(self._servers))
-        self._access: Access | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
     async def logprobs(self, wanted: WantedScores) -> F32:
-        """float32 [wanted tokens]. Raises NoScore that says what each server answered last, Refused, ConfigError. Takes
-        at most `timeout_s` and a pause for each try, once there is room: those before take no longer each."""
-        async with self._room:
-            return await self._with_patience(wanted)
-
-    async def _with_patience(self, wanted: WantedScores) -> F32:
+        """float32 [wanted tokens]. Raises CallFailed that says what each server answered last, ConfigError for one that
+        no run of this file can use. Takes at most `timeout_s` and a pause for each try, once there is room: those
+        before take no longer each."""
         failed: dict[str, str] = {}
         num_tries = max(MIN_TRIES, len(self._servers))
-        pause_s, asked = self._pause_s, set[ReferenceServer]()
-        for number in range(1, num_tries + 1):
-            now_s = asyncio.get_running_loop().time()
-            left = [server for server in self._servers if server not in asked]
-            server = min(left, key=lambda server: (server.rests_until_s > now_s, server.num_asked))
-            asked.add(server)
-            try:
-                return await server.logprobs(self._open(), wanted)
-            except Refused:
-                raise
-            except NoScore as no:
-                failed[server.url] = str(no)
-            if len(asked) == len(self._servers) and number < num_tries:
-                asked.clear()
-                await asyncio.sleep(min(pause_s, MAX_PAUSE_S) * random.uniform(0.5, 1.5))
-                pause_s *= 2
-        raise NoScore(f"{'; '.join(failed.values())}; in {num_tries} tries")
+        pause_s, left = self._pause_s, list[ReferenceServer]()
+        loop = asyncio.get_running_loop()
+        async with self._room:
+            for number in range(num_tries):
+                if number and not left:
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+                    pause_s *= 2
+                left = left or list(self._servers)
+                now_s = loop.time()
+                server = min(left, key=lambda one: (one.rests_until_s > now_s, one.num_open))
+                left.remove(server)
+                try:
+                    return await self._asked(server, wanted)
+                except NoScore as no:
+                    failed[server.url] = str(no)
+                    server.rests_until_s = loop.time() + REST_S
+        raise CallFailed(f"could not be asked: {'; '.join(failed.values())}; in {num_tries} tries")
 
-    def _open(self) -> Access:
+    async def _asked(self, server: ReferenceServer, wanted: WantedScores) -> F32:
+        server.num_open += 1
+        try:
+            if not server.is_known:
+                await self._get_known(server)
+            found, _ = await self._answer(server, wanted)
+        finally:
+            server.num_open -= 1
+        server.rests_until_s = 0.0
+        return found
+
+    async def _get_known(self, server: ReferenceServer) -> None:
+        try:
+            _, texts = await self._answer(server, self._probes.wanted, with_texts=True)
+        except CallFailed as error:
+            raise self._wrong(server, f"does not know the tokens of {self._model_path}: {error}") from error
+        if foreign := self._probes.foreign(texts):
+            raise self._wrong(server, f"its vocabulary is not that of {self._model_path}: {foreign}")
+        server.is_known = True
+
+    def _wrong(self, server: ReferenceServer, why: str) -> ConfigError:
+        return ConfigError(
+            f"{WHERE}: {server.url}: {why}",
+            remedy="name servers of a model of the same family, with a context for the longest sample and a token more",
+        )
+
+    async def _answer(
+        self, server: ReferenceServer, wanted: WantedScores, *, with_texts: bool = False
+    ) -> tuple[F32, list[str | None]]:
+        """Raises NoScore, CallFailed for tokens that it refuses, ConfigError for a wrong key."""
+        is_checked = not server.is_known or int(wanted.ids.max()) > int(self._probes.wanted.ids.max())
+        try:
+            status, raw = await post_bounded(
+                self._open(), f"{server.url}/generate",
+                question(wanted, with_texts=with_texts, is_checked=is_checked), self._headers,
+                within_s=self._timeout_s, max_bytes=len(wanted.ids) * BYTES_PER_TOKEN + SPARE_BYTES, name=server.url,
+            )  # fmt: skip
+            if status == 200:
+                return scores_in(raw, wanted)
+        except (NoAnswer, AnswerTooLong) as no:
+            raise NoScore(str(no)) from no
+        except BadAnswer as bad:
+            raise NoScore(f"{server.url} {bad}") from bad
+        text = f"{server.url} answered {status}: {raw[:SHOWN_BYTES].decode(errors='replace')}"
+        if status in NO_KEY:
+            raise ConfigError(f"{WHERE}: {text}", remedy="algo.ref_key_env: name the variable that holds its key")
+        if status in REFUSALS:
+            raise CallFailed(f"refused: {text}", is_refusal=True)
+        raise NoScore(text)
+
+    def _open(self) -> aiohttp.ClientSession:
         if self._is_closed:
-            raise NoScore("asked after the servers were given up")
-        if self._access is None:
-            session = client_session(keepalive_s=KEEPALIVE_S)
-            self._access = Access(session, self._headers, self._timeout_s, self._probes, self._model_path)
-        return self._access
+            raise CallFailed("could not be asked: the servers were given up")
+        self._session = self._session or client_session(keepalive_s=KEEPALIVE_S)
+        return self._session
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._access is not None:
-            await self._access.session.close()
+        if self._session is not None:
+            await self._session.close()
 
 
 def key_from(environment: Mapping[str, str], name: str) -> str:
@@ -253,26 +217,19 @@ class ServedReference(Reference):
                 f"{sample.index}), and the reference log-probs of algo.ref_urls are those at temperature {SERVED_AT:g}",
                 remedy="draw at temperature 1, or keep the reference model in the trainer: algo.ref_path",
             )
-        logprobs = await self._asked(wanted, f"group {prompt.group_id}, sample {sample.index}", prompt.group_id)
-        return replace(sample, reference_logprobs=in_response(sample, wanted, logprobs))
-
-    async def _asked(self, wanted: WantedScores, place: str, group_id: int) -> F32:
         try:
-            return await self._guard.called(group_id, lambda: self._answer(wanted))
+            logprobs = await self._guard.called(prompt.group_id, lambda: self._timed(wanted))
         except CallFailed as no:
+            place = f"group {prompt.group_id}, sample {sample.index}"
             remedy = REFUSED if no.is_refusal else REMEDY
             raise ReferenceFailed(f"the reference model of algo.ref_urls {no} ({place})", remedy=remedy) from no
         except MyxaError as error:
             raise ReferenceFailed(error.message, remedy=error.remedy) from error
+        return replace(sample, reference_logprobs=in_response(sample, wanted, logprobs))
 
-    async def _answer(self, wanted: WantedScores) -> F32:
+    async def _timed(self, wanted: WantedScores) -> F32:
         started_s = self._clock.monotonic()
-        try:
-            found = await self._servers.logprobs(wanted)
-        except Refused as no:
-            raise CallFailed(f"refused: {no}", is_refusal=True) from no
-        except NoScore as no:
-            raise CallFailed(f"could not be asked: {no}") from no
+        found = await self._servers.logprobs(wanted)
         self._num_calls += 1
         self._call_s += self._clock.monotonic() - started_s
         return found

@@ -16,8 +16,9 @@ from tests.harness.waiting import until
 from tests.reference.teachers import Letters, expected, made, only_once_known, out_of_order, teacher
 
 from myxa.actors.reference import server as servers_module
-from myxa.actors.reference.server import NoScore, ReferenceServers, Refused, key_from
+from myxa.actors.reference.server import ReferenceServers, key_from
 from myxa.actors.reference.wire import in_response, wanted_of
+from myxa.actors.rewards.call import CallFailed
 from myxa.core.errors import ConfigError
 from myxa.core.samples import Sample
 
@@ -118,9 +119,9 @@ async def test_a_server_that_fails_or_lies_is_named_and_another_one_is_asked(nam
     fault, said = FAULTS[name]
     async with teacher(fault) as liar, teacher() as honest:
         async with asking(liar.url, timeout_s=0.15) as servers:
-            with pytest.raises(NoScore) as caught:
+            with pytest.raises(CallFailed) as caught:
                 await score(servers, made())
-            assert not isinstance(caught.value, Refused)
+            assert not caught.value.is_refusal
             assert f"{liar.url} " in str(caught.value) and said in str(caught.value)
             assert "in 3 tries" in str(caught.value)
             assert len(liar.asked) == 3
@@ -135,7 +136,7 @@ async def test_a_server_that_is_down_is_named_until_it_is_up() -> None:
         taken.bind(("127.0.0.1", 0))
         down = f"http://127.0.0.1:{taken.getsockname()[1]}"
         async with teacher() as there, asking(down) as alone, asking(down, there.url) as both:
-            with pytest.raises(NoScore, match=rf"{down} cannot be asked: .* in 3 tries"):
+            with pytest.raises(CallFailed, match=rf"{down} cannot be asked: .* in 3 tries"):
                 await score(alone, made())
             assert await score(both, made()) == expected(made())
 
@@ -156,7 +157,7 @@ async def test_a_server_that_comes_back_is_asked_again() -> None:
 async def test_tokens_that_are_refused_are_asked_of_nobody_else() -> None:
     fault = saying('{"error": {"message": "the input is longer than the context"}}', 400)
     async with teacher(fault) as there, teacher(fault) as other, asking(there.url, other.url) as servers:
-        with pytest.raises(Refused, match="answered 400: .*longer than the context"):
+        with pytest.raises(CallFailed, match="refused: .* answered 400: .*longer than the context"):
             await score(servers, made())
         assert len(there.asked) + len(other.asked) == 1
 
@@ -235,5 +236,5 @@ async def test_a_call_that_is_cancelled_leaves_its_place_to_others() -> None:
             await call
         there.fault = None
         assert await score(servers, made()) == expected(made())
-    with pytest.raises(NoScore, match="given up"):
+    with pytest.raises(CallFailed, match="given up"):
         await score(servers, made())
