@@ -22,7 +22,6 @@ from ...actors.data.row_file import Row, RowError
 from ...actors.data.row_set import chosen_rows, encode_item
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, dataset_of, is_in_use
-from ...actors.models.chat_template import PlainText, template_of
 from ...actors.models.hf_folder import check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.second_model import check_critic, check_second_model
@@ -105,28 +104,19 @@ class ReadTokenizer(NamedTuple):
 
 
 def read_tokenizer(run: CheckedRun) -> ReadTokenizer:
-    path, data = run.config.model.path, run.config.data
-    found = list(template_findings(run.config))
+    config = run.config
     try:
-        tokenizer = load_tokenizer(path, PlainText() if found else data)
+        tokenizer = load_tokenizer(config.model.path, config.data)
     except MyxaError as error:
-        rest = [one for one in found if str(one.error) != str(error)]  # both read what the tokenizer was saved with
-        return ReadTokenizer(None, (Finding(key_of(error.message) or "model.path", error), *rest))
-    if not found:
-        found += _end_findings(tokenizer)
+        return ReadTokenizer(None, (Finding(key_of(error.message) or "model.path", error),))
+    found = tuple(template_findings(config, tokenizer)) or tuple(_end_findings(tokenizer))
     is_usable = all(one.severity == "warning" for one in found)
-    return ReadTokenizer(tokenizer if is_usable else None, tuple(found))
+    return ReadTokenizer(tokenizer if is_usable else None, found)
 
 
-def template_findings(config: RunConfig) -> Iterator[Finding]:
-    """A template that is missing, refuses a question or leaves it out, or cannot append to a turn where the run has
-    several."""
-    try:
-        template = template_of(config.model.path, config.data)
-    except MyxaError as error:
-        yield Finding("model.path", error)
-        return
-    render = partial(template.render, add_generation_prompt=True)
+def template_findings(config: RunConfig, tokenizer: FolderTokenizer) -> Iterator[Finding]:
+    """A template that refuses a question or leaves it out, or cannot append to a turn where the run has several."""
+    render = partial(tokenizer.render_text, add_generation_prompt=True)
     trouble = ""
     try:
         text = render((Message(role="user", content=ASKED),))
@@ -137,7 +127,7 @@ def template_findings(config: RunConfig) -> Iterator[Finding]:
         return
     except DataError as error:
         trouble = f"refuses a question: {error.message}"
-    place = f"the chat template of {template.place}"
+    place = f"the chat template of {tokenizer.template_place}"
     if trouble:
         yield Finding("model.path", TemplateError(f"{place} {trouble}", remedy="mend the template"))
     elif config.rollout.max_turns > 1 and not roles_that_fit(render):

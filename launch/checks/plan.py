@@ -174,8 +174,8 @@ def plan_text(plan: PlannedRun) -> str:
     sections = [
         ("placement", _placement(plan)),
         ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
-        ("batch", _batch(plan.batch)),
-        ("staleness", staleness_lines(plan.staleness)),
+        ("batch", _figures(plan.batch)),
+        ("staleness", _figures(plan.staleness)),
     ]
     for severity in ("warning", "error"):
         found = [one for one in plan.problems if one.severity == severity]
@@ -223,38 +223,9 @@ def _load(load: DeviceLoad) -> Iterator[str]:
         yield f"  {f'{part.owner} {part.name}'.strip():<26} {size_text(part.num_bytes):>10}  {part.how}"
 
 
-def _batch(batch: BatchPlan | None) -> Iterator[str]:
-    if batch is None:
-        return
-    yield (
-        f"{batch.num_prompts} prompts x {batch.samples_per_prompt} samples = {batch.num_samples} samples a step, "
-        f"{batch.updates_per_step} update{'s' if batch.updates_per_step > 1 else ''} of {batch.samples_per_update}"
-    )
-    if batch.tokens_per_step is not None:
-        yield f"at most {batch.tokens_per_step:,} generated tokens a step (prompts not counted)"
-    if batch.micro_batches_per_replica is not None:
-        replicas = f"{batch.num_replicas} replica{'s' if batch.num_replicas > 1 else ''}"
-        yield f"{replicas}, each at most {batch.micro_batches_per_replica} micro-batches an update"
-    if batch.num_steps:
-        yield f"{batch.num_steps} steps = {batch.num_updates} updates, {batch.num_steps * batch.num_prompts:,} prompts"
-    else:
-        yield "no end by steps (run.num_steps = 0)"
-    if batch.num_rows is not None:
-        passes = f", at least {batch.passes:.2f} passes" if batch.passes is not None else ""
-        yield f"{batch.num_rows:,} rows of data{passes}"
-
-
-def staleness_lines(plan: StalenessPlan | None) -> Iterator[str]:
-    """The section about the staleness bound; nothing without a plan."""
-    if plan is None:
-        return
-    window = f", window W = {plan.window}" if plan.window else ""
-    yield f"max_staleness = {plan.max_staleness}, policy {plan.policy}: N = {plan.num_slots} slots{window}"
-    yield "  slot: a group holds one from its dispatch until its step was trained: at most N are under way or waiting"
-    if plan.window:
-        bound = f"(N + W - 2) // {plan.batch_size} = {(plan.num_slots + plan.window - 2) // plan.batch_size}"
-        yield "  window: a batch is made of whatever is ready among the W oldest, so none waits for one slow group"
-        yield f"  no token is older than {bound} versions when it is trained on"
-    empty = plan.num_slots - plan.concurrency
-    fills = f"leave {empty} slots empty" if empty > 0 else "fill the slots"
-    yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
+def _figures(record: BatchPlan | StalenessPlan | None) -> Iterator[str]:
+    """A line for each that is known."""
+    values: dict[str, object] = msgspec.to_builtins(record) if record is not None else {}
+    for name, value in values.items():
+        if value is not None:
+            yield f"{name.replace('_', ' '):<28} {f'{value:,}' if isinstance(value, int) else value}"

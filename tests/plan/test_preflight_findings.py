@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from myxa.actors.models.tiny import tiny_config, write_tokenizer
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.checks.check import CheckedRun, Finding
-from myxa.launch.checks.files import ReadRows, function_findings, template_findings, train_rows
+from myxa.launch.checks.files import ReadRows, function_findings, read_tokenizer, train_rows
 from myxa.launch.checks.node import (
     Installed,
     ask_interpreters,
@@ -225,7 +226,7 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
         ("{{ raise_exception('no') }}", 1, "model.path", "the chat template of {file} refuses a question: "),
         ("{{ strftime_now('%Y') }}", 1, "data.date", "the chat template of {file} writes today's date (strftime_now)"),
         ("{{ 'a' * 10 ** 9 }}", 1, "model.path", "{file} refuses a question: "),
-        ("", 1, "model.path", "the chat template of {file} leaves out what the user says: of a question it writes ''"),
+        ("", 1, "model.path", "has no chat template"),
         ("{{ self._x }}Say 2.", 1, "model.path",
          "{file} leaves out what the user says: of a question it writes 'Say 2.'"),
         ("{% for %}", 1, "model.path", "{file}: the chat template does not compile"),
@@ -235,13 +236,19 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
 def test_a_chat_template_that_cannot_do_what_the_run_needs(
     tmp_path: Path, template: str | None, max_turns: int, key: str, words: str
 ) -> None:
+    write_tokenizer(tmp_path, tiny_config("0p5m"))
     file = tmp_path / "chat_template.jinja"
+    file.unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+    def seen(**sections: Any) -> list[Finding]:
+        found = read_tokenizer(CheckedRun(run(**sections), ())).findings
+        return [one for one in found if one.severity == "error"]
+
     if template is not None:
         file.write_text(template)
-    config = run(model={"path": str(tmp_path)}, rollout={"max_turns": max_turns})
-    found = list(template_findings(config))
+    found = seen(model={"path": str(tmp_path)}, rollout={"max_turns": max_turns})
     assert [finding.key for finding in found] == ([key] if key else [])
     assert all(isinstance(one.error, ModelError) and one.error.remedy for one in found)
     assert all(words.format(file=file) in str(one.error) for one in found)
-    plain = run(model={"path": str(tmp_path)}, data={"train": "t", "apply_chat_template": False})
-    assert list(template_findings(plain)) == []
+    assert seen(model={"path": str(tmp_path)}, data={"train": "t", "apply_chat_template": False}) == []
