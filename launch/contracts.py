@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from ..core.actor import Actor
@@ -136,16 +134,6 @@ class StackReply(_Record, frozen=True, kw_only=True):
     """"process" (it answered), "signal" (faulthandler wrote it, without its cooperation)."""
 
 
-class ProfileOrder(_Record, frozen=True, kw_only=True):
-    """Look at a process for a while."""
-
-    kind: Literal["stacks", "memory", "torch"]
-    """"stacks": sampled stacks; "memory": Python allocations by line; "torch": torch's profiler."""
-    duration_s: float
-    interval_s: float = 0.01
-    """Between two looks, for "stacks"."""
-
-
 class ProfileReply(_Record, frozen=True, kw_only=True):
     """A profile was written."""
 
@@ -153,7 +141,6 @@ class ProfileReply(_Record, frozen=True, kw_only=True):
     node: int
     path: str
     """On that node."""
-    num_samples: int
     top: tuple[str, ...]
     """Where most was seen, most first."""
     refused: str = ""
@@ -198,11 +185,6 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def signal_actors(self, names: tuple[str, ...], signal_number: int) -> tuple[str, ...]:
-        """Send SIGKILL, SIGSTOP or SIGCONT to these and all that they started; the names of those that are here."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
     async def read_log(self, request: LogRequest) -> LogChunk:
         """Read a log file of this node."""
         raise NotImplementedError
@@ -226,8 +208,8 @@ class ProcessContract(Actor):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True, cancellable=False)
-    async def profile(self, order: ProfileOrder) -> ProfileReply:
-        """Profile for so long, then write a file into the run directory. One profile at a time."""
+    async def profile(self, duration_s: float) -> ProfileReply:
+        """By torch's profiler for so long, then write a file into the run directory. One profile at a time."""
         raise NotImplementedError
 
 

@@ -161,7 +161,6 @@ class Failures:
         self._at = 0.0
         self._ends: dict[str, ChildEnd] = {}
         self._killers: dict[tuple[str, int], str] = {}
-        self._stoppers: dict[tuple[str, int], str] = {}
 
     @property
     def first(self) -> FirstFailure | None:
@@ -171,14 +170,9 @@ class Failures:
         failure = replace(self._first, log_path=end.log_path, tail=end.tail, node=end.node, status=end.status)
         return replace(failure, ended_by=by)
 
-    def signalled(self, actor: str, attempt: int, number: signal.Signals, who: str) -> None:
-        """This run sends that attempt a signal; `who` asked for it, and why. The kernel is not to be blamed for it."""
-        if number == signal.SIGKILL:
-            self._killers[actor, attempt] = self._stoppers.get((actor, attempt), who)
-        elif number == signal.SIGSTOP:
-            self._stoppers[actor, attempt] = f"it was stopped before by {who}"
-        elif number == signal.SIGCONT:
-            self._stoppers.pop((actor, attempt), None)
+    def killed(self, actor: str, attempt: int, who: str) -> None:
+        """This run kills that attempt; `who` asked for it, and why. The kernel is not to be blamed for it."""
+        self._killers[actor, attempt] = who
 
     def blame(self, actor: str, reason: str, now: float) -> None:
         """An actor failed for good; only the first one counts."""

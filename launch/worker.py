@@ -33,9 +33,9 @@ from ..transport.descriptors import raise_limit
 from ..transport.node import CHOSEN_BY, keep_freed_memory
 from .actor_spec import ActorSpec
 from .contracts import process_name
-from .inspection.process_actor import LoopWatch, ProcessActor
 from .nodes.child import ORDERLY_END
 from .nodes.rendezvous import attach_worker
+from .process_actor import LoopWatch, ProcessActor
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
 BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]

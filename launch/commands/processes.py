@@ -124,13 +124,6 @@ def _stack_words(stacks: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _add_profile(parser: Parser) -> None:
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--memory", action="store_const", const="memory", dest="kind", help="Python memory, by line")
-    kind.add_argument("--torch", action="store_const", const="torch", dest="kind", help="by torch's own profiler")
-    parser.set_defaults(kind="stacks")
-
-
 def _is_whole(options: argparse.Namespace, answer: list[dict[str, Any]]) -> int:
     del options
     return 1 if any(each["refused"] for each in answer) else 0
@@ -141,7 +134,7 @@ def _profile_words(replies: list[dict[str, Any]]) -> str:
     for each in replies:
         lines.append(f"{each['name']}: {'not profiled: ' if each['refused'] else ''}{each['refused'] or each['path']}")
         lines += [f"  {line}" for line in each["top"]]
-        if not each["refused"] and not each["num_samples"]:
+        if not each["refused"] and not each["top"]:
             lines.append("  nothing was seen in that time")
     return "\n".join(lines)
 
@@ -162,9 +155,9 @@ COMMANDS = (
     verb_command(
         verbs.RESTART, lambda facts: f"restarting: {', '.join(facts['restarting'])}{state_of(facts)}", check=_is_done
     ),
-    verb_command(verbs.KILL, lambda reply: f"SIG{reply['signal']} to {', '.join(reply['sent']) or 'no process'}"),
+    verb_command(verbs.KILL, lambda reply: f"killed: {', '.join(reply['killed'])}"),
     verb_command(verbs.LOGS, _logs_words, add=_add_logs, run=_logs),
     verb_command(verbs.STACK, _stack_words),
-    verb_command(verbs.PROFILE, _profile_words, add=_add_profile, check=_is_whole),
+    verb_command(verbs.PROFILE, _profile_words, check=_is_whole),
 )
 WHERE = Command("where", "where the sockets of the run are, for curl", _where, _add_where)

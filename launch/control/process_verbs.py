@@ -20,7 +20,6 @@ from ..contracts import (
     LogChunk,
     LogRequest,
     ProcessContract,
-    ProfileOrder,
     ProfileReply,
     StackReply,
     process_name,
@@ -156,9 +155,10 @@ async def _kill(context: VerbContext, arguments: verbs.KillArguments, who: Opera
     meant = [record for record in find_targets(arguments.target, supervisor.statuses()) if record.pid]
     if not meant:
         raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
-    supervisor.ctx.log.warning("%s: SIG%s to %s", _why(who, arguments.reason), arguments.signal, arguments.target)
+    supervisor.ctx.log.warning("%s: SIGKILL to %s", _why(who, arguments.reason), arguments.target)
     by = f"`myxa kill` by {who.user or 'an unknown user'}" + (f" ({arguments.reason})" if arguments.reason else "")
-    return {"signal": arguments.signal, "sent": await supervisor.send_signal(meant, arguments.signal, by)}
+    await supervisor.kill(meant, by)
+    return {"killed": [record.name for record in meant]}
 
 
 def _why(who: Operator, reason: str) -> str:
@@ -251,24 +251,23 @@ async def _of_several(
 async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who: Operator) -> list[ProfileReply]:
     """Of several, one that refuses says why in its place; raises if all of them do."""
     meant = find_targets(arguments.target, context.supervisor.statuses())
-    order = ProfileOrder(kind=arguments.kind, duration_s=arguments.for_s, interval_s=arguments.interval_s)
-    looks = [(record, _own_profile(context, record, order)) for record in meant]
+    looks = [(record, _own_profile(context, record, arguments.for_s)) for record in meant]
     return await _of_several(
         looks, lambda record, why: _refusal(record.name, record.node, why.removeprefix(f"{record.name}: "))
     )
 
 
-async def _own_profile(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
-    ref = with_deadline(_process(context, record.name), order.duration_s + WRITE_S)
+async def _own_profile(context: VerbContext, record: ActorStatus, duration_s: float) -> list[ProfileReply]:
+    ref = with_deadline(_process(context, record.name), duration_s + WRITE_S)
     try:
-        return [await ref.profile(order)]
+        return [await ref.profile(duration_s)]
     except CallError as error:
         remedy = "`myxa stack` also works on a process that hangs"
         raise LaunchError(f"{record.name}: {error}", remedy=remedy) from error
 
 
 def _refusal(name: str, node: int, why: str) -> ProfileReply:
-    return ProfileReply(name=name, node=node, path="", num_samples=0, top=(), refused=why)
+    return ProfileReply(name=name, node=node, path="", top=(), refused=why)
 
 
 def _process(context: VerbContext, name: str) -> ProcessContract:

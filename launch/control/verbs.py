@@ -151,13 +151,12 @@ class KillArguments(WithReason, frozen=True, kw_only=True):
     """Of `kill`."""
 
     target: Target
-    signal: Annotated[Literal["KILL", "STOP", "CONT"], argument("which (KILL)")] = "KILL"
 
 
 SCALE = Verb("scale", "change", ScaleArguments, "more or fewer rollout actors", lasts="wait_s")
 DRAIN = Verb("drain", "change", DrainArguments, "hand a rollout actor's work back and end it for good", lasts="wait_s")
 RESTART = Verb("restart", "change", RestartArguments, "end an actor cleanly and start it again", lasts="wait_s")
-KILL = Verb("kill", "change", KillArguments, "send an actor's processes SIGKILL, SIGSTOP or SIGCONT")
+KILL = Verb("kill", "change", KillArguments, "SIGKILL to an actor and all that it started")
 
 
 class TargetArguments(Arguments, frozen=True, kw_only=True):
@@ -195,11 +194,9 @@ class LogsArguments(TargetArguments, frozen=True, kw_only=True):
 class ProfileArguments(TargetArguments, frozen=True, kw_only=True):
     """Of `profile`."""
 
-    kind: Annotated[Literal["stacks", "memory", "torch"], argument("of what", flag="")] = "stacks"
     for_s: Annotated[
         float, argument("how long: 10s, 2min; at most 10min (10s)", "TIME", flag="--for", is_time=True, gt=0, le=600)
     ] = 10.0
-    interval_s: Annotated[float, argument("between two looks", flag="", ge=0.001, le=1)] = 0.01
 
 
 class StatusArguments(Arguments, frozen=True, kw_only=True):
@@ -214,7 +211,7 @@ WHY = Verb("why", "read", WhyArguments, "what holds the run back, and the knob t
 LOGS = Verb("logs", "read", LogsArguments, "an actor's log, on whatever node it is")
 STACK = Verb("stack", "read", TargetArguments, "where an actor's process is, also of one that hangs", 45.0)
 PROFILE = Verb(
-    "profile", "change", ProfileArguments, "where an actor's process spends its time, or its memory", 75.0, "for_s"
+    "profile", "change", ProfileArguments, "what an actor's process does in torch", 75.0, "for_s"
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,11 +41,8 @@ PING_S = 1.0
 REAP_EVERY_S = 2.0
 KeyFor = Callable[[str], Awaitable[str]]
 
-LOOK_AGAIN_S = 1.0
-"""For so long, stacks that were taken from outside are returned again instead of taken again."""
 STACKS_S = 0.5
 """How long a process that hangs may take to write its stacks."""
-SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT})
 KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 
@@ -90,8 +86,6 @@ class Agent(AgentContract):
         self._is_stopped = False
         self._fork_server: ForkServer | None = None
         self._orphans = Orphans(self._knows)
-        self._looking = asyncio.Lock()
-        self._last_look: dict[str, tuple[float, StackReply]] = {}
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -286,15 +280,6 @@ class Agent(AgentContract):
             child.kill()
         await _still_there(children, KILL_S)
 
-    async def signal_actors(self, names: tuple[str, ...], signal_number: int) -> tuple[str, ...]:
-        if signal_number not in SIGNALS:
-            raise ConfigError(f"signal {signal_number} is not sent", remedy=f"one of {sorted(SIGNALS)}")
-        children = [self._children[name] for name in names if name in self._children]
-        for child in children:
-            self.ctx.log.info("%s: an operator sends signal %d", child.name, signal_number)
-            child.send(signal_number)
-        return tuple(child.name for child in children)
-
     async def read_log(self, request: LogRequest) -> LogChunk:
         if self._run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run has started")
@@ -305,12 +290,7 @@ class Agent(AgentContract):
         child = self._children.get(name)
         if child is None:
             raise ConfigError(f"{name} has no process on node {self._options.node}", remedy="see `myxa ps`")
-        async with self._looking:  # an observer must not keep a process or this node busy
-            at, held = self._last_look.get(name, (0.0, None))
-            if held is None or held.pid != child.pid or self.ctx.clock.monotonic() - at > LOOK_AGAIN_S:
-                held = await written_stacks(child)
-                self._last_look[name] = self.ctx.clock.monotonic(), held
-            return held
+        return await written_stacks(child)
 
     async def kill_all(self) -> None:
         for child in self.children:

@@ -28,10 +28,8 @@ NO_SUCH_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EN
 """Errors of a program that would not start the next time either. Other errors (no process, memory or descriptor left)
 may pass."""
 REAP_S = 5.0
-WRITE_S = 5.0
-QUIET_S = 0.3
-"""The stacks are complete when the log has not grown for so long."""
-LOOK_S = 0.05
+WRITE_S = 1.0
+"""How long a process may take to write its stacks."""
 MAX_TEXT = 512 * 1024
 
 
@@ -97,20 +95,19 @@ class Child:
                 signal.pidfd_send_signal(self._pidfd, ORDERLY_END)
 
     def ask_for_stacks(self) -> None:
-        """SIGQUIT: a worker writes the stacks of all its threads into its log, even if its loop hangs (worker.py)."""
-        if self.status is None:
+        """SIGQUIT: a worker writes the stacks of all its threads into its log, even if its loop hangs (worker.py). Not
+        before it has its handler in place: the signal would end it."""
+        if self.status is None and self._catches(signal.SIGQUIT):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGQUIT)
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it was stopped (SIGSTOP) and does nothing until SIGCONT."""
-        return _proc_field(self.pid, "State")[:1] in ("T", "t")
-
-    @property
-    def writes_stacks(self) -> bool:
-        """Whether `ask_for_stacks` is safe: before the worker has its handler in place, SIGQUIT would end it."""
-        return bool(int(_proc_field(self.pid, "SigCgt") or "0", 16) >> (signal.SIGQUIT - 1) & 1)
+    def _catches(self, number: int) -> bool:
+        try:
+            text = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
+        return bool(int(caught, 16) >> (number - 1) & 1)
 
     def send(self, number: int) -> None:
         """Send a signal to the process and everything in its group."""
@@ -138,15 +135,6 @@ class Child:
         os.close(self._pidfd)
         self._ended.set()
         self._on_exit(self, self.status)
-
-
-def _proc_field(pid: int, name: str) -> str:
-    """A line of /proc/<pid>/status; empty if the process is gone."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(f"{name}:")), "")
 
 
 def start_child(
@@ -203,36 +191,18 @@ def _end_unwatched(process: subprocess.Popen[bytes]) -> None:
 
 
 async def written_stacks(child: Child) -> StackReply:
-    """Stacks by SIGQUIT. Raises LaunchError for a process that is stopped, has just begun, or wrote nothing."""
-    if child.is_stopped:
-        raise LaunchError(
-            f"{child.name} (process {child.pid}) is stopped (SIGSTOP) and executes nothing",
-            remedy=f"`myxa kill {child.name} --signal CONT` continues it",
-        )
-    if not child.writes_stacks:
-        raise LaunchError(f"{child.name} (process {child.pid}) has just been started", remedy="try again in a second")
+    """Stacks by SIGQUIT. Raises LaunchError for a process that wrote none."""
     before = child.log_path.stat().st_size
     child.ask_for_stacks()
-    size, quiet_s, waited_s = before, 0.0, 0.0
-    while waited_s < WRITE_S and (size == before or quiet_s < QUIET_S):
-        await asyncio.sleep(LOOK_S)
-        waited_s += LOOK_S
-        now = child.log_path.stat().st_size
-        quiet_s = quiet_s + LOOK_S if now == size else 0.0
-        size = now
-    text = _stacks_in(child.log_path, before)
-    if not text:
-        raise LaunchError(
-            f"{child.name} (process {child.pid}) wrote no stacks within {WRITE_S:g} s: it hangs in the kernel",
-            remedy=f"`cat /proc/{child.pid}/stack` as root shows where",
-        )
-    return StackReply(name=child.name, pid=child.pid, text=text, how="signal")
-
-
-def _stacks_in(log: Path, start: int) -> str:
-    """The text of faulthandler; other threads may have logged before it."""
-    with log.open("rb") as file:
-        file.seek(start)
+    await child.wait(WRITE_S)
+    with child.log_path.open("rb") as file:
+        file.seek(before)
         text = file.read(MAX_TEXT).decode("utf-8", errors="replace")
+    # Other threads may have logged before faulthandler wrote.
     begin = min((at for at in (text.find("Thread 0x"), text.find("Current thread 0x")) if at >= 0), default=-1)
-    return text[begin:] if begin >= 0 else ""
+    if begin < 0:
+        raise LaunchError(
+            f"{child.name} (process {child.pid}) wrote no stacks within {WRITE_S:g} s",
+            remedy=f"it has just been started, is stopped, or hangs in the kernel: see /proc/{child.pid}/stack",
+        )
+    return StackReply(name=child.name, pid=child.pid, text=text[begin:], how="signal")

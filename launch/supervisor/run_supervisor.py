@@ -81,8 +81,6 @@ LOOPBACK = "127.0.0.1"
 LEAVING_S = 5.0
 DRAIN_S = 40.0
 """A running group is aborted and returned at once; its reward may take time."""
-SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "CONT": signal.SIGCONT}
-"""Signals that an operator may have sent to actors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,24 +314,18 @@ class RunSupervisor(SupervisorContract):
         self._rules.on_launch(actor.name)
         self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
-    async def send_signal(self, meant: Sequence[ActorStatus], name: str, who: str) -> list[str]:
-        """Send the signal (of `SIGNALS`) to the processes of these actors and all that they started; returns the actors
-        that got it. `who`: who asked for it, and why, for the report if it ends the run. Raises LaunchError if a node
-        could not be asked."""
-        sent: list[str] = []
-        for node, names in self.actors.by_node([record.name for record in meant]):
-            for actor in names:
-                self._note_signal(actor, SIGNALS[name], who)
-            try:
-                sent += await self.agent(node).signal_actors(names, int(SIGNALS[name]))
-            except CallError as error:
-                raise LaunchError(f"node {node} was not asked: {error}; signalled before: {sent}") from error
-        return sent
+    async def kill(self, meant: Sequence[ActorStatus], who: str) -> None:
+        """Kill the processes of these actors and all that they started. `who`: who asked for it, and why, for the
+        report if it ends the run."""
+        names = [record.name for record in meant]
+        for name in names:
+            self._note_kill(name, who)
+        await self._end_all(names)
 
-    def _note_signal(self, name: str, number: signal.Signals, who: str) -> None:
+    def _note_kill(self, name: str, who: str) -> None:
         """For the report, before it is sent."""
         if name in self.actors:
-            self.failures.signalled(name, self._rules.attempt(name), number, who)
+            self.failures.killed(name, self._rules.attempt(name), who)
 
     def retire(self, name: str, reason: str) -> None:
         """Have an actor hand its work back and end for good. Raises ConfigError for one that cannot."""
@@ -588,7 +580,7 @@ class RunSupervisor(SupervisorContract):
 
     def _kill_now(self, kill: Kill) -> None:
         self.ctx.log.error("%s: killed", kill.reason)
-        self._note_signal(kill.child, signal.SIGKILL, f"the launcher, since {kill.reason}")
+        self._note_kill(kill.child, f"the launcher, since {kill.reason}")
         self.ctx.spawn(self._end_all((kill.child,), is_hung=True), name=f"kill {kill.child}")
 
     async def _drain(self, actor: ActorSpec, reason: str) -> None:
@@ -605,7 +597,7 @@ class RunSupervisor(SupervisorContract):
             for name in self._silent.unregistered(now):
                 self.ctx.log.error("%s did not register within %g s and is killed", name, self._timeouts.start_s)
                 why = f"the launcher, since it did not register within {self._timeouts.start_s:g} s"
-                self._note_signal(name, signal.SIGKILL, why)
+                self._note_kill(name, why)
                 self._kill(name)
             for name in self._silent.undead(now):
                 if name in self.actors:  # it may have left with the previous one

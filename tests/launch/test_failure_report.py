@@ -76,11 +76,9 @@ def test_the_report_is_bounded_whatever_happened():
     assert max(map(len, lines)) < 250
 
 
-def killed_by(number: signal.Signals, *, status: int = -9, attempt: int = 0, then: signal.Signals | None = None) -> str:
+def killed_by_us(*, status: int = -9, attempt: int = 0) -> str:
     failures = Failures()
-    failures.signalled("buffer", attempt, number, "`myxa kill` by alice (the disk is swapped)")
-    if then is not None:
-        failures.signalled("buffer", attempt, then, "the launcher, since buffer hangs (no answer)")
+    failures.killed("buffer", attempt, "`myxa kill` by alice (the disk is swapped)")
     failures.note_end(end("buffer", status, "its last line"), "signal SIGKILL", 1.0)
     failures.blame("buffer", "buffer ended with signal SIGKILL and is never restarted", 1.0)
     assert failures.first is not None
@@ -88,15 +86,11 @@ def killed_by(number: signal.Signals, *, status: int = -9, attempt: int = 0, the
 
 
 def test_e07_what_myxa_killed_is_not_blamed_on_the_kernel():
-    report = killed_by(signal.SIGKILL)
+    report = killed_by_us()
     assert "is never restarted: `myxa kill` by alice (the disk is swapped)" in report
     assert "kernel" not in report and "dmesg" not in report, "there is no memory to look for"
-    assert "kernel" in killed_by(signal.SIGKILL, attempt=1), "another attempt of it was meant"
-    assert "kernel" in killed_by(signal.SIGCONT)
-    assert "native code" in killed_by(signal.SIGKILL, status=-11), "it was faster"
-    assert "it was stopped before by `myxa kill` by alice" in killed_by(signal.SIGSTOP, then=signal.SIGKILL)
-    report = killed_by(signal.SIGCONT, then=signal.SIGKILL)
-    assert "the launcher, since buffer hangs (no answer)" in report and "kernel" not in report
+    assert "kernel" in killed_by_us(attempt=1), "another attempt of it was meant"
+    assert "native code" in killed_by_us(status=-11), "it was faster"
 
 
 def test_a_cause_of_many_lines_leaves_room_for_the_rest():

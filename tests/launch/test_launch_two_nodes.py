@@ -120,7 +120,6 @@ def check_actors_come_and_go(node0, node1) -> None:
     assert any("rollout/3 serves as attempt 0" in line for line in chunk["lines"])
     (stack,) = client.ask("stack", target="rollout/3")
     assert (stack["how"], stack["pid"]) == ("process", child)
-    assert client.ask("kill", target="node:1", signal="CONT")["sent"] == ["trainer/1", "rollout/1", "rollout/3"]
     assert {actor["name"] for actor in client.ask("ps") if actor["node"] == 1} >= {"rollout/1", "rollout/3"}
 
 

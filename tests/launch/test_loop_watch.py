@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from myxa.launch.inspection import process_actor
-from myxa.launch.inspection.process_actor import LoopWatch
+from myxa.launch import process_actor
+from myxa.launch.process_actor import LoopWatch
 
 
 @pytest.fixture(autouse=True)

@@ -93,17 +93,12 @@ class Hands(AgentContract):
         await asyncio.sleep(self.end_s)
         for name in names:
             if name in self.pids and name not in self.undead:
-                await self.die(name, 0)
+                await self.die(name, 0 if grace_s else SIGKILL)
 
     async def kill_hung(self, names: tuple[str, ...]) -> None:
         self.killed += names
         for name in names:
             await self.die(name)
-
-    async def signal_actors(self, names: tuple[str, ...], signal_number: int) -> tuple[str, ...]:
-        for name in names:
-            await self.die(name, -signal_number)
-        return names
 
     async def die(self, name: str, status: int = SIGKILL) -> None:
         pid, attempt = self.pids.pop(name), self.attempts[name]
@@ -329,7 +324,7 @@ async def test_attempts_that_never_register_run_out_however_long_each_takes(stag
 @on_stage(rollout(0, restart="never"))
 async def test_e07_the_report_names_the_operator_who_killed_an_actor(stage: Stage) -> None:
     supervisor = stage.supervisor
-    await stage.on_0(lambda: supervisor.send_signal(supervisor.statuses(), "KILL", "`myxa kill` by alice (a drill)"))
+    await stage.on_0(lambda: supervisor.kill(supervisor.statuses(), "`myxa kill` by alice (a drill)"))
     assert supervisor.failed.result().exit_code == 4
     assert supervisor.failures.first is not None
     assert "`myxa kill` by alice (a drill)" in supervisor.failures.first.report()

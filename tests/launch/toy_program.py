@@ -28,7 +28,6 @@ def build(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Actor:
             "trainer": ToyTrainer, "rollout": ToyRollout}  # fmt: skip
     actor = toys[spec.role]()
     actor.switches = Switches(spec.name, run_dir)
-    actor.kept = []
     actor.num_steps = config.run.num_steps
     return actor
 
@@ -55,7 +54,6 @@ class Switches:
 class Toy(Actor):
     switches: Switches
     num_steps: int
-    kept: list[str]
 
     async def on_start(self) -> None:
         values = {name: os.environ.get(name, "") for name in GANG_VARIABLES}
@@ -69,21 +67,12 @@ class Toy(Actor):
     async def _misbehave(self) -> None:
         while not self.switches.has("fail-now"):
             await asyncio.sleep(0.02)
-            if self.switches.has("spin"):
-                self._spin()
             if self.switches.has("segfault"):
                 ctypes.string_at(0)
             if self.switches.has("hang"):
                 self.switches.note("hangs", "")
                 time.sleep(1000)  # noqa: ASYNC251 - the loop gives no sign of life
         raise EngineError("failed when it was told to")
-
-    def _spin(self) -> None:
-        """Busy for a moment, and keeps a little more each time."""
-        until = time.monotonic() + 0.02
-        while time.monotonic() < until:
-            self.kept.append("x" * 1000)
-            del self.kept[:-500]
 
     async def on_stop(self, why: str) -> None:
         self.ctx.log.info("stops: %s", why)
