@@ -1,7 +1,7 @@
 """What this host has: GPUs, free ports, disk space. Uses no GPU.
 
-GPUs are found by NVML, or by the driver's own files where NVML is not installed. A machine without GPUs is no error;
-`actors/tenancy/memory_manager.py` asks about one GPU and fails if it is missing.
+GPUs are found by NVML. A machine without GPUs is no error; `actors/tenancy/memory_manager.py` asks about one GPU and
+fails if it is missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 from ..core.errors import LaunchError
 
-DRIVER = Path("/proc/driver/nvidia")
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -24,7 +22,7 @@ class Gpu:
 
     name: str
     num_bytes: int
-    """Of the whole device; 0: not known."""
+    """Of the whole device."""
     used_bytes: int = 0
 
 
@@ -34,31 +32,26 @@ class Gpus:
 
     found: tuple[Gpu, ...]
     driver: str = ""
-    """Version of the driver; empty: no driver, or not known."""
-    source: str = ""
-    """Where that comes from; empty: there is no driver here."""
+    """Version of the driver; empty: there is none here, or `trouble`."""
     trouble: str = ""
-    """Why NVML could not say more."""
+    """Why nothing can be seen."""
 
 
-def look_at_gpus(root: Path = DRIVER) -> Gpus:
-    """By NVML where its Python package is installed, else by the driver's files; never raises."""
+def look_at_gpus() -> Gpus:
+    """By NVML; never raises."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        return _by_files(root, "nvidia-ml-py is not installed")
+        return Gpus((), trouble="nvidia-ml-py is not installed")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return _by_files(root, str(error))
+        return Gpus((), trouble=str(error))
     try:
-        return Gpus(
-            tuple(_gpu(nvml, number) for number in range(nvml.nvmlDeviceGetCount())),
-            _text(nvml.nvmlSystemGetDriverVersion()),
-            "NVML",
-        )
+        devices = tuple(_gpu(nvml, number) for number in range(nvml.nvmlDeviceGetCount()))
+        return Gpus(devices, str(nvml.nvmlSystemGetDriverVersion()))
     except nvml.NVMLError as error:
-        return _by_files(root, str(error))
+        return Gpus((), trouble=str(error))
     finally:
         nvml.nvmlShutdown()
 
@@ -66,30 +59,7 @@ def look_at_gpus(root: Path = DRIVER) -> Gpus:
 def _gpu(nvml: Any, number: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(_text(nvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used))
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _by_files(root: Path, trouble: str) -> Gpus:
-    try:
-        version = (root / "version").read_text(encoding="utf-8", errors="replace")
-        entries = sorted((root / "gpus").iterdir())
-    except OSError:
-        return Gpus((), trouble=trouble)
-    words = [word for word in version.split() if word[:1].isdigit() and "." in word]
-    found = tuple(Gpu(_model(entry), 0) for entry in entries)
-    return Gpus(found, words[0] if words else "", str(root), trouble)
-
-
-def _model(entry: Path) -> str:
-    try:
-        lines = (entry / "information").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "GPU"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "GPU")
+    return Gpu(str(nvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used))
 
 
 def nearest_folder(folder: str) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pwd
 import shutil
 import subprocess
 import tempfile
@@ -30,7 +29,6 @@ MAX_SOCKET_PATH = 107
 SOCKET_NAME_ROOM = 56
 """Longest socket name below the folder that is planned for."""
 
-_LOGIN, _LINGER = Path("/run/user"), Path("/var/lib/systemd/linger")
 _LOCK = ".lock"
 _JANITOR = (
     'trap "" INT TERM HUP; until cat >/dev/null; do sleep 0.2; done; '
@@ -165,8 +163,7 @@ def _remove_deserted(base: Path) -> None:
 
 def short_base() -> str:
     """Where runtime folders are made. Raises LaunchError if no base folder is writable and short enough."""
-    ours = os.environ.get("XDG_RUNTIME_DIR", "")
-    bases = [base for base in ("" if _goes_at_logout(ours) else ours, tempfile.gettempdir(), "/tmp") if base]
+    bases = tempfile.gettempdir(), "/tmp"  # not XDG_RUNTIME_DIR, which may go at logout
     for base in bases:
         room = MAX_SOCKET_PATH - len("/myxa-12345678/") - SOCKET_NAME_ROOM
         if len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
@@ -175,13 +172,3 @@ def short_base() -> str:
         f"no folder for sockets: {', '.join(bases)} are not writable or have too long names",
         remedy="set TMPDIR to a short path",
     )
-
-
-def _goes_at_logout(base: str) -> bool:
-    """systemd's, unless the user's processes are to stay (`loginctl enable-linger`)."""
-    if Path(base).parent != _LOGIN:
-        return False
-    try:
-        return not (_LINGER / pwd.getpwuid(os.getuid()).pw_name).exists()
-    except (KeyError, OSError):
-        return True

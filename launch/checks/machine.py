@@ -201,7 +201,7 @@ def packages(facts: MachineFacts) -> Iterator[Finding]:
          "install an extra: pip install 'myxa[cpu]' or 'myxa[gpu]'; or set roles.<role>.python to one that has it"),
     )  # fmt: skip
     gpus, built = facts.gpus, facts.torch_cuda
-    if not gpus.source:
+    if not gpus.driver:
         text = f"torch is built for CUDA {built}, and no driver can be seen ({gpus.trouble})"
         remedy = "fine on a machine without GPUs; else pip install nvidia-ml-py and see nvidia-smi"
         yield from first("gpu", text if built else "none: runs on the CPU", (built, "warning", "", remedy))
@@ -209,15 +209,12 @@ def packages(facts: MachineFacts) -> Iterator[Finding]:
     names = f"{len(gpus.found)} x {gpus.found[0].name}" if gpus.found else "none"
     oldest = DRIVER_OF_CUDA.get(_major(built or ""), 0)
     yield from first(
-        "gpu", f"{names}, driver {gpus.driver or 'unknown'} (by {gpus.source})",
+        "gpu", f"{names}, driver {gpus.driver or 'unknown'}",
         (_major(gpus.driver, oldest) < oldest, "error",
          f", torch is built for CUDA {built}, which needs driver r{oldest} or later",
          f"update the driver, or install a torch for CUDA {'12' if oldest == 580 else '11'}"),
         (built == "" and gpus.found, "warning", ", but torch is built without CUDA", "install torch's wheel for CUDA"),
     )  # fmt: skip
-    remedy = 'pip install nvidia-ml-py: memory.share = "switch" needs it'
-    lacks_nvml = "nvidia-ml-py" not in facts.versions and gpus.found
-    yield from first("nvml", "", (lacks_nvml, "warning", "nvidia-ml-py is not installed", remedy))
 
 
 def environment(facts: MachineFacts) -> Iterator[Finding]:

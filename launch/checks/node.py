@@ -320,14 +320,14 @@ def devices(run: CheckedRun) -> Iterator[Finding]:
         for actor in run.actors
         if (wrong := [number for number in actor.visible_devices if number >= len(found.found)])
     }
-    have = f"{len(found.found)}" if found.source else f"none that can be seen ({found.trouble})"
+    have = f"{len(found.found)}" if found.driver else f"none that can be seen ({found.trouble})"
     for role, wrong in beyond.items():
         key = f"roles.{role}.devices"
         error = ConfigError(
             f"{key} names GPU {', '.join(map(str, wrong))}, and this machine has {have}",
             remedy='see nvidia-smi; GPUs count from 0, "cpu" is none',
         )
-        yield Finding(key, error, "error" if found.source else "warning")
+        yield Finding(key, error, "error" if found.driver else "warning")
 
 
 def sinks(run: CheckedRun) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ def live_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     run_dir = tmp_path / "there" / "my runs" / "sort-1"
     run_dir.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="r") as base, socket.socket(socket.AF_UNIX) as link:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        monkeypatch.setattr(tempfile, "tempdir", base)
         place = Path(short_base()) / f"{PREFIX}test"
         place.mkdir(mode=0o700)
         link.bind(str(place / "s"))

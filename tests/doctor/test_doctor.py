@@ -26,7 +26,7 @@ VERSIONS = {
 
 GOOD = MachineFacts(
     system="Python 3.12.3 at /usr/bin/python3, Linux", versions=VERSIONS, torch_cuda="13.0",
-    gpus=Gpus((H200,) * 8, "580.159.04", "NVML"),
+    gpus=Gpus((H200,) * 8, "580.159.04"),
     total_bytes=512 * GIB, available_bytes=480 * GIB, shm_bytes=64 * GIB, max_files=1 << 20,
     hostname="gpu07", addresses=("10.0.0.7",), folder="/data/runs", free_bytes=900 * GIB, is_writable=True,
     file_system="ext4", env={},
@@ -65,7 +65,6 @@ TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
     "old driver": (but(gpus=replace(GOOD.gpus, driver="570.86.15")), "gpu", "error", "update the driver"),
     "no driver": (but(gpus=Gpus((), trouble="nvidia-ml-py is not installed")), "gpu", "warning", "nvidia-smi"),
     "torch without CUDA": (but(torch_cuda=""), "gpu", "warning", "CUDA"),
-    "no nvml": (but(versions=versions(nvidia_ml_py="")), "nvml", "warning", "nvidia-ml-py"),
     "cumem on": (but(env={"NCCL_CUMEM_ENABLE": "1"}), "NCCL_CUMEM_ENABLE", "warning", "alike"),
     "expandable segments": (but(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}), "PYTORCH_CUDA_ALLOC_CONF", "warning", "switch"),
     "visible devices": (but(env={"CUDA_VISIBLE_DEVICES": "3"}), "CUDA_VISIBLE_DEVICES", "warning", "run file"),

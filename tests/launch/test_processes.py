@@ -127,7 +127,6 @@ def test_no_folder_with_a_short_name_is_an_error(monkeypatch: pytest.MonkeyPatch
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/tmp")
     with pytest.raises(LaunchError, match="TMPDIR"):
         RuntimeDir()

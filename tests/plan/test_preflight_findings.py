@@ -146,8 +146,8 @@ def test_devices_that_are_not_there() -> None:
         return list(devices(CheckedRun(config, place(config, 1), known={gpus: Gpus(found, **more)})))
 
     one = Gpu("H200", 1)
-    assert told(one, one, source="NVML") == []
-    (found,) = told(one, source="NVML")
+    assert told(one, one, driver="580") == []
+    (found,) = told(one, driver="580")
     assert (found.key, found.severity) == ("roles.trainer.devices", "error")
     assert "names GPU 1, and this machine has 1" in str(found.error)
     (found,) = told(trouble="nvidia-ml-py is not installed")

@@ -147,7 +147,6 @@ def test_f4_verbs_that_show_answer_of_a_run_that_is_over_from_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = ended_run(tmp_path)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
 
     def myxa(*words: str, code: int = 0) -> tuple[str, str]:
@@ -175,7 +174,6 @@ def test_f4_without_a_name_the_last_run_of_this_folder_answers(
 ) -> None:
     run_dir = ended_run(tmp_path)
     (tmp_path / "runs" / "latest").symlink_to("sort-1")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
     assert main([verb]) == 0, capsys.readouterr().err
     assert f"run sort-1 in {run_dir} is over: this is from its files" in capsys.readouterr().err

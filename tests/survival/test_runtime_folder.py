@@ -3,7 +3,6 @@ back is in test_trainer_gang.py."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -60,18 +59,3 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="exists"):
         make_private(link)
-
-
-def test_e01_a_folder_that_goes_at_logout_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    login = tmp_path / "user" / "1000"
-    login.mkdir(parents=True)
-    monkeypatch.setattr(runtime_dir, "_LOGIN", login.parent)
-    monkeypatch.setattr(runtime_dir, "_LINGER", tmp_path / "linger")
-    monkeypatch.setattr(runtime_dir, "SOCKET_NAME_ROOM", 0)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(login))
-    assert runtime_dir.short_base() != str(login)
-    import pwd
-
-    (tmp_path / "linger").mkdir()
-    (tmp_path / "linger" / pwd.getpwuid(os.getuid()).pw_name).touch()
-    assert runtime_dir.short_base() == str(login)
