@@ -85,7 +85,6 @@ class Agent(AgentContract):
         self._starting: dict[str, asyncio.Task[Child]] = {}
         self._is_stopped = False
         self._fork_server: ForkServer | None = None
-        self._orphans = Orphans(self._knows)
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -129,13 +128,12 @@ class Agent(AgentContract):
         servers = [self._fork_server.close()] if self._fork_server is not None else []
         await asyncio.gather(self.kill_all(), *servers)
         if adopts_orphans():
-            self._orphans.look(is_last=True)
+            reap_orphans(self._knows)
 
     async def _reap_orphans(self) -> None:
         while True:
             await asyncio.sleep(REAP_EVERY_S)
-            if self._fork_server is None or not self._fork_server.has_fork_in_flight:
-                self._orphans.look()
+            reap_orphans(self._knows)
 
     def _knows(self, pid: int) -> bool:
         """Whether the process is watched, so that its end will be noticed."""
@@ -308,42 +306,15 @@ async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Chil
     return [child for child, has_ended in zip(children, ended, strict=True) if not has_ended]
 
 
-# -- orphans
-
-
-class Orphans:
-    """Reaps processes that actors started and that outlived their parents: the launcher adopts those.
-
-    `os.waitpid(-1)` was considered: it would take the status of children that others in this process wait for. Actors
-    and what they start have their own sessions. What `subprocess` starts here has our session, or, if it does not,
-    its starter's `wait` reaps it at once; so a zombie is reaped only if it was one at the last look already.
-    `is_known(pid)`: whether the process is watched by its descriptor."""
-
-    def __init__(self, is_known: Callable[[int], bool]) -> None:
-        self._is_known = is_known
-        self._dead: frozenset[int] = frozenset()
-
-    def look(self, *, is_last: bool = False) -> None:
-        """`is_last`: no other waiter is left."""
-        dead = frozenset(pid for pid in _children() if not self._is_known(pid) and _is_foreign_dead(pid))
-        for pid in dead if is_last else dead & self._dead:
-            with contextlib.suppress(ChildProcessError):
+def reap_orphans(is_known: Callable[[int], bool]) -> None:
+    """Reap processes that actors started and that outlived their parents: the launcher adopts those. Actors and what
+    they start have their own sessions; what `subprocess` starts here has ours. `is_known(pid)`: whether the process is
+    watched by its descriptor."""
+    try:
+        pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
+    except OSError:  # this kernel does not list them
+        return
+    for pid in map(int, pids):
+        with contextlib.suppress(OSError):  # it is gone
+            if not is_known(pid) and os.getsid(pid) != os.getsid(0):
                 os.waitpid(pid, os.WNOHANG)
-        self._dead = dead
-
-
-def _children() -> list[int]:
-    """Children of the main thread, to which the kernel gives orphans; empty if /proc does not list them."""
-    try:
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
-    except OSError:
-        return []
-    return [int(word) for word in text.split()]
-
-
-def _is_foreign_dead(pid: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[0] == "Z" and int(fields[3]) != os.getsid(0)

@@ -29,10 +29,10 @@ import importlib
 import logging
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -101,9 +101,6 @@ ADOPT_S = 10.0
 """How long the process between us and the launcher may take to exit, so that the launcher becomes our parent."""
 GO_S = 60.0
 """How long the launcher may take to answer GO. It closes its end if the process is not wanted."""
-OPENBLAS_NAMES = tuple(
-    f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_", "_64")
-)
 GPU_FILES = "/dev/nvidia"
 _ARG_START = 45
 """Field of /proc/self/stat, counted from the state: start of the arguments; their end and both ends of the variables
@@ -167,21 +164,13 @@ def serve(launcher: socket.socket, modules: Iterable[str]) -> None:
 def unfit() -> str:
     """Why this process must not be forked; empty: it may. A child has only the forking thread, and locks that other
     threads held stay locked. CUDA does not survive a fork and has chosen its devices already."""
-    threads: list[str] = []
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has just ended
-            threads.append(path.read_text().strip())
-    if not threads:
-        return "/proc does not list its threads"
-    if len(threads) != 1:
-        return f"an import started {len(threads) - 1} threads ({', '.join(sorted(threads))})"
+    num_threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    if num_threads != 1:
+        return f"an import started {num_threads - 1} threads"
     for path in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(path.readlink())
-        except OSError:  # the one that lists them
-            continue
-        if target.startswith(GPU_FILES):
-            return f"an import opened {target}"
+        with contextlib.suppress(OSError):  # the one that lists them is gone
+            if (target := str(path.readlink())).startswith(GPU_FILES):
+                return f"an import opened {target}"
     return ""
 
 
@@ -295,34 +284,18 @@ def reseed() -> None:
 
 
 def use_threads(env: Mapping[str, str]) -> None:
-    """Set the actor's number of threads: the server loaded its libraries with one. `threadpoolctl` was considered: a
-    dependency for one call."""
+    """Set the actor's number of threads for torch: the server loaded it with one."""
     wanted = env.get(SET_PER_ACTOR, "1")
-    if not wanted.isdecimal() or int(wanted) < 2:
-        return
-    number = min(int(wanted), len(os.sched_getaffinity(0)))  # the libraries' own default has this bound
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(number)
-    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    for path in mapped:
-        if "openblas" in Path(path).name:
-            library = ctypes.CDLL(path)
-            for set_threads in filter(None, (getattr(library, name, None) for name in OPENBLAS_NAMES)):
-                set_threads(number)
+    if wanted.isdecimal() and int(wanted) > 1 and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(min(int(wanted), len(os.sched_getaffinity(0))))  # the libraries' own default
 
 
 def _is_adopted_by(launcher_pid: int) -> bool:
-    """Whether the launcher is our parent, once the process between us has ended."""
-    between = os.getppid()
-    if between != launcher_pid:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            pidfd = os.pidfd_open(between)
-            select.select([pidfd], [], [], ADOPT_S)
-            os.close(pidfd)
-    if os.getppid() == launcher_pid:
-        return True
-    print(f"process {launcher_pid}, the launcher, did not become our parent within {ADOPT_S:g} s", flush=True)
-    return False
+    """Whether the launcher becomes our parent, when the process between us has ended."""
+    deadline = time.monotonic() + ADOPT_S
+    while os.getppid() != launcher_pid and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return os.getppid() == launcher_pid
 
 
 def look_like(command: Sequence[str], env: Iterable[tuple[bytes, bytes]]) -> None:
@@ -373,17 +346,11 @@ class ForkServer:
         self._begun: asyncio.Task[None] | None = None
         self._refused = ""
         """Why actors cannot be forked from it."""
-        self._num_forks = 0
 
     @property
     def pid(self) -> int:
         """Of the process while it runs, else 0."""
         return self._child.pid if self._child is not None and self._child.status is None else 0
-
-    @property
-    def has_fork_in_flight(self) -> bool:
-        """Whether this process may have children that are not registered as such yet."""
-        return self._num_forks > 0
 
     def warm(self) -> asyncio.Task[None]:
         """Have the server do its imports now; done when it has, or is refused."""
@@ -394,7 +361,11 @@ class ForkServer:
     async def start(
         self, name: str, attempt: int, *, env: Mapping[str, str], log_path: Path, on_exit: OnExit
     ) -> Child | None:
-        """Like `start_child`; None: there is no process, start it otherwise."""
+        """Like `start_child`; None: there is no process and none will come later, start it otherwise."""
+        if not self._refused:
+            await asyncio.wait({self.warm()})
+        if self._refused or self._link is None:
+            return None
         # The specification first: /proc may have no room for the rest.
         spec_first = sorted(env.items(), key=lambda item: item[0] != SPEC_VARIABLE)
         wanted = ForkRequest(
@@ -403,13 +374,14 @@ class ForkServer:
             env=tuple((os.fsencode(key), os.fsencode(value)) for key, value in spec_first),
         )
         try:
-            if not self._refused:
-                await asyncio.wait({self.warm()})
-            return await self._fork(wanted, log_path, attempt, on_exit)
+            async with asyncio.timeout(FORK_S):
+                return await self._fork(self._link, wanted, log_path, attempt, on_exit)
+        except TimeoutError:
+            self._refuse(f"the fork server did not answer within {FORK_S:g} s")
         except (LaunchError, OSError) as error:
-            level = logging.DEBUG if self._refused else logging.WARNING  # it was logged already
-            self._log.log(level, "%s is started with its own interpreter: %s", name, error)
-            return None
+            if not self._refused:
+                self._log.warning("%s is started with its own interpreter: %s", name, error)
+        return None
 
     async def close(self) -> None:
         self._refused = self._refused or "this node's fork server has ended"
@@ -424,6 +396,13 @@ class ForkServer:
         if not self._refused:
             self._refused = why
             self._log.warning("actors are not forked any more: %s", why)
+        self._end()
+
+    def _end(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._child is not None:
+            self._child.kill()
 
     async def _begin(self) -> None:
         try:
@@ -435,8 +414,6 @@ class ForkServer:
             self._refuse(f"the fork server still imports after {IMPORT_S:g} s")
         except (MyxaError, OSError) as error:
             self._refuse(str(error))
-        if self._refused:
-            self._end()
 
     def _make(self) -> tuple[Child, socket.socket]:
         ours, theirs = _pair()
@@ -455,43 +432,25 @@ class ForkServer:
             stack.pop_all()
         return child, ours
 
-    def _end(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        if self._child is not None:
-            self._child.kill()
-
     def on_end(self, child: Child, status: int) -> None:
-        """Its process has ended."""
         if self._begun is not None and self._begun.done():  # else `_begin` says why
             last = next(iter(read_tail(child.log_path)[-1:]), "it wrote nothing")
             self._refuse(f"the fork server (process {child.pid}) ended with status {status}: {last}")
-            self._end()
 
-    async def _fork(self, wanted: ForkRequest, log_path: Path, attempt: int, on_exit: OnExit) -> Child:
-        """Raises LaunchError or OSError: there is no process, and none will come later."""
-        if self._refused or self._link is None:
-            raise LaunchError(self._refused or "this node's fork server has ended")
+    async def _fork(
+        self, link: socket.socket, wanted: ForkRequest, log_path: Path, attempt: int, on_exit: OnExit
+    ) -> Child:
+        """Raises LaunchError or OSError."""
         ours, theirs = _pair()
-        self._num_forks += 1
-        try:
-            with ours, log_path.open("wb") as log:
-                with theirs:
-                    socket.send_fds(self._link, [pack(wanted)], [theirs.fileno(), log.fileno()])
-                try:
-                    async with asyncio.timeout(FORK_S):
-                        reply = await _receive(ours)
-                except TimeoutError:
-                    self._refuse(why := f"the fork server did not answer within {FORK_S:g} s")
-                    self._end()
-                    raise LaunchError(why) from None
-                if reply.problem:
-                    raise LaunchError(reply.problem)
-                child = adopt(wanted.name, attempt, reply.pid, log_path, on_exit)
-                with contextlib.suppress(OSError):  # it has ended already, which its pidfd reports
-                    ours.send(GO)
-        finally:
-            self._num_forks -= 1
+        with ours, log_path.open("wb") as log:
+            with theirs:
+                socket.send_fds(link, [pack(wanted)], [theirs.fileno(), log.fileno()])
+            reply = await _receive(ours)
+            if reply.problem:
+                raise LaunchError(reply.problem)
+            child = Child(wanted.name, attempt, log_path, Adopted(reply.pid), on_exit)
+            with contextlib.suppress(OSError):  # it has ended already, which its pidfd reports
+                ours.send(GO)
         return child
 
 
@@ -509,15 +468,6 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
-
-
-def adopt(name: str, attempt: int, pid: int, log_path: Path, on_exit: OnExit) -> Child:
-    try:
-        return Child(name, attempt, log_path, Adopted(pid), on_exit)
-    except OSError as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # orphans are reaped by the agent
-        raise LaunchError(f"{name} cannot be watched: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -41,7 +41,13 @@ WITHOUT_COMMAND = {"status", "verbs"}
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     flags = ("roles.rollout.count=2", "control.dashboard_port=0")
-    with live_run(tmp_path_factory.mktemp("seat"), *flags) as run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))  # for torch's profiler
+        yield from _live(tmp_path_factory.mktemp("seat"), *flags)
+
+
+def _live(folder: Path, *flags: str) -> Iterator[Live]:
+    with live_run(folder, *flags) as run:
         run_dir = run.run_dir
         yield replace(run, fixed=run_dir)
     assert not (run_dir / "control.json").exists()
