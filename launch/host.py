@@ -6,7 +6,10 @@ fails if it is missing.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import random
 import shutil
 import socket
 from dataclasses import dataclass
@@ -96,3 +99,18 @@ def check_port(place: str, host: str, port: int, remedy: str) -> None:
     """Raise LaunchError, naming `place`, if nothing can listen there now."""
     if trouble := listen_trouble(host, port):
         raise LaunchError(f"{place}: cannot listen on {host}:{port}: {trouble}", remedy=remedy)
+
+
+PORTS = range(10_000, 30_000)
+"""Below the range that Linux gives to connections unless it is told otherwise."""
+NUM_TRIES = 100
+
+
+def quiet_port(family: socket.AddressFamily = socket.AF_INET) -> int:
+    """A port where nothing listens and that the kernel gives to no connection meanwhile; any free one if there is none.
+    The choice is random, so that concurrent callers get different ports. Raises OSError if the machine has none."""
+    for port in (*random.sample(PORTS, NUM_TRIES), 0):  # not seeded: runs must differ
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise OSError(errno.EADDRINUSE, "no port is free")

@@ -29,6 +29,7 @@ import importlib
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -48,7 +49,7 @@ from ..worker_spec import DEFAULT_PROGRAM, SPEC_VARIABLE, WORKER_MODULE, server_
 from .child import Adopted, Child, OnExit, start_child
 
 LIGHT = (
-    *("myxa.launch.worker", "myxa.launch.program", "myxa.launch.composition.monitor_parts"),
+    *("myxa.launch.worker", "myxa.launch.program", "myxa.actors.monitor.monitor", "myxa.actors.sinks.registry"),
     "myxa.launch.run_lineage.resume_point",
     *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.prompts"),
     *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
@@ -294,7 +295,7 @@ def _is_adopted_by(launcher_pid: int) -> bool:
     """Whether the launcher becomes our parent, when the process between us has ended."""
     deadline = time.monotonic() + ADOPT_S
     while os.getppid() != launcher_pid and time.monotonic() < deadline:
-        time.sleep(0.001)
+        select.select([], [], [], 0.001)
     return os.getppid() == launcher_pid
 
 

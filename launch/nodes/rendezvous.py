@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import ipaddress
 import logging
 import os
-import random
 import socket
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping
@@ -264,18 +262,3 @@ def _of_run(run_dir: RunDir, job_key: Path | None) -> Late:
         )
     key = Path(record.key_file) if record.key_file else None
     return find_late_place(record.endpoints.tcp[0], {}), None, job_key or key
-
-
-PORTS = range(10_000, 30_000)
-"""Below the range that Linux gives to connections unless it is told otherwise."""
-NUM_TRIES = 100
-
-
-def quiet_port(family: socket.AddressFamily = socket.AF_INET) -> int:
-    """A port where nothing listens and that the kernel gives to no connection meanwhile; any free one if there is none.
-    The choice is random, so that concurrent callers get different ports. Raises OSError if the machine has none."""
-    for port in (*random.sample(PORTS, NUM_TRIES), 0):  # not seeded: runs must differ
-        with contextlib.suppress(OSError), socket.socket(family) as probe:
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-    raise OSError(errno.EADDRINUSE, "no port is free")

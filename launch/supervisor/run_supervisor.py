@@ -59,7 +59,7 @@ from ..contracts import (
     agent_name,
 )
 from ..first_failure import CAUSE, Failures
-from ..nodes.rendezvous import quiet_port
+from ..host import quiet_port
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership, SilenceCheck

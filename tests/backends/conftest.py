@@ -16,7 +16,7 @@ from tests.harness.commands import MEGATRON, Command
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.launch.nodes.rendezvous import quiet_port
+from myxa.launch.host import quiet_port
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
 RANK_GANG = Path(__file__).with_name("rank_gang.py")

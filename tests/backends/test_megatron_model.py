@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from myxa.launch.nodes.rendezvous import quiet_port
+from myxa.launch.host import quiet_port
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,7 +14,7 @@ from myxa.actors.backends.megatron.offload import planned, rebuilds_params
 from myxa.core.config import TrainerConfig
 from myxa.core.config.learning import MegatronSettings
 from myxa.core.device_memory import OPTIMIZER_PARTS
-from myxa.launch.nodes.rendezvous import quiet_port
+from myxa.launch.host import quiet_port
 
 PROGRAM = Path(__file__).with_name("megatron_moving.py")
 TIMEOUT_S = 120

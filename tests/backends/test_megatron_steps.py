@@ -26,7 +26,7 @@ from myxa.actors.checkpoints.folder import find_checkpoint, read_manifest
 from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError, TrainError
-from myxa.launch.nodes.rendezvous import quiet_port
+from myxa.launch.host import quiet_port
 
 PROGRAM = Path(__file__).with_name("megatron_steps.py")
 SPEC = importlib.util.spec_from_file_location("megatron_steps", PROGRAM)

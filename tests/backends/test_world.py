@@ -11,7 +11,7 @@ import torch
 
 from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import LaunchError
-from myxa.launch.nodes.rendezvous import quiet_port
+from myxa.launch.host import quiet_port
 
 Ranks = Callable[..., list[tuple[int, str]]]
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from myxa.launch.nodes import rendezvous
-from myxa.launch.nodes.rendezvous import PORTS, quiet_port
+from myxa.launch import host
+from myxa.launch.host import PORTS, quiet_port
 
 
 def test_a_port_is_free_and_outside_the_range_that_connections_get(monkeypatch: pytest.MonkeyPatch):
@@ -19,5 +19,5 @@ def test_a_port_is_free_and_outside_the_range_that_connections_get(monkeypatch: 
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        monkeypatch.setattr(rendezvous, "PORTS", [taken.getsockname()[1]] * 200)
-        assert quiet_port() not in rendezvous.PORTS, "where somebody listens"
+        monkeypatch.setattr(host, "PORTS", [taken.getsockname()[1]] * 200)
+        assert quiet_port() not in host.PORTS, "where somebody listens"

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from myxa.core.config import RunConfig
-from myxa.launch.composition.monitor_parts import shown_settings
+from myxa.launch.program import shown_settings
 
 
 def test_settings_are_plain_and_hold_no_secret() -> None:

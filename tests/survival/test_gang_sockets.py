@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from myxa.actors.torch_store import find_store, host_store, own_address_towards
 from myxa.actors.weights.channels.process_group import ChannelGroup
-from myxa.launch.nodes.rendezvous import quiet_port
+from myxa.launch.host import quiet_port
 
 pytestmark = pytest.mark.timeout(300)
 
