@@ -20,15 +20,6 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the records below."""
 
 
-class LateWish(_Record, frozen=True, kw_only=True):
-    """What a node that comes late offers."""
-
-    num_rollouts: int = 0
-    """So many rollout actors; 0: as many as the role has on every node."""
-    devices: str = ""
-    """GPUs for them, like "0-3"; empty: those of the role."""
-
-
 class NodeFacts(_Record, frozen=True, kw_only=True):
     """How a node introduces itself."""
 
@@ -41,8 +32,8 @@ class NodeFacts(_Record, frozen=True, kw_only=True):
     """At which other nodes reach it."""
     machine: str = ""
     """The running system (boot id): what it shares with others of the same is memory, not only files."""
-    late: LateWish | None = None
-    """Set by a node that joins a live run; its number is the one that `enlist` gave it."""
+    is_late: bool = False
+    """It joins a live run; its number is the one that `enlist` gave it."""
     problem: str = ""
     """Why it cannot take part: the run must not wait for it."""
     nonce: str = ""
@@ -62,7 +53,7 @@ class EnlistReply(_Record, frozen=True, kw_only=True):
     """The run's configuration as TOML."""
     program: str = ""
     actors: tuple[ActorSpec, ...] = ()
-    """Of the run's start, or what would be started on a late node now."""
+    """Of the run's start; for a late node one such as it will have."""
 
 
 class RunDescription(_Record, frozen=True, kw_only=True):

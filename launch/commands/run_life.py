@@ -98,10 +98,6 @@ def add_node_flags(spread: Parser) -> None:
 def _add_join_flags(spread: Parser) -> None:
     spread.add_argument("--join", nargs="?", const="", metavar="WHERE",
                         help="lend this machine to a live run: its directory, HOST:PORT or --rdzv-file")  # fmt: skip
-    spread.add_argument("--rollouts", type=at_least(0), default=0, metavar="K",
-                        help="with --join: so many rollout actors here (roles.rollout.count)")  # fmt: skip
-    spread.add_argument("--devices", default="", metavar="GPUS",
-                        help="with --join: GPUs for them, e.g. 0-3 (roles.rollout.devices)")  # fmt: skip
 
 
 def _num_nodes(text: str) -> tuple[int, int]:
@@ -116,8 +112,6 @@ def _num_nodes(text: str) -> tuple[int, int]:
 def _launch(options: argparse.Namespace) -> int:
     if options.join is not None:
         return _join(options)
-    if options.rollouts or options.devices:
-        raise ConfigError("--rollouts and --devices are for --join", remedy="set roles.rollout in the run file")
     base = options_of_node(options)
     if base.place.rank:
         return follow(options, base)
@@ -143,7 +137,6 @@ def options_of_node(options: argparse.Namespace) -> LaunchOptions:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from ..contracts import LateWish
     from ..launcher import LaunchOptions
     from ..nodes.rendezvous import find_late_rendezvous
 
@@ -158,8 +151,7 @@ def _join(options: argparse.Namespace) -> int:
         )
     where = options.join or options.rdzv or ""
     place, rdzv_file, job_key = find_late_rendezvous(where, options.rdzv_file, options.job_key, os.environ)
-    late = LateWish(num_rollouts=options.rollouts, devices=options.devices)
-    return follow(options, LaunchOptions(place=place, rdzv_file=rdzv_file, job_key=job_key, late=late))
+    return follow(options, LaunchOptions(place=place, rdzv_file=rdzv_file, job_key=job_key, is_late=True))
 
 
 def _add_demo(demo: Parser) -> None:

@@ -51,7 +51,7 @@ async def follow(options: LaunchOptions) -> RunEnd:
     place, key, file = options.place, options.job_key, options.rdzv_file
     told: EnlistReply | None = None
     with RuntimeDir() as runtime:
-        if options.late is not None:
+        if options.is_late:
             name = f"late/{secrets.token_hex(6)}"
             async with join_rendezvous(place, runtime.path, key, file, deadline, name=name) as rendezvous:
                 told = await _enlist(options, place, rendezvous, deadline)
@@ -67,7 +67,7 @@ async def follow(options: LaunchOptions) -> RunEnd:
 
 async def _enlist(options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous, deadline: float) -> EnlistReply:
     supervisor = rendezvous.node.ref(SupervisorContract, SUPERVISOR)
-    facts = facts_of(place, rendezvous, options.late)
+    facts = facts_of(place, rendezvous, is_late=options.is_late)
     while True:
         reply = await _answer(lambda: supervisor.enlist(facts), rendezvous, deadline)
         if reply.node >= 0:
@@ -87,7 +87,7 @@ async def _take_part(
 ) -> RunEnd:
     supervisor = rendezvous.node.ref(SupervisorContract, SUPERVISOR)
     options = replace(options, program=told.program)
-    facts = facts_of(place, rendezvous, options.late)
+    facts = facts_of(place, rendezvous, is_late=options.is_late)
     try:
         path = runtime / "run.toml"
         path.write_text(told.config, encoding="utf-8")
@@ -104,7 +104,7 @@ async def _take_part(
     if reason := await _answer(lambda: supervisor.join(facts), rendezvous, deadline):
         raise LaunchError(f"node 0 refused this node: {reason}")
     agent.mind_node_0()
-    if options.late is None:
+    if not options.is_late:
         farewell = await _lend(agent, supervisor.stop_run)
     else:
         farewell = await _lend(agent, lambda reason, _: supervisor.leave_node(place.rank, reason))

@@ -17,7 +17,7 @@ from ...core.process import boot_id
 from ..actor_spec import ActorSpec
 from ..checks.all_checks import check_node
 from ..composition.weight_channels import choose_channel
-from ..contracts import LateWish, NodeFacts
+from ..contracts import NodeFacts
 from ..node_place import ALONE, NodePlace
 from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
@@ -46,8 +46,8 @@ class LaunchOptions:
     prepare: Callable[[], object] | None = None
     """Prepares the directory once it is clear that this node can take part."""
     next_steps: tuple[str, ...] = ()
-    late: LateWish | None = None
-    """Set on a node that joins a live run."""
+    is_late: bool = False
+    """This node joins a live run."""
 
 
 def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int) -> None:
@@ -85,14 +85,14 @@ def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
     return config.model_copy(update={"trainer": trainer})
 
 
-def facts_of(place: NodePlace, rendezvous: NodeRendezvous, late: LateWish | None = None) -> NodeFacts:
+def facts_of(place: NodePlace, rendezvous: NodeRendezvous, *, is_late: bool = False) -> NodeFacts:
     return NodeFacts(
         node=place.rank,
         version=__version__,
         host=socket.gethostname(),
         address=rendezvous.address,
         machine=boot_id(),
-        late=late,
+        is_late=is_late,
         nonce=secrets.token_hex(8),
     )
 
@@ -114,7 +114,7 @@ def agent_options(
         lost_s=options.timeouts.lost_s,
         program=options.program,
         key_for=None if place.is_alone else rendezvous.key_for,
-        must_share=options.late is not None and choose_channel(config) == "disk",
+        must_share=options.is_late and choose_channel(config) == "disk",
         preloaded=preloaded(config, options.program, own, os.environ),
         base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},
     )

@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from ... import __version__
 from ...core.config import RunConfig
-from ...core.errors import ConfigError, LaunchError
+from ...core.errors import LaunchError
 from ...core.supervision import ChildState, Supervisor
-from ..actor_spec import ActorSpec
-from ..contracts import SUPERVISOR, EnlistReply, LateWish, NodeFacts
-from .placement import Present, check_distance, staff_node
+from ..contracts import SUPERVISOR, EnlistReply, NodeFacts
+from .placement import distance_problem, make_spec
 from .run_actors import RunActors
 from .timeouts import RunTimeouts
 
@@ -39,8 +38,8 @@ class Membership:
         self._declined = ""
         self._changed = asyncio.Event()
         self._next = num_nodes
-        self._offers: dict[int, LateWish] = {}
-        """Late node -> what it offers, from the moment it has a number."""
+        self._late: set[int] = set()
+        """Late nodes, from the moment they have a number."""
         self._given: dict[str, EnlistReply] = {}
         """Launcher's nonce -> its number: a repeated request gets the same answer."""
         self._leaving: dict[int, str] = {}
@@ -63,7 +62,7 @@ class Membership:
         if facts.problem:
             what = f"node {facts.node} ({facts.host}) cannot take part: {facts.problem}"
             _log.error("%s", what)
-            if facts.late is None:
+            if not facts.is_late:
                 self._declined = self._declined or what
                 self._changed.set()
             return facts.problem
@@ -89,7 +88,7 @@ class Membership:
     def lose(self, node: int) -> bool:
         """The node has left or is lost; whether it was a member."""
         self._leaving.pop(node, None)
-        self._offers.pop(node, None)
+        self._late.discard(node)
         self._given = {nonce: reply for nonce, reply in self._given.items() if reply.node != node}
         return self._nodes.pop(node, None) is not None
 
@@ -117,9 +116,9 @@ class Membership:
         """Why a node may not join; empty: it may."""
         if facts.version != __version__:
             return f"it runs myxa {facts.version}, node 0 runs {__version__}"
-        if facts.late is not None and facts.node >= 0 and facts.node not in self._offers:
+        if facts.is_late and facts.node >= 0 and facts.node not in self._late:
             return f"it was not given the number {facts.node}"
-        if facts.late is None and not 0 <= facts.node < self._num_nodes:
+        if not facts.is_late and not 0 <= facts.node < self._num_nodes:
             return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
         held = self._nodes.get(facts.node)
         return f"node {facts.node} joined already, from {held.host} (--node-rank)" if held is not None else ""
@@ -127,13 +126,13 @@ class Membership:
     # -- nodes that come late or leave
 
     @property
-    def late(self) -> dict[int, str]:
-        """Late nodes that are members now, and the GPUs that they named."""
-        return {node: offer.devices for node, offer in self._offers.items() if node in self._nodes}
+    def late(self) -> frozenset[int]:
+        """Late nodes that are members now."""
+        return frozenset(self._late & self._nodes.keys())
 
-    def enlist(self, facts: NodeFacts, present: Callable[[], Present], has_started: bool) -> EnlistReply:
-        """The answer to a node that wants to join. `present` is called only if it is needed."""
-        if facts.late is None:
+    def enlist(self, facts: NodeFacts, has_started: bool) -> EnlistReply:
+        """The answer to a node that wants to join."""
+        if not facts.is_late:
             if not self._is_member(facts) and (reason := self._objection(facts)):
                 return EnlistReply(reason=self._refuse(facts, reason))
             return replace(self._welcome, node=facts.node)
@@ -146,30 +145,17 @@ class Membership:
         reason = self._objection(facts)
         if not reason and self._max_nodes and len(self._nodes) >= self._max_nodes:
             reason = f"the run has {len(self._nodes)} nodes, as many as it may have (--nnodes)"
-        if reason:
+        if reason := reason or distance_problem(self._run, self._is_same_machine(facts)):
             return EnlistReply(reason=reason)
-        node = self._next
-        there = present()
-        there = Present(there.actors, (*there.nodes, node), there.taken, there.leaving,
-                        {**there.late, node: facts.late.devices})  # fmt: skip
-        try:
-            check_distance(self._run, self._is_same_machine(facts))
-            actors = staff_node(self._run, node, facts.late.num_rollouts, there)
-        except ConfigError as error:
-            return EnlistReply(reason=str(error))
+        node, role = self._next, self._run.roles.rollout
         self._next += 1
-        self._offers[node] = facts.late
-        reply = replace(self._welcome, node=node, actors=actors)
-        if facts.nonce:
-            self._given[facts.nonce] = reply
+        self._late.add(node)
+        one = make_spec("rollout", role, 0, node, role.device_ids)
+        reply = self._given[facts.nonce] = replace(self._welcome, node=node, actors=(one,))
         return reply
 
-    def staff(self, node: int, present: Present) -> tuple[ActorSpec, ...]:
-        """Actors to start on a late node that joined; none if it leaves or has left. Raises ConfigError if the run can
-        no longer have them there."""
-        if self._run is None or node in self._leaving or node not in self._offers:
-            return ()
-        return staff_node(self._run, node, self._offers[node].num_rollouts, present)
+    def is_staying(self, node: int) -> bool:
+        return node in self._nodes and node not in self._leaving
 
     def leave(self, node: int, reason: str) -> bool:
         """The node shall leave; False: it does already."""

@@ -7,9 +7,10 @@ actors at the start; new actors name theirs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -180,9 +181,8 @@ class Present:
     """Further names that are in use."""
     leaving: tuple[ActorSpec, ...] = ()
     """Actors about to leave: their names and devices are in use until they are gone."""
-    late: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Late nodes, and the GPUs that they named ("": those of the role). They may have rollout actors whatever
-    `roles.rollout.nodes` says."""
+    late: Collection[int] = ()
+    """Nodes that came late: they may have rollout actors whatever `roles.rollout.nodes` says."""
 
     @classmethod
     def of(
@@ -191,7 +191,7 @@ class Present:
         specs: Mapping[str, ActorSpec],
         nodes: tuple[int, ...],
         foreign_names: Collection[str] = (),
-        late: Mapping[int, str] | None = None,
+        late: Collection[int] = (),
     ) -> Present:
         """From the run supervisor's state; `foreign_names`: of actors that other programs host."""
         leaving = [record.name for record in roster if record.is_leaving]
@@ -200,7 +200,7 @@ class Present:
             nodes=nodes,
             taken={*foreign_names, *leaving},
             leaving=tuple(specs[name] for name in leaving),
-            late=dict(late or {}),
+            late=late,
         )
 
 
@@ -232,29 +232,25 @@ def staff(
     return Staffing(joining=tuple(joining))
 
 
-def staff_node(config: RunConfig, node: int, count: int, present: Present) -> tuple[ActorSpec, ...]:
-    """The rollout actors of a late node; `count` 0: as many as the role has on each node. Raises ConfigError with the
-    reason if the run cannot have them there."""
-    wanted = count or config.roles.rollout.count
+def staff_node(config: RunConfig, node: int, present: Present) -> tuple[ActorSpec, ...]:
+    """The rollout actors of a late node: as many as the role has on each. Raises ConfigError with the reason if the run
+    cannot have them there."""
     there = sum(actor.role == "rollout" for actor in present.actors)
-    check_leaver(config, "rollout", there + wanted)
-    divide_servers(config, "", wanted, [actor for actor in present.actors if actor.role == "rollout"])
-    joining: list[ActorSpec] = []
-    for _ in range(wanted):
-        joining.append(_one_more(config, (*present.actors, *joining), present, (), (node,)))
-    return tuple(joining)
+    here = dataclasses.replace(present, nodes=(node,))
+    return staff(config, "rollout", there + config.roles.rollout.count, here).joining
 
 
-def check_distance(config: RunConfig, is_same_machine: bool) -> None:
-    """Check that new weights can reach engines on a late node. Raises ConfigError with the reason."""
+def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
+    """Why new weights cannot reach engines on a late node; empty if they can."""
     channel = choose_channel(config)
     if channel == "cuda_ipc" or (channel == "shm" and not is_same_machine):
         why = {"shm": "memory of the trainer's machine", "cuda_ipc": "memory of the trainer's GPUs"}[channel]
-        raise ConfigError(
-            f"weights travel by {channel} in this run: engines read {why}, which another machine cannot",
-            remedy='start the run with weights.channel = "disk" (its directory must be on a shared file system), '
-            'or "nccl" for servers on GPUs',
+        return (
+            f"weights travel by {channel} in this run: engines read {why}, which another machine cannot -- start the "
+            'run with weights.channel = "disk" (its directory must be on a shared file system), or "nccl" for servers '
+            "on GPUs"
         )
+    return ""
 
 
 def check_leaver(config: RunConfig, role: RoleName, num_left: int) -> None:
@@ -291,28 +287,21 @@ def _one_more(
     actors: Sequence[ActorSpec],
     present: Present,
     given: tuple[int, ...],
-    only: tuple[int, ...] = (),
 ) -> ActorSpec:
     settings = config.roles.rollout
     numbers = {number_of(name) for name in (*(actor.name for actor in actors), *present.taken)}
     index = next(number for number in range(len(numbers) + 1) if number not in numbers)
     wanted = present.nodes if settings.nodes == "*" else (*settings.nodes, *present.late)
-    allowed = only or tuple(node for node in present.nodes if node in wanted)
+    allowed = tuple(node for node in present.nodes if node in wanted)
     share = len(settings.device_ids) // settings.count
     load = {node: sum(actor.role == "rollout" and actor.node == node for actor in actors) for node in allowed}
     holders = (*actors, *present.leaving)
-    own_of = {node: _devices_of(config, present, node) for node in allowed}
-    free = {node: _free_devices(own_of[node], given, holders, node) for node in allowed}
+    free = {node: _free_devices(settings.device_ids, given, holders, node) for node in allowed}
     roomy = [node for node in sorted(allowed, key=lambda node: (load[node], node)) if len(free[node]) >= share]
     if not roomy:
         raise _no_room(share, free, given, present.leaving)
     node = roomy[0]
     return make_spec("rollout", settings, index, node, free[node][:share])
-
-
-def _devices_of(config: RunConfig, present: Present, node: int) -> tuple[int, ...]:
-    named = present.late.get(node, "")
-    return parse_devices(named) if named else config.roles.rollout.device_ids
 
 
 def _free_devices(

@@ -63,7 +63,7 @@ from ..host import quiet_port
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership, SilenceCheck
-from .placement import Present
+from .placement import Present, staff_node
 from .run_actors import ActorStatus, RunActor, RunActors
 from .timeouts import RunTimeouts
 
@@ -350,14 +350,14 @@ class RunSupervisor(SupervisorContract):
             return reason
         if facts.node:
             self._silent.heard(facts.node, self._now())
-        if facts.late is not None:
+        if facts.is_late:
             self._others[agent_name(facts.node)] = facts.node
             self.ctx.spawn(self._welcome(facts.node), name=f"welcome node {facts.node}")
         return ""
 
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
         is_open = self._has_started and not self.stop_requested.done() and not self._rules.is_over
-        reply = self.membership.enlist(facts, self.present, is_open)
+        reply = self.membership.enlist(facts, is_open)
         if reply.reason and not reply.is_early:
             self.ctx.log.error("%s may not join the run: %s", facts.host, reply.reason)
         return reply
@@ -391,8 +391,9 @@ class RunSupervisor(SupervisorContract):
         """Start the actors of a late node that has joined."""
         try:
             await self.agent(node).prepare(self._setup.plan)
-            for actor in self.membership.staff(node, self.present()):
-                self.hire(actor)
+            if self._setup.run is not None and self.membership.is_staying(node):
+                for actor in staff_node(self._setup.run, node, self.present()):
+                    self.hire(actor)
         except MyxaError as error:
             self.ctx.log.warning("node %d has to leave: %s", node, error)
             await self.release_node(node, LaunchError.exit_code, str(error))

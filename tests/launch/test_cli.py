@@ -44,7 +44,7 @@ def test_a_mistaken_verb_is_answered_with_the_right_one(capsys: pytest.CaptureFi
         (["launch", "run.toml", "--nnodes", "2", "--node-rank", "0", "--rdzv", "h:x"], "'h:x' is no endpoint"),
         (["launch", "run.toml", "--join", "h:1", "--nnodes", "2"], "--join goes without --nnodes"),
         (["launch", "run.toml", "--join", "run.toml"], "that is a run file"),
-        (["launch", "run.toml", "--join", "h:1", "--rollouts", "-1"], "'-1' is no whole number from 0 on"),
+        (["launch", "run.toml", "--node-rank", "-1"], "'-1' is no whole number from 0 on"),
         (["launch", "run.toml", "--nnodes", "4:2"], "fewer at most than at least"),
         (["report", "no-such-folder"], "no-such-folder"),
     ],
