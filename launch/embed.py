@@ -36,10 +36,10 @@ from .actor_spec import ActorSpec
 from .composition.memory_parts import takes_turns
 from .program import build_actor
 from .run_dir import RunDir
-from .supervisor.placement import FIRST_EMBEDDED, make_spec, number_of
+from .supervisor.placement import FIRST_EMBEDDED, make_spec
 
 
-async def attach_to(place: RunDir, prefix: str, timeout_s: float) -> Node:
+async def attach_to(place: RunDir, timeout_s: float) -> Node:
     """Join the run with a node of one's own. Raises LaunchError for a run that is over or runs on another host."""
     if not place.rdzv.exists():
         raise LaunchError(
@@ -54,7 +54,7 @@ async def attach_to(place: RunDir, prefix: str, timeout_s: float) -> Node:
         )
     # The node's name is never used twice, so joining replaces no other node; the registry checks actor names.
     return await Node.attach(
-        name=f"{prefix}/{secrets.token_hex(6)}",
+        name=f"embed/{secrets.token_hex(6)}",
         rdzv=record,
         node_rank=record.endpoints.node_rank,
         timeout_s=timeout_s,
@@ -200,25 +200,21 @@ class EmbeddedRollout:
 
 
 @contextlib.asynccontextmanager
-async def rollout_in(
-    run_dir: str | Path, *, name: str = "", timeout_s: float = 60.0
-) -> AsyncGenerator[EmbeddedRollout]:
+async def rollout_in(run_dir: str | Path, *, timeout_s: float = 60.0) -> AsyncGenerator[EmbeddedRollout]:
     """Host a rollout actor of the run in `run_dir` on the running loop, until the block is left.
 
-    `run_dir`: as `myxa up` printed it, on the same host and of the same user. `name`: "rollout/<number>", from 100000
-    on; empty: one is drawn. `timeout_s`: for the run's processes to answer; a run that is just being
-    started is waited for. Building the actor (importing torch, reading the tokenizer) happens in a thread, and the
-    engine continues to load after this returned: see `status().phase`.
+    `run_dir`: as `myxa up` printed it, on the same host and of the same user. `timeout_s`: for the run's processes to
+    answer; a run that is just being started is waited for. Building the actor (importing torch, reading the tokenizer)
+    happens in a thread, and the engine continues to load after this returned: see `status().phase`.
 
     If the run ends or the actor fails, the actor leaves by itself and the block continues (`ended()`,
     `status().reason`).
 
-    Raises LaunchError for a run that is over, does not answer or was started by another version of myxa, and for a
-    name that is taken; ConfigError, ModelError or UserCodeError for what the run file names and this program cannot
-    load.
+    Raises LaunchError for a run that is over, does not answer or was started by another version of myxa; ConfigError,
+    ModelError or UserCodeError for what the run file names and this program cannot load.
     """
     place = RunDir(Path(run_dir).resolve())  # runs/latest may point elsewhere later
-    node = await attach_to(place, "embed", timeout_s)
+    node = await attach_to(place, timeout_s)
     try:
         await _check_run(node, place, timeout_s)
         config = load_config(place.config)
@@ -227,7 +223,7 @@ async def rollout_in(
                 f"the run in {place.path} gives its devices to its trainer and its own engines in turns",
                 remedy='embed into a run with memory.share = "none"',
             )
-        rollout = EmbeddedRollout(node, await _start(node, place, config, name), place)
+        rollout = EmbeddedRollout(node, await _start(node, place, config), place)
     except BaseException:
         await node.close(grace_s=0.0)
         raise
@@ -258,31 +254,15 @@ def _end_of(status: RunStatus) -> str:
 # -- the actor -------------------------------------------------------------------------------------------------------
 
 
-async def _start(node: Node, place: RunDir, config: RunConfig, wanted: str) -> str:
-    """Build the actor and have it registered; returns its name. Numbers are drawn, so programs need not agree."""
-    name = wanted or f"rollout/{FIRST_EMBEDDED + secrets.randbelow(NUM_NAMES)}"
-    number = number_of(name)
-    if number is None:
-        raise LaunchError(f"{name!r} names no rollout actor", remedy='write "rollout/<number>", or leave it out')
-    if number < FIRST_EMBEDDED:
-        raise LaunchError(f"{name} belongs to the run itself", remedy=f"use rollout/{FIRST_EMBEDDED} or above")
-    if name in node.peers("rollout/"):
-        raise _taken(name, node)
+async def _start(node: Node, place: RunDir, config: RunConfig) -> str:
+    """Build the actor and have it registered; returns its name. Its number is drawn, so programs need not agree."""
+    number = FIRST_EMBEDDED + secrets.randbelow(NUM_NAMES)
     spec = replace(make_spec("rollout", config.roles.rollout, number, 0, ()), restart="never")
     try:
-        await node.start(await _build(spec, config, place), name)
+        await node.start(await _build(spec, config, place), spec.name)
     except CallError as error:
-        try:
-            await node.wait_for(name, timeout_s=ASK_S)
-        except LaunchError:
-            raise LaunchError(f"{name} could not join the run: {error}", remedy="see the launcher's log") from error
-        raise _taken(name, node) from error
-    return name
-
-
-def _taken(name: str, node: Node) -> LaunchError:
-    there = ", ".join(node.peers("rollout/"))
-    return LaunchError(f"the name {name} is taken; there are {there}", remedy="leave the name out, or choose another")
+        raise LaunchError(f"{spec.name} could not join the run: {error}", remedy="see the launcher's log") from error
+    return spec.name
 
 
 async def _build(spec: ActorSpec, config: RunConfig, place: RunDir) -> Actor:

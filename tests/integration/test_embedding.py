@@ -38,7 +38,6 @@ pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "examples/embed_in_fastapi/README.md"
-OWN = "rollout/100001"
 """What the first embedded actor is called: the run itself has one."""
 
 
@@ -148,8 +147,8 @@ def open_files() -> dict[str, str]:
 async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -> None:
     problems = loop_problems()
     before, files_before = traces(), set(open_files().items())
-    async with rollout_in(run.folder, name=OWN) as rollout:
-        assert rollout.name == OWN
+    async with rollout_in(run.folder) as rollout:
+        own = rollout.name
         assert (await rollout.status()).phase in ("joining", "serving")
         await until_status(rollout, lambda status: status.phase == "serving" and status.running >= 4)
         # From now on nobody is given anything: what is handed back stays where it can be looked at.
@@ -163,9 +162,9 @@ async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -
     # Files that earlier tests of this process left open may be closed meanwhile; none may be opened.
     assert set(open_files().items()) <= files_before
 
-    requeued = run.query("SELECT group_id FROM transitions WHERE detail = ?", f"handed back by {OWN}")
+    requeued = run.query("SELECT group_id FROM transitions WHERE detail = ?", f"handed back by {own}")
     assert requeued, "no group was unfinished"
-    assert run.query("SELECT * FROM groups WHERE rollout = ? AND state = 'DISPATCHED'", OWN) == []
+    assert run.query("SELECT * FROM groups WHERE rollout = ? AND state = 'DISPATCHED'", own) == []
     payloads = run.query("SELECT group_id, data FROM payloads WHERE NOT is_whole")
     num_tokens = sum(len(s.response_ids) for group_id, data in payloads for s in decode_partial(group_id, data))
     assert num_tokens > 0, "the groups came back without their tokens"
@@ -203,8 +202,8 @@ async def test_programs_that_join_at_once_get_names_of_their_own_and_a_cancelled
 
 
 async def test_an_actor_that_fails_leaves_and_its_program_goes_on(run: Run) -> None:
-    async with rollout_in(run.folder, name="rollout/100007") as rollout:
-        assert await rollout.node.ref(RolloutContract, "rollout/100007").fence(rollout.node.epoch, "a test wants it")
+    async with rollout_in(run.folder) as rollout:
+        assert await rollout.node.ref(RolloutContract, rollout.name).fence(rollout.node.epoch, "a test wants it")
         async with asyncio.timeout(30):
             reason = await rollout.ended()
         assert "fenced: a test wants it" in reason
@@ -238,16 +237,6 @@ async def refusal(folder: Path, **options: Any) -> str:
             pass
     assert caught.value.remedy
     return str(caught.value)
-
-
-async def test_names_that_are_not_free_are_refused(run: Run) -> None:
-    assert "belongs to the run itself -- use rollout/100000 or above" in await refusal(run.folder, name="rollout/0")
-    assert "names no rollout actor" in await refusal(run.folder, name="buffer")
-    assert "names no rollout actor" in await refusal(run.folder, name="rollout/01")
-    async with rollout_in(run.folder, name="rollout/100009"):
-        said = await refusal(run.folder, name="rollout/100009")
-        # The run's own engine may still be loading.
-        assert re.search(r"the name rollout/100009 is taken; there are (rollout/0, )?rollout/100009\b", said), said
 
 
 async def test_runs_that_are_not_there_are_refused(run: Run, tmp_path: Path) -> None:
