@@ -210,9 +210,7 @@ STATUS = Verb("status", "read", StatusArguments, "phase, step, engines, buffer a
 WHY = Verb("why", "read", WhyArguments, "what holds the run back, and the knob to turn")
 LOGS = Verb("logs", "read", LogsArguments, "an actor's log, on whatever node it is")
 STACK = Verb("stack", "read", TargetArguments, "where an actor's process is, also of one that hangs", 45.0)
-PROFILE = Verb(
-    "profile", "change", ProfileArguments, "what an actor's process does in torch", 75.0, "for_s"
-)
+PROFILE = Verb("profile", "change", ProfileArguments, "what an actor's process does in torch", 75.0, "for_s")
 
 
 ALL: tuple[Verb[Any], ...] = (
