@@ -50,11 +50,7 @@ def _seed(config: RunConfig) -> int | None:
 def sglang_needs(config: RunConfig) -> SglangNeeds:
     """What servers must have been started with, or without, for this sampling."""
     rollout = config.rollout
-    return SglangNeeds(
-        tokenizer=bool(rollout.stop or rollout.min_new_tokens),
-        seeds=rollout.deterministic,
-        min_p=rollout.min_p > 0,
-    )
+    return SglangNeeds(tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic)
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:

@@ -209,7 +209,7 @@ def spans_in(ids: np.ndarray, text: Callable[[np.ndarray], str]) -> list[tuple[i
     return found
 
 
-@scenario_with(SglangNeeds(min_p=True))
+@scenario
 async def min_p_keeps_to_tokens_that_are_nearly_as_likely_as_the_likeliest(subject: Subject) -> None:
     share = 0.5
     requests = [ask(f"p{i}", max_new_tokens=LONG, ignore_eos=True, min_p=share) for i in range(3)]

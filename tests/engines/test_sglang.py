@@ -19,7 +19,7 @@ from tests.harness.waiting import until
 
 from myxa.actors.engines.sglang import engine as sglang_engine
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang.http_client import LEAST_LOOK_S, ServerSilence, SglangHttp
+from myxa.actors.engines.sglang.http_client import SglangHttp
 from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
 
 DEADLINE_S = 60
@@ -259,23 +259,6 @@ async def test_a_server_left_paused_by_an_actor_that_died_serves_again_with_the_
         assert (await collect(engine, ask("r2", 3, max_new_tokens=1))).versions.tolist() == [4]
 
 
-async def test_a_version_that_was_never_loaded_excuses_no_older_stamp(folders):
-    """A trainer that went back: the commit of its older version ended before the server was told to load anything."""
-    async with connected() as (engine, server):
-        await give(engine, 7, folders[0])
-        server.hold.clear()
-        server.late = ended("5")
-        job = later(engine, ask("r1", 3, max_new_tokens=2))
-        while (await engine.info()).running < 1:
-            await asyncio.sleep(0.01)
-        server.fails_next = "/pause_generation"
-        with pytest.raises(EngineError, match="pause_generation answered 500"):
-            await give(engine, 5, folders[0])
-        server.hold.set()
-        with pytest.raises(EngineError, match="answered with weight version 5 after it was given 7"):
-            await job
-
-
 async def test_new_requests_wait_for_the_head_start_of_those_that_were_paused(monkeypatch):
     monkeypatch.setattr(sglang_engine, "HEAD_START_S", 0.1)
     clock = asyncio.get_running_loop().time
@@ -299,49 +282,6 @@ async def test_a_server_that_hears_and_never_answers_is_lost():
         with pytest.raises(EngineError, match="no healthy answer for"):
             async with asyncio.timeout(8):  # one look of the usual length would take longer
                 await engine.until_lost()
-
-
-class Watch:
-    """Looks at a server by a clock of its own, as the client does."""
-
-    def __init__(self, bound_s: float = 60.0, every_s: float = 5.0) -> None:
-        self.now_s = 100.0
-        self.silence = ServerSilence(bound_s, every_s, self.now_s)
-
-    def look(self, *, is_well: bool, costs_s: float | None = None) -> None:
-        """`costs_s` None: it hangs as long as it may."""
-        self.now_s += self.silence.wait_s(self.now_s)
-        may_s = self.silence.look_s(self.now_s)
-        self.now_s += may_s if costs_s is None else min(costs_s, may_s)
-        self.silence.looked(self.now_s, is_well=is_well)
-
-    def until_over(self, costs_s: float | None) -> float:
-        began_s = self.now_s
-        while not self.silence.is_over(self.now_s):
-            self.look(is_well=False, costs_s=costs_s)
-        return self.now_s - began_s
-
-
-@pytest.mark.parametrize("costs_s", [None, 0.0, 4.0], ids=["hangs", "refuses", "is slow to say no"])
-@pytest.mark.parametrize(("bound_s", "every_s"), [(60.0, 5.0), (0.3, 0.1), (5.0, 5.0)])
-def test_a_server_is_lost_after_the_bound_whatever_a_look_costs(costs_s, bound_s, every_s):
-    watch = Watch(bound_s, every_s)
-    for _ in range(3):
-        watch.look(is_well=False)
-    watch.look(is_well=True, costs_s=1.0)
-    slack_s = 2 * min(LEAST_LOOK_S, bound_s) + every_s / 10
-    assert bound_s <= watch.until_over(costs_s) <= bound_s + slack_s
-
-
-def test_an_actor_that_stood_still_itself_looks_again_before_it_judges():
-    watch = Watch()
-    watch.look(is_well=True, costs_s=1.0)
-    watch.now_s += 600.0
-    assert not watch.silence.is_over(watch.now_s)
-    watch.look(is_well=False, costs_s=0.0)  # an answer that was under way when it stopped
-    assert not watch.silence.is_over(watch.now_s)
-    watch.look(is_well=True, costs_s=1.0)
-    assert watch.silence.lasts_s(watch.now_s) == 0
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body directly")

@@ -30,7 +30,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.request import check_request
-from .http_client import ServerSilence, SglangHttp, SglangMemory
+from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory
 from .server_args import NO_NEEDS, SglangNeeds, ends_at_min_p
 from .weight_routes import Routes, WeightRoute, folder_routes
 from .wire import HeldTokens, request_body, version_number, whole_number
@@ -174,16 +174,12 @@ class SglangEngine:
         self._prepared: WeightManifest | None = None
         self._channel = ""
         """By which weights came last."""
-        self._commits: list[int] = []
-        """All versions that it was asked to load, the one that is being loaded included."""
         self._committing = asyncio.Lock()
         self._opens_s = 0.0
         """When the head start of paused requests is over."""
         self._is_paused = False
         self._torn = ""
         """Why the server's weights are of no version; empty when they are."""
-        self._lost = asyncio.Event()
-        """The server is not the one that was given weights."""
         self._open: list[_Open] = []
         self._self_id = uuid.uuid4().hex[:8]
         """Distinguishes this client from others of the server, and from its earlier incarnations."""
@@ -230,20 +226,20 @@ class SglangEngine:
         return await self.info()
 
     async def until_lost(self) -> None:
-        """Look at the server's health from time to time; raises EngineError once it was silent for too long."""
-        clock = asyncio.get_running_loop().time
-        silence = ServerSilence(self._options.lost_after_s, self._options.health_every_s, clock())
-        while not silence.is_over(clock()):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(silence.wait_s(clock())):
-                    await self._lost.wait()
-                raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server, or leave it to this run")
+        """Look at the server's health from time to time; raises EngineError once it was silent for too long. A look at
+        a server that hangs costs time itself, so it is cut to what is left. Two looks must have failed: an actor that
+        was stopped itself finds that a minute has passed, which says nothing about its server."""
+        clock, options = asyncio.get_running_loop().time, self._options
+        heard_s, num_failed = clock(), 0
+        while (left_s := options.lost_after_s - (clock() - heard_s)) > 0 or num_failed < 2:
+            await asyncio.sleep(max(min(options.health_every_s, left_s), options.health_every_s / 10))
             async with self._looking:
                 is_still = self._is_paused or self._is_parked or self._torn or self._committing.locked()
-                found = await self._http.answer("/model_info" if is_still else "/health", silence.look_s(clock()))
-            silence.looked(clock(), is_well=found.status == 200)
+                look_s = max(options.lost_after_s - (clock() - heard_s), min(LEAST_LOOK_S, options.lost_after_s))
+                found = await self._http.answer("/model_info" if is_still else "/health", min(LOOK_S, look_s))
+            heard_s, num_failed = (clock(), 0) if found.status == 200 else (heard_s, num_failed + 1)
         raise EngineError(
-            f"{self._place}: no healthy answer for {silence.lasts_s(clock()):.0f} s",
+            f"{self._place}: no healthy answer for {clock() - heard_s:.0f} s",
             remedy="see the server's log; restart it",
         )
 
@@ -295,8 +291,7 @@ class SglangEngine:
         )
         asked = self._sampling.meant(request, place)
         await self._until_whole(place)
-        sent_version, num_commits = self._version, len(self._commits)
-        tokens = HeldTokens(place, sent_version)
+        tokens = HeldTokens(place, self._version)
         try:
             with self._sent(request.request_id) as mine:
                 async with self._http.session.post(
@@ -311,7 +306,6 @@ class SglangEngine:
                         raise await self._refused(answer, place)
                     async for data in answer.content.iter_any():
                         for delta in tokens.feed(data):
-                            self._check_stamps(delta, sent_version, num_commits, place)
                             if delta.finish is not None:
                                 self._usage += tokens.usage
                             yield delta
@@ -328,19 +322,6 @@ class SglangEngine:
             f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
             remedy="see the server's log; it may have been stopped",
         )
-
-    def _check_stamps(self, delta: Delta, sent_version: int, num_commits: int, place: str) -> None:
-        """Versions only rise, unless a trainer that was restored from a checkpoint had us load an older one. A server
-        that answers with a version older still was restarted from outside; behind a router it may be another server,
-        which is about to get the version."""
-        if self._options.generate_url:
-            return
-        least = min([sent_version, *self._commits[num_commits:]])
-        oldest = int(delta.versions.min()) if delta.versions.size else least
-        if oldest < least:
-            self._torn = f"answered with weight version {oldest} after it was given {least}; it was restarted"
-            self._lost.set()
-            raise EngineError(f"{place}: {self._torn}", remedy="only this run may restart or update the server")
 
     async def _until_whole(self, place: str) -> None:
         """Wait for a version that is being loaded. Raises EngineError if the server's weights are of none."""
@@ -412,7 +393,6 @@ class SglangEngine:
             self._prepared = None
             if not self._is_paused:
                 await self._pause_server(self.pause_mode)
-            self._commits.append(version)
             before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
             try:
                 if not await self._route(manifest).load(manifest) and await self._served_version() != version:

@@ -62,8 +62,6 @@ class SglangNeeds:
     """Texts and end tokens are looked at by the server: `rollout.stop`, `rollout.min_new_tokens`."""
     seeds: bool = False
     """It draws by each request's own seed: `rollout.deterministic`."""
-    min_p: bool = False
-    """It cuts by `rollout.min_p`."""
 
     def check(self, facts: Mapping[str, Any], place: str) -> None:
         """`facts`: of `/server_info`. Raises ConfigError for a server that says that it cannot; one that says nothing
@@ -77,11 +75,6 @@ class SglangNeeds:
             raise ConfigError(
                 f"{place}: was started without --enable-deterministic-inference, so requests' seeds mean nothing to it",
                 remedy="start it with that, or set rollout.deterministic = false",
-            )
-        if self.min_p and ends_at_min_p(facts):
-            raise ConfigError(
-                f"{place}: was started with --enable-deterministic-inference, and min_p would end it at once",
-                remedy="start it without, or set rollout.min_p = 0 and use top_p or top_k",
             )
 
 
