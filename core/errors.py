@@ -201,10 +201,6 @@ class PeerDied(OutcomeUnknown):
     """The callee's process ended while the call was pending."""
 
 
-class WouldDeadlock(CallError):
-    """The chain of calls came back to an actor that waits for it."""
-
-
 class RemoteError(CallError):
     """The handler raised. The remote error travels as text, never as a pickled object."""
 

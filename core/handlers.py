@@ -4,7 +4,7 @@
 
 A method that overrides a declared one inherits the declaration: a contract class declares, a role implements.
 
-`CallScope` is what a handler inherits from its caller: the time left, the callers that wait. It travels in a
+`CallScope` is what a handler inherits from its caller: the time left. It travels in a
 context variable, so nested calls inherit it. Tasks that outlive the handler (`ctx.spawn`) start with an empty scope.
 """
 
@@ -124,8 +124,6 @@ class CallScope(msgspec.Struct, frozen=True, gc=False):
 
     deadline_at: float | None = None
     """Seconds on the node's monotonic clock; None: no limit."""
-    chain: tuple[str, ...] = ()
-    """Actors ("name@epoch") that are held up, handling a call serially, until this one returns; oldest first."""
     caller: PeerKey | None = None
     """Incarnation that made the call, as its connection proved it."""
 
@@ -147,10 +145,10 @@ enter_scope = _scope.set
 """Make a scope the current one."""
 
 
-def fresh_context(scope: CallScope = NO_SCOPE) -> contextvars.Context:
-    """A copy of the current context with `scope` in place of the current one."""
+def fresh_context() -> contextvars.Context:
+    """A copy of the current context without a call that is being handled."""
     context = contextvars.copy_context()
-    context.run(_scope.set, scope)
+    context.run(_scope.set, NO_SCOPE)
     return context
 
 

@@ -27,8 +27,6 @@ class WireTimeouts:
     linger_s: float = 2.0
     """For what is queued to leave when a connection is closed."""
     leave_s: float = 2.0
-    farewell_s: float = 0.5
-    farewell_look_s: float = 0.002
     tick_s: float = 0.05
     last_words_s: float = 1.0
     """Grace for replies that arrive after the actor's end was reported."""

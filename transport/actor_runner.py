@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..core.actor import Actor, PeerEvent
-from ..core.errors import BadRequest, CallError, Draining, MyxaError, Overloaded, PeerDied, UserCodeError, WouldDeadlock
+from ..core.errors import BadRequest, CallError, Draining, MyxaError, Overloaded, PeerDied, UserCodeError
 from ..core.handlers import NO_SCOPE, CallScope, HandlerSpec, enter_scope, fresh_context, handlers_of
 from ..core.timeouts import TIMEOUTS
 from .codec import UndecodableError, codecs_of
@@ -56,13 +56,10 @@ OnFailed = Callable[["ActorRunner", BaseException], None]
 class ActorRunner:
     """Runs one actor."""
 
-    def __init__(
-        self, actor: Actor, name: str, epoch: int, serving: Serving, log: logging.Logger, on_failed: OnFailed
-    ) -> None:
+    def __init__(self, actor: Actor, name: str, serving: Serving, log: logging.Logger, on_failed: OnFailed) -> None:
         self._serving = serving
         self.actor = actor
         self.name = name
-        self.tag = f"{name}@{epoch}"
         self.table = handlers_of(type(actor))
         self.codecs = tuple(codecs_of(spec) for spec in self.table.specs)
         self.state = RunnerState.NEW
@@ -87,7 +84,7 @@ class ActorRunner:
         """Run `on_start`; what it raises (or what failed the actor meanwhile) passes through and the actor is gone."""
         self._become(RunnerState.STARTING)
         task = asyncio.get_running_loop().create_task(
-            self.actor.on_start(), name=f"{self.name}: on_start", context=fresh_context(CallScope(chain=(self.tag,)))
+            self.actor.on_start(), name=f"{self.name}: on_start", context=fresh_context()
         )
         try:
             await task
@@ -176,7 +173,7 @@ class ActorRunner:
             coro.close()
             raise Draining(f"{self.name} has stopped; it starts no task {name!r}")
         loop = asyncio.get_running_loop()
-        task = loop.create_task(coro, name=f"{self.name}: {name}", context=fresh_context(NO_SCOPE))
+        task = loop.create_task(coro, name=f"{self.name}: {name}", context=fresh_context())
         self._background[task] = None
         task.add_done_callback(self._reap)
         return task
@@ -189,17 +186,11 @@ class ActorRunner:
     # -- messages
 
     def accept(self, inbound: Arrival) -> None:
-        """Take a message; raises Draining, Overloaded or WouldDeadlock and then will not touch it again."""
-        chain, spec = inbound.envelope.chain, _spec(inbound)
+        """Take a message; raises Draining or Overloaded and then will not touch it again."""
+        spec = _spec(inbound)
         is_serial = not spec.declaration.is_reentrant
         if self.state in (RunnerState.DRAINING, RunnerState.STOPPED):
             raise Draining(f"{self.name} is shutting down and takes no {spec.name}")
-        if chain and is_serial and self.tag in chain:
-            path = " -> ".join([*chain, self.tag])
-            raise WouldDeadlock(
-                f"{self.name}.{spec.name} was called by an actor that {self.name} itself waits for: {path}",
-                remedy="make the handler reentrant, or answer before calling back",
-            )
         if self.num_held >= self.actor.mailbox_size:
             raise Overloaded(
                 f"{self.name}: mailbox is full ({self.num_held} messages)",
@@ -235,11 +226,11 @@ class ActorRunner:
 
     def _run(self, item: Arrival | PeerEvent) -> None:
         if isinstance(item, PeerEvent):
-            name, is_serial, scope, work = f"on_peer {item.name}", True, CallScope(chain=(self.tag,)), self._tell(item)
+            name, is_serial, scope, work = f"on_peer {item.name}", True, NO_SCOPE, self._tell(item)
         else:
-            spec, chain = _spec(item), item.envelope.chain
+            spec = _spec(item)
             name, is_serial = spec.name, not spec.declaration.is_reentrant
-            scope = CallScope(item.deadline_at, (*chain, self.tag) if is_serial else chain, item.link.key)
+            scope = CallScope(item.deadline_at, item.link.key)
             work = self._serve(item, spec, is_serial)
         self._is_busy = self._is_busy or is_serial
         context = self._context.copy()

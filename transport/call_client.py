@@ -14,7 +14,7 @@ import msgspec
 
 from ..core.clock import Clock
 from ..core.errors import CallError, NotSent, RemoteError
-from ..core.handlers import HandlerSpec, current_scope, remaining_s
+from ..core.handlers import HandlerSpec, remaining_s
 from .codec import UndecodableError, codecs_of
 from .session.calls import Calls
 from .session.frames import Envelope
@@ -40,14 +40,14 @@ class CallClient:
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         future: asyncio.Future[Envelope] = self._new_future()
-        now, scope = self._now(), current_scope()
+        now = self._now()
         left_s = remaining_s(deadline_s, now)
         if left_s is not None and left_s <= 0:
             raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
         body, frames = codecs_of(spec).request.encode(request)
         call = PendingCall(
             target=target, method=spec.name, body=body, frames=frames, tell=partial(_settle, future),
-            deadline_at=None if left_s is None else now + left_s, chain=scope.chain,
+            deadline_at=None if left_s is None else now + left_s,
         )  # fmt: skip
         route = self._finder.route(target, spec)
         if route is None:

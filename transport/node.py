@@ -169,10 +169,6 @@ class Node:
                 self._hosting.remove(cell)
 
     async def _leave(self) -> None:
-        # The news of our end travels another way than our last answers and must not overtake them.
-        have_heard, give_up_at = self._session.heartbeat.ask_all(), self.clock.monotonic() + TIMEOUTS.wire.farewell_s
-        while not have_heard() and self.clock.monotonic() < give_up_at:
-            await asyncio.sleep(TIMEOUTS.wire.farewell_look_s)
         try:
             registry = with_deadline(self._mirror.registry, TIMEOUTS.wire.leave_s)
             await registry.leave(self.name, self._key.epoch, CLOSED)
@@ -187,7 +183,7 @@ class Node:
         if not isinstance(actor, Actor):
             raise ConfigError(f"{type(actor).__name__} is no actor", remedy="derive it from core.actor.Actor")
         log = logging.getLogger(f"myxa.{name.replace('/', '.')}")
-        cell = ActorRunner(actor, check_name(name), self._key.epoch, self._session.serving, log, self._on_failed)
+        cell = ActorRunner(actor, check_name(name), self._session.serving, log, self._on_failed)
         actor.ctx = NodeContext(self, cell, log)
         self._hosting.add(cell)
         try:

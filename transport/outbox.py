@@ -27,7 +27,7 @@ from ..core.ids import PeerKey
 from ..core.timeouts import TIMEOUTS
 from .session.frames import LIMITS, batch, fill_chunk
 from .wire import InboundSink, Lane, Parcel
-from .zeromq import MONITORED, STATUS_OVER, Pump, Socket, read_event
+from .zeromq import MONITORED, Pump, Socket, read_event
 
 BATCH_BYTES = 512 * 1024
 
@@ -205,17 +205,13 @@ class Outbox:
         if monitor is None:
             return False
         try:
-            event, value, _ = read_event(monitor)
+            event, _, _ = read_event(monitor)
         except zmq.Again:
             return False
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._on_ready()
         elif event == zmq.EVENT_CONNECTED:
             self._set_timer(self._loop.call_later(TIMEOUTS.wire.handshake_s, self._on_no_answer))
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == STATUS_OVER:
-            why = "the other side says that this incarnation is over"
-            self._on_broken(why)
-            self._sink_of().turned_away(self._peer, why)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._on_broken("the other side does not admit our key")
         elif event == zmq.EVENT_CLOSED:

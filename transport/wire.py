@@ -77,10 +77,6 @@ class InboundSink(Protocol):
         """The connection broke; it is being made again. What was sent may be gone."""
         ...
 
-    def turned_away(self, peer: PeerKey, why: str) -> None:
-        """That peer does not admit this incarnation any more, for it holds it to be over."""
-        ...
-
     def silence_s(self, peer: PeerKey) -> float:
         """How long ago that peer should have been heard and was not; 0: it was, or it is not watched."""
         ...

@@ -29,7 +29,7 @@ from ..core.timeouts import TIMEOUTS
 from .descriptors import check_room
 from .security import KeyPair
 from .session.frames import CHUNK_HEADER_BYTES, LIMITS, Assemblies
-from .session.guard import KeyVerdict, PeerGuard
+from .session.guard import PeerGuard
 from .wire import InboundSink, Lane
 
 ZAP_DOMAIN = b"myxa"
@@ -307,22 +307,13 @@ class HandshakeWatch:
         return True
 
 
-STATUS_OVER = 500
-"""Of ZeroMQ's authentication: the key was good once (see `ZapHandler`)."""
 ENDPOINT = "inproc://zeromq.zap.01"
 NUM_REQUEST_FRAMES = 9
 """Routing id, delimiter, version, request id, domain, address, identity, mechanism, credentials."""
 NOTE_ADDRESS_CHARS = 64
 
-_STATUS: dict[KeyVerdict, tuple[bytes, bytes]] = {
-    KeyVerdict.ADMIT: (b"200", b"OK"),
-    KeyVerdict.UNKNOWN: (b"400", b"not of this job"),
-    KeyVerdict.OVER: (b"500", b"this incarnation is over"),
-}
-_REFUSED: dict[KeyVerdict, str] = {KeyVerdict.UNKNOWN: "key_unknown", KeyVerdict.OVER: "key_over"}
 _ZAP_REMEDIES: dict[str, str] = {
-    "key_unknown": "has it the job's key of this run, or one that was announced? one that has just joined comes again",
-    "key_over": "that process was replaced or reported dead; it must end",
+    "key_unknown": "has it the job's key of this run, or one that was announced? or has it ended?",
     "key_malformed": "only CURVE is spoken here",
 }
 
@@ -363,10 +354,11 @@ class ZapHandler:
             self._answer(frames, b"400", b"CURVE is needed", "")
             return True
         key = z85.encode(frames[8]).decode("ascii")
-        verdict = self._guard.verdict(key)
-        if verdict in _REFUSED:
-            self._refuse(_REFUSED[verdict], address)
-        self._answer(frames, *_STATUS[verdict], key)
+        if self._guard.admits(key):
+            self._answer(frames, b"200", b"OK", key)
+        else:
+            self._refuse("key_unknown", address)
+            self._answer(frames, b"400", b"not of this job", key)
         return True
 
     def _refuse(self, what: str, address: str) -> None:

@@ -50,8 +50,6 @@ class Echo:
 
     def connected(self, peer: PeerKey, lane: Lane) -> None: ...
 
-    def turned_away(self, peer: PeerKey, why: str) -> None: ...
-
     def silence_s(self, peer: PeerKey) -> float:
         return 0.0
 

@@ -60,10 +60,9 @@ class Corpus:
         spec = rng.choice(self._tables[actor].specs)
         tree = {f: random_value(t, rng) for f, t in spec.request.__annotations__.items()}
         body, views = codecs_of(spec).request.encode(spec.request(**tree))
-        chain = tuple(f"a{i}@1" for i in range(rng.randrange(3)))
         frames = tuple(bytes(v) for v in views)
         return bytes(encode(self._head(
-            Kind.CALL, actor=actor, method=spec.index, body=body, frames=frames, chain=chain, ttl_ms=0xFFFFFFFF,
+            Kind.CALL, actor=actor, method=spec.index, body=body, frames=frames, ttl_ms=0xFFFFFFFF,
         )))  # fmt: skip
 
     def _other(self) -> bytes:

@@ -20,7 +20,7 @@ from tests.simulation.sim_network import Net
 from tests.simulation.simulator import Nemesis, Sim, carry_out
 
 from myxa.core.actor import Actor
-from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, WouldDeadlock
+from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError
 from myxa.core.handlers import call
 from myxa.core.refs import with_deadline
 from myxa.transport.session import pending
@@ -232,7 +232,7 @@ def _check_relay(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]
     if isinstance(op.outcome, Receipt):
         if op.outcome.token != f"{op.token}'" or (op.outcome.who, op.outcome.epoch) not in inner:
             wrong.append(f"got {op.outcome}")
-    elif not isinstance(op.outcome, NotSent | NotExecuted | OutcomeUnknown | RemoteError | WouldDeadlock):
+    elif not isinstance(op.outcome, NotSent | NotExecuted | OutcomeUnknown | RemoteError):
         wrong.append(f"ended with {op.outcome!r}")
     return wrong
 

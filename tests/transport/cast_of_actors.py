@@ -110,12 +110,6 @@ class Relay(Actor):
     async def through(self, target: str, seconds: float) -> float | None:
         return await self.ctx.ref(Echo, target).sleep(seconds)
 
-    @call(deadline=10)
-    async def bounce(self, path: tuple[str, ...]) -> str:
-        if not path:
-            return self.ctx.name
-        return await self.ctx.ref(Relay, path[0]).bounce(path[1:])
-
 
 class Blocker(Actor):
     """Holds its own event loop up, with or without saying so before."""

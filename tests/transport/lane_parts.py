@@ -63,9 +63,6 @@ class Events:
     def connected(self, peer: PeerKey, lane: Lane) -> None:
         self.said.append("ready")
 
-    def turned_away(self, peer: PeerKey, why: str) -> None:
-        raise AssertionError(why)
-
     def lost(self, peer: PeerKey, lane: Lane, why: str) -> None:
         self.said.append("broken")
         self.why.append(why)

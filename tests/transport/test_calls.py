@@ -20,7 +20,6 @@ from myxa.core.errors import (
     NotSent,
     Overloaded,
     RemoteError,
-    WouldDeadlock,
 )
 from myxa.core.handlers import call
 from myxa.core.refs import with_deadline
@@ -190,18 +189,6 @@ async def test_a_full_mailbox_refuses_calls(world):
     await asyncio.gather(*notes)
     await ref.note("welcome")
     assert echo.log == ["x"] * 16 + ["welcome"]
-
-
-async def test_a_circle_of_calls_is_an_error_not_a_hang(world):
-    near, far = await world.pair(Echo())
-    await near.start(Relay(), "relay/0")
-    await far.start(Relay(), "relay/1")
-    await near.wait_for("relay/1", timeout_s=5)
-    await far.wait_for("relay/0", timeout_s=5)
-    ref = near.ref(Relay, "relay/0")
-    assert await ref.bounce(("relay/1",)) == "relay/1"
-    with pytest.raises(WouldDeadlock, match=r"relay/0@1 -> relay/1@1 -> relay/0@1"):
-        await ref.bounce(("relay/1", "relay/0"))
 
 
 async def test_an_inherited_deadline_that_is_over_sends_nothing(world):

@@ -39,7 +39,6 @@ envelopes = st.builds(
     actor=U32,
     method=U16,
     ttl_ms=U32,
-    chain=st.lists(names, max_size=4).map(tuple),
     body=st.binary(max_size=300),
     frames=st.lists(st.one_of(st.binary(max_size=40), st.binary(min_size=1000, max_size=1100)), max_size=5).map(tuple),
 )

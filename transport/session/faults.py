@@ -2,7 +2,7 @@
 
 The wire carries a class name from the closed tree in `core/errors.py`, text, and a traceback as text; never an object.
 Outcome classes keep their meaning: an error that a handler got from a call of *its own* says nothing about the call
-being handled and therefore arrives as `RemoteError`; only a deadlock concerns the whole chain and keeps its class.
+being handled and therefore arrives as `RemoteError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ...core.errors import (
     NotExecuted,
     OutcomeUnknown,
     RemoteError,
-    WouldDeadlock,
 )
 from ..codec import Buffer
 
@@ -56,7 +55,7 @@ def fault_of(error: BaseException) -> Fault:
     """What the caller gets for `error`, which a handler raised or the runtime refused with."""
     remote_type = type(error).__qualname__
     known = next((c for c in type(error).__mro__ if _KNOWN.get(c.__name__) is c), None)
-    is_of_another_call = isinstance(error, CallError) and error.callee != "" and not isinstance(error, WouldDeadlock)
+    is_of_another_call = isinstance(error, CallError) and error.callee != ""
     if known is None or not isinstance(error, MyxaError) or is_of_another_call or isinstance(error, RemoteError):
         return Fault(kind="RemoteError", message=str(error), remote_type=remote_type, traceback=_traceback(error))
     return Fault(
@@ -86,7 +85,7 @@ def decode_fault(body: Buffer, callee: str, method: str, *, is_refusal: bool) ->
         kind = NotExecuted if is_refusal else OutcomeUnknown
         return _named(kind(f"{callee}.{method}: an error came that cannot be read: {error}"), callee)
     error = _error_of(fault, callee, method)
-    if is_refusal and not isinstance(error, NotExecuted | WouldDeadlock | DeadlineExceeded):
+    if is_refusal and not isinstance(error, NotExecuted | DeadlineExceeded):
         error = NotExecuted(f"{callee}.{method} was refused: {fault.message}")
     return _named(error, callee)
 

@@ -1,6 +1,6 @@
 """The wire: envelopes, batches of them, chunks of large ones. Sans-IO; decoding never raises on input.
 
-    envelope   header (48 bytes, little endian) | chain | frame lengths | body | aligned raw frames
+    envelope   header (48 bytes, little endian) | frame lengths | body | aligned raw frames
     batch      'B' count lengths envelopes        what leaves for one peer in one turn of the loop
     chunk      'C' offset total bytes             a large envelope in pieces of 1 MiB; one at a time per connection
 
@@ -28,7 +28,7 @@ from ..wire import InboundSink, Lane
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"my"
-VERSION = 3
+VERSION = 4
 NO_TTL = 0xFFFFFFFF
 
 _MAGIC = int.from_bytes(MAGIC, "little")  # a number costs less than two bytes, to make and to compare
@@ -86,9 +86,6 @@ class Kind(IntEnum):
     __hash__ = int.__hash__  # Enum's own is written in Python, and every envelope is dispatched by its kind
 
 
-HAS_CHAIN = 4
-"""Flag of the header. A plain number: IntFlag costs a microsecond."""
-_UNKNOWN_FLAGS = 0xFFFF & ~HAS_CHAIN
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -107,7 +104,6 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     ttl_ms: int = NO_TTL
     """Budget that was left at sending; relative, so clocks need not agree."""
     body: Buffer = b""
-    chain: tuple[str, ...] = ()
     frames: tuple[Buffer, ...] = ()
 
 
@@ -134,20 +130,18 @@ class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
 def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
     """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. `ttl_ms`: what is known
     only at the moment of sending."""
-    body, frames, extras, flags = envelope.body, envelope.frames, b"", 0
-    if envelope.chain:  # most have none
-        extras, flags = _chain_bytes(envelope.chain), HAS_CHAIN
+    body, frames = envelope.body, envelope.frames
     head = _HEADER.pack(
-        _MAGIC, VERSION, envelope.kind, flags, envelope.method, envelope.actor, envelope.corr,
+        _MAGIC, VERSION, envelope.kind, 0, envelope.method, envelope.actor, envelope.corr,
         envelope.src_node, envelope.src_epoch, envelope.dst_epoch, envelope.ttl_ms if ttl_ms is None else ttl_ms,
         len(frames), len(body),
     )  # fmt: skip
     if not frames:
-        return b"".join((head, extras, body))
+        return head + body if type(body) is bytes else b"".join((head, body))
     table = struct.pack(f"<{len(frames)}I", *map(len, frames))
     data = bytearray(encoded_bytes(envelope))
     end = 0
-    for part in (head, extras, table, body):
+    for part in (head, table, body):
         data[end : end + len(part)] = part
         end += len(part)
     for frame in frames:
@@ -159,8 +153,6 @@ def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
 
 def encoded_bytes(envelope: Envelope) -> int:
     end = HEADER_BYTES + 4 * len(envelope.frames) + len(envelope.body)
-    if envelope.chain:
-        end += len(_chain_bytes(envelope.chain))
     for frame in envelope.frames:
         end = aligned(end, len(frame)) + len(frame)
     return end
@@ -177,26 +169,25 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
     if magic != _MAGIC:
         return Malformed(reason="wrong magic")
     kind = _KINDS.get(number)
-    if version != VERSION or kind is None or flags & _UNKNOWN_FLAGS or size > limits.message or body_len > limits.body:
+    if version != VERSION or kind is None or flags or size > limits.message or body_len > limits.body:
         reason = _objection(version, kind is not None, flags, size, body_len)
         return Malformed(reason=reason, corr=corr, src_node=src_node, src_epoch=src_epoch)
-    if size == HEADER_BYTES + body_len and not (num_frames or flags):
+    if size == HEADER_BYTES + body_len and not num_frames:
         return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, data[HEADER_BYTES:])
     try:
-        chain, offset = _read_chain(data, HEADER_BYTES) if flags else ((), HEADER_BYTES)
-        body, frames = read_parts(data, offset, num_frames, body_len, LIMITS.arrays)
+        body, frames = read_parts(data, HEADER_BYTES, num_frames, body_len, LIMITS.arrays)
     except ValueError as error:
         return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
     return Envelope(
         kind=kind, src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
-        method=method, ttl_ms=ttl, chain=chain, body=body, frames=frames,
+        method=method, ttl_ms=ttl, body=body, frames=frames,
     )  # fmt: skip
 
 
 def _objection(version: int, is_known: bool, flags: int, size: int, body_len: int) -> str:
     if version != VERSION:
         return f"wire version {version}, not {VERSION}"
-    if not is_known or flags & _UNKNOWN_FLAGS:
+    if not is_known or flags:
         return f"unknown kind or flags {flags:#x}"
     return f"{size} bytes with a body of {body_len} are over the limit"
 
@@ -246,27 +237,6 @@ def peek(data: bytes) -> tuple[int, int] | None:
         return None
     magic, version, kind, _, _, _, corr, *_ = _HEADER.unpack_from(data)
     return (kind, corr) if magic == _MAGIC and version == VERSION and kind in _KINDS else None
-
-
-_CHAIN = struct.Struct("<H")
-
-
-def _chain_bytes(chain: tuple[str, ...]) -> bytes:
-    text = "\n".join(chain).encode()
-    return _CHAIN.pack(len(text)) + text
-
-
-def _read_chain(data: memoryview, offset: int) -> tuple[tuple[str, ...], int]:
-    length, offset = _cut(data, offset, _CHAIN.size)
-    text, offset = _cut(data, offset, _CHAIN.unpack(length)[0])
-    return tuple(text.decode().split("\n")), offset
-
-
-def _cut(data: memoryview, offset: int, length: int) -> tuple[bytes, int]:
-    end = offset + length
-    if end > len(data):
-        raise ValueError("cut short")
-    return bytes(data[offset:end]), end
 
 
 def read_parts(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal, TypeVar
 
 from ...core.ids import PeerKey
@@ -22,18 +21,7 @@ node: joined with an announced key: may do everything in its own name."""
 PROVISIONAL = 1 << 31
 """Set in the number of a process that has not joined yet; its epoch is 0."""
 MAX_CANDIDATES = 4096
-MAX_PAST = 4096
 MAX_STRANGERS = 1024
-
-
-class KeyVerdict(Enum):
-    """On a key, when a connection is made."""
-
-    ADMIT = "admit"
-    UNKNOWN = "unknown"
-    """May become known in a moment: the directory may be behind."""
-    OVER = "over"
-    """Of an incarnation that was replaced or has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +47,12 @@ class PeerGuard:
         self._registry_node = registry_node
         self._is_registry = is_registry
         self._members: Mapping[str, tuple[PeerKey, str]] = {}
-        self._past: OrderedDict[str, None] = OrderedDict()
-        """Keys that were dropped, oldest first."""
         self._candidates: OrderedDict[str, KeyRights] = OrderedDict()
         self._strangers: OrderedDict[PeerKey, KeyRights] = OrderedDict()
 
     def follow(self, members: Mapping[str, tuple[PeerKey, str]]) -> None:
         """The directory changed; at once this is the list."""
-        before, self._members = self._members, members
-        self._past |= dict.fromkeys(key for key in before if key not in self._members)
-        for key in self._members:
-            self._past.pop(key, None)
-        while len(self._past) > MAX_PAST:
-            self._past.popitem(last=False)
+        self._members = members
 
     def expect(self, badge: KeyRights) -> None:
         """The registry's process: a process with that key will ask to join. A later key of that name replaces it."""
@@ -83,11 +64,10 @@ class PeerGuard:
         """That key has been used to join; it does so once."""
         self._candidates.pop(key, None)
 
-    def verdict(self, key: str) -> KeyVerdict:
-        """For ZeroMQ's authentication: may a connection with that key be made?"""
-        if key == self._root or key in self._members or key in self._candidates:
-            return KeyVerdict.ADMIT
-        return KeyVerdict.OVER if key in self._past else KeyVerdict.UNKNOWN
+    def admits(self, key: str) -> bool:
+        """For ZeroMQ's authentication: may a connection with that key be made? One that may not may be admitted in a
+        moment: the directory may be behind."""
+        return key == self._root or key in self._members or key in self._candidates
 
     def objection(self, proof: str, peer: PeerKey, name: str) -> str:
         """Why a connection that was admitted with that key may not speak as `peer`; "" if it may."""

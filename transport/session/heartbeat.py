@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Annotated, Literal
 
 import msgspec
@@ -57,7 +57,6 @@ class _Heart:
         self.heard_at = self.silent_from = now
         self.asked_at = now - TIMEOUTS.wire.heartbeat_s
         self.num_unanswered = 0
-        self.num_pongs = 0
 
     def silence_s(self, now: float) -> float:
         """How long it should have been heard and was not."""
@@ -131,17 +130,6 @@ class Heartbeat:
                 self._send(link, Kind.PING)
         self._links.flush()
 
-    def ask_all(self) -> Callable[[], bool]:
-        """Ask all peers now. The result tells whether all have answered: then they have what was sent before."""
-        now = self._clock.monotonic()
-        asked: dict[PeerKey, int] = {}
-        for link in self._links.all():
-            if self._can_hear(link):
-                asked[link.key] = self._heart_of(link.key, now).num_pongs
-                self._send(link, Kind.PING)
-        hearts = self._hearts
-        return lambda: all(key not in hearts or hearts[key].num_pongs > before for key, before in asked.items())
-
     def _vitals(self) -> Vitals:
         until, who, why = max(self._busy.values(), default=(0.0, "", ""))
         busy_s = max(0.0, until - self._clock.monotonic())
@@ -202,8 +190,7 @@ class Heartbeat:
             self._send(link, Kind.PONG)
 
     def on_pong(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        if self._take(link, envelope):
-            self._heart_of(link.key, self._clock.monotonic()).num_pongs += 1
+        self._take(link, envelope)
 
     def _take(self, link: Link, envelope: Envelope) -> bool:
         try:

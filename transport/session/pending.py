@@ -77,7 +77,6 @@ class PendingCall(msgspec.Struct, eq=False):
     """Called at most once."""
     deadline_at: float | None = None
     frames: tuple[Buffer, ...] = ()
-    chain: tuple[str, ...] = ()
     corr: int = 0
     """Its number; 0: it has not begun."""
     peer: PeerKey = NO_PEER
@@ -97,7 +96,7 @@ class PendingCall(msgspec.Struct, eq=False):
         envelope = self.envelope = Envelope(
             kind=Kind.CALL, corr=corr,
             src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch,
-            actor=route.actor, method=route.method, chain=self.chain, body=self.body, frames=self.frames,
+            actor=route.actor, method=route.method, body=self.body, frames=self.frames,
         )  # fmt: skip
         self.peer, self.due_at, num_bytes = route.peer, self.deadline_at, encoded_bytes(envelope)
         self.lane = Lane.BULK if num_bytes > LIMITS.bulk_from else Lane.CONTROL

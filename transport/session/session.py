@@ -31,9 +31,6 @@ _HELLO = Kind.HELLO  # members of an Enum are looked up in Python
 Handler = Callable[[Link, Lane, Envelope, int], None]
 """Of one kind of envelope; the number is its length in bytes."""
 
-ANOTHER = "asked for another incarnation than"
-REPLACED = "was replaced, or was reported dead"
-
 
 class Session:
     """The peers of one process and its envelopes. Implements `wire.InboundSink`."""
@@ -145,10 +142,6 @@ class Session:
         if lane is Lane.CONTROL:
             link.is_up = False
 
-    def turned_away(self, peer: PeerKey, why: str) -> None:
-        if self._links.find(peer) is not None:
-            self._host.fenced(StaleEpoch(f"{peer}: {why}; it {REPLACED}"))
-
     def silence_s(self, peer: PeerKey) -> float:
         return self.heartbeat.silence_s(peer)
 
@@ -213,10 +206,10 @@ class Session:
             self._refuse_version(key, hello)
             return
         if key == self.own or (hello.to_node, hello.to_epoch) != (self.own.node_id, self.own.epoch):
-            self._refuse(key, hello, StaleEpoch(f"{hello.name} {ANOTHER} {self.own}"))
+            self.counters["hello_stale"] += 1  # the registry tells it who is over
             return
         if self._links.is_over(key):
-            self._refuse(key, hello, StaleEpoch(f"{hello.name} epoch {key.epoch} {REPLACED}"))
+            self._refuse_ended(key, hello)
             return
         for older in self._links.heard_of(key):
             self.peer_over(older.key, f"{hello.name} restarted as epoch {key.epoch}")
@@ -233,6 +226,12 @@ class Session:
             return
         self._adopt(link, source, lane)
 
+    def _refuse_ended(self, key: PeerKey, hello: Hello) -> None:
+        self.counters["hello_stale"] += 1
+        if self._links.find(key) is None:  # else it greets a former identity of ours, and knows the present one
+            error = StaleEpoch(f"{hello.name} epoch {key.epoch} was replaced, or was reported dead")
+            self._tell_stranger(key, hello.endpoints, error)
+
     def _refuse_version(self, key: PeerKey, hello: Hello) -> None:
         """Calls to it that wait end as not executed: it takes nothing from us either."""
         self.counters["hello_of_another_version"] += 1
@@ -246,10 +245,10 @@ class Session:
         else:
             self._tell_stranger(key, hello.endpoints, error)
 
-    def _tell_stranger(self, key: PeerKey, endpoints: Endpoints, error: CallError, to_node: int = 0) -> None:
+    def _tell_stranger(self, key: PeerKey, endpoints: Endpoints, error: CallError) -> None:
         """With our own HELLO in front, from which it sees the same."""
         try:
-            refusal = self._envelope(Kind.NACK, key, body=encode_fault(error), actor=to_node)
+            refusal = self._envelope(Kind.NACK, key, body=encode_fault(error))
             self._links.tell_stranger(key, endpoints, encode(refusal))
         except LaunchError:
             self.counters["cannot_answer"] += 1
@@ -270,12 +269,6 @@ class Session:
             if (source := link.sources[lane]) is not None:
                 self._sources[lane].pop(source, None)
 
-    def _refuse(self, key: PeerKey, hello: Hello, error: StaleEpoch) -> None:
-        self.counters["hello_stale"] += 1
-        if self._links.find(key) is not None:
-            return  # it greets a former identity of ours (we have just joined) and knows the present one already
-        self._tell_stranger(key, hello.endpoints, error, hello.to_node)
-
     def _on_stale(self, link: Link, envelope: Envelope) -> None:
         self.counters["stale"] += 1
         if envelope.kind is Kind.CALL:
@@ -287,12 +280,8 @@ class Session:
             self.calls.on_answer(link, lane, envelope, num_bytes)
             return
         error = decode_fault(envelope.body, str(link.key), "HELLO", is_refusal=True)
-        if isinstance(error, StaleEpoch) and REPLACED in error.message:
+        if isinstance(error, StaleEpoch):
             self._host.fenced(error)
-        elif isinstance(error, StaleEpoch) and ANOTHER in error.message:
-            for other in self._links.all():  # another process listens at its address, the HELLO of a newer one said
-                if other.key.node_id == envelope.actor and envelope.actor != link.key.node_id:
-                    self._down(other, f"{link.key} is at its address now")
         else:
             self.peer_over(link.key, f"it refused us: {error}")
 
@@ -322,8 +311,8 @@ class Session:
         self.calls.on_gone(link, why)
         self.serving.on_gone(link)
 
-    def _envelope(self, kind: Kind, peer: PeerKey, *, body: bytes = b"", corr: int = 0, actor: int = 0) -> Envelope:
+    def _envelope(self, kind: Kind, peer: PeerKey, *, body: bytes = b"", corr: int = 0) -> Envelope:
         return Envelope(
             kind=kind, src_node=self.own.node_id, src_epoch=self.own.epoch, dst_epoch=peer.epoch,
-            corr=corr, actor=actor, body=body,
+            corr=corr, body=body,
         )  # fmt: skip
