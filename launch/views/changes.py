@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 from ...core.knobs import AuditRecord, KnobMove, KnobValue
 
@@ -15,47 +15,39 @@ _MAX_MOVES = 4
 _MAX_TEXT = 300
 
 
-@dataclass(frozen=True, slots=True)
-class RunChange:
-    """One line of what was changed."""
+class RunChange(NamedTuple):
+    """A record of the audit log, and where it is on a plot."""
 
-    number: int
-    """From 1; the plots name changes by it."""
-    wall_s: float
+    record: AuditRecord
     step: int
-    """Weight version that was trained from when it came into force; what is right of it on a plot has it."""
-    what: str
-    """"lr 0.001 -> 0.0005", or the verb and what it was about."""
-    who: str
-    reason: str
-    result: str
-    detail: str
-    values: dict[str, KnobValue]
+    """Weight version that was trained from when it came into force; what is right of it on a plot has it. -1: not
+    known."""
+
+    @property
+    def what(self) -> str:
+        """As `lr 0.001 -> 0.0005`, or the verb and what it was about."""
+        return moves_text(self.record.moves) or f"{self.record.verb} {asked_text(self.record.arguments)}".strip()
+
+    @property
+    def who(self) -> str:
+        return self.record.who.user or self.record.who.via
 
     @property
     def is_done(self) -> bool:
-        return self.result == "done"
+        return self.record.result == "done"
 
 
-def changes_of(records: Sequence[AuditRecord]) -> list[RunChange]:
-    """One change a record, in order of the log, numbered by the log."""
-    return [_of_record(record) for record in records]
-
-
-def _of_record(record: AuditRecord) -> RunChange:
-    # The launcher starts processes and knows no version: `placed` finds the step by the clock.
-    step = max(record.at, record.version) if record.moves else record.version or -1
-    return RunChange(
-        number=record.number,
-        wall_s=record.wall_s,
-        step=step,
-        what=moves_text(record.moves) or f"{record.verb} {asked_text(record.arguments)}".strip(),
-        who=record.who.user or record.who.via,
-        reason=_cut(record.reason),
-        result=record.result,
-        detail=_cut(record.detail),
-        values={move.name: move.new for move in record.moves},
-    )
+def changes_of(records: Iterable[AuditRecord], steps: Sequence[tuple[float, int]] = ()) -> list[RunChange]:
+    """In order of the log. `steps`: (when it was reported, step), by time: verbs about processes are noted by the
+    launcher, which knows no step."""
+    times, found = [wall_s for wall_s, _ in steps], list[RunChange]()
+    for record in records:
+        step = max(record.at, record.version) if record.moves else record.version or -1
+        if step < 0 and steps:
+            index = bisect_right(times, record.wall_s)
+            step = steps[index - 1][1] if index else 0
+        found.append(RunChange(record, step))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +58,6 @@ class EventRow:
     source: str
     kind: str
     text: str
-
-
-def placed(changes: Iterable[RunChange], steps: Sequence[tuple[float, int]]) -> list[RunChange]:
-    """The changes, those of unknown step at the step of their time. `steps`: (when it was reported, step), by time."""
-    times = [wall_s for wall_s, _ in steps]
-    found: list[RunChange] = []
-    for change in changes:
-        if change.step < 0 and steps:
-            index = bisect_right(times, change.wall_s)
-            change = replace(change, step=max((step for _, step in steps[max(0, index - 1) : index]), default=0))
-        found.append(change)
-    return found
 
 
 def moves_text(moves: Sequence[KnobMove]) -> str:
@@ -116,7 +96,7 @@ def stairs(changes: Sequence[RunChange], name: str, first: float, low: float, hi
     """(step, value) of a knob over the steps from `low` to `high`, with a corner before and after each change of it."""
     found = [(low, first)]
     for change in changes:
-        new = change.values.get(name)
+        new = next((move.new for move in change.record.moves if move.name == name), None)
         if change.is_done and change.step >= 0 and isinstance(new, int | float):
             at = min(max(float(change.step), found[-1][0]), high)
             found += [(at, found[-1][1]), (at, float(new))]

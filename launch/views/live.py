@@ -150,8 +150,8 @@ def render(view: RunView) -> RenderableType:
         rows = [(clean(name), shares[name]) for name in sorted(shares, key=name_order)[:_MAX_ROWS]]
         parts += [Text(f"\ntime of the last minute{more}"), _rows(rows)]
     if changes := [change for change in changes_of(view.history) if change.is_done][-_MAX_CHANGES:]:
-        words = ("   ".join(filter(None, (one.what, one.who, one.reason))) for one in changes)
-        rows = [(clock_text(one.wall_s), clean(text)) for one, text in zip(changes, words, strict=True)]
+        words = ("   ".join(filter(None, (one.what, one.who, one.record.reason))) for one in changes)
+        rows = [(clock_text(one.record.wall_s), clean(text)) for one, text in zip(changes, words, strict=True)]
         parts += [Text("\nnewest changes"), _rows(rows)]
     if view.num_steps:
         parts.append(ProgressBar(total=view.num_steps, completed=min(view.version, view.num_steps)))

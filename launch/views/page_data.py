@@ -194,8 +194,9 @@ def _times(run: RunFiles) -> list[dict[str, Any]]:
 def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
     return [
         {
-            **_picked(change, "number step what who reason result detail"),
-            "after": round(change.wall_s - start_s, 2),
+            **_picked(change, "step what who"),
+            **_picked(change.record, "number reason result detail"),
+            "after": round(change.record.wall_s - start_s, 2),
             "isDone": change.is_done,
         }
         for change in run.changes

@@ -24,7 +24,7 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
 from ..run_dir import RunDir
-from .changes import EventRow, RunChange, changes_of, placed
+from .changes import EventRow, RunChange, changes_of
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
@@ -362,7 +362,7 @@ class RunFiles:
     @property
     def changes(self) -> list[RunChange]:
         """What was changed while it ran, in order; refused and failed attempts too."""
-        return placed(changes_of(list(self._records)), sorted(self.reported))
+        return changes_of(self._records, sorted(self.reported))
 
     def main(self, metric: str) -> Series | None:
         sources = self.series.get(metric, {})

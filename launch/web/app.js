@@ -140,27 +140,6 @@ function changeLegend() {
   return [el("details", { class: "card", open: "" }, el("summary", {}, "Vertical lines: changes made while running"), el("ol", {}, ...items))];
 }
 
-// -- runs side by side -----------------------------------------------------------------------------------------------
-
-async function listRuns() {
-  if (!$("runs").open) return;
-  const runs = await opened(await fetch("/api/runs"));
-  $("run-list").replaceChildren(...runs.filter((run) => run.name !== past?.name).map((run) => {
-    const box = el("input", { type: "checkbox" });
-    box.checked = others.some((other) => other.name === run.name);
-    box.addEventListener("change", () => compareWith(run.name, box));
-    return el("label", {}, box, ` ${run.name} `, el("span", { class: "keys" }, `${run.state}, step ${run.step}, reward ${short(run.reward)}`));
-  }));
-  if (!$("run-list").children.length) $("run-list").append(el("p", { class: "empty" }, "There is no other run in this folder."));
-}
-
-async function compareWith(name, box) {
-  others = others.filter((other) => other.name !== name);
-  if (box.checked) others.push(await opened(await fetch(`/api/run?name=${encodeURIComponent(name)}`)));
-  setPast(past);
-  drawPage();
-}
-
 // -- overview --------------------------------------------------------------------------------------------------------
 
 function drawOverview() {
@@ -399,7 +378,6 @@ $("metric-filter").addEventListener("input", () => past && drawMetrics());
 $("smooth").addEventListener("input", () => { settings.smooth = Number($("smooth").value); redrawCharts(); });
 $("axis").addEventListener("change", () => { settings.axis = $("axis").value; redrawCharts(); });
 $("log").addEventListener("change", () => { settings.isLog = $("log").checked; redrawCharts(); });
-$("runs").addEventListener("toggle", listRuns);
 $("more-samples").addEventListener("click", loadSamples);
 $("sample-search").addEventListener("keydown", (event) => { if (event.key === "Enter") loadSamples(); });
 for (const button of document.querySelectorAll("#run-verbs button")) button.addEventListener("click", () => doVerb(button));
@@ -410,7 +388,6 @@ if (kept) {
   showKept();
   if (kept.samples.length) loadSamples();
 } else {
-  $("runs").hidden = false;
   choosePage();
   listen();
 }

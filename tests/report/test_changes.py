@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
-from myxa.launch.views.changes import changes_of, moves_text, placed
+from myxa.launch.views.changes import changes_of, moves_text
 from myxa.launch.views.page_data import past_table
 from myxa.launch.views.run_files import load_run
 
@@ -57,8 +57,8 @@ def test_a_verb_without_knobs_is_told_by_what_was_asked() -> None:
         arguments={"target": "rollout", "count": 4, "reason": "more", "dry_run": False}, reason="more",
     )  # fmt: skip
     (change,) = changes_of([record])
-    assert (change.what, change.step, change.number) == ("scale target=rollout count=4", 12, 3)
-    assert (change.who, change.reason) == ("ada", "more")
+    assert (change.what, change.step, change.record.number) == ("scale target=rollout count=4", 12, 3)
+    assert (change.who, change.record.reason) == ("ada", "more")
 
 
 def test_f3_marks_of_verbs_about_processes_are_at_the_step_of_their_time() -> None:
@@ -68,5 +68,5 @@ def test_f3_marks_of_verbs_about_processes_are_at_the_step_of_their_time() -> No
         for number, wall_s, verb in ((1, 25.0, "scale"), (2, 65.0, "down"), (3, 5.0, "drain"))
     ]
     steps = [(10.0 * step, step) for step in range(1, 7)]
-    assert [change.step for change in placed(changes_of(records), steps)] == [2, 6, 0]
-    assert [change.step for change in placed(changes_of(records), [])] == [-1, -1, -1], "not known, not step 0"
+    assert [change.step for change in changes_of(records, steps)] == [2, 6, 0]
+    assert [change.step for change in changes_of(records)] == [-1, -1, -1], "not known, not step 0"
