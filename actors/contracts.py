@@ -38,7 +38,6 @@ from ..core.messages import (
     EvalRequest,
     EvalResult,
     GroupDropped,
-    GroupFinished,
     GroupReturned,
     PutResult,
     RunStatus,
@@ -156,8 +155,8 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=60, cancellable=False)
-    async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
-        """What became of each, in this order. May be repeated until it is answered: the ledger takes a group once."""
+    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        """What became of it. May be repeated until it is answered: the ledger takes a group once."""
         raise NotImplementedError
 
     @call(deadline=10)

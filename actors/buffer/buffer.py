@@ -52,7 +52,6 @@ from ...core.messages import (
     DrawReply,
     DrawRequest,
     GroupDropped,
-    GroupFinished,
     GroupReturned,
     PauseState,
     PutResult,
@@ -267,18 +266,14 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
         return assignments, blocked_by
 
-    async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
+    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
         with self._changing("put"), self._groups.ledger.together():
-            kept = [self._groups.put(one.group, one.attempt, rollout) for one in finished]
-        for result, group in kept:
-            self._note_put(group, rollout, result)
-        return tuple(result for result, _ in kept)
-
-    def _note_put(self, group: Group, rollout: str, result: PutResult) -> None:
+            result, group = self._groups.put(group, attempt, rollout)
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
         if result.outcome == "filtered":
             self._samples.left_out(group, self._groups.ledger.next_step, result.reason, rollout)
+        return result
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         if self._opened is None:

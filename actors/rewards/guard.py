@@ -34,8 +34,6 @@ from .call import CallFailed
 T = TypeVar("T")
 
 MAX_COOL_DOWN_S = 60.0
-MAX_ALONE = 2
-"""Repetitions of a call, while no other one waits, before it is its answers that are blamed."""
 
 Tell = Callable[[str, str], None]
 """Kind and text of an event."""
@@ -237,7 +235,7 @@ class CallGuard(Guarded):
     async def called(self, group_id: int, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call()`, which waits and is repeated while an outage lasts. Raises CallFailed for a failure
         that counts, and whatever else `call` raises."""
-        pause_s, num_repeated = self._settings.cool_down_s, 0
+        pause_s = self._settings.cool_down_s
         while True:
             if self._outage_s is not None and self._fatal:
                 raise CallFailed(f"is not called any more; it last {self.last_error}")
@@ -245,8 +243,7 @@ class CallGuard(Guarded):
             try:
                 result = await call()
             except CallFailed as failed:
-                is_for_later = self._failed(failed, group_id, begun_s)
-                if not is_for_later or (num_repeated >= MAX_ALONE and not self._num_waiting):
+                if not self._failed(failed, group_id, begun_s):
                     raise
             except MyxaError as error:  # no further call has any sense
                 self._num_errors += 1
@@ -257,18 +254,14 @@ class CallGuard(Guarded):
                 self._is_well(begun_s)
                 self._book(group_id, has_failed=False)
                 return result
-            await self._wait(pause_s)
-            pause_s, num_repeated = min(2 * pause_s, MAX_COOL_DOWN_S), num_repeated + 1
-
-    async def _wait(self, pause_s: float) -> None:
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(pause_s):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._num_waiting -= 1
+            self._num_waiting += 1
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pause_s = min(2 * pause_s, MAX_COOL_DOWN_S)
+            finally:
+                self._num_waiting -= 1
 
     def _ring(self) -> None:
         self._changed.set()

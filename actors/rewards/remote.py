@@ -18,10 +18,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from ...algos.arguments import bind
 from ...core.completions import Completion
 from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
-from ...core.suggestion import suggest
 from ..http_client import AnswerTooLong, NoAnswer, client_session, post_bounded
 from .call import Answers, CallFailed, Outcomes, judged
 
@@ -38,30 +38,27 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 class RemoteOptions:
     """The table `[reward.args]` of `fn = "remote"`."""
 
-    url: str = ""
-    tries: int = 3
+    url: str
+    tries: int
     """How often one call is made at most."""
-    backoff_s: float = 0.5
+    backoff_s: float
     """Pause before the second try, doubled for each further one, and up to half as long or longer by chance."""
-    max_calls: int = 64
+    max_calls: int
     """Calls of one rollout actor at a time; the others wait, and their time limit with them."""
+
+
+def _options(*, url: str = "", tries: int = 3, backoff_s: float = 0.5, max_calls: int = 64) -> RemoteOptions:
+    return RemoteOptions(url, tries, backoff_s, max_calls)
 
 
 def remote_options(args: Mapping[str, Any], key: str = "reward.args") -> RemoteOptions:
     """The arguments, checked. Raises ConfigError."""
-    known = RemoteOptions.__annotations__
-    for name in args:
-        if name not in known:
-            raise ConfigError(f'{key}.{name}: reward "remote" takes no such argument', remedy=suggest(name, known))
-    try:
-        options = msgspec.convert(dict(args), RemoteOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f'{key}: reward "remote": {error}', remedy="see docs/rewards-and-data.md") from error
+    options = bind(_options, args, key=key, what='reward "remote"')()
     if HTTP_URL.fullmatch(options.url) is None:
         raise ConfigError(
             f'{key}.url = "{options.url}": reward "remote" asks a service', remedy="http://host:port/path"
         )
-    if options.tries < 1 or options.max_calls < 1 or not 0 <= options.backoff_s <= MAX_PAUSE_S:
+    if options.tries < 1 or options.max_calls < 1 or options.backoff_s > MAX_PAUSE_S:
         raise ConfigError(
             f"{key}: tries and max_calls must be at least 1, backoff_s from 0 to {MAX_PAUSE_S:g}",
             remedy="leave them out for the defaults",

@@ -349,19 +349,12 @@ class GroupRunner:
         self.on_failure(kind, words)
 
     async def _referenced(self, reference: Reference, member: GroupMember) -> Rollout:
-        """With the log-probs of the reference model: those of an earlier attempt, if it was as far with a sample."""
-        recorded = {one.branch: one for one in member.recorded if one.reference_logprobs is not None}
-
-        async def with_logprobs(sample: Sample) -> Sample:
-            known = recorded.get(sample.branch)
-            if known is not None and _is_same(known, sample):
-                return replace(sample, reference_logprobs=known.reference_logprobs)
-            return await reference.judged(member.group.prompt, sample)
-
+        """With the log-probs of the reference model."""
         began_s = self._clock.monotonic()
         self._note(rewarding=1)
         try:
-            return tuple(await all_or_first_error([with_logprobs(one) for one in member.finished]))
+            asking = [reference.judged(member.group.prompt, one) for one in member.finished]
+            return tuple(await all_or_first_error(asking))
         finally:
             member.group.reached("reward", began_s)
             self._note(rewarding=-1)
@@ -509,13 +502,6 @@ class GroupRunner:
         self._load.rewarding += rewarding
         self._load.waiting += waiting
         self._on_load(self._load)
-
-
-def _is_same(one: Sample, other: Sample) -> bool:
-    """Whether they are of the same tokens, by the same policy at the same temperature."""
-    return one.temperature == other.temperature and all(
-        np.array_equal(getattr(one, name), getattr(other, name)) for name in ("prompt_ids", "response_ids", "loss_mask")
-    )
 
 
 async def all_or_first_error(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

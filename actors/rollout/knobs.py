@@ -21,7 +21,7 @@ TUNABLES: tuple[Tunable, ...] = (
     _knob("concurrency", "int", "rollout.max_groups",
           "Groups in flight at one rollout actor. Raised, it asks for more at once; lowered, running groups end first. "
           "Of their samples an engine decodes engine.max_running together, which is fixed when it starts (for SGLang "
-          "max_running_requests); the others wait inside it.", low=1, high=65536, unit="groups", is_judged=True),
+          "max_running_requests); the others wait inside it.", low=1, high=65536, unit="groups"),
     _knob("workflow_timeout_s", "float", "rollout.timeout_s",
           "How long a workflow may take for one sample; samples that are begun from now on. Code that blocks the event "
           "loop is judged by the run file's value.", low=0.0, is_low_open=True, high=7 * 86400.0, unit="s"),
@@ -49,15 +49,3 @@ def rollout_knobs(options: RolloutOptions, apply: Callable[[], None]) -> tuple[K
         return Knob(tunable, lambda: getattr(options, name), use)
 
     return tuple(knob(t) for t in TUNABLES if getattr(options, t.name) is not None)
-
-
-def crowding(concurrency: int, num_samples: int, max_running: int) -> str:
-    """What the operator should know of a concurrency that the engine cannot follow; empty: nothing. `num_samples`: of a
-    group, as far as one was seen; `max_running`: sequences that the engine decodes together."""
-    wanted = concurrency * num_samples
-    if not max_running or wanted <= max_running:
-        return ""
-    return (
-        f"{concurrency} groups of {num_samples} samples are {wanted} requests, and the engine decodes {max_running} "
-        "together (fixed since its start): the others wait inside it"
-    )

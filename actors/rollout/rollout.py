@@ -42,11 +42,9 @@ from ...core.errors import (
     DiskRefused,
     EngineError,
     EngineLied,
-    MessageTooLarge,
     MyxaError,
     UserCodeError,
 )
-from ...core.knobs import KnobValue, KnobVerdict
 from ...core.messages import (
     ActivityKind,
     Assignment,
@@ -57,9 +55,7 @@ from ...core.messages import (
     EvalRequest,
     EvalResult,
     GroupDropped,
-    GroupFinished,
     GroupReturned,
-    PutResult,
     SamplingParams,
     WeightAck,
     WeightManifest,
@@ -80,14 +76,12 @@ from ..workflows.episode import Generate, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
 from .evaluation import Evaluation
 from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, drop_reason, no_engine
-from .knobs import crowding, rollout_knobs
+from .knobs import rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
 
 COORDINATOR = "coordinator"
 SAVING_SHARE = 0.05
 """Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
-PUT_AT_ONCE = 16
-"""Finished groups in one message."""
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 
@@ -169,11 +163,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._broke: EngineError | None = None
         """What a group was failed with since that was judged last."""
         self._broke_s = -TIMEOUTS.rollout.loss_s
-        self._finished: asyncio.Queue[tuple[GroupFinished, asyncio.Future[PutResult]]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._blocked_by: DrawBlock = ""
-        self._num_samples = 0
-        """Of the group that was taken last."""
 
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
@@ -207,13 +198,6 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._engine.pause_mode = self._options.pause_mode
         self._book()
         self._room.set()
-
-    async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
-        verdict = await super().judge_knobs(values, at)
-        if "concurrency" not in values:
-            return verdict
-        remark = crowding(int(values["concurrency"]), self._num_samples, self._max_running)
-        return KnobVerdict(refusal=verdict.refusal, remark=remark)
 
     async def _run(self) -> None:
         """Start the engine, report in, then pull work until it drains."""
@@ -463,7 +447,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         """Draw and run groups until it has to drain. Never gives up on a buffer that is being restarted."""
         self._is_at_work = True
         self._book()
-        self.ctx.spawn(self._deliver_forever(), name="deliver")
         if self._engine is not None and self._options.save_partials_s > 0:
             self.ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
@@ -518,7 +501,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self.is_draining or len(self._held) >= self._options.concurrency:  # it went during the draw
             await self._give_back(assignment, Partial(assignment.partial))
             return
-        self._num_samples = assignment.num_samples
         task = self.ctx.spawn(self._run_group(assignment, runner), name=f"group-{group_id}")
         self._held[group_id] = _Held(assignment, task, _num_tokens(assignment.partial))
         self._book()
@@ -594,38 +576,10 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def _deliver(self, group: Group, attempt: int) -> None:
         self._budget.note(None)
-        answer = asyncio.get_running_loop().create_future()
-        self._finished.put_nowait((GroupFinished(group=group, attempt=attempt), answer))
-        result = await answer
+        result = await self._ask(lambda: self._buffer.put_group(group, attempt, self.ctx.name))
         if result.outcome not in ("ready", "filtered"):
             self.ctx.log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
         self.counts["num_groups"] += 1
-
-    async def _deliver_forever(self) -> None:
-        """One message at a time: what is finished while one is under way goes with the next."""
-        while True:
-            batch = [await self._finished.get()]
-            while len(batch) < PUT_AT_ONCE and not self._finished.empty():
-                batch.append(self._finished.get_nowait())
-            await self._put(batch)
-
-    async def _put(self, batch: Sequence[tuple[GroupFinished, asyncio.Future[PutResult]]]) -> None:
-        finished, middle = tuple(one for one, _ in batch), len(batch) // 2
-        waiting = (answer for _, answer in batch)
-        try:
-            results = await self._ask(lambda: self._buffer.put_groups(finished, self.ctx.name))
-        except MyxaError as error:
-            if isinstance(error, MessageTooLarge) and middle:
-                await self._put(batch[:middle])
-                await self._put(batch[middle:])
-                return
-            for answer in waiting:
-                if not answer.done():
-                    answer.set_exception(error)
-        else:
-            for answer, result in zip(waiting, results, strict=True):
-                if not answer.done():  # the group's task was cancelled
-                    answer.set_result(result)
 
     async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
         returned = self._returned(assignment, partial.samples, has_died=partial.cause is not None)

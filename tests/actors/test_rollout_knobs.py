@@ -40,12 +40,10 @@ async def test_more_room_is_used_at_once_and_less_lets_groups_end(tmp_path: Path
         engine = await floor.add(max_groups=1)
         await until(lambda: engine.open == 2, "the first group")
         before = time.monotonic()
-        vote = await floor.change("rollout/0", 1, concurrency=5)
+        await floor.change("rollout/0", 1, concurrency=5)
         await until(lambda: engine.open == 10, "five groups")
         assert time.monotonic() - before < WAIT_S / 2, "not by the next long poll"
-        assert "5 groups of 2 samples are 10 requests, and the engine decodes 8 together" in vote.reason
-        vote = await floor.change("rollout/0", 2, concurrency=2)
-        assert vote.reason == ""
+        await floor.change("rollout/0", 2, concurrency=2)
         await asyncio.sleep(0.1)
         assert engine.open == 10, "running groups are left alone"
         engine.most_open = 0

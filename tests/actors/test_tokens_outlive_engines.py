@@ -13,12 +13,10 @@ from tests.actors.data_floor import GateEngine, data_floor
 from tests.harness.waiting import until
 from tests.harness.waits import waits
 
-from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.quarantine import POISON
 from myxa.actors.ledger.file import whole_groups
 from myxa.actors.ledger.states import Row, decode_partial
-from myxa.core.errors import EngineError, MessageTooLarge
-from myxa.core.messages import GroupFinished, PutResult
+from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
 from myxa.core.samples import Group
 
@@ -61,27 +59,6 @@ async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(tm
         again = [request for request in engine.requests if ".a2.0." in request.request_id]
         assert again and all(int(request.input_ids[-1]) == 7 for request in again), "it began with what it had"
         assert floor.rollouts["rollout/0"].counts["num_breaks"] == 1
-        assert not (await floor.buffer.stats()).dropped
-
-
-async def test_what_is_finished_together_goes_in_as_few_messages_as_hold_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, whole = [], Buffer.put_groups
-
-    async def put_groups(self: Buffer, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
-        sizes.append(len(finished))
-        if len(finished) > 2:
-            raise MessageTooLarge(f"a message of {len(finished)} groups is over the limit")
-        return await whole(self, finished, rollout)
-
-    monkeypatch.setattr(Buffer, "put_groups", put_groups)
-    async with data_floor(tmp_path) as floor:
-        engine = await floor.add(max_groups=4)
-        await until(lambda: engine.open == 8, "four groups of two")
-        engine.gate.set()
-        await floor.until_states(lambda states: states.get("READY", 0) >= 4, "all are ready")
-        assert max(sizes) > 2 and sum(size for size in sizes if size <= 2) >= 4, sizes
         assert not (await floor.buffer.stats()).dropped
 
 

@@ -20,7 +20,7 @@ from myxa.actors.ledger.states import STALE
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
 from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError
-from myxa.core.messages import GroupDropped, GroupFinished, GroupReturned
+from myxa.core.messages import GroupDropped, GroupReturned
 from myxa.core.refs import with_deadline
 from myxa.core.samples import Group
 from myxa.transport.node import Node
@@ -134,12 +134,8 @@ async def test_puts_are_fenced_by_group_attempt_and_actor(shop: Any) -> None:
         prompt = msgspec.structs.replace(group.prompt, group_id=55)
         unknown = changed(group, prompt=prompt)
         assert "never drawn" in (await desk.put_group(unknown, 1, "rollout/0")).reason
-        told = tuple(GroupFinished(group=each, attempt=1) for each in (group, unknown, group))
-        assert [one.outcome for one in await desk.ref.put_groups(told, "rollout/0")] == [
-            "ready", "stale-attempt", "duplicate",
-        ]  # fmt: skip
+        assert (await desk.put_group(group, 1, "rollout/0")).outcome == "ready"
         assert (await desk.put_group(group, 1, "rollout/0")).outcome == "duplicate"
-        assert await desk.ref.put_groups((), "rollout/0") == ()
         assert await desk.ref.rollout_gone("rollout/0", 1) == 1
         assert (await desk.put(second)).outcome == "stale-attempt", "an incarnation that is gone is not heard"
         (again,) = (await desk.draw(max_groups=1, rollout="rollout/1")).assignments

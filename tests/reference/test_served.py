@@ -25,7 +25,7 @@ from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.reference.server import ReferenceServers, ServedReference
 from myxa.actors.rewards.guard import GroupBudget, Guarded
 from myxa.actors.rewards.rewarder import FixedReward
-from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
+from myxa.actors.rollout.group_runner import GroupRunner, drop_reason
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.actors.workflows.episode import Interrupted, WorkflowContext
 from myxa.core.clock import SystemClock
@@ -191,20 +191,6 @@ async def test_every_sample_of_a_group_brings_its_own_and_an_evaluation_asks_nob
         assert len(there.asked) == 2
         await runner(asked, mask="000").run(assignment())
         assert len(there.asked) == 2, "nothing was drawn"
-
-
-async def test_what_was_told_of_a_finished_member_goes_with_the_group_elsewhere() -> None:
-    async with teacher() as there, reference(there.url) as asked:
-        with pytest.raises(Partial) as caught:
-            await runner(asked, breaks=True).run(assignment())
-        first, second = caught.value.samples
-        assert first.reference_logprobs is not None and second.reference_logprobs is None
-        group = await runner(asked).run(assignment(partial=caught.value.samples))
-        assert len(there.asked) == 2, "the first is not asked for again"
-        assert all(s.reference_logprobs is not None for s in group.samples)
-        other = replace(first, response_ids=first.response_ids + 1)
-        await runner(asked).run(assignment(partial=(other,)))
-        assert len(there.asked) == 4, "those were of other tokens"
 
 
 async def test_a_group_whose_teacher_cannot_be_had_is_given_up_and_an_actor_hears_of_it_and_closes_both() -> None:
