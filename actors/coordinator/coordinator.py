@@ -37,8 +37,7 @@ from ..weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from .audit import AuditWriter, read_audit
 from .evaluator import Evaluator
 from .knob_conductor import KnobConductor, restore
-from .knobs import coordinator_knobs
-from .options import CoordinatorOptions
+from .options import CoordinatorOptions, coordinator_knobs
 from .run_control import RunControl
 from .run_state import CoordinatorJournal, PhaseMoves, RunContext, RunState
 

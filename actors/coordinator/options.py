@@ -1,13 +1,16 @@
-"""Plain settings of the coordinator, as the run file gives them. `knobs.py` has those that may change."""
+"""Settings of the coordinator, as the run file gives them, and those of them that are live knobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.config.data import EvalSetSettings
+from ...core.knobs import KnobValue, Tunable, knob_maker
 from ...core.messages import SamplingParams
+from ..knobs.owner import Knob
+from ..weights.rollout_update import Adoption
 
 
 @dataclass(slots=True)
@@ -47,3 +50,63 @@ class CoordinatorOptions:
     takes_turns: bool = False
     """Trainer and engines share devices in turns: a version is released as soon as every engine has it, and engines
     may lose their weights between two versions."""
+
+
+_knob = knob_maker("coordinator", "now")
+
+# fmt: off
+COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
+    _knob("eval_every", "int", "eval.every", "Training steps between evaluations; 0: none.",
+          unit="steps", low=0, is_judged=True),
+    _knob("eval_prompts", "int", "eval.num_prompts", "Held-out prompts of one evaluation.",
+          unit="prompts", low=1, is_judged=True),
+    _knob("eval_samples", "int", "eval.num_samples", "Answers per held-out prompt.",
+          unit="answers", low=1, high=1024, is_judged=True),
+    _knob("eval_temperature", "float", "eval.temperature", "Sampling temperature of evaluations; 0: greedy.",
+          low=0, high=10, is_judged=True),
+    _knob("stop_reward", "float", "run.stop_reward",
+          "The run ends once an evaluation gives this mean reward; 0: it does not.", is_judged=True),
+    _knob("max_wall_s", "float", "run.max_wall_s", "The run ends after so much time; 0: it does not.",
+          unit="s", low=0, is_judged=True),
+    _knob("adopt_at_once", "int", "weights.adopt_at_once",
+          "Engines that bring a new weight version in at the same time; those that do already are left to it.",
+          unit="engines", low=1),
+)
+# fmt: on
+
+
+def coordinator_knobs(
+    live: CoordinatorOptions, *, age_s: Callable[[], float], on_wall_clock: Callable[[], None], adoption: Adoption
+) -> tuple[Knob, ...]:
+    """`live`: what the coordinator uses now. `age_s`: for how long the run has trained. `on_wall_clock`: called when
+    its end by time was moved. `adoption` keeps the number of engines that adopt at once."""
+    has_eval = live.eval_prompts > 0
+
+    def judge(name: str) -> Callable[[KnobValue], str] | None:
+        if name == "max_wall_s":
+            return lambda value: _judge_end(float(value), age_s())
+        if not has_eval and name in ("eval_every", "eval_prompts", "eval_samples", "eval_temperature", "stop_reward"):
+            return lambda _: f"{name}: this run has no held-out prompts; eval.data in the run file names them"
+        return None
+
+    def held(name: str) -> tuple[object, str]:
+        return (adoption, "at_once") if name == "adopt_at_once" else (live, name)
+
+    def use(name: str) -> Callable[[KnobValue], None]:
+        def put(value: KnobValue) -> None:
+            setattr(*held(name), value)
+            if name == "max_wall_s":
+                on_wall_clock()
+
+        return put
+
+    def read(name: str) -> Callable[[], KnobValue]:
+        return lambda: getattr(*held(name))
+
+    return tuple(Knob(t, read(t.name), use(t.name), judge(t.name)) for t in COORDINATOR_TUNABLES)
+
+
+def _judge_end(max_wall_s: float, age_s: float) -> str:
+    if 0 < max_wall_s <= age_s:
+        return f"max_wall_s = {max_wall_s:g}: the run is {age_s:.0f} s old and would end at once; `myxa down` ends it"
+    return ""

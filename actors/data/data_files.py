@@ -12,23 +12,20 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-import orjson
+from typing import cast
 
 from ...core.errors import ConfigError, DataError
-from ...core.files import read_regular
 from .columnar import ColumnarFile, Kind
-from .jsonl import BOM, JsonlFile
 from .layout import RowLayout
 from .recorded import RecordedGroups
-from .row_file import GZIP_MAGIC, ZSTD_MAGIC, FileBytes, Row, RowFile
+from .row_file import BOM, GZIP_MAGIC, ZSTD_MAGIC, FileBytes, JsonlFile, Row, RowFile
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc")
 PACKED = (".gz", ".zst")
 FORMATS = "JSONL, JSON arrays (both also as .gz or .zst), parquet and Arrow files are read"
 HEAD_BYTES = 256
-MAX_STATE_BYTES = 16 << 20
+NO_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+"""Beside the Arrow files of a dataset that `datasets` saved."""
 SHOWN_NAMES = 8
 PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
@@ -119,16 +116,12 @@ def _of_pattern(pattern: str, key: str) -> tuple[str, ...]:
 
 def _of_folder(path: str, key: str) -> tuple[str, ...]:
     folder = Path(path)
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(one.name for one in folder.iterdir() if one.is_dir())
-        raise ConfigError(
-            f"{key}: {path} is a saved dataset with the splits {', '.join(splits)}",
-            remedy=f"name one of them: {folder / (splits[0] if splits else 'train')}",
+    if _is_selection(folder / "state.json"):
+        raise DataError(
+            f"{folder}: the saved dataset is a selection of rows", remedy="`flatten_indices()` before `save_to_disk`"
         )
-    if (folder / "state.json").is_file():
-        return _of_saved_dataset(folder, key)
     names = sorted(one.name for one in folder.iterdir() if not one.name.startswith((".", "_")))
-    data = [name for name in names if _suffix(name) and name not in ("dataset_info.json", "dataset_infos.json")]
+    data = [name for name in names if _suffix(name) and name not in NO_DATA]
     if not data:
         holds = f"holds {', '.join(names[:SHOWN_NAMES])}" if names else "is empty"
         raise ConfigError(
@@ -145,27 +138,12 @@ def _of_folder(path: str, key: str) -> tuple[str, ...]:
     return tuple(str(folder / name) for name in data)
 
 
-def _of_saved_dataset(folder: Path, key: str) -> tuple[str, ...]:
-    """By `datasets.Dataset.save_to_disk`."""
+def _is_selection(state: Path) -> bool:
+    """Whether `datasets` saved which rows are meant beside the rows."""
     try:
-        state = cast("dict[str, Any]", orjson.loads(read_regular(folder / "state.json", MAX_STATE_BYTES)))
-        names = [str(entry["filename"]) for entry in state["_data_files"]]
-        has_indices = bool(state.get("_indices_data_files"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{folder / 'state.json'}: is not that of a saved dataset: {type(error).__name__}: {error}",
-            remedy="save it again by `save_to_disk`, or name its .arrow files",
-        ) from error
-    if has_indices or not names:
-        raise DataError(
-            f"{folder}: the saved dataset {'is a selection of rows' if has_indices else 'has no files'}",
-            remedy="save it by a newer `datasets`, or `flatten_indices()` before `save_to_disk`",
-        )
-    if outside := next((name for name in names if Path(name).name != name), None):
-        raise DataError(f"{folder / 'state.json'}: names a file outside the folder: {outside}")
-    if missing := next((name for name in names if not (folder / name).exists()), None):
-        raise ConfigError(f"{key}: there is no file {folder / missing}, which state.json names", remedy="copy it too")
-    return tuple(str(folder / name) for name in names)
+        return bool(orjson.loads(state.read_bytes())["_indices_data_files"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _suffix(name: str) -> str:

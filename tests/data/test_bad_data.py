@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from myxa.actors.data import jsonl, open_prompts, prompts, row_set
+from myxa.actors.data import open_prompts, prompts, row_file, row_set
 from myxa.actors.rollout.rollout import DRAW_AT_ONCE
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
@@ -109,7 +109,7 @@ def test_a_file_that_is_not_jsonl(tmp_path: Path, content: bytes, named: str) ->
 
 
 def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(row_file, "MAX_LINE_BYTES", 100)
     long = '{"prompt": "' + "a" * 450 + '", "label": "x"}'
     assert failure(tmp_path, f"{GOOD}\n{long}\n{GOOD}\n").startswith("t.jsonl:2: the line has 479 bytes")
     dataset = open_prompts(config(str(tmp_path / "t.jsonl"), data={"on_bad_line": "skip"}))

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from myxa.actors.buffer.knobs import BufferLimits, buffer_tunables
-from myxa.actors.coordinator.knobs import COORDINATOR_TUNABLES
+from myxa.actors.coordinator.options import COORDINATOR_TUNABLES
 from myxa.actors.rollout import knobs as rollout_knobs
 from myxa.actors.trainer import knobs as trainer_knobs
 from myxa.algos.filters import GROUP_FILTERS
