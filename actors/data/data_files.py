@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import orjson
+
 from ...core.errors import ConfigError, DataError
 from .columnar import ColumnarFile, Kind
 from .layout import RowLayout

@@ -16,7 +16,7 @@ import orjson
 
 from ...core.config import RewardSettings
 from ...core.config.data import DataSettings
-from ...core.samples import LOSS_KEYS, Message
+from ...core.samples import LOSS_KEYS, Message, Prompt
 from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
 from .recorded import RecordedTerms
@@ -69,15 +69,6 @@ CONVERSATIONS = "conversations"
 """The column of ShareGPT's rows."""
 DEMONSTRATION = "demonstration"
 DEMONSTRATION_TURNS = "demonstration_turns"
-
-
-class Item(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a row means."""
-
-    messages: tuple[Message, ...]
-    label: str
-    metadata: dict[str, Any]
-    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +153,8 @@ class RowLayout:
             value = _value(columns, Column(column.key, column.setting))
             check_unified(value, column.key, is_tools=column is self._tools)
 
-    def item(self, columns: Columns) -> Item:
-        """The meaning of a row. Raises RowError."""
+    def prompt(self, columns: Columns) -> Prompt:
+        """What a row means; its place in the data is 0. Raises RowError."""
         for name in MEDIA_COLUMNS:
             if columns.get(name):
                 raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
@@ -187,7 +178,9 @@ class RowLayout:
         label = self._label_of(columns)
         if self._rewards is not None:
             self._rewards.check(metadata, has_label=label is not None)
-        return Item(messages, "" if label is None else label, metadata, tools)
+        return Prompt(
+            group_id=0, row=0, pass_index=0, messages=messages, tools=tools, label=label or "", metadata=metadata
+        )
 
     def _column_of_prompt(self, columns: Columns) -> Column:
         other = self._or_prompt

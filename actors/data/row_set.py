@@ -24,7 +24,7 @@ from ...core.protocols import Tokenizer
 from ...core.samples import Prompt
 from ..workflows.turn_renderer import TurnRenderer
 from .data_files import open_rows
-from .layout import Item, RowLayout
+from .layout import RowLayout
 from .row_file import Row, RowError, RowFile
 
 
@@ -38,9 +38,8 @@ class PromptLimit:
         self._why = why
         self.drops = drops
 
-    def excess(self, item: Item) -> str:
-        """What is too long about a row; empty: nothing. Raises RowError for a prompt that cannot be written."""
-        prompt = Prompt(group_id=0, row=0, pass_index=0, messages=item.messages, tools=item.tools)
+    def excess(self, prompt: Prompt) -> str:
+        """What is too long about it; empty: nothing. Raises RowError for a prompt that cannot be written."""
         try:
             num_tokens = len(self._renderer.prompt(prompt))
         except (DataError, TemplateError) as error:
@@ -77,13 +76,13 @@ MAX_HELD_OUT_BYTES = 48 << 20
 SPOOL_BUFFER_BYTES = 1 << 20
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _encode_as_written = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Item).decode
+_decode = msgspec.json.Decoder(Prompt).decode
 
 
-def encode_item(item: Item) -> bytes:
-    """What a row means, as JSON. Raises RowError if it is larger than a row may be."""
+def encode_prompt(prompt: Prompt) -> bytes:
+    """What a row means, wherever it is, as JSON. Raises RowError if it is larger than a row may be."""
     try:
-        encoded = _encode(item)
+        encoded = _encode((prompt.messages, prompt.label, prompt.metadata, prompt.tools))
     except (TypeError, ValueError, OverflowError) as error:
         raise RowError(f"the row has no JSON form: {error}", "store the value as text") from error
     if len(encoded) > MAX_ROW_BYTES:
@@ -126,9 +125,6 @@ class RowSet:
         left, ConfigError for a file that is not there."""
         self._layout = layout
         self._limit = limit
-        self._sources = [str(source) for source in sources]
-        self._source_of = array("l")
-        self._number_of = array("q")  # in the slice
         self._sizes = array("I")
         self._spots = array("q")  # in the spool
         self._spool = _Spool()
@@ -139,8 +135,8 @@ class RowSet:
         self.num_overlong = 0
         self.overlong_rows: list[str] = []
         """The first few."""
-        for at, source in enumerate(sources):
-            self._add(at, chosen_rows(source, open_rows(source.path, layout, key)), skips_bad=skips_bad)
+        for source in sources:
+            self._add(str(source), chosen_rows(source, open_rows(source.path, layout, key)), skips_bad=skips_bad)
         if not self._spots and self.num_overlong:
             raise DataError(
                 f"{key}: no row is left, {self.num_overlong} are over-long; the first: {self.overlong_rows[0]}",
@@ -157,12 +153,12 @@ class RowSet:
                 key, self.num_overlong, self.num_overlong + len(self), "; ".join(self.overlong_rows),
             )  # fmt: skip
 
-    def _add(self, source: int, rows: Iterator[Row], *, skips_bad: bool) -> None:
+    def _add(self, source: str, rows: Iterator[Row], *, skips_bad: bool) -> None:
         for number, (place, read) in enumerate(rows):
             try:
-                item = self._layout.item(read())
-                encoded = encode_item(item)
-                excess = "" if self._limit is None else self._limit.excess(item)
+                prompt = self._layout.prompt(read())
+                meaning = encode_prompt(prompt)
+                excess = "" if self._limit is None else self._limit.excess(prompt)
             except RowError as bad:
                 if not skips_bad:
                     raise DataError(f"{place}: {bad.cause}", remedy=bad.remedy) from bad
@@ -171,11 +167,10 @@ class RowSet:
             if excess:
                 self._leave_out(f"{place}: {excess}")
                 continue
-            self._source_of.append(source)
-            self._number_of.append(number)
-            self._sizes.append(len(encoded))
-            self._spots.append(self._spool.add(_encode_as_written(item)))
-            self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
+            kept = _encode_as_written(msgspec.structs.replace(prompt, row=number, source=source))
+            self._sizes.append(len(kept))
+            self._spots.append(self._spool.add(kept))
+            self._hash.update(len(meaning).to_bytes(8, "little") + meaning)
 
     def _note_bad(self, text: str) -> None:
         self.num_bad += 1
@@ -204,17 +199,8 @@ class RowSet:
 
     def prompt(self, index: int, *, group_id: int, pass_index: int) -> Prompt:
         """The good row number `index` as a prompt. Raises DataError if it cannot be kept."""
-        item = _decode(self._spool.read(self._spots[index], self._sizes[index]))
-        return Prompt(
-            group_id=group_id,
-            row=self._number_of[index],
-            pass_index=pass_index,
-            messages=item.messages,
-            tools=item.tools,
-            label=item.label,
-            metadata=item.metadata,
-            source=self._sources[self._source_of[index]],
-        )
+        prompt = _decode(self._spool.read(self._spots[index], self._sizes[index]))
+        return msgspec.structs.replace(prompt, group_id=group_id, pass_index=pass_index)
 
 
 class _Spool:

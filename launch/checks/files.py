@@ -16,10 +16,10 @@ from typing import NamedTuple
 from ...actors.backends.megatron.layout import ParallelLayout, check_routing
 from ...actors.checkpoints.folder import check_model, read_manifest
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
-from ...actors.data.layout import Item, RowLayout
+from ...actors.data.layout import RowLayout
 from ...actors.data.prompts import held_out_layout, layout_of, open_data
 from ...actors.data.row_file import Row, RowError
-from ...actors.data.row_set import chosen_rows, encode_item
+from ...actors.data.row_set import chosen_rows, encode_prompt
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, dataset_of, is_in_use
 from ...actors.models.hf_folder import check_values, open_weights, read_config
@@ -161,7 +161,7 @@ RENDERED_ROWS = 8
 MAX_BYTES = 64 << 20
 """A JSONL file up to this size is indexed, which counts its rows; of a larger one only the size is looked at."""
 
-Write = Callable[[int, Item], None]
+Write = Callable[[Prompt], None]
 
 
 class ReadRows(NamedTuple):
@@ -204,10 +204,7 @@ def writer(run: CheckedRun) -> Write | None:
         return None
     renderer, is_learnt = TurnRenderer(tokenizer), run.is_sft
 
-    def write(row: int, item: Item) -> None:
-        prompt = Prompt(
-            group_id=0, row=row, pass_index=0, messages=item.messages, tools=item.tools, metadata=item.metadata
-        )
+    def write(prompt: Prompt) -> None:
         renderer.prompt(prompt)
         if is_learnt:
             demonstrate(tokenizer, renderer, prompt.messages, shown_turns(prompt), prompt.tools)
@@ -244,10 +241,10 @@ def _first_bad(
 ) -> Iterator[Finding]:
     for number, (place, read) in enumerate(rows):
         try:
-            item = layout.item(read())
-            encode_item(item)
+            prompt = layout.prompt(read())
+            encode_prompt(prompt)
             if write is not None and number < RENDERED_ROWS:
-                write(number, item)
+                write(prompt)
         except (RowError, MyxaError) as bad:
             kind, cause = (DataError, bad.cause) if isinstance(bad, RowError) else (type(bad), bad.message)
             error = kind(f"{place}: {cause}", remedy=bad.remedy)
