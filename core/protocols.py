@@ -13,7 +13,7 @@ import msgspec
 
 from .device_memory import AssetStore, MovedMemory, Tag, TagReport
 from .messages import EngineUsage, SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, Message, Prompt, Sample, TrainShard
+from .samples import F32, I32, FinishReason, Message, Prompt, TrainShard
 from .weight_channel import SenderOrder, WeightProgress
 
 A = TypeVar("A")
@@ -194,10 +194,6 @@ class TrainBackend(Protocol):
     def judge_knobs(self, knobs: dict[str, float], *, saves: bool) -> str:
         """Why a step with these values, or with `saves` a checkpoint, would be refused; empty if it would not. Asks no
         other rank and touches no tensor: may be called from any thread, while a step runs too."""
-        ...
-
-    def score(self, samples: Sequence[Sample]) -> list[F32]:
-        """Log-probs of the response tokens under the current weights, float32 [R] each; no gradient."""
         ...
 
     def export_weights(self) -> list[NamedArray]:

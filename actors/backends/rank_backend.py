@@ -5,7 +5,7 @@ A backend builds its parts in `setup`; each call of `core.protocols.TrainBackend
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from ...core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerCon
 from ...core.device_memory import AssetStore
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
-from ...core.samples import F32, Sample, TrainShard
+from ...core.samples import TrainShard
 from ..models.hf_folder import export_dtype
 from ..models.model_config import ModelConfig
 from .checkpoint import TrainingState
@@ -137,13 +137,6 @@ class RankBackend(Generic[C]):
     def _refuses_saving(self) -> str:
         """Why no checkpoint can be written; empty if one can."""
         return ""
-
-    def score(self, samples: Sequence[Sample]) -> list[F32]:
-        """Log-probs of the loss tokens under the current weights, float32 [R] each, 0 where the mask is 0; equal on
-        all ranks of a replica, which must give the same samples."""
-        parts = self._ready()
-        with parts.world.phase("score samples"):
-            return parts.stepper.score(samples, self._config.trainer.max_tokens_per_microbatch)
 
     def export_weights(self) -> list[NamedArray]:
         """HF-named whole tensors on rank 0; see the exporter for how long the bytes hold."""

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from ...core.clock import Clock
 from ...core.config.learning import AlgoConfig
 from ...core.errors import MyxaError, TrainError
 from ...core.protocols import StepStats
-from ...core.samples import F32, LossPart, Sample, TrainShard
+from ...core.samples import LossPart, TrainShard
 from .torch_backend.accounting import (
     MetricSums,
     TrainingStep,
@@ -43,9 +42,9 @@ from .torch_backend.accounting import (
     whiten_together,
 )
 from .torch_backend.critic import Critic, take_metrics
-from .torch_backend.microbatch import MicroBatch, check_samples, plan_scoring, scatter_scores, served_reference
+from .torch_backend.microbatch import MicroBatch, served_reference
 from .torch_backend.settings import StepSettings, learning_rate, with_knobs
-from .torch_backend.tensors import floats, from_array
+from .torch_backend.tensors import floats
 from .torch_backend.token_functions import failure_of_all, name_metrics_alike
 from .trained_model import Learner, Micros, ReferenceModel, TrainedModel
 from .vocab_scores import TokenScores
@@ -84,23 +83,6 @@ class Stepper:
         if self.reference is not None and every and version % every == 0:
             self.reference.renew(self.policy, version)
         return StepStats(metrics=self._metrics(step, minibatches, started_s))
-
-    def score(self, samples: Sequence[Sample], max_tokens: int) -> list[F32]:
-        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); replicas may differ in samples,
-        ranks of one replica may not."""
-        check_samples(samples, self.policy.vocab_size)
-        micros = plan_scoring(samples, max_tokens)
-        longest = int(self.policy.world.max(torch.tensor([len(micros)])).item())
-        micros += [[] for _ in range(longest - len(micros))]
-        return self._scores(samples, [self.policy.layouts(samples, micros)])
-
-    def _scores(self, samples: Sequence[Sample], parts: Sequence[Sequence[Any]]) -> list[F32]:
-        scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in samples]
-        for layouts in parts:
-            for layout, found in zip(layouts, self.policy.score(layouts), strict=False):  # none where none is scored
-                scatter_scores(found.logprobs_M, layout, scores)
-        whole = self.policy.world.shared(from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))).cpu().numpy()
-        return np.split(whole, np.cumsum([len(s) for s in scores])[:-1]) if scores else []
 
     @property
     def _models(self) -> list[TrainedModel]:

@@ -102,6 +102,16 @@ def score_sets(options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
+def scores_of(policy: Any, shard: TrainShard) -> list[Any]:
+    """Log-probs of the shard's samples by the passes that training makes; every token is a loss token."""
+    scores: dict[int, Any] = {}
+    for layouts in ([m.layout for m in micros] for micros in policy.cut(shard, skips_neutral=False)):
+        for layout, found in zip(layouts, policy.score(layouts), strict=True):
+            rows = np.split(found.logprobs_M.float().cpu().numpy(), layout.offsets[1:-1])
+            scores.update(zip(layout.members, rows, strict=True))
+    return [scores[i] for i in range(len(shard.samples))]
+
+
 def score_main(options: argparse.Namespace) -> None:
     """One backend, one number type: differences as a line on stdout."""
     answers = json.loads(options.answers.read_text())
@@ -116,13 +126,10 @@ def score_main(options: argparse.Namespace) -> None:
     backend: Any = build_actor(spec, config, options.folder)._backend  # pyright: ignore[reportAttributeAccessIssue]
     backend.setup()
     shard = make_shard(answers)
-    gaps = np.concatenate(
-        [np.abs(mine - s.logprobs) for mine, s in zip(backend.score(shard.samples), shard.samples, strict=True)]
-    )
+    scores = scores_of(backend._parts.stepper.policy, shard)
+    gaps = np.concatenate([np.abs(mine - s.logprobs) for mine, s in zip(scores, shard.samples, strict=True)])
     found = {"mean": float(gaps.mean()), "most": float(gaps.max()), "num": int(gaps.size)}
-    stepper = backend._parts.stepper
-    layouts = [[m.layout for m in micros] for micros in stepper.policy.cut(shard, skips_neutral=False)]
-    own = make_shard(answers, stepper._scores(shard.samples, layouts))  # by the passes that training makes
+    own = make_shard(answers, scores)
     metrics = backend.train(own, {}).metrics
     found["own_kl"] = float(metrics["train/approx_kl"])
     found["own_most"] = float(metrics["train/logprob_diff_abs_max"])

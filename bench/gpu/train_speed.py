@@ -151,11 +151,12 @@ def rank_main(options: argparse.Namespace) -> None:
     gauge.reset()
     steps_s = [gauge.seconds(lambda shard=shard: backend.train(shard, {})) for shard in shards[WARM_UPS:]]
     peak_gib = gauge.peak_gib()
-    samples = shards[0].samples
-    backend.score(samples[: options.per_pack])
+    policy = backend._parts.stepper.policy
+    layouts = [micro.layout for micros in policy.cut(shards[0], skips_neutral=False) for micro in micros]
+    policy.score(layouts[:1])
     held_gib = gauge.held_gib()
     gauge.reset()
-    scores_s = [gauge.seconds(lambda: backend.score(samples)) for _ in range(3)]
+    scores_s = [gauge.seconds(lambda: policy.score(layouts)) for _ in range(3)]
     figures = {
         "facts": {name: str(value) for name, value in facts.items()},
         "setup_s": setup_s, "steps_s": steps_s, "peak_gib": peak_gib,

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.accounting import skips_neutral
@@ -132,7 +133,33 @@ def own_scores(backend: Any, shard: TrainShard) -> list[np.ndarray]:
     micros = [m for part in stepper.policy.cut(shard, skips_neutral=skips_neutral(objective)) for m in part]
     taken = {i for micro in micros for i in micro.layout.members}
     left = [[i for i in micro if i not in taken] for minibatch in shard.minibatches for micro in minibatch]
-    return stepper._scores(shard.samples, [[m.layout for m in micros], stepper.policy.layouts(shard.samples, left)])
+    return _scores(
+        stepper.policy, shard.samples, [[m.layout for m in micros], stepper.policy.layouts(shard.samples, left)]
+    )
+
+
+def scored(backend: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Log-probs of the loss tokens under the current weights, float32 [R] each, 0 where the mask is 0. Collective."""
+    policy = backend._ready().stepper.policy
+    micros = [[i] for i in range(len(samples))]
+    longest = int(policy.world.max(torch.tensor([len(micros)])).item())
+    return _scores(policy, samples, [policy.layouts(samples, micros + [[]] * (longest - len(micros)))])
+
+
+def _scores(policy: Any, samples: Sequence[Sample], parts: Sequence[Sequence[Any]]) -> list[np.ndarray]:
+    scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in samples]
+    for layouts in parts:
+        for layout, found in zip(layouts, policy.score(layouts), strict=False):  # none where none is scored
+            rows = np.split(found.logprobs_M.detach().float().cpu().numpy(), layout.offsets[1:-1])
+            for i, row in zip(layout.members, rows, strict=False):
+                scores[i][samples[i].loss_mask != 0] = row
+    world = policy.world
+    replica = world.grid.dp.rank() if hasattr(world, "grid") else world.rank
+    own = np.concatenate([*scores, np.zeros(0, np.float32)]).tobytes().hex()
+    said = [text.split() for text in world.exchange(f"{replica} {own}" if policy.is_scoring else "")]
+    whole = next("".join(one[1:]) for one in said if one and one[0] == str(replica))
+    found = np.frombuffer(bytes.fromhex(whole), np.float32)
+    return np.split(found, np.cumsum([len(s) for s in scores])[:-1]) if scores else []
 
 
 def with_scores(shard: TrainShard, scores: Sequence[np.ndarray]) -> TrainShard:
@@ -180,7 +207,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     try:
         result["scores"] = {
             f"{s.group_id}/{s.index}": scores.tolist()
-            for s, scores in zip(shards[0].samples, backend.score(shards[0].samples), strict=True)
+            for s, scores in zip(shards[0].samples, scored(backend, shards[0].samples), strict=True)
         }
         result["metrics"] = [backend.train(shards[0], {}).metrics, backend.train(shards[1], LIVE).metrics]
         result["mark"] = [float(p.detach().double().sum()) for p in parameters_of(backend)]
@@ -191,7 +218,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
             {name: float(t.double().sum()) for name, t in backend.export_device(to_all=to_all)}
             for to_all in (False, True)
         )
-        backend.score(shards[0].samples)  # a pass without gradient leaves nothing behind that would be saved
+        scored(backend, shards[0].samples)  # a pass without gradient leaves nothing behind that would be saved
         save(backend, str(out / "checkpoints" / "two"), {"version": 2})
         result["metrics"].append(backend.train(shards[2], {}).metrics)
         keep(out / "weights_on.npz", weights_of(backend))

@@ -141,7 +141,7 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
             if moves:
                 offload.release(("params", "masters", *OPTIMIZER_PARTS))
                 offload.restore(("params", "masters", *OPTIMIZER_PARTS))
-            told["scores"].append([s.tolist() for s in backend.score(shard.samples)])
+            told["scores"].append([s.tolist() for s in sibling("gang_rank").scored(backend, shard.samples)])
         folder = str(Path(spec["out"]) / case["name"] / f"checkpoint{moves}")
         if moves:
             offload.release(OPTIMIZER_PARTS)

@@ -104,7 +104,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         if case.get("load"):
             result["extra"] = backend.load(str(Path(spec["out"]) / case["load"] / "checkpoint"))
             gang_rank.keep(out / "loaded.npz", weights_of(backend))
-        result["scores"] = named(shards[0], backend.score(shards[0].samples))
+        result["scores"] = named(shards[0], gang_rank.scored(backend, shards[0].samples))
         result["metrics"] = [backend.train(shards[0], {}).metrics]
         if case.get("load") or case.get("optimizer"):
             gang_rank.keep(out / "weights_first.npz", weights_of(backend))

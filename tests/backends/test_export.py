@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.backends.gang_rank import Backends, make_shards, token_ids
+from tests.backends.gang_rank import Backends, make_shards, scored, token_ids
 
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.core.errors import ModelError
@@ -58,7 +58,7 @@ def test_transformers_loads_the_folder_and_agrees(tmp_path: Path, backends: Back
     places = torch.arange(len(sample.prompt_ids), sample.num_tokens)
     expected = table[places - 1].gather(-1, ids[0, places][:, None]).squeeze(-1)
     tolerance = 1e-5 if dtype == "float32" else 0.1
-    np.testing.assert_allclose(backend.score([sample])[0], expected.detach().numpy(), atol=tolerance)
+    np.testing.assert_allclose(scored(backend, [sample])[0], expected.detach().numpy(), atol=tolerance)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.decode(tokenizer("sort 312")["input_ids"]) == "sort 312"
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.backends.gang_rank import Backends, close, make_shards, same, save, weights_of
+from tests.backends.gang_rank import Backends, close, make_shards, same, save, scored, weights_of
 from tests.backends.test_model import judged
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def check_scores(judge: Any, backend: TorchBackend, samples: Sequence[TrainSample]) -> None:
     """They are those of transformers for one sequence without padding."""
-    for sample, scores in zip(samples, backend.score(samples), strict=True):
+    for sample, scores in zip(samples, scored(backend, samples), strict=True):
         with torch.no_grad():
             logprobs, _ = judged(judge, sample, 1.0)
         np.testing.assert_allclose(scores[sample.loss_mask == 1], logprobs.numpy(), rtol=0, atol=2e-5)
@@ -89,7 +89,7 @@ def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     assert before.keys() == after.keys() == read_config(folders(family)).tensor_shapes().keys()
     backend.export_hf(str(tmp_path / "out"))
     again = backends(folder=tmp_path / "out", trainer=trainer)
-    for one, other in zip(backend.score(shard.samples), again.score(shard.samples), strict=True):
+    for one, other in zip(scored(backend, shard.samples), scored(again, shard.samples), strict=True):
         np.testing.assert_array_equal(one, other)
     judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     check_scores(judge, backend, shard.samples)

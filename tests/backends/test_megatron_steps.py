@@ -209,7 +209,7 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
             }  # fmt: skip
             shards = [gang_rank.make_shards(s, 1, **drawn)[0] for s in SEEDS]
             known[place] = {
-                "scores": steps.named(shards[0], backend.score(shards[0].samples)),
+                "scores": steps.named(shards[0], gang_rank.scored(backend, shards[0].samples)),
                 "metrics": [
                     backend.train(shard, knobs).metrics
                     for shard, knobs in zip(shards, ({}, gang_rank.LIVE, {}), strict=True)

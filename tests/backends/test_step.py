@@ -8,7 +8,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.backends.gang_rank import Backends, close, make_shards, own_scores, same, save, weights_of, with_scores
+from tests.backends.gang_rank import (
+    Backends,
+    close,
+    make_shards,
+    own_scores,
+    same,
+    save,
+    scored,
+    weights_of,
+    with_scores,
+)
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError, TrainError
@@ -66,7 +76,7 @@ def test_the_reference_may_be_another_model_of_the_same_shape(backends: Backends
     backend = backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "ref")})
     judge = backends(folder=tmp_path / "ref")
     mine = with_scores(shard, own_scores(backend, shard))
-    reference = judge.score(shard.samples)
+    reference = scored(judge, shard.samples)
     x = np.concatenate([(s.logprobs - r)[s.loss_mask == 1] for s, r in zip(mine.samples, reference, strict=True)])
     assert backend.train(shard, {}).metrics["train/kl"] == pytest.approx(np.mean(np.exp(-x) - 1 + x), rel=1e-4)
     assert backend.train(shard, {"kl_coef": 0.0}).metrics["train/num_updates"] == 2, "it may go on without"
@@ -93,7 +103,7 @@ def test_a_step_with_served_log_probs_is_that_with_the_reference_model(
     (shard,) = make_shards(32, kind=algo.get("kind", "grpo"), minibatches=algo.get("minibatches", 1))
     keeps = backends(algo={**algo, "ref_path": str(tmp_path / "teacher")}, optimizer=PLAIN)
     asks = backends(algo={**algo, "ref_urls": ["http://teacher:30000"]}, optimizer=PLAIN)
-    told = backends(folder=tmp_path / "teacher").score(shard.samples)
+    told = scored(backends(folder=tmp_path / "teacher"), shard.samples)
     served = tuple(msgspec.structs.replace(s, reference_logprobs=t) for s, t in zip(shard.samples, told, strict=True))
     right = keeps.train(shard, {}).metrics
     found = asks.train(msgspec.structs.replace(shard, samples=served), {}).metrics
@@ -116,7 +126,7 @@ def test_distillation_is_training_on_the_gap_to_the_teacher_token_by_token(backe
     algo = {"kl_coef": 0.5, "kl_in": "advantage", "kl_kind": "k1", "ref_path": str(tmp_path / "teacher")}
     student = backends(algo=algo, optimizer=PLAIN)
     mine = with_scores(shard, own_scores(student, shard))
-    teacher = backends(folder=tmp_path / "teacher").score(mine.samples)
+    teacher = scored(backends(folder=tmp_path / "teacher"), mine.samples)
     by_hand = tuple(
         msgspec.structs.replace(s, advantage=1.0, token_advantages=s.advantage - 0.5 * (s.logprobs - t))
         for s, t in zip(mine.samples, teacher, strict=True)
@@ -138,7 +148,7 @@ def test_scores_of_loose_samples_are_those_of_the_shard(backends: Backends) -> N
     backend = backends()
     (shard,) = make_shards(33)
     exact = own_scores(backend, shard)
-    for got, expected, sample in zip(backend.score(shard.samples), exact, shard.samples, strict=True):
+    for got, expected, sample in zip(scored(backend, shard.samples), exact, shard.samples, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
         assert got.dtype == np.float32
         assert got.shape == sample.loss_mask.shape
@@ -280,11 +290,11 @@ def test_empty_mini_batches_make_no_update(backends: Backends) -> None:
 def test_every_sample_is_scored_at_its_own_temperature(backends: Backends) -> None:
     backend = backends()
     (mixed,) = make_shards(48, temperatures=(1.0, 0.5, 1.5))
-    together = backend.score(mixed.samples)
+    together = scored(backend, mixed.samples)
     for sample, scores in zip(mixed.samples, together, strict=True):
-        np.testing.assert_allclose(scores, backend.score([sample])[0], atol=1e-5)
+        np.testing.assert_allclose(scores, scored(backend, [sample])[0], atol=1e-5)
     others, greedy = (
-        backend.score([msgspec.structs.replace(s, temperature=t) for s in mixed.samples]) for t in (1.0, 0.0)
+        scored(backend, [msgspec.structs.replace(s, temperature=t) for s in mixed.samples]) for t in (1.0, 0.0)
     )
     for one, other in zip(others, greedy, strict=True):
         assert np.array_equal(one, other), "what engines say of greedy tokens"

@@ -62,8 +62,6 @@ class Pack:
     members: tuple[int, ...]
     offsets: I64
     """int64 [members + 1]: loss tokens of member k are `offsets[k]:offsets[k + 1]`."""
-    columns_M: I64
-    """int64 [M]: position of loss token m inside its sample's response."""
     num_tokens: int
     """T, padding included."""
     temperature: Temperature
@@ -71,7 +69,7 @@ class Pack:
 
     @property
     def num_loss_tokens(self) -> int:
-        return len(self.columns_M)
+        return int(self.offsets[-1])
 
 
 def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: PackCutting) -> Pack:
@@ -108,7 +106,6 @@ def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: Pac
         targets_N=from_array(np.concatenate(targets)[places_N]).to(device),
         members=tuple(active),
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        columns_M=np.concatenate([*columns, np.zeros(0, np.int64)]),
         num_tokens=int(starts[-1]),
         temperature=_here(temperature_of([samples[i] for i in active], counts, "cpu"), places_N, device),
     )

@@ -16,7 +16,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ....core.errors import LaunchError
 from ..torch_backend.world import Gang, RankGroup, World
@@ -68,13 +67,6 @@ class MegatronWorld(World):
             )
             _seed(seed)
         return MegatronWorld(base)
-
-    def shared(self, values: Tensor) -> Tensor:
-        box = values.to(self.device, copy=True)
-        if self.grid.pp.size() > 1:
-            source = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(box, src=source, group=self.grid.pp)
-        return box
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):

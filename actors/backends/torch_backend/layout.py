@@ -74,8 +74,6 @@ class Layout:
     """Indexes (into the samples given) that have loss tokens, in the order of their tokens."""
     offsets: I64
     """int64 [len(members) + 1]: loss tokens of member k are `offsets[k]:offsets[k + 1]`."""
-    columns_M: I64
-    """int64 [M]: position of loss token m inside its sample's response."""
     temperature: Temperature
     """That the loss tokens were drawn at."""
 
@@ -219,7 +217,6 @@ class _Packer:
             targets_M=_to_device(np.concatenate(self._targets), device),
             members=tuple(self._members),
             offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            columns_M=np.concatenate(self._columns),
             kept_MK=None if kept is None else _to_device(kept, device),
             temperature=temperature_of([self._samples[i] for i in self._members], counts, device),
         )
@@ -277,7 +274,6 @@ def _empty_layout(device: torch.device | str) -> Layout:
         kept_MK=None,
         members=(),
         offsets=np.zeros(1, dtype=np.int64),
-        columns_M=np.zeros(0, dtype=np.int64),
         temperature=1.0,
     )
 

@@ -29,8 +29,6 @@ class ScoredRows(Protocol):
     def members(self) -> tuple[int, ...]: ...
     @property
     def offsets(self) -> I64: ...
-    @property
-    def columns_M(self) -> I64: ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -80,28 +78,6 @@ def trained_members(shard: TrainShard, micro: Sequence[int], *, skips_neutral: b
 def _is_neutral(sample: TrainSample) -> bool:
     rows = (sample.token_advantages, sample.token_rewards)
     return sample.loss == "algo" and sample.advantage == 0.0 and not any(row is not None and row.any() for row in rows)
-
-
-def plan_scoring(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """Consecutive samples in micro-batches of at most `max_tokens` (P + R); a longer one sits alone."""
-    micros: list[list[int]] = []
-    load = 0
-    for i, sample in enumerate(samples):
-        count = sample.num_tokens
-        if not micros or load + count > max_tokens:
-            micros.append([])
-            load = 0
-        micros[-1].append(i)
-        load += count
-    return micros
-
-
-def scatter_scores(logprobs_M: Tensor, layout: ScoredRows, into: list[F32]) -> None:
-    """Write scores of a layout's loss tokens to their places in the samples' responses; `into[i]` is float32 [R]."""
-    values = logprobs_M.detach().float().cpu().numpy()
-    for k, i in enumerate(layout.members):
-        part = slice(int(layout.offsets[k]), int(layout.offsets[k + 1]))
-        into[i][layout.columns_M[part]] = values[part]
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int) -> None:

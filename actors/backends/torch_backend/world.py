@@ -173,10 +173,6 @@ class World(RankGroup):
         rows = self.gather(box).cpu()
         return tuple(bytes(integers(row[:size])).decode() for row, size in zip(rows, sizes, strict=True))
 
-    def shared(self, values: Tensor) -> Tensor:
-        """The scoring ranks' tensor, on every rank of their replicas; others give one of its shape. Collective."""
-        return values
-
     def agree(self, error: Exception | None, what: str) -> None:
         """End together after something that any rank may have failed alone: raises its own error there, and a
         TrainError naming these ranks on the others (DiskRefused, if disks are all that failed). Collective."""
