@@ -82,13 +82,6 @@ class Engine(Protocol):
         """Abort one request, or all."""
         ...
 
-    async def pause(self, mode: PauseMode) -> None:
-        """abort: running requests end with finish "abort"; retract: they wait and their KV is rebuilt;
-        in_place: they wait and keep their KV."""
-        ...
-
-    async def resume(self) -> None: ...
-
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Bring the bytes beside the old weights and check the digest; the old ones still serve."""
         ...
@@ -111,7 +104,8 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PausesByMode(Protocol):
-    """An engine for which the way that running requests meet a commit may be changed between two commits."""
+    """An engine for which the way that running requests meet a commit may be changed between two commits. abort: they
+    end with finish "abort"; retract: they wait and their KV is rebuilt; in_place: they wait and keep their KV."""
 
     pause_mode: PauseMode
 

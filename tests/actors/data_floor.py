@@ -83,10 +83,6 @@ class GateEngine:
         aborted, self._is_aborted = self._is_aborted, asyncio.Event()
         aborted.set()
 
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
     async def prepare_weights(self, manifest: WeightManifest) -> None: ...
 
     async def commit_weights(self, version: int) -> None:

@@ -147,11 +147,6 @@ async def started(engine: Engine, *requests: GenerateRequest) -> AsyncIterator[l
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def stays_unfinished(subject: Subject, *tasks: asyncio.Task[Any]) -> None:
-    done, _ = await asyncio.wait(tasks, timeout=2 * subject.runs_s)
-    assert not done, f"{len(done)} of {len(tasks)} ended during a pause"
-
-
 async def fails(attempt: Awaitable[Any], kind: type[MyxaError], *says: str) -> MyxaError:
     """The error that `attempt` must raise: of that kind, with a remedy and these words."""
     error: MyxaError | None = None

@@ -190,5 +190,5 @@ async def after_close_everything_is_refused(subject: Subject) -> None:
         await engine.close()
         await fails(stream, EngineError)
         await engine.close()
-        for attempt in (collect(engine, ask("x")), engine.info(), engine.abort(), engine.pause("abort")):
+        for attempt in (collect(engine, ask("x")), engine.info(), engine.abort()):
             await fails(attempt, EngineError)

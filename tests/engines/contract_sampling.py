@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tests.engines.contract import Result, Subject, ask, collect, endless, scenario, scenario_with, started
+from tests.engines.contract import Result, Subject, ask, collect, endless, scenario, scenario_with
 
 from myxa.actors.engines.sglang.server_args import SglangNeeds
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -109,31 +109,6 @@ async def penalties_are_of_the_answers_tokens_and_logprobs_are_told_after_them(s
         if request.sampling.temperature == 0:
             best = tables[min(possible)].max(-1)
             assert (got.logprobs >= best - 2 * subject.tolerance).all(), "not the best after the penalties"
-
-
-@scenario
-async def a_retraction_does_not_change_what_logprobs_are_of(subject: Subject) -> None:
-    """Of the penalised distribution: penalties go on, or, as in SGLang, begin anew with the first token after it."""
-    request = endless("r", max_new_tokens=200, temperature=1.0, repetition_penalty=1.8)
-    async with started(subject.engine, request) as (stream,):
-        await asyncio.sleep(subject.runs_s)
-        await subject.engine.pause("retract")
-        await subject.engine.resume()
-        got = await stream
-    logits, ids, last = logits_of(subject, request, got), got.ids, int(request.input_ids[-1])
-    whole = penalised(logits, request, counts(subject, last, ids))
-    if subject.penalties == "exact":
-        assert off(drawn(whole, got), got) <= subject.tolerance
-        return
-
-    def is_cut_at(cut: int) -> bool:
-        rows = penalised(logits[cut:], request, counts(subject, int(ids[cut - 1]), ids[cut:]))
-        return off(drawn(np.concatenate([whole[:cut], rows]), got), got) <= subject.tolerance
-
-    differs = np.flatnonzero(np.abs(drawn(whole, got) - got.logprobs) > subject.tolerance)
-    assert len(differs), "nothing is forgotten: say so in docs/engines.md"
-    first = int(differs[0])
-    assert any(is_cut_at(cut) for cut in range(first, max(first - 9, 0), -1))
 
 
 @scenario

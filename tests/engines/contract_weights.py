@@ -18,69 +18,9 @@ from tests.engines.contract import (
     later,
     scenario,
     started,
-    stays_unfinished,
 )  # fmt: skip
 
 from myxa.core.errors import EngineError
-from myxa.core.protocols import PauseMode
-
-
-async def holds_and_goes_on(subject: Subject, mode: PauseMode) -> None:
-    request = endless("r", max_new_tokens=60)
-    whole = await collect(subject.engine, endless("whole", request.input_ids, max_new_tokens=60))
-    async with started(subject.engine, request) as (stream,):
-        await asyncio.sleep(subject.runs_s / 3)
-        await subject.engine.pause(mode)
-        if stream.done():  # a fast engine was through; its pause is asked of the next scenario
-            await subject.engine.resume()
-            return
-        late = later(subject.engine, ask("late", [3], max_new_tokens=2, ignore_eos=True))
-        await stays_unfinished(subject, stream, late)
-        assert (await subject.engine.info()).version == 0, "questions are answered during a pause"
-        await subject.engine.resume()
-        got = await stream
-        assert np.array_equal(got.ids, whole.ids)
-        check_logprobs(subject, request, got)
-        assert len((await late).ids) == 2
-
-
-@scenario
-async def a_pause_in_place_holds_tokens_back(subject: Subject) -> None:
-    await holds_and_goes_on(subject, "in_place")
-
-
-@scenario
-async def a_pause_by_retraction_holds_tokens_back(subject: Subject) -> None:
-    await holds_and_goes_on(subject, "retract")
-
-
-@scenario
-async def a_pause_by_abort_ends_streams(subject: Subject) -> None:
-    async with started(subject.engine, endless("r"), endless("s", 4)) as streams:
-        await asyncio.sleep(subject.runs_s)
-        await subject.engine.pause("abort")
-        assert [result.finish for result in await asyncio.gather(*streams)] == ["abort", "abort"]
-    late = later(subject.engine, ask("late", [3], max_new_tokens=3, ignore_eos=True))
-    await stays_unfinished(subject, late)
-    await subject.engine.resume()
-    assert (await late).finish == "length"
-
-
-@scenario
-async def an_abort_during_a_pause_holds_at_the_latest_when_it_ends(subject: Subject) -> None:
-    """SGLang ends a request it was given in a pause, and one paused in place, only when generation goes on."""
-    for mode in ("in_place", "retract"):
-        request = endless("r")
-        async with started(subject.engine, request) as (stream,):
-            await asyncio.sleep(subject.runs_s)
-            await subject.engine.pause(mode)
-            async with started(subject.engine, ask("late", [3], max_new_tokens=4, ignore_eos=True)) as (late,):
-                await subject.engine.abort("late")
-                await subject.engine.abort("r")
-                await subject.engine.resume()
-                assert [(await one).finish for one in (stream, late)] == ["abort", "abort"]
-            check_logprobs(subject, request, await stream)
-    assert (await collect(subject.engine, ask("next", [3], max_new_tokens=2, ignore_eos=True))).finish == "length"
 
 
 @scenario
@@ -131,20 +71,6 @@ async def nothing_the_old_weights_left_behind_answers_for_the_new_ones(subject: 
         got = await collect(subject.engine, after)
         assert set(got.versions.tolist()) == {version}
         check_logprobs(subject, after, got, version=folder)
-
-
-@scenario
-async def a_commit_during_a_pause_leaves_the_engine_paused(subject: Subject) -> None:
-    await subject.engine.pause("in_place")
-    await subject.engine.prepare_weights(subject.publish(1, subject.versions[1]))
-    await subject.engine.commit_weights(1)
-    request = ask("r", [3], max_new_tokens=2, ignore_eos=True)
-    stream = later(subject.engine, request)
-    await stays_unfinished(subject, stream)
-    await subject.engine.resume()
-    got = await stream
-    assert got.versions.tolist() == [1, 1]
-    check_logprobs(subject, request, got, version=1)
 
 
 @scenario

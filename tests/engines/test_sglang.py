@@ -17,7 +17,6 @@ from tests.harness.fake_sglang import FakeSglang, chunk, fake_sglang
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import until
 
-from myxa.actors.engines.sglang import engine as sglang_engine
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.http_client import SglangHttp
 from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
@@ -73,8 +72,6 @@ async def test_what_is_sent_is_sglangs_and_every_stream_has_an_id_of_its_own():
         await engine.abort("r1")
         await engine.abort("r10")
         await engine.abort()
-        await engine.pause("retract")
-        await engine.resume()
         server.hold.set()
         await asyncio.gather(stream, return_exceptions=True)
         await asyncio.gather(later(engine, request), return_exceptions=True)
@@ -91,8 +88,7 @@ async def test_what_is_sent_is_sglangs_and_every_stream_has_an_id_of_its_own():
                 "ignore_eos": False, "sampling_seed": 9,
             },
         }),
-        ("/abort_request", {}), ("/abort_request", {"abort_all": True}), ("/pause_generation", {"mode": "retract"}),
-        ("/continue_generation", {"torch_empty_cache": False}),
+        ("/abort_request", {}), ("/abort_request", {"abort_all": True}),
     ]  # fmt: skip
 
 
@@ -170,12 +166,11 @@ async def test_a_commit_pauses_loads_verifies_and_resumes_also_after_a_refusal(f
 
 
 async def test_a_server_whose_weights_may_be_torn_serves_nothing_until_the_next_version(folders):
-    """It is paused, its health is silent, and no resume of an operator lets it generate from a mixture."""
+    """It is paused, and its health is silent."""
     async with connected(options(health_every_s=0.02, lost_after_s=0.1)) as (engine, server):
         server.update_answer = (500, {})
         with pytest.raises(EngineError, match="answered 500"):
             await give(engine, 4, folders[0])
-        await engine.resume()
         assert server.is_paused
         with pytest.raises(EngineError, match="version 4 was being loaded and did not arrive whole"):
             await collect(engine, ask("r1", 3, max_new_tokens=5))
@@ -246,7 +241,6 @@ async def test_a_server_left_paused_by_an_actor_that_died_serves_again_with_the_
         assert (await engine.info()).version == -1
         with pytest.raises(EngineError, match=r"rollout/3 at http.*was paused when this client came"):
             await collect(engine, ask("r1", 3, max_new_tokens=1))
-        await engine.resume()
         server.update_answer = (200, {"success": False, "message": "shape"})
         with pytest.raises(EngineError, match="refused weight version 3: shape; it was paused") as caught:
             await give(engine, 3, folders[0])
@@ -257,20 +251,6 @@ async def test_a_server_left_paused_by_an_actor_that_died_serves_again_with_the_
         assert not server.is_paused
         server.chunks = ended("4")
         assert (await collect(engine, ask("r2", 3, max_new_tokens=1))).versions.tolist() == [4]
-
-
-async def test_new_requests_wait_for_the_head_start_of_those_that_were_paused(monkeypatch):
-    monkeypatch.setattr(sglang_engine, "HEAD_START_S", 0.1)
-    clock = asyncio.get_running_loop().time
-    async with connected(chunks=ended("default")) as (engine, _):
-        await engine.pause("in_place")
-        await engine.resume()
-        begun = clock()
-        await asyncio.gather(*(collect(engine, ask(name, 3, max_new_tokens=1)) for name in "ab"))
-        assert clock() - begun >= 0.09
-        begun = clock()
-        await collect(engine, ask("c", 3, max_new_tokens=1))
-        assert clock() - begun < 0.09
 
 
 # -- silence and deadlines -----------------------------------------------------------------------------------------

@@ -270,11 +270,11 @@ class EngineServer(SglangRoutes):
                 await self._engine.abort(rid)
 
     async def _pause_generation(self, body: Body) -> None:
-        await self._engine.pause(body.get("mode", "abort"))
+        await self._engine.call(lambda core: core.pause(body.get("mode", "abort")))
         self._is_paused = True
 
     async def _continue_generation(self, body: Body) -> None:
-        await self._engine.resume()
+        await self._engine.call(lambda core: core.resume())
         self._is_paused = False
 
     async def _update_weights_from_disk(self, body: Body) -> Body:

@@ -364,12 +364,6 @@ class EmbeddedEngine:
         """Abort one request, or all. When it returns, their last deltas are in their streams."""
         await self.call(lambda core: core.abort(lambda running: request_id in (None, running.request_id)))
 
-    async def pause(self, mode: PauseMode) -> None:
-        await self.call(lambda core: core.pause(mode))
-
-    async def resume(self) -> None:
-        await self.call(lambda core: core.resume())
-
     # -- weights
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:

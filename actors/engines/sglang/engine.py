@@ -8,9 +8,6 @@ weights may be torn continues with the next whole version and not before. Weight
 failed half-way, or because the server was paused when this client came: an earlier client may have died in a commit.
 Version stamps are the server's; tokens are held back until theirs is certain (`wire.HeldTokens`).
 
-New requests wait for HEAD_START_S after a pause. A server reads the prompts of new requests first, one batch after
-another, so running generations would wait for that too, and new requests come in crowds exactly after an update.
-
 `ServerSampling` keeps a request's sampling to what means the same on the server. Of SGLang 0.5.17; the first was seen
 on a server, the others follow from its source:
 
@@ -49,8 +46,6 @@ from .server_args import NO_NEEDS, SglangNeeds, ends_at_min_p
 from .weight_routes import Routes, WeightRoute, folder_routes
 from .wire import HeldTokens, request_body, version_number, whole_number
 
-HEAD_START_S = 0.01
-"""Two or three steps of a small model on a GPU; a version takes much longer than that to make."""
 RID_END = "~"
 """Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". A
 unique part is between them: two seconds after a stream SGLang 0.5.17 aborts whatever has its id by then, and of a
@@ -175,9 +170,6 @@ class SglangEngine:
         self._channel = ""
         """By which weights came last."""
         self._committing = asyncio.Lock()
-        self._opens_s = 0.0
-        """When the head start of paused requests is over."""
-        self._is_paused = False
         self._torn = ""
         """Why the server's weights are of no version; empty when they are."""
         self._open: list[_Open] = []
@@ -234,7 +226,7 @@ class SglangEngine:
         while (left_s := options.lost_after_s - (clock() - heard_s)) > 0 or num_failed < 2:
             await asyncio.sleep(max(min(options.health_every_s, left_s), options.health_every_s / 10))
             async with self._looking:
-                is_still = self._is_paused or self._is_parked or self._torn or self._committing.locked()
+                is_still = self._is_parked or self._torn or self._committing.locked()
                 look_s = max(options.lost_after_s - (clock() - heard_s), min(LEAST_LOOK_S, options.lost_after_s))
                 found = await self._http.answer("/model_info" if is_still else "/health", min(LOOK_S, look_s))
             heard_s, num_failed = (clock(), 0) if found.status == 200 else (heard_s, num_failed + 1)
@@ -330,9 +322,6 @@ class SglangEngine:
                 pass
         if self._torn:
             raise EngineError(f"{place}: {self._torn}", remedy="give it a version, or restart the server")
-        left_s = self._opens_s - asyncio.get_running_loop().time()
-        if left_s > 0:
-            await asyncio.sleep(left_s)
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort"."""
@@ -342,24 +331,6 @@ class SglangEngine:
         await self._arrived(meant)
         for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
             await self._http.post("/abort_request", body)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._pause_server(mode)
-        self._is_paused = True
-
-    async def _pause_server(self, mode: PauseMode) -> None:
-        await self._arrived(list(self._open))
-        await self._http.post("/pause_generation", {"mode": mode})
-
-    async def resume(self) -> None:
-        """Continue after a pause. A server whose weights are loading or may be torn waits until they are whole."""
-        if not self._torn:
-            await self._continue_generation()
-        self._is_paused = False
-
-    async def _continue_generation(self) -> None:
-        await self._http.post("/continue_generation", {"torch_empty_cache": False})  # it costs milliseconds
-        self._opens_s = asyncio.get_running_loop().time() + HEAD_START_S
 
     # -- weights
 
@@ -391,8 +362,8 @@ class SglangEngine:
                     remedy="call prepare_weights with its manifest first",
                 )
             self._prepared = None
-            if not self._is_paused:
-                await self._pause_server(self.pause_mode)
+            await self._arrived(list(self._open))
+            await self._http.post("/pause_generation", {"mode": self.pause_mode})
             before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
             try:
                 if not await self._route(manifest).load(manifest) and await self._served_version() != version:
@@ -407,8 +378,8 @@ class SglangEngine:
                     raise EngineError(f"{err.message}; {before}", remedy=err.remedy) from err
                 raise
             finally:
-                if not self._is_paused and not self._torn:
-                    await self._continue_generation()
+                if not self._torn:  # emptying the cache costs milliseconds
+                    await self._http.post("/continue_generation", {"torch_empty_cache": False})
 
     def weight_progress(self) -> WeightProgress:
         return self._routes[self._channel].beacon.progress() if self._channel else WeightProgress(at="idle")
