@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from ..core.actor import Actor
 from ..core.device_memory import (
-    DeviceReading,
-    DeviceUse,
     LeaseReply,
     LeaseRequest,
     MemoryCommand,
@@ -134,15 +132,6 @@ class MemoryContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def view(self) -> MemoryView:
-        raise NotImplementedError
-
-
-class NodeAgentContract(Actor):
-    """What the memory manager has on a node that is not its own."""
-
-    @call(deadline=30, reentrant=True)
-    async def measure(self, uses: tuple[DeviceUse, ...]) -> dict[str, DeviceReading]:
-        """Each device once, now. Raises MemoryFault for one that is not there."""
         raise NotImplementedError
 
 

@@ -20,7 +20,6 @@ methods block and are called in one thread of the tenant's choosing, never on an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .messages import Record
@@ -39,7 +38,8 @@ parts: what fits on the device beside the other side stays there, and what left 
 TagPolicy = Literal["discard", "rematerialise", "backup", "keep"]
 """How a tag leaves: dropped (zeros on return), rebuilt by its owner, copied to the host (not while clean), never."""
 Backing = Literal["mapped_dirty", "mapped_clean", "copy_out", "host", "discarded", "copy_in", "poisoned"]
-TenantState = Literal["cold", "active", "draining", "quiesced", "releasing", "released", "granted", "restoring"]
+TenantState = Literal["quiet", "active", "draining", "moving"]
+"""Its gate is closed and nothing runs; it may run; it finishes what runs; tags leave or come back."""
 CommandKind = Literal["survey", "drain", "release", "restore", "commit"]
 
 
@@ -96,8 +96,6 @@ class MemoryReply(Record, frozen=True, kw_only=True):
     reason: str = ""
     copied_bytes: int = 0
     """Between device and host."""
-    dropped_bytes: int = 0
-    """Left the device without a copy: discarded, rebuilt later, or clean."""
 
 
 class LeaseRequest(Record, frozen=True, kw_only=True):
@@ -124,7 +122,6 @@ class LeaseReply(Record, frozen=True, kw_only=True):
     seconds: dict[str, float] = {}
     """Phases of the switch as the manager saw them: drain, release, verify, restore."""
     copied_bytes: int = 0
-    dropped_bytes: int = 0
 
 
 def whole_of(tag: str) -> str:
@@ -170,21 +167,6 @@ class MemoryView(Record, frozen=True):
     """(wall seconds, device, tenant, what happened), oldest first, bounded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovedMemory:
-    """What one release or restore did."""
-
-    copied_bytes: int = 0
-    """Between device and host."""
-    dropped_bytes: int = 0
-    """Left the device without a copy, or came back without one."""
-
-    def __add__(self, other: MovedMemory) -> MovedMemory:
-        return MovedMemory(
-            copied_bytes=self.copied_bytes + other.copied_bytes, dropped_bytes=self.dropped_bytes + other.dropped_bytes
-        )
-
-
 class AssetStore(Protocol):
     """Bytes of one tenant on one device, by tag. Both commands are idempotent: a tag that is gone already, or mapped
     already, is passed over, and so is a tag this store does not have. After an exception `report` is still true, tag by
@@ -194,12 +176,13 @@ class AssetStore(Protocol):
         """Every tag it has, mapped or not; quick, safe from any thread."""
         ...
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
-        """Take them off the device, by the policy of each; on return the memory is given back. Raises MemoryFault."""
+    def release(self, tags: Collection[Tag]) -> int:
+        """Take them off the device, by the policy of each; on return the memory is given back. Returns the bytes that
+        were copied between device and host. Raises MemoryFault."""
         ...
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
-        """Map them again and put their contents back. Raises MemoryFault."""
+    def restore(self, tags: Collection[Tag]) -> int:
+        """Map them again and put their contents back; returns the bytes that are copied. Raises MemoryFault."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from .device_memory import AssetStore, MovedMemory, Tag, TagReport
+from .device_memory import AssetStore, Tag, TagReport
 from .messages import EngineUsage, SamplingParams, TensorSpec, WeightManifest
 from .samples import F32, I32, FinishReason, Message, Prompt, TrainShard
 from .weight_channel import SenderOrder, WeightProgress
@@ -140,11 +140,11 @@ class ReleasesMemory(Protocol):
         """Everything is back, and requests may come."""
         ...
 
-    async def release_memory(self, tags: Collection[Tag]) -> MovedMemory:
+    async def release_memory(self, tags: Collection[Tag]) -> None:
         """Have these leave. Tags that are away stay away."""
         ...
 
-    async def restore_memory(self, tags: Collection[Tag]) -> MovedMemory:
+    async def restore_memory(self, tags: Collection[Tag]) -> None:
         """Have them back, contents of discarded ones undefined: weights must be loaded again."""
         ...
 

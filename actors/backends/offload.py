@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from ...core.device_memory import OPTIMIZER_PARTS, MovedMemory, Tag, TagReport
+from ...core.device_memory import OPTIMIZER_PARTS, Tag, TagReport
 
 if TYPE_CHECKING:
     from ...memory.arenas.arena import Arena, Restoring
@@ -46,12 +46,12 @@ class RankOffload:
     def report(self) -> tuple[TagReport, ...]:
         return () if self._movable is None else tuple(r for r in self._movable.report() if r.num_bytes)
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
+    def release(self, tags: Collection[Tag]) -> int:
         self.arrived()
         self._vacate()
         return self._memory().release(self._known(tags))
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+    def restore(self, tags: Collection[Tag]) -> int:
         self.arrived()
         self._vacate()
         known = self._known(tags)
@@ -64,10 +64,7 @@ class RankOffload:
         for tag in awaited:
             coming.wait(tag)
         self._came_back(away)
-        return MovedMemory(
-            copied_bytes=sum(r.num_bytes for r in away.values() if r.backing == "host"),
-            dropped_bytes=sum(r.num_bytes for r in away.values() if r.backing == "discarded"),
-        )
+        return sum(r.num_bytes for r in away.values() if r.backing == "host")
 
     def close(self) -> None:
         """Give everything back; no tensor on it may be used again."""

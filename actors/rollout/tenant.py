@@ -15,14 +15,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.clock import Clock
-from ...core.device_memory import MovedMemory, Tag, TagReport
+from ...core.device_memory import Tag, TagReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
 from ...core.retry import until_answered
@@ -72,7 +72,6 @@ class RolloutTenant:
                 node=tenancy.node,
                 planned={r.tag: (r.num_bytes, r.policy) for r in tenancy.memory.memory_tags()},
             ),
-            stores=(),
             gate=self.turn,
             in_thread=lambda work: in_daemon_thread(work, "engine memory"),
             clock=clock,
@@ -83,8 +82,7 @@ class RolloutTenant:
     def loaded(self) -> None:
         """The engine holds its memory now."""
         self.turn.started()
-        self.tenant.add_store(self.turn)
-        self.tenant.loaded()
+        self.tenant.loaded((self.turn,))
 
     async def load(self) -> None:
         """Said by the leader; returns once the actor has joined the run."""
@@ -107,9 +105,6 @@ def require(tenant: RolloutTenant | None, name: str) -> RolloutTenant:
     if tenant is None:
         raise EngineError(f"{name} has its device for itself", remedy='set memory.share = "switch"')
     return tenant
-
-
-T = TypeVar("T")
 
 
 class EngineTurn:
@@ -205,39 +200,40 @@ class EngineTurn:
         """As after the last call that changed it."""
         return self._tags
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
-        """Have them leave. Blocks; never on the loop."""
-        return self._on_loop(self._release(tags))
+    def release(self, tags: Collection[Tag]) -> int:
+        """Have them leave; nothing is copied. Blocks; never on the loop."""
+        self._on_loop(self._release(tags))
+        return 0
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+    def restore(self, tags: Collection[Tag]) -> int:
         """Have them back. Blocks; never on the loop."""
-        return self._on_loop(self._restore(tags))
+        self._on_loop(self._restore(tags))
+        return 0
 
-    async def _release(self, tags: Collection[Tag]) -> MovedMemory:
+    async def _release(self, tags: Collection[Tag]) -> None:
         try:
-            return await self._memory.release_memory(self._known(tags))
+            await self._memory.release_memory(self._known(tags))
         finally:
             self._tags = self._memory.memory_tags()
 
-    async def _restore(self, tags: Collection[Tag]) -> MovedMemory:
+    async def _restore(self, tags: Collection[Tag]) -> None:
         away = {report.tag for report in self._tags if report.backing == "discarded"}
         try:
-            moved = await self._memory.restore_memory(self._known(tags))
+            await self._memory.restore_memory(self._known(tags))
         finally:
             self._tags = self._memory.memory_tags()
         self._owes_loss = self._owes_loss or ("weights" in away and "weights" in tags)
         if self._owes_loss:
             await self._on_weights_lost()
             self._owes_loss = False
-        return moved
 
     def _known(self, tags: Collection[Tag]) -> list[Tag]:
         return [report.tag for report in self._tags if report.tag in tags]
 
-    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+    def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(TIMEOUTS.rollout.call_s)
+            future.result(TIMEOUTS.rollout.call_s)
         except MyxaError as err:
             raise MemoryFault(err.message, remedy=err.remedy) from err
         except TimeoutError as err:

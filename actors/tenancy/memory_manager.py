@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import PeerEvent
+from ...core.actor import Actor, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import (
     DeviceReading,
@@ -27,11 +27,12 @@ from ...core.device_memory import (
     MemoryView,
 )
 from ...core.errors import CallError, ConfigError, MemoryFault, MyxaError
+from ...core.handlers import call
 from ...core.refs import with_deadline
 from ...core.timeouts import TIMEOUTS
 from ...memory.arenas.host_vmm import device_bytes
 from ...memory.leases.switch import LeaseOptions, Leases
-from ..contracts import MemoryContract, MonitorContract, NodeAgentContract, TenantContract
+from ..contracts import MemoryContract, MonitorContract, TenantContract
 from ..daemon_thread import in_daemon_thread
 from ..telemetry import report_forever
 
@@ -67,7 +68,7 @@ def read_gpu(gpu: int | str, error: type[MyxaError] = ConfigError) -> DeviceRead
     return DeviceReading(int(info.total), int(info.free), int(info.reserved))
 
 
-class NodeAgent(NodeAgentContract):
+class NodeAgent(Actor):
     """One on each node with shared devices; the manager has that of its own node itself."""
 
     mailbox_size = 1024
@@ -78,7 +79,10 @@ class NodeAgent(NodeAgentContract):
         self._turn = asyncio.Lock()
         """A device that hangs is not asked again until it has answered."""
 
+    @call(deadline=30, reentrant=True)
     async def measure(self, uses: tuple[DeviceUse, ...]) -> dict[str, DeviceReading]:
+        """Each device once, now. Raises MemoryFault for one that is not there."""
+
         def read() -> dict[str, DeviceReading]:
             return {use.device: self._read(use) for use in uses}
 
@@ -148,7 +152,6 @@ class MemoryManager(MemoryContract):
         values = {f"memory/{phase}_s": seconds for phase, seconds in reply.seconds.items()}
         values |= {
             "memory/copied_bytes": float(reply.copied_bytes),
-            "memory/dropped_bytes": float(reply.dropped_bytes),
             "memory/refused": float(not reply.granted),
         }
         self._telemetry.metric(-1, values)
@@ -203,7 +206,7 @@ class MemoryManager(MemoryContract):
         name = self.ctx.name if node == self._options.node else self._options.agents.get(node)
         if name is None:
             raise MemoryFault(f"node {node} has no agent of {self.ctx.name}", remedy="add it to roles.memory.nodes")
-        agent = self._own_agent if node == self._options.node else self.ctx.ref(NodeAgentContract, name)
+        agent = self._own_agent if node == self._options.node else self.ctx.ref(NodeAgent, name)
         try:
             async with asyncio.timeout(self._options.measure_s):
                 return await agent.measure(uses)

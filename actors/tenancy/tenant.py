@@ -7,7 +7,7 @@
 
 Commands may come twice, late, or out of order. Three rules make that harmless: the same id is carried out once and gets
 the same reply every time; an epoch older than the newest one seen is answered but not obeyed; one command at a time.
-Tags that are planned but not loaded yet are leased like others: their bytes are reserved, and no store is called.
+Tags that are planned but not loaded yet are leased like others: as room that is counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ...core.device_memory import (
     AssetStore,
     MemoryCommand,
     MemoryReply,
-    MovedMemory,
     Tag,
     TagPolicy,
     TagReport,
@@ -37,13 +36,11 @@ from ...core.device_memory import (
 from ...core.errors import MyxaError
 from ...core.timeouts import TIMEOUTS
 from ...memory.communicators.residency import Absent, CommResidency
-from ...memory.leases.lease_ledger import resting_state
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 MAX_REPLIES = 256
 """Remembered; a command is repeated within seconds, not after so many others."""
-NOTHING_MOVED = MovedMemory()
 
 _log = logging.getLogger(__name__)
 
@@ -80,11 +77,9 @@ class Tenant:
         self,
         *,
         options: TenantOptions,
-        stores: Sequence[AssetStore],
         gate: Gate,
         in_thread: InThread,
         clock: Clock,
-        comms: CommResidency | None = None,
         pids: Callable[[], tuple[int, ...]] | None = None,
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
@@ -96,8 +91,10 @@ class Tenant:
         self._clock = clock
         self._pids = pids or (lambda: (os.getpid(),))
         self._telemetry = telemetry
-        self._assets = TenantAssets(options.planned, stores, comms)
-        self.state: TenantState = "cold"
+        self._planned: CountedRoom | None = CountedRoom(options.planned)
+        """None: everything is loaded."""
+        self._assets = TenantAssets([self._planned], None)
+        self.state: TenantState = "quiet"
         self._epoch = 0
         """The newest seen."""
         self._running: MemoryCommand | None = None
@@ -105,14 +102,6 @@ class Tenant:
         """One command at a time, in the order in which they came."""
         self._tasks: OrderedDict[str, asyncio.Task[MemoryReply]] = OrderedDict()
         """By command, also of those that are over: the same id is carried out once, and answered alike every time."""
-
-    def add_store(self, store: AssetStore) -> None:
-        """More memory, found after the tenant was made."""
-        self._assets.stores.append(store)
-
-    def add_comms(self, comms: CommResidency) -> None:
-        """Communicators that may leave the device, as tag "nccl"."""
-        self._assets.comms = comms
 
     def report(self) -> TenantReport:
         """Its present state. While a command works on the memory: the state before."""
@@ -125,15 +114,14 @@ class Tenant:
             pids=pids,
             state=self.state,
             tags=self._assets.tags(is_busy=self._running is not None),
-            reserved_bytes=self._assets.reserved_bytes,
+            reserved_bytes=0 if self._planned is None else self._planned.held_bytes,
             node=self._options.node,
         )
 
-    def loaded(self) -> None:
-        """Everything planned is there: from now on the stores' own numbers count."""
-        self._assets.planned.clear()
-        if self.state == "granted":
-            self.state = "quiesced"
+    def loaded(self, stores: Sequence[AssetStore], comms: CommResidency | None = None) -> None:
+        """Everything planned is there: from now on the stores' own numbers count. `comms`: communicators that may leave
+        the device, as tag "nccl"."""
+        self._planned, self._assets = None, TenantAssets(stores, comms)
 
     async def command(self, command: MemoryCommand) -> MemoryReply:
         """Obey, answer again, or refuse. A caller that goes away does not end what it began."""
@@ -173,12 +161,12 @@ class Tenant:
             if command.kind == "commit" and self.state != "active":
                 await self._gate.resume()
                 self.state = "active"
-            moved = NOTHING_MOVED
+            copied_bytes = 0
             if command.kind in ("release", "restore"):
-                self.state = "releasing" if command.kind == "release" else "restoring"
+                self.state = "moving"
                 move = self._assets.release if command.kind == "release" else self._assets.restore
-                moved = await self._in_thread(lambda: move(command))
-            return self._reply(command, moved=moved)
+                copied_bytes = await self._in_thread(lambda: move(command))
+            return self._reply(command, copied_bytes=copied_bytes)
         except MyxaError as error:
             return self._reply(command, reason=str(error))
         except Exception as error:  # noqa: BLE001 -- a store of another's making: the manager must hear of it
@@ -196,7 +184,7 @@ class Tenant:
         except BaseException:
             await self._reopen()
             raise
-        self.state = "quiesced"
+        self.state = "quiet"
         return self._reply(command)
 
     async def _reopen(self) -> None:
@@ -206,23 +194,21 @@ class Tenant:
                 await self._gate.resume()
         except Exception:  # noqa: BLE001 -- a gate of another's making may raise anything
             _log.exception("%s: the gate does not open", self._options.name)
-            self.state = "quiesced"
+            self.state = "quiet"
         else:
             self.state = "active"
 
-    def _reply(self, command: MemoryCommand, *, reason: str = "", moved: MovedMemory = NOTHING_MOVED) -> MemoryReply:
+    def _reply(self, command: MemoryCommand, *, reason: str = "", copied_bytes: int = 0) -> MemoryReply:
         if self._running is command:
             self._assets.refresh()
-            if self.state in ("releasing", "restoring"):
-                rested = resting_state(self._assets.tags(is_busy=True))
-                self.state = "granted" if rested == "quiesced" and self._assets.is_granted else rested
+            if self.state == "moving":
+                self.state = "quiet"
         return MemoryReply(
             command_id=command.command_id,
             report=self.report(),
             accepted=not reason,
             reason=reason,
-            copied_bytes=moved.copied_bytes,
-            dropped_bytes=moved.dropped_bytes,
+            copied_bytes=copied_bytes,
         )
 
     def _span(self, command: MemoryCommand, wall_s: float, seconds: float) -> None:
@@ -237,134 +223,102 @@ COMMS: Tag = "nccl"
 
 
 class TenantAssets:
-    """What a tenant holds, as one list of tags: stores, communicators (tag "nccl"), and what is planned. `release` and
-    `restore` block and belong into the tenant's thread. The loop may ask for `tags` at any time: while a command works
-    it answers with the state before, because a store at work does not answer."""
+    """What a tenant holds, as one list of tags: stores, and communicators (tag "nccl"). `release` and `restore` block
+    and belong into the tenant's thread. The loop may ask for `tags` at any time: while a command works it answers with
+    the state before, because a store at work does not answer."""
 
-    def __init__(
-        self, planned: Mapping[Tag, tuple[int, TagPolicy]], stores: Sequence[AssetStore], comms: CommResidency | None
-    ) -> None:
-        self.planned = dict(planned)
-        self.stores = list(stores)
-        self.comms = comms
-        self._granted: set[Tag] = set()
+    def __init__(self, stores: Sequence[AssetStore], comms: CommResidency | None) -> None:
+        self._stores = tuple(stores)
+        self._comms = comms
         self._are_comms_away = False
-        self._last: tuple[TagReport, ...] | None = None
-
-    # -- asked from the loop
+        self._last = self._look()
 
     def tags(self, *, is_busy: bool) -> tuple[TagReport, ...]:
-        """Every tag once. A tag that is planned and in a store already counts with the larger number."""
-        if not is_busy or self._last is None:
-            self._last = self._look()
+        """Every tag once."""
+        if not is_busy:
+            self.refresh()
         return self._last
 
     def refresh(self) -> None:
         """The work of a command is over: look again."""
         self._last = self._look()
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Of the planned tags that were granted: not in any store yet."""
-        stored = self._stored()
-        return sum(
-            max(0, num_bytes - (stored[tag].num_bytes if tag in stored else 0))
-            for tag, (num_bytes, _) in self.planned.items()
-            if tag in self._granted
-        )
-
-    @property
-    def is_granted(self) -> bool:
-        """Something planned may be loaded."""
-        return any(tag in self._granted for tag in self.planned)
-
-    def _stored(self) -> dict[Tag, TagReport]:
-        return {tag.tag: tag for store in self.stores for tag in store.report()}
-
     def _look(self) -> tuple[TagReport, ...]:
-        found = self._stored()
-        for tag, (num_bytes, policy) in self.planned.items():
-            known = found.get(tag)
-            backing = "mapped_dirty" if tag in self._granted else "discarded"
-            if known is None or (known.num_bytes < num_bytes and tag in self._granted):
-                found[tag] = TagReport(tag, num_bytes, policy, backing)
-        if self.comms is not None and not self.planned:  # their size is not known: the measurement sees it
-            found[COMMS] = TagReport(COMMS, 0, "rematerialise", "discarded" if self._are_comms_away else "mapped_dirty")
-        return tuple(found.values())
+        found = [tag for store in self._stores for tag in store.report()]
+        if self._comms is not None:  # their size is not known: the measurement sees it
+            backing = "discarded" if self._are_comms_away else "mapped_dirty"
+            found.append(TagReport(COMMS, 0, "rematerialise", backing))
+        return tuple(found)
 
-    # -- done in the tenant's thread
+    # -- done in the tenant's thread; both return the bytes that are copied
 
-    def release(self, command: MemoryCommand) -> MovedMemory:
+    def release(self, command: MemoryCommand) -> int:
         """Communicators first: nothing may be in flight on memory that leaves."""
-        if COMMS in command.tags:
-            self._release_comms(command)
-        moved = [store.release(tags) for store in self.stores if (tags := self._known(store, command.tags))]
-        stored = self._stored()
-        for tag in command.tags:
-            if tag in self.planned and tag in self._granted and tag not in stored:
-                self._granted.discard(tag)
-                moved.append(MovedMemory(dropped_bytes=self.planned[tag][0]))
-        return sum(moved, NOTHING_MOVED)
-
-    def restore(self, command: MemoryCommand) -> MovedMemory:
-        """Communicators last: they find the device as it will be."""
-        moved = [store.restore(tags) for store in self.stores if (tags := self._known(store, command.tags))]
-        self._granted.update(tag for tag in command.tags if tag in self.planned)
-        if COMMS in command.tags:
-            self._restore_comms(command)
-        return sum(moved, NOTHING_MOVED)
-
-    def _known(self, store: AssetStore, tags: Sequence[Tag]) -> list[Tag]:
-        have = {tag.tag for tag in store.report()}
-        return [tag for tag in tags if tag in have]
-
-    def _release_comms(self, command: MemoryCommand) -> None:
-        if self.comms is None or self._are_comms_away:
-            return
-        try:
-            self.comms.release(command.epoch, command.deadline_s)
-        except Absent:
-            raise  # no memory was released
-        except MyxaError:
-            self.comms.abort()
+        if COMMS in command.tags and self._comms is not None and not self._are_comms_away:
+            try:
+                self._comms.release(command.epoch, command.deadline_s)
+            except Absent:
+                raise  # no memory was released
+            except MyxaError:
+                self._comms.abort()
+                self._are_comms_away = True
+                raise
             self._are_comms_away = True
-            raise
-        self._are_comms_away = True
+        return sum(store.release(tags) for store in self._stores if (tags := _known(store, command.tags)))
 
-    def _restore_comms(self, command: MemoryCommand) -> None:
-        if self.comms is None or not self._are_comms_away:
-            return
-        try:
-            self.comms.restore(command.epoch, command.deadline_s)
-        except MyxaError:
-            self.comms.abort()
-            raise
-        self._are_comms_away = False
+    def restore(self, command: MemoryCommand) -> int:
+        """Communicators last: they find the device as it will be."""
+        copied_bytes = sum(store.restore(tags) for store in self._stores if (tags := _known(store, command.tags)))
+        if COMMS in command.tags and self._comms is not None and self._are_comms_away:
+            try:
+                self._comms.restore(command.epoch, command.deadline_s)
+            except MyxaError:
+                self._comms.abort()
+                raise
+            self._are_comms_away = False
+        return copied_bytes
+
+
+def _known(store: AssetStore, tags: Sequence[Tag]) -> list[Tag]:
+    have = {tag.tag for tag in store.report()}
+    return [tag for tag in tags if tag in have]
 
 
 WORKSPACE: Tag = "workspace"
 
 
-class WorkspaceRoom:
-    """Room on a device that a tenant needs in its turn and that is not allocated ahead: activations, logits. An
-    `AssetStore` of so many bytes that are only counted, so that the engine leaves as much as the trainer's step will
+class CountedRoom:
+    """Room on a device that is only counted. An `AssetStore` of what is going to be loaded; and, for a tenant's turn,
+    of what is not allocated ahead (activations, logits), so that the engine leaves as much as the trainer's step will
     take. But torch keeps what a step took: `vacate` gives back the unused part when the room is given up."""
 
-    def __init__(self, num_bytes: int, vacate: Callable[[], None]) -> None:
-        self._num_bytes = num_bytes
+    def __init__(
+        self,
+        sizes: Mapping[Tag, tuple[int, TagPolicy]],
+        *,
+        is_held: bool = False,
+        vacate: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sizes = sizes
+        self._held = set(sizes) if is_held else set[Tag]()
         self._vacate = vacate
-        self._is_held = True
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self._sizes[tag][0] for tag in self._held)
 
     def report(self) -> tuple[TagReport, ...]:
-        backing = "mapped_dirty" if self._is_held else "discarded"
-        return (TagReport(tag=WORKSPACE, num_bytes=self._num_bytes, policy="discard", backing=backing),)
+        return tuple(
+            TagReport(tag, num_bytes, policy, "mapped_dirty" if tag in self._held else "discarded")
+            for tag, (num_bytes, policy) in self._sizes.items()
+        )
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
-        left, self._is_held = self._is_held and WORKSPACE in tags, self._is_held and WORKSPACE not in tags
-        if left:
+    def release(self, tags: Collection[Tag]) -> int:
+        if left := self._held.intersection(tags):
+            self._held -= left
             self._vacate()
-        return MovedMemory(dropped_bytes=self._num_bytes if left else 0)
+        return 0
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
-        self._is_held = self._is_held or WORKSPACE in tags
-        return MovedMemory()
+    def restore(self, tags: Collection[Tag]) -> int:
+        self._held.update(tag for tag in tags if tag in self._sizes)
+        return 0

@@ -17,7 +17,7 @@ from ...core.actor import ActorContext
 from ...core.clock import Clock
 from ...core.device_memory import AssetStore, Tag, TagPolicy
 from ...memory.communicators.residency import CommResidency
-from ..tenancy.tenant import WORKSPACE, Tenant, TenantOptions, WorkspaceRoom
+from ..tenancy.tenant import WORKSPACE, CountedRoom, Tenant, TenantOptions
 from ..tenancy.time_share import TRAINER, TimeShareOptions
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -82,16 +82,13 @@ class TrainerTenant(Tenant):
             node=tenancy.node,
             planned=dict(tenancy.planned),
         )
-        super().__init__(
-            options=options, stores=(), gate=self.turn, in_thread=in_thread, clock=clock, telemetry=telemetry
-        )
+        super().__init__(options=options, gate=self.turn, in_thread=in_thread, clock=clock, telemetry=telemetry)
 
     async def set_up(self, store: AssetStore | None) -> None:
         """The backend is set up, and its memory is `store`."""
-        if store is not None:
-            self.add_store(store)
+        stores = [] if store is None else [store]
         if WORKSPACE in self._tenancy.planned:
-            self.add_store(WorkspaceRoom(self._tenancy.planned[WORKSPACE][0], self._tenancy.vacate))
-        if self._tenancy.comms is not None:
-            self.add_comms(await self._in_thread(self._tenancy.comms))
-        self.loaded()
+            room: dict[Tag, tuple[int, TagPolicy]] = {WORKSPACE: self._tenancy.planned[WORKSPACE]}
+            stores.append(CountedRoom(room, is_held=True, vacate=self._tenancy.vacate))
+        comms = None if self._tenancy.comms is None else await self._in_thread(self._tenancy.comms)
+        self.loaded(stores, comms)

@@ -55,8 +55,8 @@ class Block:
 
 def moves(opened: Opened, tag: Tag, *, most: int, limit_s: float, dirty: bool) -> dict[str, Any]:
     """Seconds of release and restore, cycle by cycle, the first one first, and of the mapping at the beginning of a
-    restore; bytes that were copied and dropped."""
-    found: dict[str, Any] = {"out": [], "in": [], "map": [], "copied": [], "dropped": []}
+    restore; bytes that were copied."""
+    found: dict[str, Any] = {"out": [], "in": [], "map": [], "copied": []}
     driver: Any = opened.driver
     spent: list[float] = []
 
@@ -77,8 +77,7 @@ def moves(opened: Opened, tag: Tag, *, most: int, limit_s: float, dirty: bool) -
         started = time.perf_counter()
         moved = opened.arena.release({tag})
         found["out"].append(time.perf_counter() - started)
-        found["copied"].append(moved.copied_bytes)
-        found["dropped"].append(moved.dropped_bytes)
+        found["copied"].append(moved)
         spent.clear()
         started = time.perf_counter()
         opened.arena.restore({tag})

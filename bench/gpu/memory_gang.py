@@ -183,7 +183,7 @@ async def kill_coming_engine(lab: Lab) -> tuple[float | None, str]:
     """In the middle of its return: the lease must be refused, and the others be where they were."""
     await lab.to_trainers()
     asked = asyncio.ensure_future(lab.lease("rollout", ENGINE_TAGS, quiet=("trainer",), limit_s=GIVE_UP_S))
-    return await _after(lab, lab.engines[0], asked, "restoring")
+    return await _after(lab, lab.engines[0], asked, "moving")
 
 
 async def kill_leaving_trainer(lab: Lab) -> tuple[float | None, str]:
@@ -191,7 +191,7 @@ async def kill_leaving_trainer(lab: Lab) -> tuple[float | None, str]:
     await lab.to_trainers()
     await lab.work("trainer", "step", amount=1)
     asked = asyncio.ensure_future(lab.lease("rollout", ENGINE_TAGS, quiet=("trainer",), limit_s=GIVE_UP_S))
-    return await _after(lab, lab.trainers[-1], asked, "releasing")  # of a GPU whose engine lives
+    return await _after(lab, lab.trainers[-1], asked, "moving")  # of a GPU whose engine lives
 
 
 async def kill_active_trainer(lab: Lab) -> tuple[float | None, str]:

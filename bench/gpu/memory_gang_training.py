@@ -76,10 +76,10 @@ class Member:
         gang, make_comms = gang_comms(config, Gang.from_environment(os.environ), on_gpus=self._is_cuda)
         self.backend = make_backend(spec, config, gang, SystemClock())
         self.facts = self.backend.setup()
-        comms, store = make_comms(), self.backend.memory()
-        assert comms is not None, "a gang has communicators to give back"
+        store = self.backend.memory()
+        assert make_comms is not None, "a gang has communicators to give back"
         assert store is not None, "a run that takes turns has memory that leaves"
-        self.comms, self.store = comms, store
+        self.comms, self.store = make_comms(), store
         self._epoch = 0
 
     def free(self) -> int:
@@ -107,7 +107,7 @@ class Member:
         marks.append(marks[-1] + time.perf_counter() - back)
         names = ("communicators out", "tags out", "tags in", "communicators in")
         took = {name: marks[index + 1] - marks[index] for index, name in enumerate(names)}
-        return {**took, "all": marks[-1] - marks[0], "freed": float(freed), "copied": float(moved.copied_bytes)}
+        return {**took, "all": marks[-1] - marks[0], "freed": float(freed), "copied": float(moved)}
 
     def _next(self) -> int:
         self._epoch += 1

@@ -59,8 +59,6 @@ class Cycle:
     update_s: float = 0.0
     copied_in: int = 0
     copied_out: int = 0
-    dropped_in: int = 0
-    dropped_out: int = 0
     skew_in_s: float = 0.0
     """Between the first and the last rank's first product."""
     skew_out_s: float = 0.0
@@ -288,7 +286,6 @@ class Lab:
 def _count(cycle: Cycle, replies: Sequence[LeaseReply], way: str) -> None:
     for index, reply in enumerate(replies):
         setattr(cycle, f"copied_{way}", getattr(cycle, f"copied_{way}") + reply.copied_bytes)
-        setattr(cycle, f"dropped_{way}", getattr(cycle, f"dropped_{way}") + reply.dropped_bytes)
         name = "in" if way == "in" else ("out, weights", "out, all")[index]
         for phase, seconds in reply.seconds.items():
             cycle.phases[f"{name}: {phase}"] = seconds

@@ -122,7 +122,7 @@ def tell_arena(report: Report, found: dict[str, Any]) -> None:
     title = f"Our arena; plain pinned copies in the same process: out {plain['out']:.1f}, in {plain['in']:.1f} GB/s"
     report.table(title, CYCLE_HEAD, [row])
     clean, discard = rates["clean"], rates["discard"]
-    skipped = f"{size(sum(clean['dropped'][1:]) // max(len(clean['dropped']) - 1, 1))} a time, nothing copied"
+    skipped = "nothing copied"
     report.say(
         f"- clean tag: out {median(clean['out'][1:]) or 0:.3f} s ({skipped}), in {median(clean['in'][1:]) or 0:.3f} s\n"
         f"- discarded tag of {size(rates['discard_bytes'])}: out {median(discard['out'][1:]) or 0:.3f} s, "

@@ -10,7 +10,7 @@ overlap   the optimizer streams in under the forward and backward pass
 saver     the same stand-ins, a quarter of the size, paused and resumed by torch-memory-saver as a whole, nobody asked
 
 Exposed: from the last product of one side to the first of the other, what the update waited for its bytes, and by how
-much the pass beside the copies was slower than alone. Copied and dropped bytes are told apart.
+much the pass beside the copies was slower than alone.
 """
 
 from __future__ import annotations
@@ -143,11 +143,10 @@ def tell_way(report: Report, found: Found) -> None:
         rows.append((title, f"{1e3 * getattr(first, name):.0f}", ms(column(cycles, name))))
     report.table(f"### {found.way}: {len(found.cycles)} rounds, ms", ("what", "first", "p50 (p95)"), rows)
     moved = [
-        (way, *(size(median(column(cycles, f"{kind}_{way}")) or 0) for kind in ("copied", "dropped")))
-        for way in ("in", "out")
+        (way, *(size(median(column(cycles, f"{kind}_{way}")) or 0) for kind in ("copied",))) for way in ("in", "out")
     ]
     if found.way != "saver":
-        report.table("Bytes a switch", ("way", "copied", "dropped or mapped empty"), moved)
+        report.table("Bytes a switch", ("way", "copied"), moved)
         report.table("Phases as the manager saw them, ms", ("phase", "p50", "largest"), phase_rows(cycles))
 
 

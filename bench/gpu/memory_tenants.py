@@ -29,7 +29,6 @@ from myxa.core.device_memory import (
     OPTIMIZER_PARTS,
     MemoryCommand,
     MemoryReply,
-    MovedMemory,
     Tag,
     TagReport,
     TenantReport,
@@ -55,15 +54,12 @@ class StreamedStore:
     def report(self) -> tuple[TagReport, ...]:
         return self.arena.report()
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
+    def release(self, tags: Collection[Tag]) -> int:
         own = self._own(tags)
         self.arrive()
-        held = sum(r.num_bytes for r in self.arena.report() if r.tag in own and r.backing.startswith("mapped"))
-        moved = self.arena.release(own)
-        copied = moved.copied_bytes
-        return MovedMemory(copied_bytes=copied, dropped_bytes=held - copied)
+        return self.arena.release(own)
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+    def restore(self, tags: Collection[Tag]) -> int:
         own = self._own(tags)
         if not self.is_streaming or not own & COPIED:
             return self.arena.restore(own)
@@ -71,12 +67,12 @@ class StreamedStore:
         self._coming = self.arena.begin_restore(own, awaited=awaited)
         for tag in awaited:
             self._coming.wait(tag)
-        return MovedMemory()
+        return 0
 
     def arrive(self) -> None:
         """Until all moments are there."""
         if self._coming is not None:
-            self.streamed_bytes = self._coming.wait_all().copied_bytes
+            self.streamed_bytes = self._coming.wait_all()
             self._coming = None
 
     def _own(self, tags: Collection[Tag]) -> frozenset[Tag]:
@@ -154,7 +150,7 @@ class StandIn(StandInContract):
                 devices=(device_name(self._device, self._index),),
                 planned={tag: (num, POLICIES[tag]) for tag, num in self.planned().items()},
             ),
-            stores=(), gate=self, in_thread=self._in_thread, clock=self.ctx.clock,
+            gate=self, in_thread=self._in_thread, clock=self.ctx.clock,
         )  # fmt: skip
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
@@ -175,8 +171,7 @@ class StandIn(StandInContract):
         done = await self._in_thread(lambda: self._work(order))
         if self._tenant is not None and order.kind == "setup":
             assert self._store is not None
-            self._tenant.add_store(self._store)
-            self._tenant.loaded()
+            self._tenant.loaded((self._store,))
         return done
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

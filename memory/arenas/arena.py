@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import RLock
 
-from ...core.device_memory import MovedMemory, Tag, TagPolicy, TagReport
+from ...core.device_memory import Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault
 from .driver import VmmDriver
 from .host_pool import HostPool
@@ -147,7 +147,7 @@ class Arena:
 
     # -- leaving and coming back -----------------------------------------------------------------------------------
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
+    def release(self, tags: Collection[Tag]) -> int:
         """Take tags off the device, each by its policy; those that are away already are left alone. Waits for all work
         on the device first. Raises MemoryFault before anything moved when a tag is unknown, kept or poisoned, or when
         the host pool has no room. When a copy fails its tag is poisoned; what had left before stays away, what had not
@@ -177,10 +177,10 @@ class Arena:
             for memory in memories:
                 if memory.backing == "poisoned":
                     self._mover.settle(memory)
-            moved = self._mover.begin_restore([m for m in memories if m.backing in AWAY], awaited)
-            return Restoring(self._mover.settle, self._lock, {m.tag: m for m in memories}, moved)
+            copied_bytes = self._mover.begin_restore([m for m in memories if m.backing in AWAY], awaited)
+            return Restoring(self._mover.settle, self._lock, {m.tag: m for m in memories}, copied_bytes)
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+    def restore(self, tags: Collection[Tag]) -> int:
         """Bring tags back and wait for their contents. A tag under policy rematerialise comes back undefined and is
         not released from "copy_in" before its owner, who fills it, calls `mark_dirty`."""
         return self.begin_restore(tags, awaited=tags).wait_all()
@@ -248,7 +248,7 @@ class Restoring:
     settle: Callable[[TaggedMemory], None]
     lock: RLock
     memories: dict[Tag, TaggedMemory]
-    moved: MovedMemory
+    copied_bytes: int
 
     def wait(self, tag: Tag) -> None:
         """Until this tag, one of those asked for, is there. Raises MemoryFault when a copy failed; the tag is poisoned
@@ -256,7 +256,7 @@ class Restoring:
         with self.lock:
             self.settle(self.memories[tag])
 
-    def wait_all(self) -> MovedMemory:
+    def wait_all(self) -> int:
         for tag in self.memories:
             self.wait(tag)
-        return self.moved
+        return self.copied_bytes

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 
-from ...core.device_memory import MovedMemory, Tag, TagPolicy, TagReport
+from ...core.device_memory import Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .arena import CHUNK_BYTES, Arena, Restoring
 from .cuda_driver import LIBRARY, CudaDriver, Pinning
@@ -190,7 +190,7 @@ class CudaMemory:
     def mark_dirty(self, tag: Tag) -> None:
         self.arena.mark_dirty(tag)
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
+    def release(self, tags: Collection[Tag]) -> int:
         """`Arena.release` of these tags with every segment adopted and every cache trimmed before."""
         self.adopt_new()
         self.trim()

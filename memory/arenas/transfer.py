@@ -17,7 +17,7 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ...core.device_memory import MovedMemory, Tag
+from ...core.device_memory import Tag
 from ...core.errors import MemoryFault
 from .driver import VmmDriver
 from .host_pool import HostPool
@@ -105,12 +105,13 @@ class ChunkMover:
 
     # -- coming
 
-    def begin_restore(self, coming: Sequence[TaggedMemory], awaited: Collection[Tag]) -> MovedMemory:
-        """Map memories that are away and begin to fill them; `settle` waits for each. `awaited`: tags for which it will
-        be called at once. Of those awaited, what is copied goes before the others: the link is busy from the first
-        chunk on, and mapping the rest (1.5 ms a GiB on an H200) happens beside it. What streams in is begun when
-        everything is mapped: its copies take turns with the driver's clearing of freed memory, and mapping may wait for
-        both (0.46 s until an 8B-shaped trainer had what it begins with, on two H200s; 0.20 this way)."""
+    def begin_restore(self, coming: Sequence[TaggedMemory], awaited: Collection[Tag]) -> int:
+        """Map memories that are away and begin to fill them; the bytes that are copied. `settle` waits for each.
+        `awaited`: tags for which it will be called at once. Of those awaited, what is copied goes before the others:
+        the link is busy from the first chunk on, and mapping the rest (1.5 ms a GiB on an H200) happens beside it.
+        What streams in is begun when everything is mapped: its copies take turns with the driver's clearing of freed
+        memory, and mapping may wait for both (0.46 s until an 8B-shaped trainer had what it begins with, on two H200s;
+        0.20 this way)."""
         ordered = sorted(coming, key=lambda memory: (memory.tag not in awaited, memory.backing != "host"))
         try:
             for memory in ordered:
@@ -131,7 +132,7 @@ class ChunkMover:
         copied_bytes = sum(memory.num_bytes for memory in ordered if memory.backing == "host")
         for memory in ordered:
             memory.step(TagEvent.MAPPED)
-        return MovedMemory(copied_bytes=copied_bytes)
+        return copied_bytes
 
     def _begin_to_fill(self, memory: TaggedMemory, chunk: MemoryChunk, *, is_awaited: bool) -> None:
         if memory.policy == "rematerialise":
@@ -176,7 +177,7 @@ class Offload:
         self._flying_bytes = 0
         self._copying: list[TaggedMemory] = []
 
-    def run(self, leaving: Sequence[TaggedMemory]) -> MovedMemory:
+    def run(self, leaving: Sequence[TaggedMemory]) -> int:
         """Memories that are mapped, their slabs reserved."""
         dirty = [m for m in leaving if LEAVES_BY[m.policy, m.backing] is TagEvent.COPY_BEGUN]
         jobs = deque((memory, chunk) for memory in dirty for chunk in memory.chunks())
@@ -199,8 +200,7 @@ class Offload:
                     is_whole = all(chunk.handle is not None for chunk in memory.chunks())
                     memory.step(TagEvent.COPY_STOPPED if is_whole else TagEvent.FAULT)
             raise
-        copied, whole = (sum(memory.num_bytes for memory in some) for some in (dirty, leaving))
-        return MovedMemory(copied_bytes=copied, dropped_bytes=whole - copied)
+        return sum(memory.num_bytes for memory in dirty)
 
     @contextmanager
     def _poisoning(self, memory: TaggedMemory) -> Generator[None]:

@@ -1,9 +1,4 @@
-"""The lease ledger of a run's devices: states of tenants, who holds what, what could be granted.
-
-cold      holds nothing yet                            active     may run; holds its leased tags
-draining  finishes what runs                           quiesced   gate closed, nothing runs
-releasing tags leave                                   released   gate closed, no tag is left that could leave
-granted   leased while cold: free to load              restoring  tags come back
+"""The lease ledger of a run's devices: who holds what, what could be granted.
 
 The ledger keeps two figures side by side. The *books* are what tenants reported; the *measurement* is what the device
 reports. A grant needs room in both: the books include memory that is reserved and not taken yet, the measurement
@@ -30,7 +25,6 @@ from ...core.device_memory import (
     Tag,
     TagReport,
     TenantReport,
-    TenantState,
     whole_of,
 )
 
@@ -56,11 +50,6 @@ def copies_when_leaving(tag: TagReport) -> bool:
 def held_bytes(report: TenantReport) -> int:
     """Of the device."""
     return sum(tag.num_bytes for tag in report.tags if is_mapped(tag))
-
-
-def resting_state(report_tags: tuple[TagReport, ...]) -> TenantState:
-    """Where a tenant with a closed gate rests: released once nothing is left that could leave."""
-    return "quiesced" if any(can_leave(tag) for tag in report_tags) else "released"
 
 
 # -- the ledger

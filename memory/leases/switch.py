@@ -188,7 +188,7 @@ class Switch:
         """By tenant, before the first plan; empty: no tenant was disturbed."""
         self._epoch = leases.epoch
         self._seconds: dict[str, float] = {}
-        self._copied_bytes = self._dropped_bytes = 0
+        self._copied_bytes = 0
         self._phase = "survey"
         self._phase_started = self._now()
         self._pending: set[str] = set()
@@ -222,7 +222,6 @@ class Switch:
             reason=failure,
             seconds=self._seconds,
             copied_bytes=self._copied_bytes,
-            dropped_bytes=self._dropped_bytes,
         )
 
     # -- forward
@@ -413,7 +412,6 @@ class Switch:
             return
         self._pending.discard(name)
         self._copied_bytes += reply.copied_bytes
-        self._dropped_bytes += reply.dropped_bytes
         if not reply.accepted:
             self._site.note(", ".join(reply.report.devices), name, "refused", f"{kind}: {reply.reason}")
             raise _Stopped(f"{name} refused to {kind}: {reply.reason}")

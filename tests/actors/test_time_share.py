@@ -12,7 +12,7 @@ from tests.harness.waits import waits
 
 from myxa.actors.contracts import MemoryContract, RolloutContract
 from myxa.actors.tenancy import time_share
-from myxa.actors.tenancy.tenant import WorkspaceRoom
+from myxa.actors.tenancy.tenant import CountedRoom
 from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor, PeerEvent
@@ -45,14 +45,14 @@ class ToyRollout(RolloutContract):
     def __init__(self) -> None:
         self.num_loads = 0
         self.epoch = 1
-        self.state: TenantState = "cold"
+        self.state: TenantState = "quiet"
 
     async def memory_report(self) -> TenantReport | None:
         return TenantReport(self.ctx.name, self.epoch, "rollout", ("host:0",), (1,), self.state, ())
 
     async def load_engine(self) -> None:
         self.num_loads += 1
-        self.state = "quiesced"
+        self.state = "quiet"
 
     leave: Callable[[], Awaitable[None]]
     """Set by the stage: its process ends."""
@@ -110,7 +110,7 @@ async def test_an_engine_that_died_is_asked_for_again_and_loaded(tmp_path: Path)
     async with stage(tmp_path) as (share, manager, rollouts):
         await share.offer()
         await share.give()
-        rollouts[1].epoch, rollouts[1].state = 2, "released"  # restarted, and granted room on the way
+        rollouts[1].epoch, rollouts[1].state = 2, "quiet"  # restarted, and granted room on the way
         lost = LeaseReply(granted=False, epoch=3, reason="rollout/1 was lost while the switch was in its restore step")
         manager.replies = [lost]
         await share.offer()
@@ -169,12 +169,12 @@ async def test_engines_that_come_anew_are_noticed_until_they_are_loaded(tmp_path
 
 def test_room_is_counted_and_moves_nothing() -> None:
     vacated: list[str] = []
-    room = WorkspaceRoom(100, lambda: vacated.append("once"))
-    assert room.release(("params",)).dropped_bytes == 0
-    assert not vacated
-    assert room.release(("params", "workspace")).dropped_bytes == 100
-    assert room.release(("workspace",)).dropped_bytes == 0
-    assert vacated == ["once"]
+    room = CountedRoom({"workspace": (100, "discard")}, is_held=True, vacate=lambda: vacated.append("once"))
+    room.release(("params",))
+    assert (vacated, room.held_bytes) == ([], 100)
+    room.release(("params", "workspace"))
+    room.release(("workspace",))
+    assert (vacated, room.held_bytes) == (["once"], 0)
     assert room.report()[0].backing == "discarded"
     room.restore(("params",))
     assert room.report()[0].backing == "discarded"

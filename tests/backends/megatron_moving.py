@@ -77,15 +77,13 @@ class Shelf:
         )
 
     def release(self, tags: Any) -> Any:
-        from myxa.core.device_memory import MovedMemory
-
         for tag in tags:
             if self.policy[tag] == "backup":
                 self.copies[tag] = [t.clone() for t in self.tensors(tag)]
             for tensor in self.tensors(tag):
                 tensor.fill_(float("nan"))
             self.backing[tag] = "host" if self.policy[tag] == "backup" else "discarded"
-        return MovedMemory()
+        return 0
 
     def begin_restore(self, tags: Any, *, awaited: Any) -> Shelf:
         for tag in tags:

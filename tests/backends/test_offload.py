@@ -62,8 +62,7 @@ def test_training_between_moves_is_bit_equal(
 ) -> None:
     for step in range(4):
         (shard,) = make_shards(40 + step)
-        gone = offload.release(TAGS)
-        assert gone.dropped_bytes > 0
+        offload.release(TAGS)
         assert {r.backing for r in offload.report()} == {"host", "discarded"}
         offload.restore(TAGS)
         told, expected = moving.train(shard, {}).metrics, staying.train(shard, {}).metrics
@@ -109,12 +108,11 @@ def test_only_what_changed_is_copied(moving: TorchBackend, offload: TorchOffload
     offload.release(TAGS)
     offload.restore(TAGS)
     again = offload.release(TAGS)
-    assert again.copied_bytes == 0, "nothing was written since it came back"
-    assert again.dropped_bytes == sum(size.values())
+    assert again == 0, "nothing was written since it came back"
     offload.restore(TAGS)
     moving.train(shard, {})
     written = sum(num for tag, num in size.items() if whole_of(tag) in ("params", "optimizer"))
-    assert offload.release(TAGS).copied_bytes == written
+    assert offload.release(TAGS) == written
     offload.restore(("params",))
     assert {r.tag: r.backing for r in offload.report()}["optimizer"] == "host"
 
@@ -133,7 +131,7 @@ def test_a_part_of_the_optimizer_leaves_and_the_rest_stays(
     both(shard)
     for gone in (OPTIMIZER_PARTS[:3], OPTIMIZER_PARTS[2:5]):
         moved = offload.release(gone)
-        assert moved.copied_bytes == sum(r.num_bytes for r in offload.report() if r.tag in gone)
+        assert moved == sum(r.num_bytes for r in offload.report() if r.tag in gone)
         assert {r.tag for r in offload.report() if r.backing == "host"} == set(gone)
         offload.restore(gone)
         both(shard)

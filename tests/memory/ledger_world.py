@@ -21,7 +21,6 @@ from myxa.core.device_memory import (
     LeaseRequest,
     MemoryCommand,
     MemoryReply,
-    MovedMemory,
     Tag,
     TagPolicy,
     TagReport,
@@ -115,13 +114,12 @@ class Process:
         self.executed: list[tuple[str, int]] = []
         self.tenant = Tenant(
             options=TenantOptions(name=name, epoch=epoch, gang=self.gang, devices=self.devices),
-            stores=(self,),
             gate=self,
             in_thread=self.in_thread,
             clock=world.clock,
-            comms=Comms() if self.gang == "trainer" else None,
             telemetry=self,  # pyright: ignore[reportArgumentType]
         )
+        self.tenant.loaded((self,), Comms() if self.gang == "trainer" else None)
 
     def used(self, device: str) -> int:
         """Of that device, truly."""
@@ -157,16 +155,16 @@ class Process:
     def report(self) -> tuple[TagReport, ...]:
         return tuple(asset.report(tag) for tag, asset in self.assets.items())
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
+    def release(self, tags: Collection[Tag]) -> int:
         self.world.expect(not self.is_open, "I6: memory of what runs is taken")
         for tag in tags:
             self.world.leave(self.assets[tag])
-        return MovedMemory()
+        return 0
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+    def restore(self, tags: Collection[Tag]) -> int:
         self.world.expect(not self.is_open, "I6: memory of what runs is given")
         self.world.come(self, tags)
-        return MovedMemory()
+        return 0
 
 
 class Comms:

@@ -125,7 +125,6 @@ class Toy(Mortal, TenantContract):
                 name=self.ctx.name, epoch=self.ctx.epoch, gang=self._gang, devices=tuple(self._devices),
                 node=node_of(self._devices[0]), planned=dict(planned),
             ),
-            stores=(),
             gate=self,
             in_thread=lambda work: in_daemon_thread(work, "memory"),
             clock=SystemClock(),
@@ -135,8 +134,7 @@ class Toy(Mortal, TenantContract):
     async def _run(self) -> None:
         await self._turn.wait()
         self._arenas = [self._load(device) for device in self._devices]
-        self._tenant.add_store(Points(self._arenas, self._refill))
-        self._tenant.loaded()
+        self._tenant.loaded((Points(self._arenas, self._refill),))
         self._is_loaded = True
 
     def _load(self, device: str) -> Arena:

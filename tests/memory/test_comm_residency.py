@@ -128,7 +128,7 @@ def test_communicators_are_reloaded_where_that_can_be_had(
         return
     chosen, make = trainer_parts.gang_comms(config, gang, on_gpus=on_gpus)
     assert chosen.backend == (backend or gang.backend)
-    assert (make() is not None) == bool(backend)
+    assert (make is not None) == bool(backend)
 
 
 def test_a_build_is_keyed_by_torch_and_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -99,11 +99,11 @@ def test_what_leaves_several_devices_suffices_on_each_and_nothing_of_it_could_st
     tenants: list[tuple[int, str]], asked: dict[str, int]
 ) -> None:
     quiet = [
-        tenant(f"t/{i}", "quiet", tag("params", size, "backup"), state="quiesced", device=on)
+        tenant(f"t/{i}", "quiet", tag("params", size, "backup"), state="quiet", device=on)
         for i, (size, on) in enumerate(tenants)
     ]
     asking = [
-        tenant(f"x/{on}", "x", tag("weights", size, "discard", "discarded"), state="cold", device=on)
+        tenant(f"x/{on}", "x", tag("weights", size, "discard", "discarded"), state="quiet", device=on)
         for on, size in asked.items()
     ]
     ledger = ledger_of(*quiet, *asking)
@@ -136,7 +136,7 @@ def test_the_order_is_discard_clean_rematerialise_streamed_backup() -> None:
     ],
 )
 def test_a_lease_takes_no_more_than_it_needs(tags: tuple[Tag, ...], leaves: set[str]) -> None:
-    ledger = ledger_of(tenant("trainer/0", "trainer", *TRAINER), tenant("rollout/0", "rollout", *ENGINE, state="cold"))
+    ledger = ledger_of(tenant("trainer/0", "trainer", *TRAINER), tenant("rollout/0", "rollout", *ENGINE, state="quiet"))
     plan = plan_of(ledger, ask("rollout", *tags, quiet=("trainer",)))
     assert {t for names in plan.release.values() for t in names} == leaves
     assert plan.drain == ("trainer/0",)
@@ -156,7 +156,7 @@ def test_a_lease_takes_no_more_than_it_needs(tags: tuple[Tag, ...], leaves: set[
 def test_of_an_optimizer_in_parts_as_many_leave_as_are_needed(wanted: int, others: set[str], num_parts: int) -> None:
     parts = [tag(part, 2, "backup") for part in OPTIMIZER_PARTS]
     trainer = tenant("trainer/0", "trainer", tag("grads", 20), tag("masters", 8, "backup"), *parts)
-    engine = tenant("rollout/0", "rollout", tag("kv_cache", wanted, "discard", "discarded"), state="cold")
+    engine = tenant("rollout/0", "rollout", tag("kv_cache", wanted, "discard", "discarded"), state="quiet")
     plan = plan_of(ledger_of(trainer, engine), ask("rollout", "kv_cache", quiet=("trainer",)))
     left = set(plan.release.get("trainer/0", ()))
     assert left - set(OPTIMIZER_PARTS) == others
@@ -174,7 +174,7 @@ def test_communicators_leave_on_all_members_or_on_none() -> None:
         tenant(f"trainer/{i}", "trainer", tag("nccl", 4, "rematerialise"), tag("grads", 30), device=f"gpu{i}")
         for i in range(2)
     ]
-    engine = tenant("rollout/0", "rollout", tag("kv_cache", 98, "discard", "discarded"), device="gpu0", state="cold")
+    engine = tenant("rollout/0", "rollout", tag("kv_cache", 98, "discard", "discarded"), device="gpu0", state="quiet")
     ledger = ledger_of(*members, engine)
     plan = plan_of(ledger, ask("rollout", "kv_cache", quiet=("trainer",)))
     assert plan.release == {"trainer/0": ("nccl", "grads"), "trainer/1": ("nccl",)}
@@ -186,7 +186,7 @@ def test_communicators_leave_on_all_members_or_on_none() -> None:
 def test_a_refusal_says_how_much_is_short_and_who_holds_it() -> None:
     trainer = tenant("trainer/0", "trainer", tag("optimizer", 40, "keep"), tag("grads", 30))
     ghost = tenant("ghost/0", "ghost", *(tag(part, 1, "keep") for part in OPTIMIZER_PARTS), state="active")
-    engine = tenant("rollout/0", "rollout", tag("kv_cache", 70, "discard", "discarded"), state="cold")
+    engine = tenant("rollout/0", "rollout", tag("kv_cache", 70, "discard", "discarded"), state="quiet")
     ledger = ledger_of(trainer, ghost, engine, free_gib=20.5)
     refused = build(ledger, ask("rollout", "kv_cache", quiet=("trainer",)))
     assert isinstance(refused, Shortage)
@@ -197,7 +197,7 @@ def test_a_refusal_says_how_much_is_short_and_who_holds_it() -> None:
 
 
 def test_lost_contents_are_not_leased() -> None:
-    ledger = ledger_of(tenant("t/0", "t", tag("optimizer", 1, "backup", "poisoned"), state="quiesced"))
+    ledger = ledger_of(tenant("t/0", "t", tag("optimizer", 1, "backup", "poisoned"), state="quiet"))
     refused = build(ledger, ask("t", "optimizer"))
     assert isinstance(refused, Shortage)
     assert "t/0 lost the contents of optimizer" in refused.reason

@@ -27,7 +27,7 @@ MEMBERS = {
     "rollout/0": ("rollout", HERE),
     "rollout/1": ("rollout", THERE),
 }
-STABLE = {"cold", "active", "quiesced", "released", "granted"}
+STABLE = {"active", "quiet"}
 VICTIM, FAR_VICTIM, ASKER, MANAGER, AGENT = "trainer/0", "trainer/1", "rollout/0", "memory/0", "memory/1"
 POINTS = [
     (VICTIM, "in_copy_out"),

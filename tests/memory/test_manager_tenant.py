@@ -12,7 +12,7 @@ import pytest
 from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, MovedMemory, Tag, TagReport
+from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Tag, TagReport
 from myxa.core.errors import MemoryFault
 from myxa.memory.communicators.residency import Absent
 
@@ -46,19 +46,19 @@ class Store:
     def report(self) -> tuple[TagReport, ...]:
         return (TagReport("optimizer", 100, "backup", "mapped_dirty" if self.is_mapped else "host"),)
 
-    def release(self, tags: Collection[Tag]) -> MovedMemory:
+    def release(self, tags: Collection[Tag]) -> int:
         return self._move("release", False)
 
-    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+    def restore(self, tags: Collection[Tag]) -> int:
         return self._move("restore", True)
 
-    def _move(self, what: str, is_mapped: bool) -> MovedMemory:
+    def _move(self, what: str, is_mapped: bool) -> int:
         self.log.append(what)
         self.num_moves += 1
         if self.error is not None:
             raise self.error
         self.is_mapped = is_mapped
-        return MovedMemory(copied_bytes=100)
+        return 100
 
 
 class Comms:
@@ -81,17 +81,17 @@ class Comms:
 
 
 class Bench:
-    def __init__(self, planned: dict[Tag, Any] | None = None, has_store: bool = True) -> None:
+    def __init__(self, planned: dict[Tag, Any] | None = None) -> None:
         self.turn, self.store = Turn(), Store()
         self.comms = Comms(self.store.log)
         self.tenant = Tenant(
             options=TenantOptions(name="trainer/0", epoch=3, gang="trainer", devices=("gpu",), planned=planned or {}),
-            stores=(self.store,) if has_store else (),
             gate=self.turn,
             in_thread=self._in_thread,
             clock=SystemClock(),
-            comms=self.comms,
         )
+        if planned is None:
+            self.tenant.loaded((self.store,), self.comms)
         self.count = 0
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
@@ -108,12 +108,12 @@ async def test_a_whole_turn_away_and_back() -> None:
     bench = Bench()
     await bench.tell("commit")
     assert bench.turn.is_open
-    assert (await bench.tell("drain")).report.state == "quiesced"
+    assert (await bench.tell("drain")).report.state == "quiet"
     gone = await bench.tell("release")
-    assert (gone.report.state, gone.copied_bytes) == ("released", 100)
+    assert (gone.report.state, gone.copied_bytes) == ("quiet", 100)
     assert not bench.turn.is_open
     back = await bench.tell("restore", epoch=2)
-    assert back.report.state == "quiesced"
+    assert back.report.state == "quiet"
     assert bench.store.log == ["comms release", "release", "restore", "comms restore 2"]
     done = await bench.tell("commit", epoch=2)
     assert (done.report.state, bench.turn.is_open) == ("active", True)
@@ -150,7 +150,7 @@ async def test_a_newer_command_that_waits_outdates_those_before_it() -> None:
     await asyncio.sleep(0)
     late, survey = await asyncio.gather(bench.tell("release"), bench.tell("survey", epoch=2))
     assert (await slow).accepted
-    assert survey.accepted and survey.report.state == "quiesced", "answered once nothing older is being carried out"
+    assert survey.accepted and survey.report.state == "quiet", "answered once nothing older is being carried out"
     assert not late.accepted and bench.store.num_moves == 0
 
 
@@ -173,9 +173,9 @@ async def test_a_store_that_fails_is_an_answer(error: Exception) -> None:
     reply = await bench.tell("release")
     assert not reply.accepted
     assert str(error) in reply.reason
-    assert reply.report.state == "quiesced"
+    assert reply.report.state == "quiet"
     bench.store.error = None
-    assert (await bench.tell("release")).report.state == "released"
+    assert (await bench.tell("release")).report.state == "quiet"
 
 
 async def test_communicators_that_were_not_let_go_stay_and_others_are_aborted() -> None:
@@ -195,15 +195,14 @@ async def test_communicators_that_were_not_let_go_stay_and_others_are_aborted() 
 
 
 async def test_what_is_planned_is_leased_before_it_is_there() -> None:
-    bench = Bench(planned={"optimizer": (500, "backup"), "grads": (50, "discard")}, has_store=False)
+    bench = Bench(planned={"optimizer": (500, "backup"), "grads": (50, "discard")})
     cold = bench.tenant.report()
-    assert (cold.state, {t.backing for t in cold.tags}, cold.reserved_bytes) == ("cold", {"discarded"}, 0)
+    assert (cold.state, {t.backing for t in cold.tags}, cold.reserved_bytes) == ("quiet", {"discarded"}, 0)
     granted = await bench.tell("restore", tags=("optimizer", "grads"))
-    assert (granted.report.state, granted.report.reserved_bytes) == ("granted", 550)
-    assert {t.backing for t in granted.report.tags if t.tag != "nccl"} == {"mapped_dirty"}
-    bench.tenant.add_store(bench.store)  # 100 of 500 are loaded
-    assert bench.tenant.report().reserved_bytes == 450
-    bench.tenant.loaded()
+    assert (granted.report.state, granted.report.reserved_bytes) == ("quiet", 550)
+    assert {t.backing for t in granted.report.tags} == {"mapped_dirty"}
+    assert (await bench.tell("release", tags=("grads",))).report.reserved_bytes == 500
+    bench.tenant.loaded((bench.store,), bench.comms)
     loaded = bench.tenant.report()
-    assert (loaded.state, loaded.reserved_bytes) == ("quiesced", 0)
+    assert (loaded.state, loaded.reserved_bytes) == ("quiet", 0)
     assert {t.tag: t.num_bytes for t in loaded.tags} == {"optimizer": 100, "nccl": 0}

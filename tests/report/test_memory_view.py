@@ -23,7 +23,7 @@ def view(**changes: object) -> MemoryView:
     trainer = tenant(
         "trainer/0",
         "trainer",
-        "released",
+        "quiet",
         TagReport("optimizer", 24 * GIB, "backup", "host", host_bytes=24 * GIB),
         TagReport("params", 2 * GIB, "backup", "mapped_clean", host_bytes=2 * GIB),
         TagReport("grads", 8 * GIB, "discard", "discarded"),
@@ -47,9 +47,9 @@ def test_every_tag_is_said_with_where_it_is() -> None:
     lines = lines_of(view())
     assert lines[0] == "memory/0, epoch 12: nothing is being switched"
     assert "GPU-1: 140.0 GiB, free 30.0 GiB, unattributed 256.0 MiB" in lines
-    assert "trainer/0 (trainer) released optimizer 24.0 GiB on the host backup 24.0 GiB" in lines
-    assert "trainer/0 (trainer) released params 2.0 GiB on the device, copy kept backup 2.0 GiB" in lines
-    assert "trainer/0 (trainer) released grads 8.0 GiB dropped discard" in lines
+    assert "trainer/0 (trainer) quiet optimizer 24.0 GiB on the host backup 24.0 GiB" in lines
+    assert "trainer/0 (trainer) quiet params 2.0 GiB on the device, copy kept backup 2.0 GiB" in lines
+    assert "trainer/0 (trainer) quiet grads 8.0 GiB dropped discard" in lines
     assert "rollout/0 (rollout) active kv_cache 100.0 GiB on the device discard" in lines
     assert lines[-1].endswith("GPU-1 trainer/0 drain: 3 ms")
 
@@ -57,9 +57,9 @@ def test_every_tag_is_said_with_where_it_is() -> None:
 def test_parts_of_a_tag_are_told_by_where_they_are() -> None:
     parts = [TagReport(part, GIB, "backup", "mapped_dirty") for part in OPTIMIZER_PARTS[:6]]
     parts += [TagReport(part, GIB, "backup", "host", host_bytes=GIB) for part in OPTIMIZER_PARTS[6:]]
-    device = DeviceView("GPU-1", 140 * GIB, 30 * GIB, 0, (tenant("trainer/0", "trainer", "quiesced", *parts),))
+    device = DeviceView("GPU-1", 140 * GIB, 30 * GIB, 0, (tenant("trainer/0", "trainer", "quiet", *parts),))
     lines = lines_of(view(devices=(device,)))
-    assert [line.partition("quiesced ")[2] for line in lines if "optimizer" in line] == [
+    assert [line.partition("quiet ")[2] for line in lines if "optimizer" in line] == [
         "optimizer 6.0 GiB on the device backup", "optimizer 2.0 GiB on the host backup 2.0 GiB",
     ]  # fmt: skip
 

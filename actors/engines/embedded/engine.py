@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....core.device_memory import MovedMemory, Tag, TagReport
+from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError, MyxaError
 from ....core.host_memory import available_bytes
 from ....core.messages import WeightManifest
@@ -441,16 +441,16 @@ class EmbeddedEngine:
     async def unpark(self) -> None:
         pass
 
-    async def release_memory(self, tags: Collection[Tag]) -> MovedMemory:
+    async def release_memory(self, tags: Collection[Tag]) -> None:
         async with self._preparing:
             state, lent = self._started(), self._lent()
             if "weights" in tags:
                 state.prepared = None
-            return await asyncio.get_running_loop().run_in_executor(state.worker, lent.release, tags)
+            await asyncio.get_running_loop().run_in_executor(state.worker, lent.release, tags)
 
-    async def restore_memory(self, tags: Collection[Tag]) -> MovedMemory:
+    async def restore_memory(self, tags: Collection[Tag]) -> None:
         state, lent = self._started(), self._lent()
-        return await asyncio.get_running_loop().run_in_executor(state.worker, lent.restore, tags)
+        await asyncio.get_running_loop().run_in_executor(state.worker, lent.restore, tags)
 
     # -- questions
 

@@ -34,7 +34,7 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
-from ....core.device_memory import MovedMemory, Tag, TagReport
+from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError, RequestRefused, WeightsRefused
 from ....core.messages import NO_TOP_K, EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
@@ -407,11 +407,11 @@ class SglangEngine:
     async def unpark(self) -> None:
         self._is_parked = not self._saver().is_whole
 
-    async def release_memory(self, tags: Collection[Tag]) -> MovedMemory:
-        return MovedMemory(dropped_bytes=await self._saver().release(tags))
+    async def release_memory(self, tags: Collection[Tag]) -> None:
+        await self._saver().release(tags)
 
-    async def restore_memory(self, tags: Collection[Tag]) -> MovedMemory:
-        return MovedMemory(dropped_bytes=await self._saver().resume(tags))
+    async def restore_memory(self, tags: Collection[Tag]) -> None:
+        await self._saver().resume(tags)
 
     # -- questions
 
