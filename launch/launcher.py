@@ -191,10 +191,8 @@ async def _conduct(
         async with open_control(context, runtime.path) as note:
             if note is not None and note.dashboard:
                 screen.say(f"dashboard: {note.dashboard}")
-            files = [rendezvous.rdzv_path, runtime.path / NOTE]
-            async with runtime.kept(files):
-                with stop_signals(asked) as forced:
-                    ending = await _until_forced(lead, rendezvous, forced)
+            with stop_signals(asked) as forced:
+                ending = await _until_forced(lead, rendezvous, forced)
     except LaunchError as error:
         ending = RunEnd(error.exit_code, str(error))
         raise

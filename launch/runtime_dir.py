@@ -8,19 +8,16 @@ too, the next launcher of this user removes it: each keeps a file in its folder 
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
 from ..core.errors import LaunchError
-from ..core.files import lock_now, take_lock, write_durably
-from ..transport.address import make_private
+from ..core.files import lock_now, take_lock
 
 PREFIX = "myxa-"
 """How the names of these folders begin."""
@@ -37,9 +34,6 @@ _JANITOR = (
 """`cat` fails if it is killed, and ends well only with the launcher. The folder is removed twice, since a child that
 dies of a launcher's end may be writing there still."""
 _JANITOR_S = 10.0
-LOOK_S = 0.5
-"""How often a launcher looks whether its folder is there."""
-_log = logging.getLogger("myxa.launcher")
 
 
 class RuntimeDir:
@@ -81,54 +75,6 @@ class RuntimeDir:
         except subprocess.TimeoutExpired:
             self._janitor.kill()
             self._janitor.wait()
-
-    def restore(self) -> bool:
-        """Make the folder again if it is gone; whether it was. Raises OSError or LaunchError."""
-        if (self.path / _LOCK).exists():
-            return False
-        make_private(self.path)
-        self._locks.close()
-        self._locks = _locks_in(self.path)
-        return True
-
-    @asynccontextmanager
-    async def kept(self, files: Sequence[Path]) -> AsyncGenerator[None]:
-        """While this lasts, the folder and these files in it, as they are now, are made again when they are gone."""
-        import asyncio  # commands start without it
-
-        held = {path: path.read_bytes() for path in files if path.is_file()}
-        task = asyncio.get_running_loop().create_task(self._keep(held))
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-    async def _keep(self, held: Mapping[Path, bytes]) -> None:
-        """Files that are missing twice in a row: the program that removes the folder has ended by then."""
-        import asyncio
-
-        gone_before, reported = False, ""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            is_gone = not all(path.exists() for path in (self.path / _LOCK, *held))
-            try:
-                if is_gone and gone_before:
-                    self._make_again(held)
-                    reported = ""
-            except (OSError, LaunchError) as error:
-                if reported != str(error):
-                    _log.warning("%s is gone and cannot be made again: %s", self.path, error)
-                reported = str(error)
-            gone_before = is_gone
-
-    def _make_again(self, held: Mapping[Path, bytes]) -> None:
-        if self.restore():
-            _log.warning("%s was removed under the run; it is there again", self.path)
-        for path, data in held.items():
-            if not path.exists():
-                write_durably(path, data, 0o600)
 
 
 def _locks_in(folder: Path) -> ExitStack:

@@ -33,8 +33,6 @@ from ..worker_spec import ProcessSpec
 ATTACH_S = 10.0
 WORKER_ATTACH_S = 30.0
 CLOSE_S = 5.0
-FOLDER_S = 5.0
-"""How long an actor's process waits for the folder of sockets; its launcher restores a removed one (runtime_dir.py)."""
 POLL_S = 0.1
 NOWHERE = 1 << 30
 """Node number of a launcher that has none yet: it shares no sockets."""
@@ -139,28 +137,15 @@ async def join_rendezvous(
 
 
 async def attach_worker(spec: ProcessSpec) -> Node:
-    """Join from an actor's process. The launcher restores folders that were removed during the run in a moment."""
-    deadline = time.monotonic() + FOLDER_S
-    while not (Path(spec.rdzv_path).exists() and _is_there(spec)) and time.monotonic() < deadline:
-        await asyncio.sleep(POLL_S)
-    rdzv = Rendezvous.load(Path(spec.rdzv_path))
+    """Join from an actor's process."""
     return await Node.attach(
         name=spec.actor.name,
-        rdzv=rdzv,
+        rdzv=Rendezvous.load(Path(spec.rdzv_path)),
         key=KeyPair.parse(spec.key) if spec.key else None,
         run_dir=spec.socket_dir,
         node_rank=spec.actor.node,
         timeout_s=WORKER_ATTACH_S,
     )
-
-
-def _is_there(spec: ProcessSpec) -> bool:
-    """Whether the folder of the registry's sockets is there, if it is on this host."""
-    try:
-        rdzv = Rendezvous.load(Path(spec.rdzv_path))
-    except LaunchError:
-        return False
-    return rdzv.endpoints.node_rank != spec.actor.node or not rdzv.socket_dir or Path(rdzv.socket_dir).is_dir()
 
 
 def default_job_key() -> Path:
