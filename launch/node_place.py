@@ -106,15 +106,6 @@ def find_place(
     return NodePlace(place, nodes, met, most)
 
 
-def find_late_place(where: str, env: Mapping[str, str]) -> NodePlace:
-    """Place of a node that joins a live run, which gives it its number. `where`: HOST:PORT; empty: from the
-    scheduler's variables. Raises ConfigError."""
-    met = parse_endpoint(where, where="--join") if where else _scheduled_endpoint(env, 2)
-    if met.port == 0:
-        raise ConfigError(f"--join: {met} has port 0", remedy="give the port that node 0 listens on")
-    return NodePlace(-1, 0, met)
-
-
 def _num_nodes(given: int | tuple[int, int] | None, env: Mapping[str, str]) -> tuple[int, int]:
     if isinstance(given, tuple):
         return given

@@ -96,8 +96,8 @@ def add_node_flags(spread: Parser) -> None:
 
 
 def _add_join_flags(spread: Parser) -> None:
-    spread.add_argument("--join", nargs="?", const="", metavar="WHERE",
-                        help="lend this machine to a live run: its directory, HOST:PORT or --rdzv-file")  # fmt: skip
+    spread.add_argument("--join", metavar="WHERE",
+                        help="lend this machine to a live run: directory, HOST:PORT or file with that")  # fmt: skip
 
 
 def _num_nodes(text: str) -> tuple[int, int]:
@@ -140,17 +140,17 @@ def _join(options: argparse.Namespace) -> int:
     from ..launcher import LaunchOptions
     from ..nodes.rendezvous import find_late_rendezvous
 
-    if options.nnodes is not None or options.node_rank is not None:
+    if is_on_several(options):
         raise ConfigError(
-            "--join goes without --nnodes and --node-rank", remedy="the run gives this machine its number"
+            "--join goes without --nnodes, --node-rank, --rdzv and --rdzv-file",
+            remedy="name in it where the run is met; the run gives this machine its number",
         )
     if options.join.endswith(".toml"):
         raise ConfigError(
             f"--join {options.join}: that is a run file, not where the run is met",
             remedy="name the run's directory, HOST:PORT or the rendezvous file",
         )
-    where = options.join or options.rdzv or ""
-    place, rdzv_file, job_key = find_late_rendezvous(where, options.rdzv_file, options.job_key, os.environ)
+    place, rdzv_file, job_key = find_late_rendezvous(options.join, options.job_key)
     return follow(options, LaunchOptions(place=place, rdzv_file=rdzv_file, job_key=job_key, is_late=True))
 
 

@@ -7,6 +7,7 @@ its own stacks; its node's agent finds out those of a process that does not.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from ...core.config import RoleName
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.refs import with_deadline
-from ...core.suggestion import suggest
+from ...core.suggestion import nearest, suggest
 from ..actor_spec import ActorSpec
 from ..contracts import (
     LogChunk,
@@ -24,11 +25,9 @@ from ..contracts import (
     StackReply,
     process_name,
 )
-from ..supervisor.placement import START_ORDER, check_leaver, staff
-from ..supervisor.run_actors import ActorStatus
+from ..supervisor.placement import START_ORDER, ActorStatus, check_leaver, staff
 from . import verbs
 from .server import Handler, VerbContext
-from .targets import find_targets, node_of
 
 T = TypeVar("T")
 
@@ -272,6 +271,43 @@ def _refusal(name: str, node: int, why: str) -> ProfileReply:
 
 def _process(context: VerbContext, name: str) -> ProcessContract:
     return context.node.ref(ProcessContract, process_name(name))
+
+
+# -- targets --------------------------------------------------------------------------------------------------------
+
+SHAPES = 'a role ("rollout"), an actor ("rollout/1"), "rollout/*", "node:0" or "all"'
+MAX_SHOWN = 12
+
+_NODE = re.compile(r"node:(\d{1,6})")
+
+
+def find_targets(target: str, roster: Sequence[ActorStatus]) -> tuple[ActorStatus, ...]:
+    """The actors that `target` means, in start order; never none. Raises ConfigError, with the names there are, if
+    it names no actor."""
+    word = target.strip()
+    found = tuple(record for record in roster if _names_actor(record, word))
+    if found:
+        return found
+    names = [record.name for record in roster]
+    words = [*names, *sorted({record.role for record in roster}), *sorted({f"node:{r.node}" for r in roster}), "all"]
+    near = nearest(word.removesuffix("/*"), words)
+    shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
+    raise ConfigError(
+        f"{word[:64]!r} names no actor of this run; there are {shown or 'none'}",
+        remedy=f"did you mean {near!r}?" if near else f"give {SHAPES}",
+    )
+
+
+def node_of(target: str) -> int | None:
+    """3 for "node:3"; None: it means no node."""
+    match = _NODE.fullmatch(target.strip())
+    return int(match[1]) if match else None
+
+
+def _names_actor(record: ActorStatus, word: str) -> bool:
+    if (node := node_of(word)) is not None:
+        return record.node == node
+    return word in ("all", "*", record.name, record.role, f"{record.role}/*")
 
 
 PROCESS_HANDLERS: dict[verbs.Verb[Any], Handler] = {

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
 from ..contracts import ChildEnd, agent_name
 from ..host import check_port
-from ..node_place import Endpoint, NodePlace, find_late_place, parse_endpoint
+from ..node_place import Endpoint, NodePlace, parse_endpoint
 from ..run_dir import RunDir
 from ..worker_spec import ProcessSpec
 
@@ -222,21 +222,25 @@ Late = tuple[NodePlace, Path | None, Path | None]
 """Of a node that joins late: its place, the file with node 0's address if the place has none, the job's key."""
 
 
-def find_late_rendezvous(where: str, rdzv_file: Path | None, job_key: Path | None, env: Mapping[str, str]) -> Late:
-    """`where`: a run directory (it names address and key), HOST:PORT, a file with that, or empty: `rdzv_file`, else the
-    scheduler's variables. Raises ConfigError and LaunchError."""
+def find_late_rendezvous(where: str, job_key: Path | None) -> Late:
+    """`where`: a run directory (it names address and key), HOST:PORT, or a file with that. Raises ConfigError and
+    LaunchError."""
     path = Path(where)
-    if where and path.is_dir():
-        return _of_run(RunDir(path.resolve()), job_key)
-    file = path if where and path.is_file() else None if where else rdzv_file
-    if file is not None:
-        return NodePlace(-1, 0, None), file, job_key
-    if "/" in where.removeprefix("tcp://"):
+    if path.is_file():
+        return NodePlace(-1, 0, None), path, job_key
+    if path.is_dir():
+        where, key = _of_run(RunDir(path.resolve()))
+        job_key = job_key or key
+    elif "/" in where.removeprefix("tcp://"):
         raise ConfigError(f"--join: there is no {where}", remedy="name the directory of a live run, or HOST:PORT")
-    return find_late_place(where, env), None, job_key
+    met = parse_endpoint(where, where="--join")
+    if met.port == 0:
+        raise ConfigError(f"--join: {met} has port 0", remedy="give the port that node 0 listens on")
+    return NodePlace(-1, 0, met), None, job_key
 
 
-def _of_run(run_dir: RunDir, job_key: Path | None) -> Late:
+def _of_run(run_dir: RunDir) -> tuple[str, Path | None]:
+    """Node 0's address and the job's key."""
     if not run_dir.rdzv.exists():
         raise LaunchError(f"no live run in {run_dir.path}", remedy="name the directory of a live run")
     record = Rendezvous.load(run_dir.rdzv)
@@ -245,5 +249,4 @@ def _of_run(run_dir: RunDir, job_key: Path | None) -> Late:
             f"the run in {run_dir.path} was started for one machine: no other can reach it",
             remedy="start it with `myxa launch --nnodes 1:MAX --rdzv HOST:PORT` to admit other nodes",
         )
-    key = Path(record.key_file) if record.key_file else None
-    return find_late_place(record.endpoints.tcp[0], {}), None, job_key or key
+    return record.endpoints.tcp[0], Path(record.key_file) if record.key_file else None

@@ -17,8 +17,7 @@ from ...core.config import RunConfig
 from ...core.errors import LaunchError
 from ...core.supervision import ChildState, Supervisor
 from ..contracts import SUPERVISOR, EnlistReply, NodeFacts
-from .placement import distance_problem, make_spec
-from .run_actors import RunActors
+from .placement import RunActors, distance_problem, make_spec
 from .timeouts import RunTimeouts
 
 _log = logging.getLogger(f"myxa.{SUPERVISOR}")

@@ -63,8 +63,7 @@ from ..host import quiet_port
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership, SilenceCheck
-from .placement import Present, staff_node
-from .run_actors import ActorStatus, RunActor, RunActors
+from .placement import ActorStatus, Present, RunActor, RunActors, staff_node
 from .timeouts import RunTimeouts
 
 SEEN_IN_STATUS = frozenset({"coordinator", "trainer", "rollout"})

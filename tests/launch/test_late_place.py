@@ -15,6 +15,7 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import EnlistReply, NodeFacts
 from myxa.launch.supervisor.membership import Membership
 from myxa.launch.supervisor.placement import (
+    ActorStatus,
     Present,
     check_leaver,
     distance_problem,
@@ -23,7 +24,6 @@ from myxa.launch.supervisor.placement import (
     staff,
     staff_node,
 )
-from myxa.launch.supervisor.run_actors import ActorStatus
 
 GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',
         "roles.rollout.count=2", 'weights.channel="nccl"')  # fmt: skip

@@ -8,7 +8,6 @@ from myxa.core.errors import ConfigError
 from myxa.launch.node_place import (
     Endpoint,
     NodePlace,
-    find_late_place,
     find_place,
     first_host,
     parse_endpoint,
@@ -71,14 +70,6 @@ def test_one_node_opens_no_port_unless_others_may_come():
     assert not find_place(2, 0, "h:1", {}).is_alone
     with pytest.raises(ConfigError, match="--rdzv is not given"):
         find_place((1, 4), 0, None, {})
-
-
-def test_a_late_node_needs_to_know_where_and_nothing_else():
-    assert find_late_place("h:7", {}) == NodePlace(-1, 0, Endpoint("h", 7))
-    assert find_late_place("", TORCH).endpoint == Endpoint("head", 1234)
-    for where, said in (("h:0", "port 0"), ("", "--rdzv is not given")):
-        with pytest.raises(ConfigError, match=said):
-            find_late_place(where, {})
 
 
 def test_a_file_may_say_where_node_0_is_met():

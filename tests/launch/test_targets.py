@@ -8,8 +8,8 @@ import pytest
 
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
-from myxa.launch.control.targets import find_targets
-from myxa.launch.supervisor.run_actors import ActorStatus
+from myxa.launch.control.process_verbs import find_targets
+from myxa.launch.supervisor.placement import ActorStatus
 
 ROSTER = tuple(
     ActorStatus(name=name, role=cast("RoleName", role), node=node, host="h", state="up", attempt=0)
