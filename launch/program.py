@@ -78,6 +78,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
     from ..actors.coordinator.coordinator import Coordinator
     from ..actors.coordinator.options import CoordinatorOptions
     from ..actors.coordinator.run_state import JOURNAL_FILE
+    from ..actors.weights.rollout_update import AdoptionLimits
 
     return Coordinator(
         options=CoordinatorOptions(
@@ -98,10 +99,12 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             eval_sets=eval_sets(config),
             start_timeout_s=start_timeout_s(config),
             takes_turns=takes_turns(config),
-            prepare_s=prepare_s(config),
-            commit_s=COMMIT_S,
-            sent_commit_s=sent_commit_s(config),
-            stall_s=config.weights.stall_s,
+            limits=AdoptionLimits(
+                prepare_s=prepare_s(config),
+                commit_s=COMMIT_S,
+                sent_commit_s=sent_commit_s(config),
+                stall_s=config.weights.stall_s,
+            ),
             adopt_at_once=config.weights.adopt_at_once,
         ),
         clock=clock,

@@ -11,7 +11,7 @@ which continues in the same phase:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
@@ -33,7 +33,7 @@ from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, MonitorContract, TrainerContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..telemetry import report_forever
-from ..weights.rollout_update import Adopter, Adoption, AdoptionLimits
+from ..weights.rollout_update import Adopter, Adoption
 from .audit import AuditWriter, read_audit
 from .evaluator import Evaluator
 from .knob_conductor import KnobConductor, restore
@@ -61,6 +61,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._journal = CoordinatorJournal(options.journal_path, options.launch)
         self._adoption = Adoption(keeps_newest=not options.takes_turns, at_once=options.adopt_at_once)
         self._changed = asyncio.Event()
+        self._end_moved = asyncio.Event()
+        """`max_wall_s` changed."""
+        self._heard: set[str] = set()
+        """Trainer and rollout actors that reported in to this incarnation."""
+        self._reported = asyncio.Event()
         self._trainer_is_up = asyncio.Event()
         self._restored: LiveKnobs | None = None
 
@@ -72,13 +77,12 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         is_anew, ignored = self._journal.load()
         self._context = RunContext(self.ctx, self._options, self._clock, self.meter, self._telemetry, self._journal)
         self._event, self._keep = self._context.tell, self._context.keep
-        self._wall = WallClock(self._context)
         self._phases = PhaseMoves(self._context, self._changed.set)
         self._make_parts()
         self.knob_owner = KnobOwner(
             self.ctx.name,
             coordinator_knobs(
-                self._options, age_s=self._wall.age_s, on_wall_clock=self._wall.move, adoption=self._adoption
+                self._options, age_s=self._age_s, on_wall_clock=self._end_moved.set, adoption=self._adoption
             ),
             self._telemetry,
         )
@@ -104,12 +108,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._adopter = Adopter(
             self.ctx,
             self._adoption,
-            limits=AdoptionLimits(
-                prepare_s=options.prepare_s,
-                commit_s=options.commit_s,
-                sent_commit_s=options.sent_commit_s,
-                stall_s=options.stall_s,
-            ),
+            limits=options.limits,
             on_adopted=lambda name, epoch, version: self.fleet.adopted(name, epoch, version),
             meter=self.meter,
             telemetry=self._telemetry,
@@ -119,7 +118,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.evaluator = Evaluator(run, self._adoption, self._adopter)
         self.control = RunControl(run, audit, self._evaluate_now)
         self._leader = LeaderControl(run)
-        self._rejoin = Rejoin(run, self.conductor, self.control)
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name.startswith(OTHER_OWNERS):
@@ -134,7 +132,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
-            await self._rejoin.run(self.fleet.present)
+            await self._rejoin()
             if self._state.phase == "running" and not self.control.paused:
                 self.meter.switch("wait-data", "orders")
         self.conductor.begin()
@@ -143,7 +141,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if self._state.phase == "starting":
             await self._keep()
             await self._start_run()
-        self.ctx.spawn(self._wall.run(self.stop), name="wall-clock")
+        self.ctx.spawn(self._end_by_time(), name="wall-clock")
         await self._adopt_forever()
 
     def _take_up_knobs(self, *, is_anew: bool) -> None:
@@ -180,7 +178,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if self._options.eval_at_start and self._state.phase == "starting":
             await self._evaluate()
         if self._state.phase == "starting":
-            self._wall.start()
+            self._state.started_wall_s = self._clock.wall()
             if await self._phases.to("running"):
                 self._leader.start()
 
@@ -195,6 +193,48 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._state.past_epoch, self._state.has_restored = restored, True
             await self._keep()
 
+    def _hears(self, name: str) -> None:
+        self._heard.add(name)
+        self._reported.set()
+
+    async def _rejoin(self) -> None:
+        """Of a coordinator that starts again in a run that works: returns when the run can continue. Actors that died
+        at the same time are not waited for."""
+        began_s, limit_s = self._clock.monotonic(), TIMEOUTS.coordinator.rejoin_s
+        for name in (name for prefix in OTHER_OWNERS for name in self.ctx.peers(prefix)):
+            self.ctx.spawn(self.conductor.joined(name), name=f"knobs-for-{name}")
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._missing() and not self._state.is_over:
+                    self._reported.clear()
+                    await self._reported.wait()
+                if self.ctx.peers("buffer"):
+                    await self.control.look()
+        except TimeoutError:
+            self._event("coordinator-alone", f"not heard within {limit_s:g} s: {', '.join(self._missing())}")
+        took_s = self._clock.monotonic() - began_s
+        names = ", ".join(self.fleet.present) or "no rollout actor"
+        self._event("coordinator-attached", f"version {self._state.version}, {names}; waited {took_s:.2f} s")
+
+    def _missing(self) -> list[str]:
+        wanted = [*([LEADER] if self._state.version >= 0 else ()), *sorted(self.ctx.peers("rollout/"))]
+        return [name for name in wanted if name not in self._heard]
+
+    def _age_s(self) -> float:
+        """Since training began, also while the coordinator is away."""
+        began_s = self._state.started_wall_s
+        return max(self._clock.wall() - began_s, 0.0) if began_s else 0.0
+
+    async def _end_by_time(self) -> None:
+        while True:
+            seconds = self._options.max_wall_s
+            self._end_moved.clear()
+            try:
+                async with asyncio.timeout(seconds - self._age_s() if seconds else None):
+                    await self._end_moved.wait()
+            except TimeoutError:
+                return await self.stop(f"run.max_wall_s = {seconds:g} s is over")
+
     async def _adopt_forever(self) -> None:
         while self._state.phase in ("running", "draining"):
             self._changed.clear()  # before: what happens meanwhile is looked at again
@@ -206,7 +246,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
         await self.fleet.ready(status, epoch)
-        self._rejoin.heard(status.rollout)
+        self._hears(status.rollout)
 
     async def trainer_ready(
         self,
@@ -222,7 +262,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._event("trainer-ready", f"continues from version {version}")
             # The trainer's loop is running, whatever the journal says: no part of a start is repeated.
             if self._state.phase == "starting":
-                self._wall.start()
+                self._state.started_wall_s = self._clock.wall()
                 await self._phases.to("running")
             self._leader.tell_stop()
         elif self._state.phase == "starting":
@@ -236,7 +276,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self.fleet.offered(manifest)
         await self._keep()
         self._trainer_is_up.set()
-        self._rejoin.heard("trainer/0")
+        self._hears(LEADER)
         self._changed.set()
         if self._state.phase == "running" and not is_leading:
             self._leader.start()
@@ -461,79 +501,6 @@ class EngineFleet:
         if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
             self._state.has_stale_engines = False
             await self._keep()
-
-
-class WallClock:
-    """The end of a run by time. It counts from when training began, also while the coordinator is away."""
-
-    def __init__(self, run: RunContext) -> None:
-        self._state, self._options, self._clock = run.state, run.options, run.clock
-        gone_s = max(run.clock.wall() - run.state.started_wall_s, 0.0) if run.state.started_wall_s else 0.0
-        self._started_s = run.clock.monotonic() - gone_s
-        self._moved = asyncio.Event()
-
-    def start(self) -> None:
-        self._started_s, self._state.started_wall_s = self._clock.monotonic(), self._clock.wall()
-
-    def move(self) -> None:
-        self._moved.set()
-
-    def age_s(self) -> float:
-        return self._clock.monotonic() - self._started_s
-
-    async def run(self, end: Callable[[str], Awaitable[None]]) -> None:
-        """Calls `end` with the reason when `max_wall_s` is reached (0: never)."""
-        while True:
-            seconds = self._options.max_wall_s
-            self._moved.clear()
-            try:
-                async with asyncio.timeout(seconds - self.age_s() if seconds else None):
-                    await self._moved.wait()
-            except TimeoutError:
-                return await end(f"run.max_wall_s = {seconds:g} s is over")
-
-
-class Rejoin:
-    """Of a coordinator that starts again in a run that works. Actors that died at the same time are not waited for."""
-
-    def __init__(self, run: RunContext, conductor: KnobConductor, control: RunControl) -> None:
-        self._ctx, self._state, self._tell = run.ctx, run.state, run.tell
-        self._conductor = conductor
-        self._control = control
-        self._heard: set[str] = set()
-        self._is_trainer_wanted = run.state.version >= 0
-        self._news = asyncio.Event()
-
-    def heard(self, name: str) -> None:
-        if name == "trainer/0":
-            self._is_trainer_wanted = False
-        self._heard.add(name)
-        self._news.set()
-
-    async def run(self, joined: Collection[str]) -> None:
-        """Returns when the run can continue. `joined`: rollout actors that reported in, as it grows."""
-        began_s = self._ctx.clock.monotonic()
-        for name in (name for prefix in OTHER_OWNERS for name in self._ctx.peers(prefix)):
-            self._ctx.spawn(self._conductor.joined(name), name=f"knobs-for-{name}")
-        try:
-            async with asyncio.timeout(TIMEOUTS.coordinator.rejoin_s):
-                while self._missing() and not self._state.is_over:
-                    self._news.clear()
-                    await self._news.wait()
-                if self._ctx.peers("buffer"):
-                    await self._control.look()
-        except TimeoutError:
-            self._tell(
-                "coordinator-alone",
-                f"not heard within {TIMEOUTS.coordinator.rejoin_s:g} s: {', '.join(self._missing())}",
-            )
-        took_s = self._ctx.clock.monotonic() - began_s
-        names = ", ".join(joined) or "no rollout actor"
-        self._tell("coordinator-attached", f"version {self._state.version}, {names}; waited {took_s:.2f} s")
-
-    def _missing(self) -> list[str]:
-        engines = sorted({*self._ctx.peers("rollout/")} - self._heard)
-        return ["trainer/0", *engines] if self._is_trainer_wanted else engines
 
 
 class LeaderControl:

@@ -10,7 +10,7 @@ from ...core.config.data import EvalSetSettings
 from ...core.knobs import KnobValue, Tunable, knob_maker
 from ...core.messages import SamplingParams
 from ..knobs.owner import Knob
-from ..weights.rollout_update import Adoption
+from ..weights.rollout_update import Adoption, AdoptionLimits
 
 
 @dataclass(slots=True)
@@ -39,12 +39,7 @@ class CoordinatorOptions:
     eval_sets: Mapping[str, EvalSetSettings] = field(default_factory=dict[str, EvalSetSettings])
     """In the order of names; the only one is called ""."""
     start_timeout_s: float = 300.0
-    prepare_s: float = 60.0
-    commit_s: float = 30.0
-    """Of an engine that reads the new version's bytes; `sent_commit_s`: of one that they are sent to meanwhile."""
-    sent_commit_s: float = 0.0
-    stall_s: float = 20.0
-    """An engine's update may make no progress for so long; 0: only the deadlines of its phases count."""
+    limits: AdoptionLimits = field(default_factory=lambda: AdoptionLimits(prepare_s=60.0, commit_s=30.0))
     adopt_at_once: int = 1
     """Engines that bring a version in at the same time."""
     takes_turns: bool = False
