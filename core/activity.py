@@ -363,41 +363,25 @@ def _size_bytes(record: _Told) -> int:
     return 180 + len(record.name) + len(repr(record.args))
 
 
-_WINDOW_S = 1.0
-
-
-_MAX_STRIDE = 1 << 20
-
-
 class FlowSampler:
     """Chooses among the groups of one actor; every hop has its own stride."""
 
     def __init__(self, max_per_s: float = 50.0) -> None:
-        """`max_per_s`: groups followed per second and hop, about; in the second in which a burst begins, so many again
-        for each doubling of the stride."""
+        """`max_per_s`: groups followed per second and hop, about, over the time since the first."""
         self._max_per_s = max_per_s
-        self._rates: dict[Hop, tuple[float, int, int, int]] = {}
-        """When the second began that runs, groups seen in it, its stride, groups picked since that was chosen."""
+        self._seen: dict[Hop, tuple[float, int]] = {}
+        """When the first group passed the hop, and how many have."""
         self.num_skipped = 0
         """Hops that were not followed."""
 
     def pick(self, hop: Hop, group_ids: Iterable[int], now_s: float) -> tuple[int, ...]:
         """Those that are followed. Groups without a real number (below 0: checks, evaluation) never are."""
-        began_s, num_seen, stride, num_picked = self._rates.get(hop, (now_s, 0, 1, 0))
-        if (lasted_s := now_s - began_s) >= _WINDOW_S:
-            excess = max(num_seen / lasted_s / self._max_per_s, 1.0)
-            began_s, num_seen, stride, num_picked = now_s, 0, min(1 << math.ceil(math.log2(excess)), _MAX_STRIDE), 0
-        picked: list[int] = []
-        for group_id in group_ids:
-            if group_id < 0:
-                continue
-            num_seen += 1
-            if group_id % stride:
-                self.num_skipped += 1
-                continue
-            picked.append(group_id)
-            num_picked += 1
-            if num_picked >= self._max_per_s * _WINDOW_S:
-                stride, num_picked = min(2 * stride, _MAX_STRIDE), 0
-        self._rates[hop] = began_s, num_seen, stride, num_picked
-        return tuple(picked)
+        began_s, num_seen = self._seen.get(hop, (now_s, 0))
+        groups = [group_id for group_id in group_ids if group_id >= 0]
+        num_seen += len(groups)
+        self._seen[hop] = began_s, num_seen
+        excess = num_seen / (now_s - began_s + 1.0) / self._max_per_s
+        stride = 1 << max(0, math.ceil(math.log2(excess))) if excess > 1 else 1
+        picked = tuple(group_id for group_id in groups if group_id % stride == 0)
+        self.num_skipped += len(groups) - len(picked)
+        return picked

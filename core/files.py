@@ -255,7 +255,7 @@ def naming_disk(path: Path) -> Generator[None]:
 
 
 def file_system(path: Path) -> str:
-    """Type, mount point and room of the file system under a path that need not exist."""
+    """Mount point and room of the file system under a path that need not exist."""
     folder = path.absolute()
     try:
         while not folder.exists():
@@ -266,17 +266,7 @@ def file_system(path: Path) -> str:
     except OSError as error:
         return f"its file system does not answer: {error.strerror}"
     free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    return f"{_kind(folder)} at {folder}, {free / _MIB:.1f} of {size / _MIB:.0f} MiB free"
-
-
-def _kind(mount: Path) -> str:
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "file system"
-    fields = (line.split(" ") for line in reversed(lines))  # the newest of several on one place is what is seen
-    name = str(mount).replace(" ", "\\040")
-    return next((words[2] for words in fields if len(words) > 2 and words[1] == name), "file system")
+    return f"file system at {folder}: {free / _MIB:.1f} of {size / _MIB:.0f} MiB free"
 
 
 def may_have_room(path: Path) -> bool:

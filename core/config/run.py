@@ -173,8 +173,6 @@ def _devices(text: str) -> str:
 class RoleSettings(Section, frozen=True):
     """One role: how many actors, where, with which interpreter, and how failures are met."""
 
-    kind: str = ""
-    """Which adapter or implementation; see the role's own table."""
     count: PositiveInt = 1
     """Actors on each of `nodes`."""
     nodes: Literal["*"] | IntTuple = (0,)
@@ -226,10 +224,14 @@ class RoleSettings(Section, frozen=True):
 
 
 class SingleRole(RoleSettings, frozen=True):
-    """A role of which a run has exactly one actor."""
+    """A role of which a run has exactly one actor: coordinator (run state, weight versions), buffer (prompt cursor,
+    ledger, finished groups) or monitor (metrics, events, traces)."""
 
     count: Annotated[int, Field(ge=1, le=1)] = 1
     """Always 1."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop does not answer: kill (the next one continues from its journal or ledger) or wait. A
+    group filter that computes for longer than ten seconds at a time needs wait in the buffer."""
 
     @field_validator("nodes")
     @classmethod
@@ -239,41 +241,10 @@ class SingleRole(RoleSettings, frozen=True):
         return value
 
 
-class CoordinatorRole(SingleRole, frozen=True):
-    """Run state machine and version clock."""
-
-    kind: Literal["coordinator"] = "coordinator"
-    """Only "coordinator"."""
-    when_hung: WhenHung = "kill"
-    """A process whose event loop does not answer: kill (the next one continues from its journal within seconds;
-    while it hangs, no engine gets new weights and the run stops) or wait (it is named in the log)."""
-
-
-class BufferRole(SingleRole, frozen=True):
-    """Prompt cursor, ledger, finished groups."""
-
-    kind: Literal["buffer"] = "buffer"
-    """Only "buffer"."""
-    when_hung: WhenHung = "kill"
-    """A process whose event loop does not answer: kill (the ledger has all that the next one needs) or wait. A
-    group filter that computes for longer than ten seconds at a time needs wait."""
-
-
-class MonitorRole(SingleRole, frozen=True):
-    """Metrics, events, traces."""
-
-    kind: Literal["monitor"] = "monitor"
-    """Only "monitor"."""
-    when_hung: WhenHung = "kill"
-    """A process whose event loop does not answer: kill (at most the newest measurements are lost) or wait."""
-
-
 class MemoryRole(RoleSettings, frozen=True):
     """The memory manager of runs whose trainer and engine take turns (`memory.share = "switch"`), on the first of
     `nodes`, and its agents on the others; else not started."""
 
-    kind: Literal["memory"] = "memory"
-    """Only "memory"."""
     count: Annotated[int, Field(ge=1, le=1)] = 1
     """Always 1."""
     when_hung: WhenHung = "kill"
@@ -327,9 +298,9 @@ class RolloutRole(RoleSettings, frozen=True):
 class RolesSettings(Section, frozen=True):
     """All roles. `roles["trainer"]` and `roles.trainer` are the same."""
 
-    coordinator: CoordinatorRole = CoordinatorRole()
-    buffer: BufferRole = BufferRole()
-    monitor: MonitorRole = MonitorRole()
+    coordinator: SingleRole = SingleRole()
+    buffer: SingleRole = SingleRole()
+    monitor: SingleRole = SingleRole()
     memory: MemoryRole = MemoryRole()
     trainer: TrainerRole = TrainerRole()
     rollout: RolloutRole = RolloutRole()

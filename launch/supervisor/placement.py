@@ -105,7 +105,7 @@ def make_spec(role: RoleName, settings: RoleSettings, index: int, node: int, dev
     return ActorSpec(
         name=f"{role}/{index}" if role in NUMBERED else role,
         role=role,
-        kind=settings.kind,
+        kind=getattr(settings, "kind", role),
         index=index,
         node=node,
         devices=devices,
