@@ -26,7 +26,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -393,10 +393,9 @@ def identity_of(config: ModelConfig) -> dict[str, Any]:
     """What makes the weights of one model useless to another."""
     names = (
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-        "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
+        "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "rope_scaling",
     )  # fmt: skip
-    scaling = None if config.rope_scaling is None else asdict(config.rope_scaling)
-    return {name: getattr(config, name) for name in names} | {"rope_scaling": scaling}
+    return {name: getattr(config, name) for name in names}
 
 
 def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:

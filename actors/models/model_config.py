@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from ...core.errors import ConfigError, ModelError
 
@@ -31,28 +31,14 @@ MAX_TENSORS = 1 << 18
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How rotary positions are stretched; the mathematics is `rotary.py`'s."""
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_context: int = 0
-    low_freq_factor: float = 0.0
-    """Of llama3: channels that turn less often in the original context are stretched fully."""
-    high_freq_factor: float = 0.0
-    """Of llama3: those that turn more often are not."""
-    beta_fast: float = 0.0
-    """Of yarn: channels that turn more often in the original context are not stretched."""
-    beta_slow: float = 0.0
-    """Of yarn: those that turn less often are stretched fully."""
-    truncates: bool = True
-    """Of yarn: between whole channels."""
-    attention_factor: float = 1.0
-    """Of yarn: what cosines and sines are multiplied by."""
+ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+}
+"""Kind of rotary positions -> numbers that it cannot do without."""
+ROPE_NUMBERS = (*ROPE_KINDS["llama3"], "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +67,8 @@ class ModelConfig:
     """Number type the weights are stored in, by the file's word."""
     rotary_dim: int
     """Leading channels of a head that positions rotate; GLM-4 leaves half of them alone."""
-    rope_scaling: RopeScaling | None = None
-    """How positions are stretched (Llama 3.1 and later, YaRN); None: not at all."""
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    """How positions are stretched (Llama 3.1 and later, YaRN), by the file's words; None: not at all."""
     is_rope_interleaved: bool = False
     """Whether neighbouring channels are rotated together (GLM-4), not channel i with i + rotary_dim / 2."""
     has_post_norms: bool = False
@@ -337,62 +323,12 @@ def _rope_kind(fields: _Fields) -> Any:
     return parameters.get("rope_type", parameters.get("type")) or "default"
 
 
-def _rope_scaling(fields: _Fields) -> RopeScaling | None:
+def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     given, kind = _rope_parameters(fields), _rope_kind(fields)
-    if kind == "default":
-        return None
-    if kind == "yarn":
-        return _yarn(fields, given)
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=fields.number("rope_scaling.factor", given.get("factor")))
-    factor, low, high, original = (fields.number(f"rope_scaling.{name}", given.get(name)) for name in names)
-    if high <= low:
-        raise fields.fail(f"rope_scaling: high_freq_factor {high} must be above low_freq_factor {low}")
-    return RopeScaling(
-        kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high, original_context=int(original)
-    )
-
-
-def _yarn(fields: _Fields, given: Mapping[str, Any]) -> RopeScaling:
-    """Defaults are transformers'."""
-
-    def number(name: str, default: float) -> float:
-        return fields.number(f"rope_scaling.{name}", default if given.get(name) is None else given.get(name))
-
-    context = fields.size("max_position_embeddings")
-    original = fields.get("original_max_position_embeddings") or number("original_max_position_embeddings", context)
-    original = fields.number("original_max_position_embeddings", original)
-    if original < 1 or _rope_theta(fields) <= 1:
-        raise fields.fail(
-            f"yarn needs an original context of at least 1 and a rope_theta above 1, they are {original:g} and "
-            f"{_rope_theta(fields):g}"
-        )
-    factor = number("factor", context / original)
-    mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    gain = _yarn_gain(factor, 1.0)
-    if mscale and mscale_all_dim:
-        one, other = (fields.number("rope_scaling.mscale", value) for value in (mscale, mscale_all_dim))
-        gain = _yarn_gain(factor, one) / _yarn_gain(factor, other)
-    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
-    if fast < slow:
-        raise fields.fail(f"rope_scaling: beta_fast {fast:g} must be at least beta_slow {slow:g}")
-    truncates = given.get("truncate", True)
-    if not isinstance(truncates, bool):
-        raise fields.fail(f"rope_scaling.truncate must be true or false, it is {truncates!r}")
-    return RopeScaling(
-        kind="yarn",
-        factor=factor,
-        original_context=int(original),
-        beta_fast=fast,
-        beta_slow=slow,
-        truncates=truncates,
-        attention_factor=number("attention_factor", gain),
-    )
-
-
-def _yarn_gain(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    for name in ROPE_NUMBERS:
+        if name in ROPE_KINDS[kind] or given.get(name) is not None:
+            fields.number(f"rope_scaling.{name}", given.get(name))
+    return None if kind == "default" else dict(given)
 
 
 def _rotary_share(fields: _Fields, *, default: float) -> float:
@@ -405,7 +341,7 @@ def _obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
     """What our own code does not compute of it."""
     if model_type not in MODEL_TYPES:
         yield f"model_type {model_type!r}"
-    if (kind := _rope_kind(fields)) not in ROPE_KINDS:
+    if not isinstance(kind := _rope_kind(fields), str) or kind not in ROPE_KINDS:
         yield f"rotary positions of type {kind!r}"
     if (activation := fields.get("hidden_act")) not in (None, "silu"):
         yield f"hidden_act {activation!r}"

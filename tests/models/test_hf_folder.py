@@ -169,9 +169,6 @@ ROPE: list[tuple[Any, str]] = [
     ({"type": "longrope", "factor": 4.0}, "'longrope'"),
     ({"rope_type": ["yarn"]}, "rotary"),
     ({"rope_type": "yarn", "factor": -4.0}, "rope_scaling.factor"),
-    ({"rope_type": "yarn", "truncate": 1}, "rope_scaling.truncate"),
-    ({"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
-    ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}, "original context"),
     ({"rope_type": "linear"}, "rope_scaling.factor"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -184,7 +181,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": True}, "num_hidden_layers"),
     ({"num_key_value_heads": 3, "num_attention_heads": 4}, "4 attention heads"),
     ({"head_dim": 63}, "head_dim"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_theta": 1.0}, "rope_theta"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta"),
     ({"rope_parameters": "yes"}, "rope_parameters"),
     ({"rms_norm_eps": -1}, "rms_norm_eps"),
