@@ -76,7 +76,7 @@ def open_rows(path: str, layout: RowLayout, key: str) -> RowFile:
     files = files_of(path, key)
     if layout.is_recorded and files == (path,):
         _kind(path, key)
-        return RecordedGroups(path, layout.recorded)
+        return RecordedGroups(path)
     if layout.is_recorded:
         raise ConfigError(f"{key}: {path} is not one file", remedy="name each dump that `myxa dump` wrote")
     opened = [_open_file(file, layout, key) for file in files]

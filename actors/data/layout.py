@@ -19,7 +19,6 @@ from ...core.config.data import DataSettings
 from ...core.samples import LOSS_KEYS, Message, Prompt
 from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
-from .recorded import RecordedTerms
 from .row_file import Columns, NotJson, RowError, exact_json
 
 LABEL_REWARDS = frozenset({"exact", "numeric", "math", "f1", "choice"})
@@ -104,9 +103,7 @@ class RowLayout:
         needs_label: bool = False,
         needs_demonstration: bool = False,
         rewards: RowRewards | None = None,
-        recorded: RecordedTerms | None = None,
     ) -> None:
-        """`recorded`: what answers of recorded groups must be like; None: they are not used."""
         preset, self._is_plain = PRESETS[settings.preset], not settings.apply_chat_template
 
         def column(name: str, *, setting: str = "", is_required: bool = False) -> Column:
@@ -117,7 +114,6 @@ class RowLayout:
 
         self.is_recorded = settings.preset == "recorded"
         """Whether rows are those of dumps."""
-        self.recorded = recorded
         self._rewards = rewards
         self._compares = needs_label
         """Whether the reward of each row compares with its label."""

@@ -23,7 +23,6 @@ from ...core.config.data import DataSettings, parse_sources
 from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import RowLayout, RowRewards
-from .recorded import terms_of
 from .row_set import MAX_HELD_OUT_BYTES, SHOWN_BAD_ROWS, PromptLimit, RowSet, limit_of
 
 KEPT_PASSES = 2
@@ -118,7 +117,7 @@ def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, sou
     if config.algo.kind == "sft":
         return RowLayout(part, needs_demonstration=True)
     rewards = RowRewards(reward, {DATA_SOURCE: source} if source else {})
-    return RowLayout(part, needs_label=rewards.all_need_label, rewards=rewards, recorded=terms_of(config))
+    return RowLayout(part, needs_label=rewards.all_need_label, rewards=rewards)
 
 
 def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...], limit: PromptLimit | None) -> RowSet:

@@ -1,17 +1,15 @@
 """A dump of groups as a data file: each finished group is a row whose prompt is drawn again, and whose samples may
 answer it (`RecordedAnswers`), without an engine.
 
-A row is good if it has a prompt. Where its samples answer, this run must also be able to use them as they are: its
-model's vocabulary and context, as many of them as it asks for (`RecordedTerms`).
+A row is good if it has a prompt and finished samples. Whether this run can use these as they are, by its model's
+vocabulary and context, is seen when they answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from msgspec.structs import replace
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.learning import RECORDED_REFERENCE
-from ...core.errors import DataError, ModelError
+from ...core.errors import DataError
 from ...core.files import open_regular
 from ...core.samples import NO_VERSION, Group, Prompt, Sample, check_sample
 from ..buffer.dumps import DumpedGroup, group_of, read_header
@@ -34,38 +32,6 @@ from .row_file import Columns, Row, RowError
 
 KEPT_GROUPS = 64
 """In memory: their samples are asked for side by side."""
-ANY = 1 << 31
-"""In place of a limit that only the model knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedTerms:
-    """See the module's head."""
-
-    num_samples: int
-    context_length: int
-    vocab_size: int
-    wants_reference: bool = False
-    """Whether the reference log-probs are those that are recorded."""
-
-
-def terms_of(config: RunConfig) -> RecordedTerms | None:
-    """Of this run; None if an engine generates its answers. A model that cannot be read is reported elsewhere, and
-    recordings are not checked against it."""
-    if config.roles.rollout.kind != "recorded":
-        return None
-    vocab_size, context_length = ANY, config.engine.context_length
-    with contextlib.suppress(ModelError):
-        model = read_config(config.model.path)
-        vocab_size, context_length = model.vocab_size, context_length or model.context_length
-    return RecordedTerms(
-        num_samples=config.rollout.num_samples,
-        context_length=context_length or ANY,
-        vocab_size=vocab_size,
-        wants_reference=config.algo.ref_urls == RECORDED_REFERENCE,
-    )
-
-
 RECORDED = "recorded"
 """Key of the metadata that describes the recording."""
 UNCHANGED = "use the file as `myxa dump` wrote it"
@@ -74,10 +40,9 @@ UNCHANGED = "use the file as `myxa dump` wrote it"
 class RecordedGroups:
     """The groups of one dump, in its order. A `RowFile`, whose rows can be read at any time too."""
 
-    def __init__(self, path: str, terms: RecordedTerms | None = None) -> None:
-        """`terms`: where the recordings answer; None: only the prompts are used. Raises DataError if it is no dump."""
+    def __init__(self, path: str) -> None:
+        """Raises DataError if it is no dump."""
         self._path = path
-        self._terms = terms
         self._run = read_header(Path(path)).run
         self._lines = array("q")  # where each begins
         at = 0
@@ -126,46 +91,16 @@ class RecordedGroups:
         except ValueError as error:
             raise RowError(f"is no dumped group: {error}", f"{UNCHANGED}; was it cut off?") from error
         group = dumped.group
-        for wrong in _wrongs(group, self._terms):
-            raise wrong
+        if len(group.rewards) != len(group.samples) or not bool(np.isfinite(group.rewards).all()):
+            raise RowError(f"{len(group.samples)} samples have rewards {group.rewards.tolist()}", UNCHANGED)
+        for sample in group.samples:
+            try:
+                check_sample(sample)
+            except ValueError as error:
+                raise RowError(str(error), UNCHANGED) from error
+            if sample.finish == "abort":
+                raise RowError(f"sample {sample.index} was not finished", UNCHANGED)
         return dumped, group
-
-
-def _wrongs(group: Group, terms: RecordedTerms | None) -> Iterator[RowError]:
-    if len(group.rewards) != len(group.samples) or not bool(np.isfinite(group.rewards).all()):
-        yield RowError(f"{len(group.samples)} samples have rewards {group.rewards.tolist()}", UNCHANGED)
-    if terms is None:
-        return
-    num_samples = len({sample.index for sample in group.samples})
-    if num_samples < terms.num_samples:
-        yield RowError(
-            f"the group has {num_samples} samples, fewer than rollout.num_samples = {terms.num_samples}",
-            f"set rollout.num_samples = {num_samples}",
-        )
-    for sample in group.samples:
-        for cause, remedy in _unfit(sample, terms):
-            yield RowError(f"sample {sample.index}: {cause}", remedy)
-
-
-def _unfit(sample: Sample, terms: RecordedTerms) -> Iterator[tuple[str, str]]:
-    """What no sample looks like that an engine finished, or this run cannot have as it is; with remedies."""
-    try:
-        check_sample(sample)
-        check_sample(sample, terms.vocab_size)
-    except ValueError as error:
-        yield str(error), f"{UNCHANGED}, or name the model that it was recorded with: model.path"
-    if sample.finish == "abort":
-        yield "it was not finished", UNCHANGED
-    if sample.num_tokens > terms.context_length:
-        yield (
-            f"{sample.num_tokens} tokens, with the prompt, are more than the context of {terms.context_length}",
-            "raise engine.context_length, or name the model that the groups were recorded with",
-        )
-    if terms.wants_reference and sample.reference_logprobs is None and bool(sample.loss_mask.any()):
-        yield (
-            'it was recorded without reference log-probs, which algo.ref_urls = ["recorded"] wants',
-            "record it in a run with algo.ref_urls, or name servers here too",
-        )
 
 
 class RecordedAnswers:
@@ -174,11 +109,14 @@ class RecordedAnswers:
 
     def __init__(self, config: RunConfig) -> None:
         """Raises DataError for a file that is no dump."""
-        self._terms = terms = terms_of(config)
+        model = read_config(config.model.path)
+        self._vocab_size = model.vocab_size
+        self._context_length = config.engine.context_length or model.context_length
+        self._has_reference = config.algo.ref_urls == RECORDED_REFERENCE
         self._sources: dict[str, tuple[RecordedGroups, range]] = {}
         for _, value in config.data_files():
             for source in parse_sources(value):
-                file = RecordedGroups(source.path, terms)
+                file = RecordedGroups(source.path)
                 self._sources[str(source)] = file, source.rows(file.num_rows)
         self._kept: dict[tuple[str, int], Group] = {}
         self._reading = asyncio.Lock()
@@ -188,29 +126,40 @@ class RecordedAnswers:
         row = rows[prompt.row]
         try:
             group = await self._group(file, row)
+            found = tuple(sample for sample in group.samples if sample.index == ctx.index)
+            if not found:
+                raise RowError(f"no sample {ctx.index} is recorded", "lower rollout.num_samples")
+            if not np.array_equal(ctx.episode.sample().prompt_ids, found[0].prompt_ids):
+                raise RowError(
+                    "its prompt was asked by other tokens than this run asks by",
+                    "name the model that it was recorded with (model.path), and the same data.apply_chat_template and "
+                    "data.chat_template_kwargs",
+                )
+            return tuple(self._fit(sample, prompt) for sample in found)
         except RowError as error:
             raise DataError(f"{file.place(row)}: {error.cause}", remedy=error.remedy) from error
-        found = [sample for sample in group.samples if sample.index == ctx.index]
-        if not found:
-            raise DataError(
-                f"{file.place(row)}: no sample {ctx.index} is recorded", remedy="lower the knob num_samples"
+
+    def _fit(self, sample: Sample, prompt: Prompt) -> Sample:
+        """As this run has it. Raises RowError for one that it cannot have."""
+        try:
+            check_sample(sample, self._vocab_size)
+        except ValueError as error:
+            raise RowError(str(error), "name the model that it was recorded with: model.path") from error
+        if sample.num_tokens > self._context_length:
+            raise RowError(
+                f"sample {sample.index} has more tokens than the context of {self._context_length}",
+                "raise engine.context_length, or name the model that the groups were recorded with",
             )
-        asked = ctx.episode.sample().prompt_ids
-        if not np.array_equal(asked, found[0].prompt_ids):
-            raise DataError(
-                f"{file.place(row)}: its prompt was asked by other tokens than this run asks by",
-                remedy="name the model that it was recorded with (model.path), and the same data.apply_chat_template "
-                "and data.chat_template_kwargs",
+        if self._has_reference and sample.reference_logprobs is None and bool(sample.loss_mask.any()):
+            raise RowError(
+                f'sample {sample.index} has no reference log-probs, which algo.ref_urls = ["recorded"] wants',
+                "record it in a run with algo.ref_urls, or name servers here too",
             )
-        has_reference = self._terms is not None and self._terms.wants_reference
-        return tuple(
-            replace(
-                sample,
-                group_id=prompt.group_id,
-                versions=np.full_like(sample.versions, NO_VERSION),
-                reference_logprobs=sample.reference_logprobs if has_reference else None,
-            )
-            for sample in found
+        return replace(
+            sample,
+            group_id=prompt.group_id,
+            versions=np.full_like(sample.versions, NO_VERSION),
+            reference_logprobs=sample.reference_logprobs if self._has_reference else None,
         )
 
     async def _group(self, file: RecordedGroups, row: int) -> Group:
