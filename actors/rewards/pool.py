@@ -19,14 +19,13 @@ from typing import BinaryIO
 import msgspec
 
 from ...algos.rewards.builtin import BUILTINS
-from ..user_code.process import Blocked, Lost, SharedLoop, UserCall, WorkerPool, begin
+from ..user_code.process import Blocked, Lost, SharedLoop, UserCall, WorkerPool, run_worker
 from .call import (
     Answers,
     CallFailed,
     Judge,
     Outcomes,
     Replied,
-    RewardFn,
     RewardSpec,
     call_reward,
     from_worker,
@@ -108,26 +107,18 @@ class RewardPool(WorkerPool):
 
 def main() -> None:
     """Load what the first frame names, then judge until the input ends."""
-    (reward, max_block_s), incoming, outgoing = begin(_loaded)
-    with asyncio.Runner() as runner:
-        runner.run(_Worker(reward, max_block_s, outgoing).run(incoming))
-        os._exit(0)  # threads that hang would be waited for
-
-
-def _loaded(first: bytes) -> tuple[RewardFn, float]:
-    spec = spec_decoder.decode(first)
-    reward = load_reward(spec)
-    if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
-        prepare()
-    return reward, spec.max_block_s
+    run_worker(_Worker)
 
 
 class _Worker(SharedLoop["_Call"]):
     """Calls of an async function, as many at a time as there are, or of a plain one, one after another."""
 
-    def __init__(self, reward: RewardFn, max_block_s: float, outgoing: BinaryIO) -> None:
-        super().__init__(max_block_s, outgoing, to_worker)
-        self.reward = reward
+    def __init__(self, first: bytes, outgoing: BinaryIO) -> None:
+        spec = spec_decoder.decode(first)
+        super().__init__(spec.max_block_s, outgoing, to_worker)
+        self.reward = load_reward(spec)
+        if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
+            prepare()
 
     def take(self, message: Judge) -> None:
         self.calls[message.call] = _Call(self, message)

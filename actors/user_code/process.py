@@ -366,10 +366,9 @@ MAX_THREADS = 1024
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def begin(load: Callable[[bytes], T]) -> tuple[T, BinaryIO, BinaryIO]:
-    """What `load` makes of the first frame, which is reported, and the worker's two pipes under new numbers that
-    children do not inherit; input becomes empty, output becomes the log. Ends the process where nothing comes, or it
-    cannot be loaded."""
+def run_worker(load: Callable[[bytes, BinaryIO], SharedLoop[Any]]) -> None:
+    """Report what comes of `load(first frame, outgoing pipe)`, run that loop until the input ends, and end this
+    process. The two pipes get new numbers that children do not inherit; input becomes empty, output becomes the log."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -378,13 +377,15 @@ def begin(load: Callable[[bytes], T]) -> tuple[T, BinaryIO, BinaryIO]:
     if (first := read_frame(incoming)) is None:
         sys.exit()
     try:
-        loaded = load(first)
+        loop = load(first, outgoing)
     except MyxaError as error:
         is_config = isinstance(error, ConfigError)
         write_frame(outgoing, Started(message=error.message, remedy=error.remedy, is_config=is_config))
         sys.exit()
     write_frame(outgoing, Started(os.getpid()))
-    return loaded, incoming, outgoing
+    with asyncio.Runner() as runner:
+        runner.run(loop.run(incoming))
+        os._exit(0)  # threads that hang would be waited for
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

@@ -118,24 +118,16 @@ class WorkflowPool(WorkerPool):
         return _samples_of(end), end.temperatures
 
     async def _until_end(self, call: Call, model: ModelAccess, record: TokensSoFar) -> EpisodeDone | EpisodeFailed:
-        drawing: dict[int, tuple[int, asyncio.Task[None]]] = {}  # sample -> number of its turn
+        drawing: dict[int, asyncio.Task[None]] = {}  # by the numbers of samples
         try:
             while True:
-                event: AskModel | DrawnTurn | EpisodeDone | EpisodeFailed | Exception = await call.inbox.get()
+                event: AskModel | EpisodeDone | EpisodeFailed | Exception = await call.inbox.get()
                 if isinstance(event, AskModel):
                     branch = event.so_far.branch
-                    await _cancelled(drawing.pop(branch, None))
+                    await _cancelled(drawing.pop(branch, None))  # given up by the workflow
                     record.asked(event)
-                    turn = self._draw(event, call, model, record.under_way[branch])
-                    drawing[branch] = event.turn, asyncio.ensure_future(turn)  # noqa: TID251 -- ended below
-                elif isinstance(event, DrawnTurn):
-                    branch = next((one for one, (turn, _) in drawing.items() if turn == event.turn), None)
-                    if branch is None:
-                        continue  # the workflow gave it up and has asked for another one
-                    if event.finish == "abort" and not model.goes_on():
-                        raise Interrupted(record.so_far())
-                    record.under_way[branch] = [event.segment]
-                    await call.worker.send(event)
+                    turn = self._draw(event, call, model, record)
+                    drawing[branch] = asyncio.ensure_future(turn)  # noqa: TID251 -- ended below
                 elif isinstance(event, Exception):
                     raise event
                 else:
@@ -146,14 +138,16 @@ class WorkflowPool(WorkerPool):
             for one in drawing.values():
                 await _cancelled(one)
 
-    async def _draw(self, ask: AskModel, call: Call, model: ModelAccess, under_way: list[TokenSegment]) -> None:
-        stops = stops_of(ask.request.sampling.stop, self._tokenizer)
+    async def _draw(self, ask: AskModel, call: Call, model: ModelAccess, record: TokensSoFar) -> None:
+        stops, branch = stops_of(ask.request.sampling.stop, self._tokenizer), ask.so_far.branch
         try:
-            segment, finish = await drawn(model.generate, ask.request, stops, under_way)
+            segment, finish = await drawn(model.generate, ask.request, stops, record.under_way[branch])
+            if finish == "abort" and not model.goes_on():
+                raise Interrupted(record.so_far())
+            record.under_way[branch] = [segment]
+            await call.worker.send(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             call.inbox.put_nowait(error)
-        else:
-            call.inbox.put_nowait(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
 
 
 def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
@@ -217,7 +211,7 @@ def _gone(how: str, *, is_bystander: bool = False) -> MemberFailed:
     )
 
 
-async def _cancelled(drawing: tuple[int, asyncio.Task[None]] | None) -> None:
-    if drawing is not None and not drawing[1].done():
-        drawing[1].cancel()
-        await asyncio.wait({drawing[1]})
+async def _cancelled(drawing: asyncio.Task[None] | None) -> None:
+    if drawing is not None and not drawing.done():
+        drawing.cancel()
+        await asyncio.wait({drawing})

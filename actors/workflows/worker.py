@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, cast
 
@@ -17,14 +16,14 @@ import msgspec
 
 from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
-from ...core.protocols import GenerateRequest, Tokenizer
+from ...core.protocols import GenerateRequest
 from ...core.samples import FinishReason, Sample
 from ..models.tokenizer import load_tokenizer
 from ..user_code.functions import place_raised, what_was_raised
-from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, UserCall, begin, encoder
+from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, UserCall, encoder, run_worker
 from .episode import Episode, ModelAccess, TokenSegment, WorkflowContext
 from .failures import kind_of
-from .named import OwnWorkflow, load_workflow
+from .named import load_workflow
 from .turn_renderer import TurnRenderer
 from .worker_messages import (
     AskModel,
@@ -32,7 +31,6 @@ from .worker_messages import (
     EpisodeDone,
     EpisodeFailed,
     StartEpisode,
-    WorkflowSpec,
     spec_decoder,
     to_worker,
 )
@@ -42,27 +40,18 @@ FRAME_SLACK_BYTES = 1 << 16
 
 def main() -> None:
     """Load what the first frame names, then run episodes until the input ends."""
-    (spec, workflow, tokenizer), incoming, outgoing = begin(_loaded)
-    with asyncio.Runner() as runner:
-        runner.run(Worker(spec, workflow, tokenizer, outgoing).run(incoming))
-        os._exit(0)  # threads that hang would be waited for
-
-
-def _loaded(first: bytes) -> tuple[WorkflowSpec, OwnWorkflow, Tokenizer]:
-    spec = spec_decoder.decode(first)
-    workflow = load_workflow(spec.workflow, spec.args)
-    return spec, workflow, load_tokenizer(spec.model_path, spec)
+    run_worker(Worker)
 
 
 class Worker(SharedLoop["Play"]):
     """The episodes of this process."""
 
-    def __init__(self, spec: WorkflowSpec, workflow: OwnWorkflow, tokenizer: Tokenizer, outgoing: BinaryIO) -> None:
+    def __init__(self, first: bytes, outgoing: BinaryIO) -> None:
+        self.spec = spec = spec_decoder.decode(first)
         super().__init__(spec.max_block_s, outgoing, to_worker)
-        self.spec = spec
-        self.workflow = workflow
-        self.tokenizer = tokenizer
-        self.renderer = TurnRenderer(tokenizer)
+        self.workflow = load_workflow(spec.workflow, spec.args)
+        self.tokenizer = load_tokenizer(spec.model_path, spec)
+        self.renderer = TurnRenderer(self.tokenizer)
 
     def take(self, message: StartEpisode | DrawnTurn) -> None:
         if isinstance(message, StartEpisode):
