@@ -70,6 +70,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """A rollout engine. All methods raise `EngineError` naming the engine when it misbehaves."""
 
+    pause_mode: PauseMode
+    """How running requests meet a commit. abort: they end with finish "abort"; retract: they wait and their KV is
+    rebuilt; in_place: they wait and keep their KV."""
+
     async def start(self) -> EngineInfo:
         """Load the model; returns when requests are served. Raises ModelError for a bad folder."""
         ...
@@ -90,6 +94,10 @@ class Engine(Protocol):
         """Serve `version` from the next token on. Raises EngineError if that version was not prepared."""
         ...
 
+    def weight_progress(self) -> WeightProgress:
+        """How far it is with a version that is being prepared or committed; costs nothing."""
+        ...
+
     async def info(self) -> EngineInfo: ...
 
     async def until_lost(self) -> None:
@@ -99,23 +107,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release everything; never raises."""
-        ...
-
-
-@runtime_checkable
-class PausesByMode(Protocol):
-    """An engine for which the way that running requests meet a commit may be changed between two commits. abort: they
-    end with finish "abort"; retract: they wait and their KV is rebuilt; in_place: they wait and keep their KV."""
-
-    pause_mode: PauseMode
-
-
-@runtime_checkable
-class ReportsProgress(Protocol):
-    """An engine that says how far it is with a weight version that is being prepared or committed."""
-
-    def weight_progress(self) -> WeightProgress:
-        """Where it is; costs nothing."""
         ...
 
 

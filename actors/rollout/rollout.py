@@ -60,7 +60,7 @@ from ...core.messages import (
     WeightAck,
     WeightManifest,
 )
-from ...core.protocols import Engine, PausesByMode, Tokenizer
+from ...core.protocols import Engine, Tokenizer
 from ...core.retry import until_answered
 from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
@@ -140,7 +140,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._reference = reference
         self._tokenizer = tokenizer
         self._options = options = copy(options)
-        options.pause_mode = engine.pause_mode if isinstance(engine, PausesByMode) else None
+        options.pause_mode = None if engine is None else engine.pause_mode
         self._clock = clock
         self._version = NO_VERSION
         self._serving = asyncio.Event()
@@ -194,7 +194,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         """Put the live values where they act. What runs already runs to its end."""
         self._budget.lost.max_rate = self._options.max_error_rate
         self._judges.allow(self._options.max_error_rate)
-        if self._options.pause_mode is not None and isinstance(self._engine, PausesByMode):
+        if self._options.pause_mode is not None and self._engine is not None:
             self._engine.pause_mode = self._options.pause_mode
         self._book()
         self._room.set()

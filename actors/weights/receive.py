@@ -16,7 +16,7 @@ from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.errors import EngineError, MyxaError, WeightsRefused
 from ...core.messages import WeightAck, WeightManifest
-from ...core.protocols import Engine, ReportsProgress
+from ...core.protocols import Engine
 from ...core.refs import with_deadline
 from ...core.weight_channel import AnyOrder, SenderOrder, WeightProgress
 from ..contracts import TrainerContract
@@ -83,7 +83,7 @@ class EngineWeights:
 
     def progress(self) -> WeightProgress:
         engine = self.engine
-        return engine.weight_progress() if isinstance(engine, ReportsProgress) else WeightProgress(at="not reported")
+        return WeightProgress(at="no engine") if engine is None else engine.weight_progress()
 
     def _ack(self, version: int, *, reason: str = "", is_whole: bool = False) -> WeightAck:
         return WeightAck(rollout=self.name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)

@@ -285,8 +285,7 @@ def channel_end(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int)
 
 
 def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:
-    from ...actors.weights.channels.fp8 import Fp8Rule
-    from ...actors.weights.channels.sender import DeviceWeightSender, SentChannel
+    from ...actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, SentChannel
 
     rule = Fp8Rule.of_folder(Path(config.weights.served_folder or config.model.path))
     return DeviceWeightSender(

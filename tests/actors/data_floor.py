@@ -30,6 +30,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobValue
 from myxa.core.messages import EngineStatus, SamplingParams, WeightManifest
 from myxa.core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from myxa.core.weight_channel import WeightProgress
 from myxa.transport.node import Node
 
 PER_TURN = 6
@@ -82,6 +83,9 @@ class GateEngine:
     async def abort(self, request_id: str | None = None) -> None:
         aborted, self._is_aborted = self._is_aborted, asyncio.Event()
         aborted.set()
+
+    def weight_progress(self) -> WeightProgress:
+        return WeightProgress(at="idle")
 
     async def prepare_weights(self, manifest: WeightManifest) -> None: ...
 

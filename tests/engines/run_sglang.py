@@ -43,7 +43,6 @@ from tests.engines.recording import Places, Writer
 from tests.engines.recording_proxy import Proxy, proxy
 
 from myxa.actors.engines.sglang.engine import SglangEngine
-from myxa.actors.engines.sglang.server_args import ends_at_min_p
 from myxa.core.errors import ConfigError, EngineError, RequestRefused
 
 SCENARIO_S = 120.0
@@ -163,7 +162,7 @@ class Run:
 
     async def _why_not(self, name: str) -> str:
         """Why our client refuses this server where a scenario is needed; empty when it does not."""
-        if name.startswith("min_p") and ends_at_min_p(self._facts):
+        if name.startswith("min_p") and self._facts["enable_deterministic_inference"]:
             return "min_p ends a server that draws by seeds"
         engine = SglangEngine(self._server.url, replace(CLIENT, needs=NEEDS.get(name, CLIENT.needs)))
         try:

@@ -248,8 +248,7 @@ class EngineServer(SglangRoutes):
         return {
             "model_path": str(self._folder), "context_length": info.context_length,
             "max_running_requests": info.max_running, "max_total_num_tokens": info.max_running * info.context_length,
-            "incremental_streaming_output": self._is_incremental, "enable_deterministic_inference": True,
-            "min_p_with_seeds": True,
+            "incremental_streaming_output": self._is_incremental,
             "internal_states": [{"num_running_reqs": info.running, "is_paused": self._is_paused}],
         }  # fmt: skip
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from myxa.actors.weights.channels.fp8 import Fp8Rule, quantise_blocks
-from myxa.actors.weights.channels.sender import DeviceWeightSender
+from myxa.actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, quantise_blocks
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.weight_channel import PlanRequest
 

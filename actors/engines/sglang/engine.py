@@ -42,7 +42,7 @@ from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.request import check_request
 from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory
-from .server_args import NO_NEEDS, SglangNeeds, ends_at_min_p
+from .server_args import NO_NEEDS, SglangNeeds
 from .weight_routes import Routes, WeightRoute, folder_routes
 from .wire import HeldTokens, request_body, version_number, whole_number
 
@@ -78,21 +78,19 @@ class ServerSampling:
     end_token_ids: tuple[int, ...] = ()
     """By the model's configs."""
     is_seeded: bool = False
-    """It draws by each request's seed."""
-    is_sglangs: bool = False
-    """By seeds, and with SGLang's own sampler: `min_p` ends it, and `top_k` changes its batch."""
+    """It draws by each request's seed: `min_p` ends it, and `top_k` changes its batch."""
     vocab_size: int = 0
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], end_token_ids: Collection[int], vocab_size: int) -> ServerSampling:
         """By its `/server_info`. End tokens outside the vocabulary are never drawn, and would end it."""
         ends = tuple(token for token in end_token_ids if 0 <= token < vocab_size)
-        return cls(ends, facts.get("enable_deterministic_inference") is True, ends_at_min_p(facts), vocab_size)
+        return cls(ends, facts.get("enable_deterministic_inference") is True, vocab_size)
 
     def meant(self, request: GenerateRequest, place: str) -> GenerateRequest:
         """The request as the server must get it. Raises RequestRefused for one that would end the server."""
         sampling = request.sampling
-        if sampling.min_p and self.is_sglangs:
+        if sampling.min_p and self.is_seeded:
             raise RequestRefused(
                 f"{place}: min_p is {sampling.min_p:g}, which ends a server that was started with "
                 "--enable-deterministic-inference",
@@ -103,7 +101,7 @@ class ServerSampling:
             sampling = replace(sampling, stop_token_ids=ends)
         if sampling.seed is None and self.is_seeded:
             sampling = replace(sampling, seed=secrets.randbits(SEED_BITS))
-        if sampling.top_k == NO_TOP_K and self.is_sglangs:
+        if sampling.top_k == NO_TOP_K and self.is_seeded:
             sampling = replace(sampling, top_k=self.vocab_size)
         return request if sampling is request.sampling else replace(request, sampling=sampling)
 

@@ -78,9 +78,4 @@ class SglangNeeds:
             )
 
 
-def ends_at_min_p(facts: Mapping[str, Any]) -> bool:
-    """SGLang's sampler cannot do both seeds and min-p; ours, which says so, can."""
-    return facts.get("enable_deterministic_inference") is True and facts.get("min_p_with_seeds") is not True
-
-
 NO_NEEDS = SglangNeeds()
