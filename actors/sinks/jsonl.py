@@ -9,7 +9,6 @@ Samples are bounded: when `samples.jsonl` has half of what both files may have, 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -20,11 +19,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from ...core.messages import GroupText, Telemetry
+from ...core.messages import Telemetry
 from ...core.sink import SinkContext
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+OLDER_SAMPLES_FILE = "samples.1.jsonl"
 
 
 class JsonlSink:
@@ -35,14 +36,13 @@ class JsonlSink:
     def __init__(self, samples_bytes: int = 256 << 20) -> None:
         """`samples_bytes`: of all samples that are kept; 0: none."""
         self._samples_bytes = samples_bytes
-        self._samples: SamplesFile | None = None
 
     def open(self, context: SinkContext) -> None:
-        self._context = context
-        self._metrics = LineFile(context.run_dir / METRICS_FILE, context.emit)
-        self._events = LineFile(context.run_dir / EVENTS_FILE, context.emit)
-        if self._samples_bytes:
-            self._samples = SamplesFile(context.run_dir, self._samples_bytes, context.emit)
+        def opened(name: str, part_bytes: int = 0) -> LineFile:
+            return LineFile(context.run_dir / name, context.emit, part_bytes)
+
+        self._metrics, self._events = opened(METRICS_FILE), opened(EVENTS_FILE)
+        self._samples = opened(SAMPLES_FILE, self._samples_bytes // 2) if self._samples_bytes else None
         self._files = [file for file in (self._metrics, self._events, self._samples) if file is not None]
 
     def write(self, bundle: Telemetry) -> None:
@@ -53,18 +53,9 @@ class JsonlSink:
         for event in bundle.events:
             line = {"source": event.source, "wall_s": event.wall_s, "kind": event.kind, "text": event.text}
             self._events.add(_line({**line, "data": event.data} if event.data else line))
-        for group in bundle.samples:
-            self._add_sample(group)
-
-    def _add_sample(self, group: GroupText) -> None:
-        """Nothing that is wrong with samples may cost a metric."""
-        if self._samples is None:
-            return
-        try:
-            self._samples.add(msgspec.json.encode(group) + b"\n")
-        except OSError as error:
-            self._samples = None
-            self._context.emit("samples-off", f"no more samples are kept: {error}")
+        if self._samples is not None:
+            for group in bundle.samples:
+                self._samples.add(msgspec.json.encode(group) + b"\n")
 
     def flush(self) -> None:
         """Hand the lines to the kernel: from then on they survive the death of this process. Raises the first error."""
@@ -91,18 +82,23 @@ MAX_WAITING_BYTES = 16 << 20
 class LineFile:
     """Open from its making to `close`. Lines wait in memory until `flush`, and while the disk refuses them."""
 
-    def __init__(self, path: Path, tell: Callable[[str, str], None]) -> None:
-        """A torn last line of an earlier writer is ended. `tell(kind, text)`: when lines are lost. Raises OSError if it
-        cannot be opened."""
+    def __init__(self, path: Path, tell: Callable[[str, str], None], part_bytes: int = 0) -> None:
+        """A torn last line of an earlier writer is ended. `tell(kind, text)`: when lines are lost. `part_bytes`: a file
+        that is larger becomes `NAME.1.jsonl`, in the place of an older one; 0: none does. Raises OSError if it cannot
+        be opened."""
         self._path = path
         self._tell = tell
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._part_bytes = part_bytes
+        self._file = self._opened()
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
         self._num_lost = 0
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             self.add(b"\n")
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def add(self, line: bytes) -> None:
         """One line with its end."""
@@ -121,6 +117,10 @@ class LineFile:
             rest = data[os.write(self._file, data) :]
             self._waiting = deque(rest.splitlines(keepends=True))
             self._num_bytes = len(rest)
+        if self._part_bytes and os.fstat(self._file).st_size > self._part_bytes:
+            self._path.replace(self._path.with_suffix(f".1{self._path.suffix}"))
+            before, self._file = self._file, self._opened()
+            os.close(before)
         if self._num_lost:
             self._tell("telemetry-gap", f"{self._path.name} lacks {self._num_lost} lines: its disk refused them")
             self._num_lost = 0
@@ -131,40 +131,3 @@ class LineFile:
             self.flush()
         finally:
             os.close(self._file)
-
-
-SAMPLES_FILE = "samples.jsonl"
-OLDER_SAMPLES_FILE = "samples.1.jsonl"
-
-
-class SamplesFile:
-    """Open from the first line on, to `close`."""
-
-    def __init__(self, run_dir: Path, max_bytes: int, tell: Callable[[str, str], None]) -> None:
-        """`max_bytes`: of both files together. `tell(kind, text)`: see `LineFile`."""
-        self._path, self._older = run_dir / SAMPLES_FILE, run_dir / OLDER_SAMPLES_FILE
-        self._max_bytes = max_bytes // 2
-        self._tell = tell
-        self._file: LineFile | None = None
-        self._num_bytes = 0
-
-    def add(self, line: bytes) -> None:
-        """One line with its end. Raises OSError where the file cannot be opened."""
-        if self._file is not None and self._num_bytes + len(line) > self._max_bytes:
-            with contextlib.suppress(OSError):  # a disk that is full: what waits for room is lost
-                self.close()
-            self._path.replace(self._older)
-        if self._file is None:
-            self._file = LineFile(self._path, self._tell)
-            self._num_bytes = self._path.stat().st_size
-        self._num_bytes += len(line)
-        self._file.add(line)
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()

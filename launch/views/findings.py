@@ -5,13 +5,12 @@ Red: do not trust the result. Amber: worth a look.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from .numbers import percent, short, training_reward
 from .run_files import RunFiles
-from .run_view import tail_mean
 
 Level = Literal["red", "amber"]
 Found = Iterator[tuple[Level, str]]
@@ -28,6 +27,12 @@ class ReportFinding:
 def findings(run: RunFiles) -> list[ReportFinding]:
     found = [ReportFinding(*finding) for rule in _RULES for finding in rule(run)]
     return sorted(found, key=lambda finding: finding.level != "red")
+
+
+def tail_mean(values: Sequence[float]) -> float | None:
+    """Mean of the last fifth: what the run looks like at its end."""
+    num = max(1, len(values) // 5)
+    return sum(values[-num:]) / num if values else None
 
 
 def _tail(run: RunFiles, metric: str) -> float | None:

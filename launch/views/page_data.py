@@ -17,22 +17,21 @@ from ..run_lineage.origin import RunOrigin
 from .changes import EventRow, stairs, value_text
 from .findings import findings
 from .knob_table import knob_rows, owners_text
-from .numbers import clean, name_order, time_parts
+from .numbers import clean, duration, name_order, time_parts
 from .run_files import SUMMED, RunFiles
 from .run_view import (
     ENGINE_COLUMNS,
     ActorFacts,
     RunView,
     done_text,
-    drops,
     engine_rows,
+    fact_lines,
     is_alarming,
     lag_rows,
     lag_text,
     notice_text,
     outcome,
     queue_rows,
-    tiles,
 )
 
 _MAX_ACTORS = 32
@@ -55,7 +54,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "mayOperate": may_operate and not view.has_ended,
         "why": clean(view.why),
         "remedy": clean(view.remedy),
-        "tiles": [_picked(tile, "label value note") for tile in tiles(view, run)],
+        "facts": [*fact_lines(view), ("time", duration(view.elapsed_s))],
         "findings": [_picked(found, "level text") for found in findings(run)],
         "notes": run.notes,
         "kinds": ACTIVITY_KINDS,
@@ -117,7 +116,7 @@ def past_table(run: RunFiles) -> dict[str, Any]:
         "events": _events(run, start_s),
         "eventCounts": run.event_counts.most_common(_MAX_KINDS),
         "numEvents": run.event_counts.total(),
-        "drops": list(drops(run).items()),
+        "drops": _drops(run),
         "failures": run.failures.most_common(_MAX_KINDS),
         "configText": config_text(run),
     }
@@ -176,6 +175,13 @@ def _bound(run: RunFiles) -> list[tuple[float, float]]:
     if not isinstance(first, int) or not steps:
         return []
     return stairs(run.changes, "max_staleness", float(first), float(min(steps)), float(max(steps)))
+
+
+def _drops(run: RunFiles) -> list[tuple[str, float]]:
+    """Reason -> groups, the most first."""
+    prefix = "buffer/dropped/"
+    counts = ((name.removeprefix(prefix), run.last(name) or 0.0) for name in run.names(prefix))
+    return sorted(((reason, count) for reason, count in counts if count > 0), key=lambda item: -item[1])
 
 
 def _times(run: RunFiles) -> list[dict[str, Any]]:

@@ -86,8 +86,10 @@ function drawState() {
   $("remedy").textContent = state.remedy ? `To try: ${state.remedy}.` : "";
   $("findings").replaceChildren(...state.findings.map((f) => el("li", { class: f.level }, el("b", {}, f.level === "red" ? "problem" : "warning"), ` ${f.text}`)),
     ...state.notes.map((note) => el("li", { class: "note" }, el("b", {}, "missing"), ` ${note}.`)));
-  $("tiles").replaceChildren(...state.tiles.map((tile) =>
-    el("div", { class: "tile" }, el("span", { class: "label" }, tile.label), el("span", { class: "figure" }, tile.value), el("span", { class: "note", title: tile.note }, tile.note))));
+  $("tiles").replaceChildren(...state.facts.map(([label, words]) => {
+    const [figure, ...notes] = words.split("   "), note = notes.join(" \u00b7 ");
+    return el("div", { class: "tile" }, el("span", { class: "label" }, label), el("span", { class: "figure" }, figure), el("span", { class: "note", title: note }, note));
+  }));
   for (const kinds of document.querySelectorAll(".kinds")) if (!kinds.children.length) kinds.append(...kindKeys());
   if (isShown("overview")) drawOverview();
   if (isShown("knobs")) drawKnobs();

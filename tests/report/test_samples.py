@@ -48,6 +48,7 @@ def write(run_dir: Path, groups: list[GroupText], samples_bytes: int = 1 << 20) 
     sink.open(SinkContext(run_dir=run_dir, run_name="x", clock=SystemClock(), emit=lambda kind, text: None))
     for one in groups:
         sink.write(Telemetry(samples=(one,)))
+        sink.flush()
     sink.close()
 
 

@@ -111,7 +111,7 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
         state, history = told["state"], told["history"]
         assert (state["name"], state["phase"], state["mayOperate"]) == ("sort", "running", False)
         assert "generation is the bottleneck" in state["why"]
-        assert {tile["label"]: tile["value"] for tile in state["tiles"]}["step"] == "120"
+        assert dict(state["facts"])["step"].startswith("120 of 400   running")
         assert [actor["name"] for actor in state["actors"]][:2] == ["trainer/0", "trainer/1"]
         assert {knob["name"]: knob["value"] for knob in state["knobs"]} == {
             "lr": "0.0001", "clip_low": "0.2", "max_staleness": "4", "policy": "pace", "temperature": "1", "concurrency": "16",
@@ -163,7 +163,7 @@ async def test_the_page_is_told_of_every_change_as_it_happens(planting, seat) ->
         while True:
             told = await visit.state()
             assert told["history"] is None, "it has not grown"
-            if any(tile["value"] == "121" for tile in told["state"]["tiles"]):
+            if dict(told["state"]["facts"])["step"].startswith("121"):
                 break
             await asyncio.sleep(0.1)
         with (seat.run_dir / "events.jsonl").open("a") as file:
@@ -211,7 +211,7 @@ async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
     assert "trainer/0 waits for data" in told["state"]["why"]
     assert told["state"]["actors"][0]["parts"], "whose time was told by the files"
     assert {row[0] for row in told["history"]["series"]} >= {"reward/raw_mean", "train/loss"}
-    assert {tile["label"] for tile in told["state"]["tiles"]} >= {"step", "training reward"}
+    assert {label for label, _ in told["state"]["facts"]} >= {"step", "reward"}
 
 
 async def test_kept_samples_are_shown(planting, seat) -> None:
