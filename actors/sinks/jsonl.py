@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,8 @@ class LineFile:
 
     def __init__(self, path: Path, tell: Callable[[str, str], None], part_bytes: int = 0) -> None:
         """A torn last line of an earlier writer is ended. `tell(kind, text)`: when lines are lost. `part_bytes`: a file
-        that is larger becomes `NAME.1.jsonl`, in the place of an older one; 0: none does. Raises OSError if it cannot
-        be opened."""
+        that would be larger becomes `NAME.1.jsonl`, in the place of an older one; 0: none does. Raises OSError if it
+        cannot be opened."""
         self._path = path
         self._tell = tell
         self._part_bytes = part_bytes
@@ -112,15 +112,17 @@ class LineFile:
 
     def flush(self) -> None:
         """Hand the lines to the kernel. Raises OSError if it takes no more: the rest waits."""
+        size = os.fstat(self._file).st_size
+        if self._part_bytes and self._waiting and 0 < size > self._part_bytes - self._num_bytes:
+            with suppress(FileNotFoundError):  # deleted by hand
+                self._path.replace(self._path.with_suffix(f".1{self._path.suffix}"))
+            before, self._file = self._file, self._opened()
+            os.close(before)
         while self._waiting:
             data = b"".join(self._waiting)
             rest = data[os.write(self._file, data) :]
             self._waiting = deque(rest.splitlines(keepends=True))
             self._num_bytes = len(rest)
-        if self._part_bytes and os.fstat(self._file).st_size > self._part_bytes:
-            self._path.replace(self._path.with_suffix(f".1{self._path.suffix}"))
-            before, self._file = self._file, self._opened()
-            os.close(before)
         if self._num_lost:
             self._tell("telemetry-gap", f"{self._path.name} lacks {self._num_lost} lines: its disk refused them")
             self._num_lost = 0
