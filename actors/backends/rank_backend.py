@@ -23,9 +23,9 @@ from .checkpoint import TrainingState
 from .export import Exporter, ExportTypes
 from .offload import RankOffload
 from .step import Stepper
+from .torch_backend.accounting import Loaded, called
 from .torch_backend.settings import StepSettings, check_schedule
 from .torch_backend.tensors import DTYPE_OF
-from .torch_backend.token_functions import Loaded, called
 from .torch_backend.world import Gang, World
 
 

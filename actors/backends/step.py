@@ -34,18 +34,19 @@ from .torch_backend.accounting import (
     TrainingStep,
     accusation,
     charges_kl,
+    failure_of_all,
     fill_advantages,
     mean_weights,
+    name_metrics_alike,
     report,
     skips_neutral,
     tally_counts,
     whiten_together,
 )
 from .torch_backend.critic import Critic, take_metrics
-from .torch_backend.microbatch import MicroBatch, served_reference
+from .torch_backend.layout import MicroBatch, served_reference
 from .torch_backend.settings import StepSettings, learning_rate, with_knobs
 from .torch_backend.tensors import floats
-from .torch_backend.token_functions import failure_of_all, name_metrics_alike
 from .trained_model import Learner, Micros, ReferenceModel, TrainedModel
 from .vocab_scores import TokenScores
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.config import OptimizerConfig
 from ...core.samples import Sample, TrainShard
 from .torch_backend.accounting import MetricSums, first_not_finite
-from .torch_backend.microbatch import MicroBatch, batch_of, check_samples, trained_members
+from .torch_backend.layout import MicroBatch, batch_of, check_samples, trained_members
 from .torch_backend.world import RankGroup, World
 
 Micros = Sequence[MicroBatch[Any]]

@@ -22,9 +22,8 @@ from ...actors.data.row_file import Row, RowError
 from ...actors.data.row_set import chosen_rows, encode_prompt
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, dataset_of, is_in_use
-from ...actors.models.hf_folder import check_values, open_weights, read_config
+from ...actors.models.hf_folder import check_critic, check_second_model, check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
-from ...actors.models.second_model import check_critic, check_second_model
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from ...actors.rewards.call import ALONE, RewardKeys
 from ...actors.rewards.rewarder import check_args

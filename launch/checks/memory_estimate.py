@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...actors.backends.megatron.layout import ParallelLayout
+from ...actors.models.hf_folder import critic_parameters
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
-from ...actors.models.second_model import critic_parameters
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec

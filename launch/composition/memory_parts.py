@@ -160,7 +160,7 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
             model.num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.keeps_reference
         )
     from ...actors.backends.torch_backend.offload import planned
-    from ...actors.models.second_model import critic_parameters
+    from ...actors.models.hf_folder import critic_parameters
 
     trained = model.num_parameters + critic_parameters(config.critic, model)
     return planned(trained, num_reference=model.num_parameters * config.algo.keeps_reference)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myxa.actors.backends.megatron.attention import Rotary
 from myxa.actors.backends.megatron.families import (
     FAMILIES,
     CutRequest,
@@ -21,7 +22,6 @@ from myxa.actors.backends.megatron.families import (
     vocabulary,
 )
 from myxa.actors.backends.megatron.layout import ParallelLayout
-from myxa.actors.backends.megatron.rotary import Rotary
 from myxa.actors.models.model_config import MODEL_TYPES, ModelConfig, parse_model_config
 from myxa.core.errors import ConfigError, ModelError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.models.hf_folder import read_config
-from myxa.actors.models.second_model import check_second_model
+from myxa.actors.models.hf_folder import check_second_model, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError
 

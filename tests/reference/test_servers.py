@@ -16,8 +16,7 @@ from tests.harness.waiting import until
 from tests.reference.teachers import Letters, expected, made, only_once_known, out_of_order, teacher
 
 from myxa.actors.reference import server as servers_module
-from myxa.actors.reference.server import ReferenceServers, key_from
-from myxa.actors.reference.wire import in_response, wanted_of
+from myxa.actors.reference.server import ReferenceServers, in_response, key_from, wanted_of
 from myxa.actors.rewards.call import CallFailed
 from myxa.core.errors import ConfigError
 from myxa.core.samples import Sample

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from ....core.clock import Clock
 from ....core.config.learning import MegatronSettings
-from ...models.hf_folder import read_config
+from ...models.hf_folder import check_second_model, read_config
 from ...models.model_config import ModelConfig
-from ...models.second_model import check_second_model
 from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts, RankSettings
 from ..step import Stepper
+from ..torch_backend.accounting import agree_on_source, load_functions
 from ..torch_backend.settings import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
-from ..torch_backend.token_functions import agree_on_source, load_functions
 from ..trained_model import ReferenceModel
 from . import mcore
 from .batch import PackCutting

@@ -35,9 +35,8 @@ from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import integers, pieces
 from ..vocab_scores import fused
 from . import mcore
-from .attention import VarlenAttention
+from .attention import Rotary, VarlenAttention
 from .layout import ParallelLayout
-from .rotary import Rotary
 from .verbatim import check_table
 
 
@@ -104,7 +103,7 @@ def _chunk(config: ModelConfig, layout: ParallelLayout, settings: Any, stage: in
         pre_process=state.is_pipeline_first_stage(**virtual),
         post_process=state.is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="none",  # attention rotates by itself, see rotary.py
+        position_embedding_type="none",  # attention rotates by itself
         vp_stage=stage,
     )
     return model

@@ -8,6 +8,7 @@ the same order on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from ....core.clock import Clock
 from ....core.errors import ConfigError
-from ...models.hf_folder import read_config
+from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
-from ...models.second_model import check_second_model, critic_layers
 from ..export import Exporter
 from ..rank_backend import RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from ..trained_model import ReferenceModel
+from .accounting import agree_on_source, load_functions
 from .checkpoint import TorchState
 from .critic import Critic, ValueModel, load_value_model
 from .model import CausalLM, PolicyModel, linear_cost, load_weights
@@ -29,7 +30,6 @@ from .offload import TorchOffload
 from .parallel import Replica, TorchModel
 from .settings import check_schedule
 from .tensors import DTYPE_OF, whole_tensor
-from .token_functions import agree_on_source, load_functions
 from .world import World
 
 
@@ -83,15 +83,11 @@ class TorchBackend(RankBackend[RankSettings]):
             stepper = Stepper(policy, reference, settings, self._clock, critic)
             stepper.settings_for({})
 
-        def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
-            for name, whole in policy.module.for_folder(whole_tensor):
-                if to_all or world.rank == 0:
-                    yield name, whole
-
+        types, tensors = config.export_types(model_config), partial(_whole_tensors, policy)
         self._parts = RankParts(
             world,
             stepper,
-            Exporter(world, model_config, config.export_types(model_config), config.model_path, whole_tensors),
+            Exporter(world, model_config, types, config.model_path, tensors),
             TorchState(world=world, model=model_config, reference=reference, policy=policy, critic=critic),
         )
         return {
@@ -149,3 +145,9 @@ class TorchBackend(RankBackend[RankSettings]):
         module = ValueModel(layers, dtype=DTYPE_OF[trainer.dtype], recomputes=trainer.activation_checkpointing)
         load_value_model(module, self._config.critic.path or self._config.model_path, layers)
         return module
+
+
+def _whole_tensors(policy: TorchModel, to_all: bool) -> Iterator[tuple[str, Tensor]]:
+    for name, whole in policy.module.for_folder(whole_tensor):
+        if to_all or policy.world.rank == 0:
+            yield name, whole

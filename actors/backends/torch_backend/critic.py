@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from ....algos.losses import value_loss, value_metrics, value_sums
 from ....core.config import CriticConfig, OptimizerConfig
 from ....core.errors import TrainError
-from ...models.hf_folder import open_weights
+from ...models.hf_folder import open_weights, value_head_in
 from ...models.model_config import ModelConfig
-from ...models.second_model import value_head_in
 from .accounting import MetricSums
-from .layout import Layout
-from .microbatch import MicroBatch
+from .layout import Layout, MicroBatch
 from .model import Linear, PackedModel
 from .parallel import TorchModel
 from .settings import learning_rate
