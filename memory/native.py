@@ -28,7 +28,7 @@ def find_compiler(names: Sequence[str]) -> str:
 
 def built(
     source: Path,
-    compiler: str,
+    compilers: Sequence[str],
     arguments: Sequence[str],
     *,
     facts: Sequence[str],
@@ -37,15 +37,26 @@ def built(
     remedy: str,
 ) -> Path:
     """Path of the library made of `source`; compiles unless this was done with equal source, arguments and `facts`.
-    `cache_dir` None: `.cache/myxa/native` in the user's home, or where that cannot be written a folder of this user
-    alone among the temporary files. Raises MemoryFault with what the compiler said, or when another process keeps the
-    lock for twice `timeout_s`."""
+    `cache_dir` None: `.cache/myxa/native` in the user's home. Raises MemoryFault naming the compilers that were
+    looked for, with what the compiler said, or when another process keeps the lock for twice `timeout_s`."""
+    compiler = find_compiler(compilers)
+    if not compiler:
+        looked = ", ".join(compilers)
+        raise MemoryFault(f"{source.name} must be compiled, and none of {looked} is on the PATH", remedy=remedy)
     parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts) if word != str(source)))
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-    name = f"{source.stem}-{key}"
-    target, lock = _open_cache(_folders() if cache_dir is None else [cache_dir], name)
-    if lock is None:
-        return target
+    folder = cache_dir or Path.home() / ".cache" / "myxa" / "native"
+    target = folder / f"{source.stem}-{key}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if target.exists():
+            return target
+        lock = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise MemoryFault(
+            f"{source.name} cannot be compiled into {folder}: {error}",
+            remedy="set HOME to a folder that can be written to",
+        ) from error
     try:
         if not lock_within(lock, 2 * timeout_s):
             raise MemoryFault(
@@ -57,31 +68,6 @@ def built(
     finally:
         os.close(lock)
     return target
-
-
-def _folders() -> list[Path]:
-    shared = Path(tempfile.gettempdir()) / f"myxa-native-{os.getuid()}"
-    return [Path.home() / ".cache" / "myxa" / "native", shared]
-
-
-def _open_cache(folders: Sequence[Path], name: str) -> tuple[Path, int | None]:
-    """Where the library is (no lock), or where the process with the lock makes it: the first folder that can."""
-    refusals: list[str] = []
-    for folder in folders:
-        target = folder / f"{name}.so"
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.getuid():
-                raise PermissionError(f"{folder} belongs to another user")
-            if target.exists():
-                return target, None
-            return target, os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            refusals.append(str(error))
-    raise MemoryFault(
-        f"no folder can hold what is compiled as {name}: {'; '.join(refusals)}",
-        remedy="give a cache_dir that is writable",
-    )
 
 
 def _compile(source: Path, target: Path, command: list[str], timeout_s: float, remedy: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -23,18 +22,12 @@ TIMEOUT_S = 120.0
 MAX_CHUNK_BYTES = 256 << 20
 
 
-def built(cache_dir: Path | None = None, *, compilers: Sequence[str] = COMPILERS, flags: Sequence[str] = FLAGS) -> Path:
-    """Path of the compiled allocator. Raises MemoryFault naming the compilers that were looked for."""
-    compiler = native.find_compiler(compilers)
-    if not compiler:
-        raise MemoryFault(
-            f"{SOURCE.name} must be compiled and there is no compiler: none of {', '.join(compilers)} is on the PATH",
-            remedy="install one (Debian: apt-get install gcc)",
-        )
+def built(cache_dir: Path | None = None) -> Path:
+    """Path of the compiled allocator. Raises MemoryFault."""
     return native.built(
-        SOURCE, compiler, [*flags, "-x", "c", str(SOURCE), "-ldl", "-lpthread"],
+        SOURCE, COMPILERS, [*FLAGS, "-x", "c", str(SOURCE), "-ldl", "-lpthread"],
         facts=(platform.machine(),), cache_dir=cache_dir, timeout_s=TIMEOUT_S,
-        remedy="see that the compiler works and has the C library's headers (Debian: libc6-dev)",
+        remedy="a compiler with the C library's headers is needed (Debian: apt-get install gcc libc6-dev)",
     )  # fmt: skip
 
 

@@ -75,10 +75,10 @@ BUILD_S = 600.0
 REMEDY = 'install what is missing, or set memory.communicators = "keep"'
 
 
-def missing_for_build(compilers: Collection[str] = native.CPP_COMPILERS) -> str:
+def missing_for_build() -> str:
     """What a build lacks on this machine, in words; empty: nothing."""
-    if not native.find_compiler(tuple(compilers)):
-        return f"no C++ compiler ({', '.join(compilers)}) is on PATH"
+    if not native.find_compiler(native.CPP_COMPILERS):
+        return f"no C++ compiler ({', '.join(native.CPP_COMPILERS)}) is on PATH"
     python, torch_headers = Path(sysconfig.get_path("include")), Path(str(torch.__file__)).parent / "include"
     if not (python / "Python.h").exists():
         return f"Python's headers are not in {python}"
@@ -87,16 +87,16 @@ def missing_for_build(compilers: Collection[str] = native.CPP_COMPILERS) -> str:
     return ""
 
 
-def built_proxy(cache_dir: Path | None = None, compilers: Collection[str] = native.CPP_COMPILERS) -> Path:
+def built_proxy(cache_dir: Path | None = None) -> Path:
     """Path of the compiled proxy for this torch and Python. Raises MemoryFault naming what is missing."""
-    if lacking := missing_for_build(compilers):
+    if lacking := missing_for_build():
         raise MemoryFault(f"the proxy backend of communicators cannot be built: {lacking}", remedy=REMEDY)
     root = Path(str(torch.__file__)).parent
     folders = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     return native.built(
         SOURCE,
-        native.find_compiler(tuple(compilers)),
+        native.CPP_COMPILERS,
         [*FLAGS, abi, *(f"-I{folder}" for folder in folders), str(SOURCE), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"],
         facts=(torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI"))),
         cache_dir=cache_dir,

@@ -318,6 +318,3 @@ def test_shares_are_a_partition_and_about_equal(sizes: list[int], num_parts: int
     if len(parts) > 1:
         assert sum(sizes) // len(parts) >= least
         assert max(filled) - min(filled) <= max(sizes)
-
-
-# -- several devices ---------------------------------------------------------------------------------------------------

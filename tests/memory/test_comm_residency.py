@@ -132,8 +132,10 @@ def test_communicators_are_reloaded_where_that_can_be_had(
 
 
 def test_a_build_is_keyed_by_torch_and_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(MemoryFault, match=r"no C\+\+ compiler \(no-such-compiler\).*memory.communicators"):
-        built_proxy(tmp_path, ("no-such-compiler",))
+    with monkeypatch.context() as bare:
+        bare.setenv("PATH", str(tmp_path))
+        with pytest.raises(MemoryFault, match=r"no C\+\+ compiler \(c\+\+, .*memory.communicators"):
+            built_proxy(tmp_path)
     asked: list[Any] = []
     monkeypatch.setattr(reload.native, "built", lambda *_, facts, **__: asked.append(facts))
     built_proxy(tmp_path)
