@@ -276,10 +276,6 @@ def _chosen(line: GroupLine, step: int, rules: Policy, wanted: Sequence[LineEntr
 
 def make_policy(name: str, max_staleness: int, batch_size: int, window: int = 0) -> Policy:
     """The policy of that name. `window` is W of `pace`; 0 chooses it. Raises ConfigError for impossible numbers."""
-    if batch_size < 1:
-        raise ConfigError(f"algo.batch_size is {batch_size}", remedy="a step needs at least one group")
-    if max_staleness < 0:
-        raise ConfigError(f"async.max_staleness is {max_staleness}", remedy="0 is on-policy, 1 is one step off")
     if name == "pace":
         chosen = window or default_window(max_staleness, batch_size)
         limit = max_staleness * batch_size + 1
@@ -302,16 +298,6 @@ class Selection:
     """The batch; None: wait."""
     overdue: tuple[int, ...] = ()
     """Groups that can no longer be trained within the bound; the caller drops them and draws their prompts again."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinePlace:
-    """One group as the ledger remembers it, for `restore`."""
-
-    group_id: int
-    version: int
-    """Oldest token's version, or its lower bound; negative when there is none."""
-    stage: LineStage
 
 
 class Admission:
@@ -459,28 +445,23 @@ class Admission:
         oldest = self.next_step - max_staleness
         return sum(entry.version < oldest and entry.stage is not LineStage.TAKEN for entry in self._line)
 
-    def restore(self, places: Iterable[LinePlace], *, next_step: int, newest_version: int) -> tuple[int, ...]:
+    def restore(self, places: Iterable[LineEntry], *, next_step: int, newest_version: int) -> tuple[int, ...]:
         """Rebuild the line from the ledger: after a restart of the buffer, and after a rewind of the trainer.
 
         `places`: the groups that are not dropped, in order of id, from the oldest unconsumed one on, those claimed or
-        trained since included. All counters follow from them and from `next_step`: a run that resumes at version k
-        has `B * k` groups behind it, so there is no burst. Stamps newer than `newest_version` count as that version.
+        trained since included; a negative version where there is no token. All counters follow from them and from
+        `next_step`: a run that resumes at version k has `B * k` groups behind it, so there is no burst. Stamps newer
+        than `newest_version` count as that version.
         """
         self.next_step, self.newest_version = next_step, newest_version
         self._swept_for = -1
         ceilings = {entry.group_id: min(entry.ceiling, newest_version) for entry in self._line}
-        entries = [
-            LineEntry(
-                place.group_id,
-                NO_TOKEN if place.version < 0 else min(place.version, newest_version),
-                place.stage,
-                ceiling=ceilings.get(place.group_id, newest_version),
-            )
-            for place in places
-        ]
+        entries = list(places)
         for entry in entries:
-            if entry.version == NO_TOKEN and entry.stage is not LineStage.WAITING:
-                entry.version = newest_version
+            has_token = entry.version >= 0 or entry.stage is not LineStage.WAITING
+            version = entry.version if entry.version >= 0 else newest_version
+            entry.version = min(version, newest_version) if has_token else NO_TOKEN
+            entry.ceiling = ceilings.get(entry.group_id, newest_version)
         num_taken = sum(entry.stage is LineStage.TAKEN for entry in entries)
         self._line = GroupLine(next_step * self.batch_size - num_taken, entries)
         return self._sweep(next_step)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ...algos.staleness import LinePlace, LineStage
+from ...algos.staleness import LineEntry, LineStage
 from ...core.errors import DataError, LedgerError
 from ...core.files import Tell
 from ...core.knobs import KnobValue
@@ -88,7 +88,7 @@ class Groups:
         """Admission from the ledger: at the start, and after a rewind."""
         ledger = self.ledger
         places = [
-            LinePlace(row.group_id, row.version, _STAGES.get(row.state, LineStage.TAKEN)) for row in ledger.line()
+            LineEntry(row.group_id, row.version, _STAGES.get(row.state, LineStage.TAKEN)) for row in ledger.line()
         ]
         self._drop_overdue(
             self.admission.restore(places, next_step=ledger.next_step, newest_version=ledger.newest_version)

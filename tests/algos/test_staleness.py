@@ -10,7 +10,7 @@ from tests.algos.staleness_sim import Scenario, simulate
 from myxa.algos.staleness import (
     POLICIES,
     Admission,
-    LinePlace,
+    LineEntry,
     LineStage,
     default_window,
 )
@@ -177,8 +177,8 @@ def test_c_after_a_rewind_no_prompt_without_a_token_overtakes_those_that_are_dra
     """Resumed at 5 of 7: the batches of 6 and the one under way are too old once 5 is claimed; what was handed back
     without a token keeps no place behind them, or its draw would come before theirs."""
     admission = Admission(max_staleness=0, batch_size=2)
-    places = [LinePlace(group_id, 5 + group_id // 2, LineStage.READY) for group_id in range(4)]
-    places += [LinePlace(4, 7, LineStage.WAITING), LinePlace(5, -1, LineStage.WAITING)]
+    places = [LineEntry(group_id, 5 + group_id // 2, LineStage.READY) for group_id in range(4)]
+    places += [LineEntry(4, 7, LineStage.WAITING), LineEntry(5, -1, LineStage.WAITING)]
     assert admission.restore(places, next_step=5, newest_version=5) == ()
     selection = admission.select(5)
     assert selection.claim == (0, 1)
@@ -187,7 +187,7 @@ def test_c_after_a_rewind_no_prompt_without_a_token_overtakes_those_that_are_dra
 
 def test_c_without_a_rewind_a_prompt_without_a_token_keeps_its_place() -> None:
     admission = Admission(max_staleness=0, batch_size=2)
-    places = [LinePlace(0, 5, LineStage.READY), LinePlace(1, 5, LineStage.READY), LinePlace(2, -1, LineStage.WAITING)]
+    places = [LineEntry(0, 5, LineStage.READY), LineEntry(1, 5, LineStage.READY), LineEntry(2, -1, LineStage.WAITING)]
     assert admission.restore(places, next_step=5, newest_version=5) == ()
     assert admission.select(5).overdue == ()
 
@@ -195,7 +195,7 @@ def test_c_without_a_rewind_a_prompt_without_a_token_keeps_its_place() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_c_a_prompt_that_starts_again_after_a_restore_counts_the_versions_of_its_new_tokens(policy: str) -> None:
     admission = Admission(policy, max_staleness=3, batch_size=1)
-    admission.restore([LinePlace(0, -1, LineStage.WAITING)], next_step=1, newest_version=1)
+    admission.restore([LineEntry(0, -1, LineStage.WAITING)], next_step=1, newest_version=1)
     for step in range(1, 4):
         _dispatch(admission, 1, version=step, first=step)
         admission.ready(step, step)
@@ -230,7 +230,7 @@ def test_n_and_w_are_maximal_and_grow_with_eta(batch_size: int) -> None:
 def test_resume_with_another_batch_size_drops_only_what_cannot_make_it() -> None:
     """Forty ready groups of versions 0 to 4 at step 5 with batches of two: the bound is kept group by group."""
     admission = Admission(max_staleness=4, batch_size=2)
-    places = [LinePlace(g, g // 8, LineStage.READY) for g in range(40)]
+    places = [LineEntry(g, g // 8, LineStage.READY) for g in range(40)]
     overdue = list(admission.restore(places, next_step=5, newest_version=5))
     num_trained = 0
     while admission.num_open:

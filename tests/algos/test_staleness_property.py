@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from myxa.algos.staleness import NO_TOKEN, POLICIES, Admission, LinePlace, LineStage
+from myxa.algos.staleness import NO_TOKEN, POLICIES, Admission, LineEntry, LineStage
 
 SEED = 20261
 NUM_SCHEDULES = 1_200
@@ -146,11 +146,11 @@ class Schedule:
             work.oldest = NO_TOKEN
             self.waiting[group_id] = work
         self.under_way.clear()
-        places = [LinePlace(g, 0, LineStage.TAKEN) for g in taken]
+        places = [LineEntry(g, 0, LineStage.TAKEN) for g in taken]
         places += [
-            LinePlace(g, -1 if w.oldest == NO_TOKEN else w.oldest, LineStage.WAITING) for g, w in self.waiting.items()
+            LineEntry(g, -1 if w.oldest == NO_TOKEN else w.oldest, LineStage.WAITING) for g, w in self.waiting.items()
         ]
-        places += [LinePlace(g, oldest, LineStage.READY) for g, oldest in self.ready.items()]
+        places += [LineEntry(g, oldest, LineStage.READY) for g, oldest in self.ready.items()]
         self.waiting = dict(sorted(self.waiting.items()))
         self.admission = Admission(old.policy, max_staleness=old.max_staleness, batch_size=old.batch_size)
         self.drop(
