@@ -16,7 +16,7 @@ import msgspec
 from ...algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
 from ...algos.rewards.outcome import RewardOutcome, outcome_of, outcomes_of
 from ...core.completions import Completion
-from ..user_code.functions import load_function, place_of, reward_expected, what_was_raised, words_of
+from ..user_code.functions import load_function, reward_expected, what_was_raised, words_of
 from ..user_code.process import Blocked, Cancel, Ended, Stuck, is_cancelled
 
 Answers = tuple[Completion, ...]
@@ -70,8 +70,6 @@ class RewardFn:
     seconds: float = 0.0
     """A built-in that must not run in an actor's process, and its time limit; 0: another function."""
     takes_group: bool = False
-    place: str = ""
-    """File and line where it is defined, if it is the user's."""
 
 
 def load_reward(of: RewardSpec) -> RewardFn:
@@ -85,8 +83,7 @@ def load_reward(of: RewardSpec) -> RewardFn:
         return RewardFn(name, bound, is_light=not (seconds or of.pattern), seconds=seconds)
     extra = {**of.args, "pattern": of.pattern} if of.pattern else of.args
     found = load_function(name, reward_expected(keys.fn, takes_group=of.takes_group), extra)
-    bound, place = partial(found.fn, **extra), place_of(found.fn)
-    return RewardFn(name, bound, is_async=found.is_async, takes_group=of.takes_group, place=place)
+    return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=of.takes_group)
 
 
 async def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:

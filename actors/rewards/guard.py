@@ -199,13 +199,12 @@ WORST = frozenset({"reward/error_rate", "reward/is_paused"})
 class CallGuard(Guarded):
     """Of one thing that is called, in one rollout actor, on its loop."""
 
-    def __init__(self, settings: RewardSettings, what: str, kind: str = "reward", place: str = "") -> None:
-        """`what` is called; `kind`: first word of its events and gauges; `place`: file and line where it is defined."""
+    def __init__(self, settings: RewardSettings, what: str, kind: str = "reward") -> None:
+        """`what` is called; `kind`: first word of its events and gauges."""
         super().__init__()
         self._settings = settings
         self._what = what
         self._kind = kind
-        self._place = place
         self._budget = ErrorBudget(settings.max_error_rate)
         self._groups = ErrorBudget(settings.max_error_rate)
         self._is_reward = kind == "reward"
@@ -324,11 +323,10 @@ class CallGuard(Guarded):
         number = self._causes[kind] = self._causes.get(kind, 0) + 1
         if not self._is_reward or number != 10 ** (len(str(number)) - 1):
             return
-        place = f" (defined at {self._place})" if self._place and " at " not in cause else ""
         so_far = f"; {number} such failures so far" if number > 1 else ""
         lost = "its group is lost" if self._settings.on_error == "drop" else "its answer gets 0"
         then = "it waits" if is_for_later else lost
-        self._tell(f"{self._kind}-failed", f"{self._what} {cause}{place} (group {group_id}): {then}{so_far}")
+        self._tell(f"{self._kind}-failed", f"{self._what} {cause} (group {group_id}): {then}{so_far}")
 
     def gauges(self) -> dict[str, float]:
         failed, calls = self._budget.recent

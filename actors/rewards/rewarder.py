@@ -87,7 +87,7 @@ class Rewarder(Scorer):
             max_block_s=settings.max_block_s,
         )
         self._reward = RewardFn(settings.fn, self._remote.ask) if self._remote is not None else load_reward(spec)
-        self._guard = CallGuard(settings, f'reward function "{self._reward.name}"', place=self._reward.place)
+        self._guard = CallGuard(settings, f'reward function "{self._reward.name}"')
         super().__init__(self._guard)
         self.run = self._way_to_run(spec)
 

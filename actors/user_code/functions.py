@@ -113,12 +113,6 @@ def source_digest(fn: Callable[..., Any]) -> str:
         return ""
 
 
-def place_of(fn: Callable[..., Any]) -> str:
-    """File and line where the function is defined; empty if it has none."""
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-
-
 def _module_of_name(name: str, expected: Expected) -> ModuleType:
     try:
         return importlib.import_module(name)
