@@ -18,8 +18,7 @@ from tests.harness.run_job import Job, audit, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.file import entries
-from myxa.actors.ledger.states import State
+from myxa.actors.ledger.file import whole_groups
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.samples import Group
 
@@ -91,8 +90,7 @@ def test_a_run_distils_from_a_served_teacher_and_goes_on_after_it_was_killed(job
     facts = audit(run_dir)
     assert len(facts.trained) >= NUM_STEPS * 4
     assert "DROPPED" not in facts.states
-    found = entries(run_dir / "ledger.sqlite", [State.TRAINED, State.DURABLE, State.READY], of="state")
-    groups = [group for _, _, group, _ in found if group is not None]
+    groups = [group for _, group in whole_groups(run_dir / "ledger.sqlite")]
     assert len(groups) >= 4
     assert asyncio.run(judged(teacher, groups)) < 1e-4
     assert all(value != 0.0 for value in _kl(job)), "the policy is another model than its teacher"
