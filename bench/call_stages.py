@@ -29,7 +29,7 @@ from myxa.transport.node import Node
 
 HOME = str(Path(myxa.__file__).resolve().parent) + "/"
 STAGES = {
-    "caller: arguments, order, route": ("core/refs.py", "transport/call_client.py", "transport/registry/"),
+    "caller: arguments, order, route": ("core/refs.py", "transport/registry/"),
     "caller: number, credit, pending call, its end": ("transport/session/calls.py", "transport/session/pending.py"),
     "both: types to bytes and back": ("transport/codec.py",),
     "both: header": ("transport/session/links.py",),

@@ -193,7 +193,7 @@ class Node:
             await cell.stop("it did not start")
             self._hosting.remove(cell)
             raise
-        return make_ref(self._mirror.call_client, type(actor), name)
+        return make_ref(self._mirror, type(actor), name)
 
     async def stop(self, name: str, why: str = "stopped", grace_s: float = 5.0) -> None:
         """Stop one actor cleanly. Raises NoSuchActor if it is not here."""
@@ -205,10 +205,10 @@ class Node:
 
     def ref(self, contract: type[A], name: str) -> A:
         """A proxy for the actor of that name, in any process, whether or not it is there yet."""
-        return make_ref(self._mirror.call_client, contract, name)
+        return make_ref(self._mirror, contract, name)
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
-        return ActorGroup(self._mirror.call_client, contract, members, self.peers)
+        return ActorGroup(self._mirror, contract, members, self.peers)
 
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}

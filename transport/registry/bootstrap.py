@@ -12,19 +12,34 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
 
 from ...core.actor import PeerEvent
 from ...core.clock import Clock
-from ...core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotExecuted, NotSent, PeerDied, StaleEpoch
-from ...core.handlers import HandlerSpec, handlers_of
+from ...core.errors import (
+    CallError,
+    LaunchError,
+    MyxaError,
+    NoSuchActor,
+    NotExecuted,
+    NotSent,
+    PeerDied,
+    RemoteError,
+    StaleEpoch,
+)
+from ...core.handlers import HandlerSpec, handlers_of, remaining_s
 from ...core.ids import PeerKey
 from ...core.refs import make_ref, with_deadline
 from ...core.timeouts import TIMEOUTS
 from ..address import Rendezvous
-from ..call_client import CallClient
+from ..codec import UndecodableError, codecs_of
+from ..session.frames import Envelope
 from ..session.guard import PROVISIONAL
 from ..session.links import Arrival, SessionHost
-from ..session.pending import Route
+from ..session.pending import Outcome, PendingCall, Route
 from ..session.session import Session
 from ..wire import Transport
 from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord, keys_of
@@ -58,9 +73,8 @@ async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, 
     give_up_at, patience_s = clock.monotonic() + timeout_s, TIMEOUTS.wire.join_again_s
     try:
         while True:
-            left_s = max(
-                give_up_at - clock.monotonic(), TIMEOUTS.wire.tick_s
-            )  # this process may have been stopped beyond it
+            # This process may have been stopped beyond its time.
+            left_s = max(give_up_at - clock.monotonic(), TIMEOUTS.wire.tick_s)
             try:
                 # An answer, or the question, may be lost with its connection. To ask again does no harm: it gives a
                 # newer epoch, and no process has heard of the one before.
@@ -107,7 +121,8 @@ class _Stranger(SessionHost):
 
 
 class Mirror:
-    """Implements `call_client.Finder`."""
+    """The directory as this process knows it, and the calls that it leads to. Implements `core.refs.RequestSender`:
+    every wait ends by the call's deadline, by the callee's end, or by cancellation."""
 
     def __init__(
         self,
@@ -126,8 +141,7 @@ class Mirror:
         self.changes = Changes()
         """Of the directory."""
         self._log = logging.getLogger("myxa.transport")
-        self.call_client = CallClient(session.calls, self, clock)
-        self.registry = make_ref(self.call_client, RegistryContract, REGISTRY)
+        self.registry = make_ref(self, RegistryContract, REGISTRY)
         self.on_update: Callable[[Directory], None] | None = None
         """Called first when something has changed: who may speak is decided by the directory."""
 
@@ -175,6 +189,36 @@ class Mirror:
         self.changes.tell()
         return True
 
+    async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
+        future: asyncio.Future[Envelope] = asyncio.get_running_loop().create_future()
+        now = self._clock.monotonic()
+        left_s = remaining_s(deadline_s, now)
+        if left_s is not None and left_s <= 0:
+            raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
+        body, frames = codecs_of(spec).request.encode(request)
+        call = PendingCall(
+            target=target, method=spec.name, body=body, frames=frames, tell=partial(_settle, future),
+            deadline_at=None if left_s is None else now + left_s,
+        )  # fmt: skip
+        route = self.route(target, spec)
+        if route is None:
+            left_s = None if call.deadline_at is None else call.deadline_at - self._clock.monotonic()
+            route = await self.find(target, spec, left_s)
+        if isinstance(route, CallError):
+            raise _named(route, target)
+        try:
+            corr = self._session.calls.submit(call, route)
+        except CallError as error:
+            raise _named(error, target) from None
+        try:
+            envelope = await future
+        except asyncio.CancelledError:
+            self._session.calls.cancel(corr)
+            if future.done() and not future.cancelled():
+                future.exception()  # it came in the same turn of the loop, and is of no use to anybody
+            raise
+        return _decoded(envelope, target, spec)
+
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
             return self.directory.route(target, spec.name)
@@ -194,3 +238,25 @@ class Mirror:
             raise LaunchError(
                 f"waited {timeout_s:g} s for {missing}", remedy="see their logs; were they started, did they fail?"
             )
+
+
+def _settle(future: asyncio.Future[Envelope], outcome: Outcome) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Envelope):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
+
+
+def _decoded(envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
+    try:
+        return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
+    except UndecodableError as error:
+        why = f"{target}.{spec.name} answered with something else than it declares: {error}"
+        raise _named(RemoteError(why), target) from None
+
+
+def _named(error: CallError, target: str) -> CallError:
+    error.callee = target
+    return error

@@ -3,7 +3,7 @@
 The launcher of node 0 hosts it. The data plane does not need it: nodes call each other directly and use their mirrors
 while it is away; only joining and reports of exits wait for it. A run ends with it.
 
-`RegistryState` has the rules, sans-IO. By `RegistryRights` no member speaks in another's name. The caller is known by
+`RegistryState` has the rules, sans-IO. No member speaks in another's name. The caller is known by
 its connection.
 A caller over ipc or in the process is trusted as far as the operating system trusts it: the processes of one user on
 one host may do everything, as launchers may.
@@ -184,30 +184,30 @@ class RegistryActor(RegistryContract):
 
     def __init__(self, guard: PeerGuard | None = None) -> None:
         self.state = RegistryState()
-        self._rights = RegistryRights(self.state, guard)
+        self._guard = guard
         self._changes = Changes()
 
     async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
-        role = self._rights.to_register(check_name(node), endpoints, current_caller())
+        role = self._to_register(check_name(node), endpoints, current_caller())
         record = self.state.register(node, endpoints, pid, role)
         self._changes.tell()
         return record
 
     async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
-        self._rights.to_speak_for(node, current_caller())
+        self._to_speak_for(node, current_caller())
         self.state.announce(node, epoch, actors, reasons)
         self._changes.tell()
         return self.state.version
 
     async def leave(self, node: str, epoch: int, reason: str) -> None:
-        self._rights.to_speak_for(node, current_caller())
+        self._to_speak_for(node, current_caller())
         self._depart(node, epoch, reason)
 
     async def expect(self, node: str, public_key: str) -> None:
-        self._rights.to_expect(check_name(node), public_key, current_caller())
+        self._to_expect(check_name(node), public_key, current_caller())
 
     async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
-        self._rights.to_keep("report the end of another process", current_caller())
+        self._to_keep("report the end of another process", current_caller())
         return self._depart(node, epoch, f"its process ended with {describe_status(status)}", pid)
 
     def unreachable(self, key: PeerKey, why: str) -> None:
@@ -226,15 +226,9 @@ class RegistryActor(RegistryContract):
             self._changes.tell()
         return is_over
 
+    # -- who may do what: each raises NotPermitted; StaleEpoch for a caller that is over
 
-class RegistryRights:
-    """Each method raises NotPermitted; StaleEpoch for a caller that is over."""
-
-    def __init__(self, state: RegistryState, guard: PeerGuard | None) -> None:
-        self._state = state
-        self._guard = guard
-
-    def to_register(self, name: str, endpoints: Endpoints, caller: PeerKey | None) -> str:
+    def _to_register(self, name: str, endpoints: Endpoints, caller: PeerKey | None) -> str:
         """May that caller join as `name`, listening there? Returns the role that it has then."""
         if self._guard is None:
             return ANYBODY.role
@@ -245,7 +239,7 @@ class RegistryRights:
         badge = expected if expected is not None and badge == ANYBODY else badge
         if badge.name not in ("", name) or badge.key not in ("", endpoints.curve):
             raise self._refusal(f"the key that was announced for {badge.name} was used to join as {name}")
-        living = self._state.node(name)
+        living = self.state.node(name)
         if living is not None and living.node_id == REGISTRY_KEY.node_id:
             raise self._refusal(f"{name} is the process of the registry itself")
         self._check_key(name, endpoints)
@@ -258,23 +252,23 @@ class RegistryRights:
             if any(endpoints.tcp):
                 raise self._refusal(f"{name} listens on tcp and has no key")
             return
-        owner = next((n.name for n in self._state.nodes() if n.endpoints.curve == key), name)
+        owner = next((n.name for n in self.state.nodes() if n.endpoints.curve == key), name)
         if not is_public_key(key) or owner != name:
             raise self._refusal(f"{name} gives a key that is {'no key' if owner == name else f'that of {owner}'}")
 
-    def to_speak_for(self, name: str, caller: PeerKey | None) -> None:
+    def _to_speak_for(self, name: str, caller: PeerKey | None) -> None:
         record = self._record(caller)
         if record is not None and record.role != "keeper" and record.name != name:
             raise self._refusal(f"{record.name} spoke for {name}")
 
-    def to_keep(self, what: str, caller: PeerKey | None) -> None:
+    def _to_keep(self, what: str, caller: PeerKey | None) -> None:
         record = self._record(caller)
         if record is not None and record.role != "keeper":
             raise self._refusal(f"{record.name} may not {what}")
 
-    def to_expect(self, name: str, public_key: str, caller: PeerKey | None) -> None:
+    def _to_expect(self, name: str, public_key: str, caller: PeerKey | None) -> None:
         """Announce a key; notes it."""
-        self.to_keep("announce keys", caller)
+        self._to_keep("announce keys", caller)
         if not is_public_key(public_key):
             raise self._refusal("that is no public key")
         if self._guard is not None:
@@ -284,7 +278,7 @@ class RegistryRights:
         """Of a member; None: within the process. A process that has not joined may only call `register`."""
         if self._guard is None or caller is None:
             return None
-        for record in self._state.nodes():
+        for record in self.state.nodes():
             if record.key == caller:
                 return record
         raise StaleEpoch(f"{caller} is not registered (any more)")

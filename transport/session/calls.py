@@ -15,7 +15,6 @@ from ...core.clock import Clock
 from ...core.errors import (
     CallError,
     DeadlineExceeded,
-    NotExecuted,
     NotSent,
     PeerDied,
 )
@@ -112,12 +111,6 @@ class Calls:
             for corr in window.unanswered:
                 if corr not in link.pending:
                     self._links.send(link, Kind.CANCEL, corr)
-
-    def on_refused(self, link: Link, error: NotExecuted) -> None:
-        """The other side takes nothing from us, and never did."""
-        for call in list(link.pending.values()):
-            self._withdraw(call)
-            self._end(call, type(error)(f"{call}: {error.message}", remedy=error.remedy))
 
     def on_gone(self, link: Link, why: str) -> None:
         """The incarnation is over."""

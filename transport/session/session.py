@@ -233,15 +233,14 @@ class Session:
             self._tell_stranger(key, hello.endpoints, error)
 
     def _refuse_version(self, key: PeerKey, hello: Hello) -> None:
-        """Calls to it that wait end as not executed: it takes nothing from us either."""
+        """It takes nothing from us either."""
         self.counters["hello_of_another_version"] += 1
         error = ProtocolMismatch(
             f"{hello.name} speaks protocol {hello.protocol[:16]}, this process {PROTOCOL}",
             remedy="run the same version of myxa in all processes of a job",
         )
-        if (link := self._links.find(key)) is not None:
-            self.calls.on_refused(link, error)
-            self.peer_over(key, error.message)
+        if self._links.find(key) is not None:
+            self.peer_over(key, str(error))
         else:
             self._tell_stranger(key, hello.endpoints, error)
 
