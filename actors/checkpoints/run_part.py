@@ -3,7 +3,7 @@
     version_00000040/
         ...                the trainer's files and their manifest.json (`folder.py`)
         ledger.sqlite      the ledger at one moment at which everything trained up to version 40 was in it
-        run.json           written last: names, sizes and digests of all files, the run, its version, live knobs
+        run.json           written last: size and digest of that copy, the run, its version
 
 A checkpoint without a run.json is whole for the trainer: its run resumes from it as long as the run's own ledger is
 there.
@@ -17,11 +17,10 @@ import msgspec
 
 from ...core.errors import TrainError
 from ...core.files import FileEntry, describe_file, write_durably
-from ...core.knobs import LiveKnobs
 from ..ledger.file import LEDGER
 
 RUN_FILE = "run.json"
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 64 << 20
 _REMEDY = "use an older checkpoint, or the run's own ledger"
 
@@ -33,21 +32,17 @@ class RunPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     run: str
     """Name of the run directory that wrote it."""
     version: int
-    files: tuple[FileEntry, ...]
-    """Of the whole folder, this file left out."""
-    knobs: LiveKnobs
+    ledger: FileEntry
     is_kept: bool = False
     """Whether it stays for ever (`trainer.keep_every`)."""
 
 
-def write_run_part(folder: Path, part: RunPart, ledger: Path, trainers: tuple[FileEntry, ...]) -> None:
-    """Move the copy of the ledger, which `part.files` describes, into the folder, and write run.json. `trainers`: the
-    files of the trainer's manifest. Raises TrainError if the disk refuses."""
+def write_run_part(folder: Path, part: RunPart, ledger: Path) -> None:
+    """Move the copy of the ledger, which `part.ledger` describes, into the folder, and write run.json. Raises
+    TrainError if the disk refuses."""
     try:
         ledger.replace(folder / LEDGER)
-        own = describe_file(folder / "manifest.json")
-        whole = msgspec.structs.replace(part, files=(*trainers, own, *part.files))
-        write_durably(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
+        write_durably(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(part), indent=2))
     except OSError as error:
         raise TrainError(
             f"cannot write the run's part of checkpoint {folder}: {error}", remedy="check disk and rights"
@@ -72,11 +67,7 @@ def read_run_part(folder: Path) -> RunPart:
 
 def ledger_in(folder: Path) -> Path:
     """The checkpoint's copy of the ledger, every byte as it was written. Raises TrainError saying what is wrong."""
-    part = read_run_part(folder)
-    entry = next((entry for entry in part.files if entry.name == LEDGER), None)
-    if entry is None:
-        raise TrainError(f"{folder / RUN_FILE} names no {LEDGER}", remedy=_REMEDY)
-    path = folder / LEDGER
+    entry, path = read_run_part(folder).ledger, folder / LEDGER
     try:
         found = describe_file(path)
     except OSError as error:

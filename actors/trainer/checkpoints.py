@@ -37,7 +37,6 @@ from ..checkpoints.folder import (
     look_at,
     partial_of,
     place_of,
-    read_manifest,
     sweep,
     take_away,
     version_in,
@@ -241,8 +240,7 @@ class Checkpoints:
         part = RunPart(
             run=Path(self.options.run_dir).name,
             version=version,
-            files=(msgspec.structs.replace(ledger, name=LEDGER),),
-            knobs=live,
+            ledger=msgspec.structs.replace(ledger, name=LEDGER),
             is_kept=bool(period) and version % period == 0,
         )
         await self._in_thread(lambda: self._write_run_part(folder, part))
@@ -256,7 +254,7 @@ class Checkpoints:
     def _write_run_part(self, folder: Path, part: RunPart) -> None:
         try:
             with place_of(folder, self.options.writer):
-                write_run_part(folder, part, self._copy_of(part.version), read_manifest(folder).files)
+                write_run_part(folder, part, self._copy_of(part.version))
         except OSError as error:
             raise TrainError(f"{folder} cannot be completed: {error}", remedy="check disk and rights") from error
 

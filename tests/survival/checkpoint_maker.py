@@ -16,7 +16,6 @@ from myxa.actors.ledger.file import LEDGER, copy_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
 from myxa.core.files import describe_file
-from myxa.core.knobs import LiveKnobs
 
 BATCH = 2
 DATASET = "eight prompts"
@@ -36,10 +35,9 @@ def make_checkpoint(folder: Path, version: int, *, extra: dict[str, Any] | None 
 def add_run_part(folder: Path, ledger: Path, version: int, *, is_kept: bool = False, run: str = "small") -> None:
     draft = folder.with_name(f".partial-{folder.name}-{LEDGER}")
     entry = copy_ledger(ledger, draft)
-    files = tuple(describe_file(folder / rank_file(rank)) for rank in range(2))
     named = type(entry)(name=LEDGER, num_bytes=entry.num_bytes, sha256=entry.sha256)
-    part = RunPart(run=run, version=version, files=(named,), knobs=LiveKnobs(), is_kept=is_kept)
-    write_run_part(folder, part, draft, files)
+    part = RunPart(run=run, version=version, ledger=named, is_kept=is_kept)
+    write_run_part(folder, part, draft)
 
 
 class RunOnDisk:

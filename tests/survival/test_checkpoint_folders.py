@@ -26,7 +26,7 @@ DAMAGE = {
     f"{how.__name__} {name}": (how, name)
     for name in (rank_file(0), rank_file(1), MANIFEST)
     for how in (halve, flip, remove, grow)
-    if (how, name) != (flip, MANIFEST)  # a flipped bit of a number is another number: run.json knows the digest
+    if (how, name) != (flip, MANIFEST)  # a flipped bit of a number is another number
 }
 
 

@@ -112,7 +112,7 @@ def what_it_left(run_dir: Path) -> int:
     assert info.is_complete, info.problem
     part = read_run_part(folder)
     assert (part.run, part.version) == (run_dir.name, info.version)
-    assert {knob.name: knob.value for knob in part.knobs.knobs}["lr"] == pytest.approx(2.5e-4)
+    assert {knob["name"]: knob["value"] for knob in info.extra["knobs"]["knobs"]}["lr"] == pytest.approx(2.5e-4)
     assert ledger_in(folder).is_file()
     facts = read_facts(run_dir / "ledger.sqlite")
     assert facts.claimed in (info.version, info.version + 1)

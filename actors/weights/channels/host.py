@@ -86,7 +86,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
-@dataclass(slots=True)
+@dataclass
 class ShmWeightWriter:
     """Publishes versions as memory files; `release` frees them."""
 
