@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..core.config import RoleName
-from ..core.config.run import RestartPolicy, WhenHung
+from ..core.config.run import WhenHung
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,6 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Interpreter; empty: the launcher's own."""
     env: dict[str, str] = {}
     threads: int = 1
-    restart: RestartPolicy = "one"
     max_restarts: int = 3
     when_hung: WhenHung = "wait"
     quorum: int = 0

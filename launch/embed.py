@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from msgspec.structs import replace
-
 from ..actors.contracts import CoordinatorContract, RolloutContract
 from ..actors.daemon_thread import in_daemon_thread
 from ..core.actor import Actor
@@ -257,7 +255,7 @@ def _end_of(status: RunStatus) -> str:
 async def _start(node: Node, place: RunDir, config: RunConfig) -> str:
     """Build the actor and have it registered; returns its name. Its number is drawn, so programs need not agree."""
     number = FIRST_EMBEDDED + secrets.randbelow(NUM_NAMES)
-    spec = replace(make_spec("rollout", config.roles.rollout, number, 0, ()), restart="never")
+    spec = make_spec("rollout", config.roles.rollout, number, 0, ())
     try:
         await node.start(await _build(spec, config, place), spec.name)
     except CallError as error:

@@ -151,7 +151,7 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
     sets = [
         f'run.name="{way}"', f"run.num_steps={options.steps}", f"roles.trainer.count={options.gpus}",
         f"roles.rollout.count={num_servers}", f"rollout.max_groups={GROUPS // num_servers}",
-        *(f'roles.{role}.restart="never"' for role in ("trainer", "rollout", "memory")),  # whoever dies ends the run
+        *(f"roles.{role}.max_restarts=0" for role in ("trainer", "rollout", "memory")),  # whoever dies ends the run
         *options.overrides,
     ]  # fmt: skip
     if options.device == "cpu":

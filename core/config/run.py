@@ -140,7 +140,6 @@ ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_DEVICES = 64
 
 RoleName = Literal["coordinator", "buffer", "monitor", "memory", "trainer", "rollout"]
-RestartPolicy = Literal["one", "gang", "never"]
 WhenHung = Literal["wait", "kill"]
 
 
@@ -181,15 +180,13 @@ class RoleSettings(Section, frozen=True):
     """Python interpreter of the role's processes; empty = the launcher's own."""
     env: dict[str, str] = {}
     """Further environment variables of the role's processes."""
-    restart: RestartPolicy = "one"
-    """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
-    """Restarts of one actor (or gang) after which the run ends. They begin anew once it has been at work for 5
-    minutes. The first restart is immediate, and so is one after 20 s of uptime; otherwise
-    the pause is 1 s, doubled each time up to 30 s, less up to half of it at random."""
+    """Restarts of one actor, or of all trainer ranks together, after which the run ends. They begin anew once it has
+    been at work for 5 minutes. The first restart is immediate, and so is one after 20 s of uptime; otherwise the pause
+    is 1 s, doubled each time up to 30 s, less up to half of it at random."""
     when_hung: WhenHung = "wait"
     """A process whose event loop does not answer: wait (it is named in the log and left alone) or kill (it is
-    killed, with its stacks in its log; then `restart` decides)."""
+    killed, with its stacks in its log; then `max_restarts` decides)."""
     devices: Annotated[str, AfterValidator(_devices)] = "cpu"
     """"cpu", or GPU numbers per node like "0-3" or "0,2"."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -256,9 +253,6 @@ class TrainerRole(RoleSettings, frozen=True):
 
     kind: Literal["torch", "megatron"] = "torch"
     """Training backend: torch (plain, replicated or sharded) or megatron (every parallelism; see `[megatron]`)."""
-    restart: RestartPolicy = "gang"
-    """After a failure: gang (all ranks restart together, from the newest whole checkpoint of the run, and what was
-    trained since is trained again) or never (the run ends); "one" is refused."""
     when_hung: WhenHung = "kill"
     """A rank whose event loop does not answer: kill (its mates would wait for it in a collective) or wait."""
 
@@ -267,13 +261,6 @@ class TrainerRole(RoleSettings, frozen=True):
         """GPU of each rank of a node, by local rank; empty on CPU."""
         devices = self.device_ids
         return tuple(devices[local % len(devices)] for local in range(self.count)) if devices else ()
-
-    @field_validator("restart")
-    @classmethod
-    def _ranks_restart_together(cls, value: RestartPolicy) -> RestartPolicy:
-        if value == "one":
-            raise ValueError('ranks cannot restart one by one; use "gang" or "never"')
-        return value
 
 
 class RolloutRole(RoleSettings, frozen=True):
@@ -287,12 +274,6 @@ class RolloutRole(RoleSettings, frozen=True):
     """The run continues without actors that may not be restarted (any more), or whose node is lost, while so many are
     left; 0 = all that it began with must be. Those that came later (`myxa scale`, `myxa launch --join`) are never
     needed, as long as any is left."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """A quorum needs actors that can be missing."""
-        is_gang = self.restart == "gang"
-        cause = 'does not go with restart = "gang": a gang is complete or restarts'
-        return clashes((self.quorum and is_gang, "quorum restart", cause))
 
 
 class RolesSettings(Section, frozen=True):

@@ -16,7 +16,6 @@ from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
-from ..actor_spec import ActorSpec
 from ..contracts import (
     LogChunk,
     LogRequest,
@@ -93,11 +92,8 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
     return {"leaving": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
-async def _restart(context: VerbContext, arguments: verbs.RestartArguments, who: Operator) -> dict[str, Any]:
+async def _restart(context: VerbContext, arguments: verbs.DrainArguments, who: Operator) -> dict[str, Any]:
     meant = find_targets(arguments.target, context.supervisor.statuses())
-    if not arguments.force:
-        for record in meant:
-            _check_restart(record, context.supervisor.actors[record.name].spec)
     for record in meant:
         if record.is_leaving:
             raise ConfigError(f"{record.name} is leaving the run", remedy="`myxa scale` starts a new one")
@@ -112,14 +108,6 @@ async def _restart(context: VerbContext, arguments: verbs.RestartArguments, who:
         return all(n in there and there[n].state == "up" and there[n].attempt > attempts[n] for n in names)
 
     return {"restarting": names, "is_done": await _until(is_done, arguments.wait_s)}
-
-
-def _check_restart(record: ActorStatus, spec: ActorSpec) -> None:
-    if spec.rank is not None and spec.restart != "gang":
-        raise ConfigError(
-            f"{record.name} is not restarted in a running run: its mates would not restart with it",
-            remedy='start runs with roles.trainer.restart = "gang"; end this one and resume it, or say --force',
-        )
 
 
 async def _one_by_one(context: VerbContext, meant: Sequence[ActorStatus], reason: str) -> None:

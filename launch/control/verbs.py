@@ -141,12 +141,6 @@ class DrainArguments(WithReason, frozen=True, kw_only=True):
     wait_s: Wait = 0.0
 
 
-class RestartArguments(DrainArguments, frozen=True, kw_only=True):
-    """Of `restart`."""
-
-    force: Annotated[bool, argument("also where the run is known to end by it")] = False
-
-
 class KillArguments(WithReason, frozen=True, kw_only=True):
     """Of `kill`."""
 
@@ -155,7 +149,7 @@ class KillArguments(WithReason, frozen=True, kw_only=True):
 
 SCALE = Verb("scale", "change", ScaleArguments, "more or fewer rollout actors", lasts="wait_s")
 DRAIN = Verb("drain", "change", DrainArguments, "hand a rollout actor's work back and end it for good", lasts="wait_s")
-RESTART = Verb("restart", "change", RestartArguments, "end an actor cleanly and start it again", lasts="wait_s")
+RESTART = Verb("restart", "change", DrainArguments, "end an actor cleanly and start it again", lasts="wait_s")
 KILL = Verb("kill", "change", KillArguments, "SIGKILL to an actor and all that it started")
 
 

@@ -113,7 +113,6 @@ def make_spec(role: RoleName, settings: RoleSettings, index: int, node: int, dev
         python=settings.python,
         env=dict(settings.env),
         threads=settings.threads,
-        restart=settings.restart,
         max_restarts=settings.max_restarts,
         when_hung=settings.when_hung,
         quorum=settings.quorum if isinstance(settings, RolloutRole) else 0,
@@ -321,11 +320,6 @@ def check_leaver(config: RunConfig, role: RoleName, num_left: int) -> None:
     if role != "rollout":
         why = WHY_FIXED.get(role, "a run has exactly one")
         raise ConfigError(f"no {role} can join or leave a run: {why}", remedy="only rollout actors join and leave")
-    if settings.restart == "gang":
-        raise ConfigError(
-            'the rollout actors are a gang (roles.rollout.restart = "gang"): none of them can join or leave alone',
-            remedy='use restart = "one" in the next run',
-        )
     if config.memory.share == "switch":
         raise ConfigError(
             "rollout actors and trainer take turns on their devices: who takes part is fixed for the run",

@@ -636,8 +636,8 @@ def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
             RoleSpec(
                 role,
                 tuple(actor.name for actor in (first, *others)),
-                is_gang=first.restart == "gang",
-                max_restarts=0 if first.restart == "never" else first.max_restarts,
+                is_gang=first.rank is not None,
+                max_restarts=first.max_restarts,
                 quorum=first.quorum,
                 when_hung=first.when_hung,
             )

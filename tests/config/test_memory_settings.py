@@ -49,7 +49,6 @@ def test_a_manager_is_started_before_its_tenants(tmp_path: Path, text: str) -> N
     names = [actor.name for actor in place(config, 1)]
     assert names == ["monitor", "buffer", "coordinator", "memory/0", "trainer/0", "rollout/0"]
     assert manager_name(config) == "memory/0"
-    assert next(actor for actor in place(config, 1) if actor.role == "memory").restart == "one"
 
 
 def test_engines_that_load_after_the_trainer_have_more_time(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
         "coordinator", "buffer", "monitor", "memory", "trainer", "rollout",
     ]  # fmt: skip
     assert config.roles["trainer"] is config.roles.trainer
-    assert config.roles.trainer.restart == "gang"
     assert config.roles.rollout.device_ids == ()
 
 

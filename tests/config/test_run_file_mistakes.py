@@ -83,7 +83,6 @@ MISTAKES: dict[str, str] = {
     '[roles.trainer]\ndevices = "gpu"\n': "6 roles.trainer.devices",
     '[roles.trainer]\ndevices = "0,0"\n': "6 roles.trainer.devices ! names a GPU twice",
     '[roles.trainer]\ndevices = "99"\n': "6 roles.trainer.devices",
-    '[roles.trainer]\nrestart = "one"\n': "6 roles.trainer.restart",
     '[roles.rollout]\nenv = {"A B" = "1"}\n': "6 roles.rollout.env",
     "[roles.rollout]\nenv = {A = 1}\n": "6 roles.rollout.env.A",
     "[algo]\nbatch_size = 30\nminibatches = 4\n": "7 algo.minibatches ! does not divide batch_size = 30",

@@ -26,10 +26,6 @@ name = "toy"
 path = "model"
 [data]
 train = "data.jsonl"
-[roles.coordinator]
-restart = "one"
-[roles.trainer]
-restart = "gang"
 """
 
 

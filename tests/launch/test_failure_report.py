@@ -21,7 +21,7 @@ def report_of(one) -> list[str]:
 
 
 def test_a_rank_that_segfaults_is_named_at_once_with_its_stack_and_what_followed(tmp_path: Path, run):
-    flags = ("--set", "roles.trainer.count=2", "--set", 'roles.trainer.restart="never"', "--stop-timeout", "5")
+    flags = ("--set", "roles.trainer.count=2", "--set", "roles.trainer.max_restarts=0", "--stop-timeout", "5")
     with run(tmp_path, "up", *flags, toy="trainer.0.needy rollout.0.hang-at-stop") as one:
         one.until_serving(*FIRST, "trainer/1")
         one.switch("trainer.1.segfault")

@@ -51,8 +51,8 @@ def test_more_get_the_next_free_numbers_and_are_as_the_first_ones(tmp_path: Path
     assert where(got.joining) == [("rollout/2", 0), ("rollout/3", 0)]
     assert got.leaving == ()
     first = next(actor for actor in there.actors if actor.name == "rollout/1")
-    assert [getattr(got.joining[0], name) for name in ("kind", "threads", "max_restarts", "restart", "devices")] == [
-        getattr(first, name) for name in ("kind", "threads", "max_restarts", "restart", "devices")
+    assert [getattr(got.joining[0], name) for name in ("kind", "threads", "max_restarts", "devices")] == [
+        getattr(first, name) for name in ("kind", "threads", "max_restarts", "devices")
     ]
 
 
@@ -118,7 +118,6 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
         ("buffer", 2, (), "a run has exactly one"),
         ("rollout", 0, (), "too few: a run needs one"),
         ("rollout", 1, ("roles.rollout.count=3", "roles.rollout.quorum=2"), r"too few: roles.rollout.quorum = 2"),
-        ("rollout", 2, ('roles.rollout.restart="gang"',), "the rollout actors are a gang"),
         (
             "rollout", 3,
             ('roles.rollout.kind="sglang"', "roles.rollout.count=2", 'engine.attach=["http://a:1", "http://b:1"]'),

@@ -34,7 +34,7 @@ def flags(folder: Path, rank: int, *more: str, num_nodes: int = 2) -> list[str]:
 
 
 def two(folder: Path, run, *more: str, toy: str = ""):
-    text = '[run]\nname = "toy"\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n[roles.trainer]\nrestart = "gang"\n'
+    text = '[run]\nname = "toy"\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n'
     for rank in range(2):
         (folder / f"node{rank}").mkdir()
         (folder / f"node{rank}/run.toml").write_text(text)

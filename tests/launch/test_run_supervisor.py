@@ -14,7 +14,6 @@ from tests.simulation.simulator import Sim, run
 
 from myxa import __version__
 from myxa.core.actor import FAILED, Actor, PeerEvent
-from myxa.core.config.run import RestartPolicy
 from myxa.core.errors import ConfigError, DataError, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
 from myxa.core.supervision import ChildState
@@ -111,10 +110,8 @@ class Hands(AgentContract):
         self.left = exit_code, reason
 
 
-def rollout(index: int, node: int = 0, restart: RestartPolicy = "one", **more: Any) -> ActorSpec:
-    return ActorSpec(
-        name=f"rollout/{index}", role="rollout", kind="embedded", index=index, node=node, restart=restart, **more
-    )
+def rollout(index: int, node: int = 0, **more: Any) -> ActorSpec:
+    return ActorSpec(name=f"rollout/{index}", role="rollout", kind="embedded", index=index, node=node, **more)
 
 
 def trainers(*nodes: int, **more: Any) -> tuple[ActorSpec, ...]:
@@ -124,9 +121,7 @@ def trainers(*nodes: int, **more: Any) -> tuple[ActorSpec, ...]:
         )
 
     return tuple(
-        ActorSpec(
-            name=f"trainer/{n}", role="trainer", kind="torch", index=n, node=node, restart="gang", rank=rank(n), **more
-        )
+        ActorSpec(name=f"trainer/{n}", role="trainer", kind="torch", index=n, node=node, rank=rank(n), **more)
         for n, node in enumerate(nodes)
     )
 
@@ -321,7 +316,7 @@ async def test_attempts_that_never_register_run_out_however_long_each_takes(stag
     assert len(stage.hands[0].started) == 4
 
 
-@on_stage(rollout(0, restart="never"))
+@on_stage(rollout(0, max_restarts=0))
 async def test_e07_the_report_names_the_operator_who_killed_an_actor(stage: Stage) -> None:
     supervisor = stage.supervisor
     await stage.on_0(lambda: supervisor.kill(supervisor.statuses(), "`myxa kill` by alice (a drill)"))

@@ -116,10 +116,6 @@ class ToyMonitor(Toy, MonitorContract):
     async def snapshot(self) -> dict[str, dict[str, float]]:
         return {"metrics": {"reward/mean": 0.5}}
 
-    async def finish(self) -> str:
-        self.switches.note("finished", "")
-        return ""
-
 
 class ToyTrainer(Toy, TrainerContract):
     async def on_start(self) -> None:
