@@ -51,6 +51,14 @@ class Rows:
 
     fingerprint: str = "numbers"
 
+    @property
+    def by_name(self) -> dict[str, Rows]:
+        return {"": self}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {}
+
     def __len__(self) -> int:
         return 1 << 20
 

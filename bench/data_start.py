@@ -83,10 +83,10 @@ def memory_mib(field: str) -> float:
 
 def ours(path: str) -> None:
     """As the buffer opens its data, and some draws."""
-    from myxa.actors.data import open_prompts
+    from myxa.actors.data import open_data
     from myxa.core.config import RunConfig
 
-    dataset = open_prompts(RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": path}}))
+    dataset = open_data(RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": path}})).by_name[""]
     began = time.perf_counter()
     for draw in range(NUM_DRAWS):
         dataset.prompt(draw)

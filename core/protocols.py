@@ -303,15 +303,10 @@ class Tokenizer(Protocol):
 
 
 class PromptSource(Protocol):
-    """A dataset as the buffer sees it: a pure function from draw number to prompt. The cursor is the ledger's."""
+    """One source of prompts: a pure function from draw number to prompt. The cursor is the ledger's."""
 
     def __len__(self) -> int:
         """Rows in one pass."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal exactly when every draw gives the same prompt: a ledger belongs to one."""
         ...
 
     def prompt(self, draw: int) -> Prompt | None:
@@ -323,30 +318,24 @@ class PromptSource(Protocol):
         """Row of one pass, from 0, without reading it: equal numbers bring equal prompts. None as `prompt` does."""
         ...
 
-    def num_held_out(self, name: str = "") -> int:
-        """Held-out rows of the set of that name (the only one is called ""); 0 without such a set."""
-        ...
 
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]: ...
-
-
-@runtime_checkable
-class MixedSources(Protocol):
-    """Several sources by name. Each counts its own draws, from 0."""
+class PromptData(Protocol):
+    """All data of a run: its sources by name, the only one called "", and the held-out sets."""
 
     @property
     def by_name(self) -> Mapping[str, PromptSource]:
-        """In the order of names."""
+        """In the order of names. Each source counts its own draws, from 0."""
         ...
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """What the run file says of their shares: none negative, not all 0."""
+        """What the run file says of the shares of several sources: none negative, not all 0."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly when every draw from every source gives the same prompt, whatever the weights."""
+        """Equal exactly when every draw from every source gives the same prompt, whatever the weights: a ledger belongs
+        to one."""
         ...
 
     def num_held_out(self, name: str = "") -> int:

@@ -57,7 +57,7 @@ from ...core.messages import (
     PutResult,
     SamplingParams,
 )
-from ...core.protocols import MixedSources, PromptSource
+from ...core.protocols import PromptData
 from ...core.samples import Group, Prompt
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, DataContract, MonitorContract
@@ -87,7 +87,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     def __init__(
         self,
         *,
-        source: PromptSource | MixedSources,
+        source: PromptData,
         ledger_path: Path,
         run: str,
         admission: Admission,

@@ -20,7 +20,7 @@ from ...core.errors import DataError, LedgerError
 from ...core.files import Tell
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupDropped, GroupReturned, PutResult
-from ...core.protocols import MixedSources, PromptSource
+from ...core.protocols import PromptData
 from ...core.samples import NO_VERSION, Group, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
 from ..ledger.states import LEFTOVER, OPEN, STALE, Row, State, encode
@@ -51,7 +51,7 @@ class Groups:
 
     def __init__(
         self,
-        source: PromptSource | MixedSources,
+        source: PromptData,
         knobs: BufferKnobs,
         filters: GroupFilters,
         limits: BufferLimits,

@@ -16,7 +16,7 @@ import msgspec
 
 from ...core.config.data import MAX_WEIGHT, MIN_WEIGHT
 from ...core.errors import LedgerError
-from ...core.protocols import MixedSources, PromptSource
+from ...core.protocols import PromptData
 from ...core.samples import Prompt
 from ...core.suggestion import suggest
 from ..ledger.states import Row
@@ -25,10 +25,9 @@ from ..ledger.states import Row
 class Sources:
     """Prompts by the rows of the ledger. Raises what the sources raise (DataError)."""
 
-    def __init__(self, source: PromptSource | MixedSources) -> None:
-        is_mixed = isinstance(source, MixedSources)
-        self._by_name: Mapping[str, PromptSource] = source.by_name if is_mixed else {"": source}
-        self.weights: Mapping[str, float] = source.weights if is_mixed and len(source.by_name) > 1 else {}
+    def __init__(self, source: PromptData) -> None:
+        self._by_name = source.by_name
+        self.weights: Mapping[str, float] = source.weights if len(source.by_name) > 1 else {}
         """The run file's; empty: there is nothing to choose."""
 
     @property

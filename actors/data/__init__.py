@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .layout import RowLayout
-from .prompts import MixedDataset, PromptDataset, open_data, open_prompts
+from .prompts import Dataset, PromptDataset, open_data
 from .row_set import RowSet
 
-__all__ = ["RowLayout", "MixedDataset", "PromptDataset", "RowSet", "open_data", "open_prompts"]
+__all__ = ["RowLayout", "Dataset", "PromptDataset", "RowSet", "open_data"]

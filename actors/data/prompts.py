@@ -1,7 +1,7 @@
 """The prompts of a run: draw number in, prompt out, a pure function of data and seed. The cursor is the ledger's.
 
 `RowOrder` is the order in which a pass goes through the rows: a function of (seed, source, pass) alone, so nothing is
-saved. `PromptDataset` is one source, `MixedDataset` several by name (the buffer chooses the source of each draw).
+saved. `PromptDataset` is one source, `Dataset` all of them by name (the buffer chooses the source of each draw).
 `open_data` opens what a run file names.
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import logging
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast
 
 import msgspec
@@ -62,40 +62,6 @@ DATA_SOURCE = "data_source"
 """Key of the metadata that names a prompt's source, as verl's rows do themselves."""
 
 
-class Dataset:
-    """What training prompts of one source and of several have in common: rows that are left out, held-out sets."""
-
-    fingerprint: str
-    """Equal exactly when every draw gives the same prompt (but for file names): a ledger belongs to one."""
-
-    def __init__(self, parts: Sequence[RowSet | Dataset], held_out: Mapping[str, RowSet]) -> None:
-        """`held_out`: by name; the only one is called ""."""
-        self._held_out = held_out
-        self._parts = (*parts, *held_out.values())
-
-    @property
-    def num_bad(self) -> int:
-        """Rows left out because they are bad, held-out ones too."""
-        return sum(rows.num_bad for rows in self._parts)
-
-    @property
-    def bad_rows(self) -> tuple[str, ...]:
-        """What is wrong with the first few of each source and set."""
-        return tuple(text for rows in self._parts for text in rows.bad_rows)
-
-    def num_held_out(self, name: str = "") -> int:
-        """Good rows of a set; 0 of one that there is not."""
-        return len(self._held_out.get(name, ()))
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        """The first of a set; none of one that there is not. Their group ids are -1, -2, ..., in every set, so that
-        they are never taken for draws."""
-        rows = self._held_out.get(name)
-        if rows is None:
-            return ()
-        return tuple(rows.prompt(row, group_id=-1 - row, pass_index=0) for row in range(min(limit, len(rows))))
-
-
 def open_held_out(config: RunConfig, limit: PromptLimit | None) -> dict[str, RowSet]:
     """Open and check all sets of a run. `limit`: of prompts. Raises ConfigError for files that are not there, DataError
     for bad rows, and for more of them than a message holds."""
@@ -141,14 +107,12 @@ def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...], 
     return rows
 
 
-class PromptDataset(Dataset):
-    """Training prompts in draw order, and the held-out ones. One source, which has a name where there are several."""
+class PromptDataset:
+    """Training prompts of one source in draw order."""
 
-    def __init__(
-        self, rows: RowSet, held_out: Mapping[str, RowSet], settings: DataSettings, seed: int, *, name: str = ""
-    ) -> None:
-        super().__init__([rows], held_out)
-        self._rows = rows
+    def __init__(self, rows: RowSet, settings: DataSettings, seed: int, *, name: str = "") -> None:
+        """`name`: where there are several sources."""
+        self.rows = rows
         self._name = name
         self._max_passes = settings.max_passes
         self._order = RowOrder(len(rows), seed, is_shuffled=settings.shuffle, name=name)
@@ -157,45 +121,26 @@ class PromptDataset(Dataset):
 
     def __len__(self) -> int:
         """Rows in one pass."""
-        return len(self._rows)
-
-    @property
-    def num_overlong(self) -> int:
-        """Training rows left out because their prompt is too long."""
-        return self._rows.num_overlong
-
-    @property
-    def overlong_rows(self) -> tuple[str, ...]:
-        """The first few of them."""
-        return tuple(self._rows.overlong_rows)
+        return len(self.rows)
 
     @property
     def num_draws(self) -> int | None:
         """Prompts in all passes; None: endless."""
         return self._max_passes * len(self) or None
 
-    def check_batch(self, batch_size: int) -> None:
-        """Raise DataError if all passes together are less than one batch."""
-        if self._max_passes and self._max_passes * len(self) < batch_size:
-            raise DataError(
-                f"data.train: {len(self)} rows and data.max_passes = {self._max_passes} are fewer prompts than one "
-                f"batch, algo.batch_size = {batch_size}",
-                remedy="lower algo.batch_size, or raise data.max_passes (0 = endless)",
-            )
-
     def prompt(self, draw: int) -> Prompt | None:
         """The prompt of a draw (from 0), or None when all passes are over."""
         row = self.row_of(draw)
         if row is None:
             return None
-        prompt = self._rows.prompt(row, group_id=draw, pass_index=draw // len(self._rows))
+        prompt = self.rows.prompt(row, group_id=draw, pass_index=draw // len(self.rows))
         return named(prompt, self._name) if self._name else prompt
 
     def row_of(self, draw: int) -> int | None:
         """Which good row a draw (from 0) brings, or None when all passes are over."""
         if draw < 0:
             raise ValueError(f"draws count from 0, not {draw}")
-        pass_index, at = divmod(draw, len(self._rows))
+        pass_index, at = divmod(draw, len(self.rows))
         if self._max_passes and pass_index >= self._max_passes:
             return None
         return self._order.row(pass_index, at)
@@ -206,63 +151,72 @@ def named(prompt: Prompt, name: str) -> Prompt:
     return msgspec.structs.replace(prompt, source_name=name, metadata={DATA_SOURCE: name, **prompt.metadata})
 
 
-def open_prompts(config: RunConfig) -> PromptDataset:
-    """Open and check all data of a run with one source. Raises ConfigError for files that are not there, DataError for
-    bad rows."""
-    limit = limit_of(config)
-    return open_source(config, "", limit, open_held_out(config, limit))
-
-
-def open_source(
-    config: RunConfig, name: str, limit: PromptLimit | None, held_out: Mapping[str, RowSet] | None = None
-) -> PromptDataset:
-    """Open and check one source of a run, which has that name. `limit`: of prompts. Raises as `open_prompts`."""
-    part = config.data.parts()[name]
-    rows = RowSet(
-        parse_sources(part.train),
-        layout_of(config, part, config.reward, name),
-        key=config.data.key_of(name),
-        skips_bad=part.on_bad_line == "skip",
-        limit=limit,
-    )
-    return PromptDataset(rows, held_out or {}, part, config.run.seed, name=name)
-
-
-class MixedDataset(Dataset):
-    """Training prompts of several sources, each in its own draw order, and the held-out ones."""
+class Dataset:
+    """Training prompts of all sources, each in its own draw order, and the held-out ones."""
 
     def __init__(
         self, by_name: Mapping[str, PromptDataset], weights: Mapping[str, float], held_out: Mapping[str, RowSet]
     ) -> None:
-        """`weights`: of each, as the run file says. The sources themselves have no held-out rows."""
+        """`by_name`: the only one is called "", and so is the only held-out set. `weights`: of each of several sources,
+        as the run file says."""
         self.by_name = dict(sorted(by_name.items()))
         self.weights = dict(weights)
-        super().__init__(list(self.by_name.values()), held_out)
+        self._held_out = held_out
+        self._parts = (*(source.rows for source in self.by_name.values()), *held_out.values())
         text = " ".join(f"{name}={source.fingerprint}" for name, source in self.by_name.items())
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        """Equal exactly when every draw gives the same prompt (but for file names): a ledger belongs to one."""
+
+    @property
+    def num_bad(self) -> int:
+        """Rows left out because they are bad, held-out ones too."""
+        return sum(rows.num_bad for rows in self._parts)
+
+    @property
+    def bad_rows(self) -> tuple[str, ...]:
+        """What is wrong with the first few of each source and set."""
+        return tuple(text for rows in self._parts for text in rows.bad_rows)
+
+    def num_held_out(self, name: str = "") -> int:
+        """Good rows of a set; 0 of one that there is not."""
+        return len(self._held_out.get(name, ()))
+
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        """The first of a set; none of one that there is not. Their group ids are -1, -2, ..., in every set, so that
+        they are never taken for draws."""
+        rows = self._held_out.get(name)
+        if rows is None:
+            return ()
+        return tuple(rows.prompt(row, group_id=-1 - row, pass_index=0) for row in range(min(limit, len(rows))))
 
     def check_batch(self, batch_size: int) -> None:
         """Raise DataError if all passes of all sources that have a weight are less than one batch."""
-        counts = [source.num_draws for name, source in self.by_name.items() if self.weights[name]]
+        counts = [source.num_draws for name, source in self.by_name.items() if self.weights.get(name, 1.0)]
         known = [count for count in counts if count is not None]
         if len(known) == len(counts) and sum(known) < batch_size:
             raise DataError(
-                f"data.sources: all passes over {len(counts)} sources are {sum(known)} prompts, fewer than one batch, "
+                f"data: all passes over the rows are {sum(known)} prompts, fewer than one batch, "
                 f"algo.batch_size = {batch_size}",
-                remedy="lower algo.batch_size, or raise max_passes of the sources (0 = endless)",
+                remedy="lower algo.batch_size, or raise data.max_passes (0 = endless)",
             )
 
 
-def open_data(config: RunConfig) -> PromptDataset | MixedDataset:
+def open_data(config: RunConfig) -> Dataset:
     """Open and check all data of a run; bad rows that are skipped are logged. Raises ConfigError for files
     that are not there, DataError for bad rows."""
-    if config.data.sources:
-        limit = limit_of(config)
-        by_name = {name: open_source(config, name, limit) for name in config.data.sources}
-        weights = {name: source.weight for name, source in config.data.sources.items()}
-        found = MixedDataset(by_name, weights, open_held_out(config, limit))
-    else:
-        found = open_prompts(config)
+    limit = limit_of(config)
+    by_name: dict[str, PromptDataset] = {}
+    for name, part in config.data.parts().items():
+        rows = RowSet(
+            parse_sources(part.train),
+            layout_of(config, part, config.reward, name),
+            key=config.data.key_of(name),
+            skips_bad=part.on_bad_line == "skip",
+            limit=limit,
+        )
+        by_name[name] = PromptDataset(rows, part, config.run.seed, name=name)
+    weights = {name: source.weight for name, source in config.data.sources.items()}
+    found = Dataset(by_name, weights, open_held_out(config, limit))
     if found.num_bad:
         first = "; ".join(found.bad_rows[:SHOWN_BAD_ROWS])
         _log.warning("%d bad rows are left out; the first: %s", found.num_bad, first)

@@ -1,6 +1,6 @@
 """The live knobs of a rollout actor: how much it takes at once, how patient it is, how weights meet running requests.
 
-Every rollout actor owns its own, so that one engine may be treated otherwise than the others. All are used "now".
+All rollout actors have the same values. All are used "now".
 """
 
 from __future__ import annotations

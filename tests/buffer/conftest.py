@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,13 @@ class NumberedRows:
     @property
     def fingerprint(self) -> str:
         return f"{self.name}-{self.num_rows}"
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """It is all the data there is."""
+        return {"": self}
+
+    weights = MappingProxyType[str, float]({})
 
     def row_of(self, draw: int) -> int | None:
         return None if self.max_passes and draw >= self.num_rows * self.max_passes else draw % self.num_rows

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.data.opened import open_prompts
 from tests.harness.error_cases import PAGE, Case, block, cases
 from tests.rewards.world import call_here
 
-from myxa.actors.data import open_prompts
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig, load_config

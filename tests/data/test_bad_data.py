@@ -8,8 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.data.opened import open_prompts
 
-from myxa.actors.data import open_prompts, prompts, row_file, row_set
+from myxa.actors.data import prompts, row_file, row_set
 from myxa.actors.rollout.rollout import DRAW_AT_ONCE
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
@@ -121,9 +122,9 @@ def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.Mon
     assert fits >= DRAW_AT_ONCE * row_set.MAX_ROW_BYTES
     assert fits >= prompts.MAX_HELD_OUT_BYTES
     monkeypatch.setattr(row_set, "MAX_ROW_BYTES", 200)
-    monkeypatch.setattr(prompts, "MAX_HELD_OUT_BYTES", 200)
+    monkeypatch.setattr(prompts, "MAX_HELD_OUT_BYTES", 500)
     large = f'{{"prompt": "a", "label": "b", "metadata": {{"tests": "{"x" * 200}"}}}}'
-    assert failure(tmp_path, f"{GOOD}\n{large}\n").startswith("t.jsonl:2: prompt, label and metadata come to 280 bytes")
+    assert failure(tmp_path, f"{GOOD}\n{large}\n").startswith("t.jsonl:2: prompt, label and metadata come to 253 bytes")
     file = tmp_path / "t.jsonl"
     assert len(open_prompts(config(str(file), data={"on_bad_line": "skip"}))) == 1
     file.write_text(f"{GOOD}\n" * 3)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
+from tests.data.opened import open_prompts
 
-from myxa.actors.data import open_prompts
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.samples import Prompt

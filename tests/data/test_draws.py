@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.opened import open_prompts
 
-from myxa.actors.data import PromptDataset, open_prompts
+from myxa.actors.data import PromptDataset
 from myxa.actors.data.prompts import RowOrder
 from myxa.core.config import RunConfig
 from myxa.core.config.data import Source, parse_source, parse_sources

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
+from tests.data.opened import open_prompts
 
-from myxa.actors.data import PromptDataset, open_prompts, row_file
+from myxa.actors.data import PromptDataset, row_file
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError, MyxaError
 
@@ -274,7 +275,7 @@ def test_g_large_files_are_parsed_in_batches(tmp_path: Path) -> None:
 import re, sys, threading
 from pathlib import Path
 import pyarrow, pyarrow.parquet, pyarrow.ipc
-from myxa.actors.data import open_prompts
+from myxa.actors.data import open_data
 from myxa.core.config import RunConfig
 configs = [RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": path}}) for path in sys.argv[1:]]
 seen, over = [], threading.Event()
@@ -285,7 +286,7 @@ def look():  # pages of mapped files do not count: the kernel takes them back
 
 threading.Thread(target=look, daemon=True).start()
 for config in configs:
-    assert len(open_prompts(config)) == 8_000
+    assert len(open_data(config).by_name[""]) == 8_000
 over.set()
 print(max(seen) - seen[0])
 """

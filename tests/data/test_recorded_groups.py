@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.data.opened import open_prompts
 from tests.harness.dumps import write_groups
 from tests.harness.group_runner import runner_of
 
-from myxa.actors.data import MixedDataset, open_data, open_prompts
+from myxa.actors.data import Dataset, open_data
 from myxa.actors.data.recorded import RecordedAnswers
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -117,7 +118,7 @@ def test_prompts_of_dumps_are_data_for_an_engine_too(model: Path, tmp_path: Path
     )
     settings = load_config(tmp_path / "run.toml")
     dataset = open_data(settings)
-    assert isinstance(dataset, MixedDataset)
+    assert isinstance(dataset, Dataset)
     prompt = dataset.by_name["b"].prompt(0)
     assert prompt is not None
     assert (prompt.label, prompt.source_name, prompt.metadata["data_source"]) == ("label 1", "b", "b")

@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.data.opened import open_prompts
 
-from myxa.actors.data import PromptDataset, open_prompts
+from myxa.actors.data import PromptDataset
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.samples import Message, Prompt
@@ -277,9 +278,9 @@ def test_neither_a_run_file_nor_jsonl_needs_a_heavy_import(tmp_path: Path) -> No
     path = stored(tmp_path, [{"prompt": "t", "label": "x"}])
     code = (
         "import sys, myxa.core.config; print(sorted({'torch', 'numpy', 'zmq', 'pyarrow'} & set(sys.modules)));"
-        "from myxa.actors.data import open_prompts; from myxa.core.config import RunConfig;"
+        "from myxa.actors.data import open_data; from myxa.core.config import RunConfig;"
         f"c = RunConfig.model_validate({{'model': {{'path': 'm'}}, 'data': {{'train': {path!r}}}}});"
-        "assert len(open_prompts(c)) == 1; print(sorted({'torch', 'pyarrow', 'zmq'} & set(sys.modules)))"
+        "assert len(open_data(c).by_name['']) == 1; print(sorted({'torch', 'pyarrow', 'zmq'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["[]", "[]"]

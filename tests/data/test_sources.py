@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.data import MixedDataset, PromptDataset, open_data
+from myxa.actors.data import Dataset, PromptDataset, open_data
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
 from myxa.core.samples import Prompt
@@ -24,10 +24,10 @@ def numbered(folder: Path, name: str, num_rows: int) -> str:
     return write(folder, name, [{"prompt": f"{name} {number}", "label": "1"} for number in range(num_rows)])
 
 
-def opened(sources: dict[str, dict[str, Any]], seed: int = 1, **data: Any) -> MixedDataset:
+def opened(sources: dict[str, dict[str, Any]], seed: int = 1, **data: Any) -> Dataset:
     raw = {"run": {"seed": seed}, "model": {"path": "m"}, "data": {"sources": sources, **data}}
     found = open_data(RunConfig.model_validate(raw))
-    assert isinstance(found, MixedDataset)
+    assert isinstance(found, Dataset)
     return found
 
 
@@ -91,7 +91,7 @@ def test_mistakes_name_the_source(tmp_path: Path) -> None:
     small = opened({"a": {"path": a}, "b": {"path": a, "weight": 0.0}, "c": {"path": a}}, max_passes=2)
     small.check_batch(8)
     with pytest.raises(
-        DataError, match="all passes over 2 sources are 8 prompts, fewer than one batch, algo.batch_size = 9"
+        DataError, match="all passes over the rows are 8 prompts, fewer than one batch, algo.batch_size = 9"
     ):
         small.check_batch(9)
     opened({"a": {"path": a}, "b": {"path": a, "max_passes": 0}}, max_passes=2).check_batch(9)

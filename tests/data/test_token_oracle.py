@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.data.opened import open_prompts
 from tests.data.token_layouts import LAYOUTS, plain, qwen_class
 
-from myxa.actors.data import open_prompts
 from myxa.actors.data.conversation import parse_messages
 from myxa.actors.models.chat_template import PRINTED_PARTS, ChatTemplate
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer

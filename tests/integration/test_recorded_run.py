@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.data.opened import open_prompts
 from tests.harness.commands import Command
 from tests.harness.dumps import write_groups
 from tests.harness.run_job import Job, audit, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
-from myxa.actors.data import PromptDataset, open_data
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.ledger.file import whole_groups
 from myxa.actors.ledger.states import State
@@ -39,8 +39,7 @@ NUM_GROUPS = 12
 async def recorded(job: Job, path: Path) -> list[Group]:
     """A dump of what the job's model says, with rewards of which each is another."""
     config = load_config(job.folder / "run.toml")
-    data = open_data(config)
-    assert isinstance(data, PromptDataset)
+    data = open_prompts(config)
     engine, scorer = EmbeddedEngine(config.model.path, EmbeddedOptions(seed=9)), make_rewarder(config)
     await engine.start()
     runner = GroupRunner(

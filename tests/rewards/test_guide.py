@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.data.opened import open_prompts
 from tests.rewards.world import answer, rewarder
 
 from myxa.actors.buffer.filters import load_sample_filter
-from myxa.actors.data import open_prompts
 from myxa.actors.user_code.functions import GROUP_FILTER, WORKFLOW, load_function
 from myxa.algos.rewards.builtin import BUILTINS
 from myxa.algos.rewards.outcome import RewardOutcome

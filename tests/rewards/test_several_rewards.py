@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.data.opened import open_prompts
 from tests.rewards.world import answer
 
-from myxa.actors.data import open_prompts
 from myxa.actors.data.prompts import open_data
 from myxa.actors.rewards.call import RewardKeys
 from myxa.actors.rewards.rewarder import Rewarder, SeveralRewards, make_rewarder

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.data.opened import open_prompts
 from tests.harness.group_runner import delta, runner_of
 from tests.harness.scripts import loaded as loaded_script
 
-from myxa.actors.data import open_prompts
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
