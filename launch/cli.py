@@ -9,6 +9,7 @@ starts in milliseconds.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -19,15 +20,46 @@ from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, MyxaError
-from .commands import completion, data, knobs, offline, processes, render, run_life, runs, views
-from .commands.parser import Parser, mistaken_command, mistaken_flag
+from .commands import knobs, offline, processes, run_life, runs, views
+from .commands.parser import Command, Parser, mistaken_command, mistaken_flag
+
+SCRIPT = """\
+{zsh}_myxa() {{
+  local words=""
+  case "${{COMP_WORDS[1]}}:$COMP_CWORD" in
+    *:1) words="{commands}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$2"))
+  [ ${{#COMPREPLY[@]}} -gt 0 ] || COMPREPLY=($(compgen -f -- "$2"))
+}}
+complete -F _myxa myxa
+"""
+ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+
+
+def _add(parser: Parser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh"), help='in ~/.bashrc: eval "$(myxa completion bash)"')
+
+
+def _completion(options: argparse.Namespace) -> int:
+    print(script(options.parser, options.shell), end="")
+    return 0
+
+
+def script(parser: Parser, shell: str) -> str:
+    cases = "\n".join(f'    {name}:*) words="{" ".join(each.flags)}" ;;' for name, each in parser.commands.items())
+    return SCRIPT.format(zsh=ZSH if shell == "zsh" else "", commands=" ".join(parser.commands), cases=cases)
+
+
+COMPLETION = Command("completion", "commands and flags for bash or zsh to complete", _completion, _add)
 
 COMMANDS = (
     run_life.UP, run_life.LAUNCH, run_life.DEMO,
-    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, render.RENDER,
+    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, offline.RENDER,
     runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD_COMMAND, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS,
-    *data.COMMANDS, views.MEM, views.REPORT, processes.WHERE, completion.COMPLETION,
+    *runs.COMMANDS, views.MEM, views.REPORT, processes.WHERE, COMPLETION,
 )  # fmt: skip
 """In the order in which `myxa --help` lists them."""
 
