@@ -13,7 +13,7 @@ is whole at a time; of a layer's experts, one of each expert-parallel rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -181,15 +181,17 @@ def iter_hf_tensors(
     config: ModelConfig,
     *,
     to_all: bool = False,
+    pick: Callable[[nn.Parameter], Tensor] = Tensor.detach,
 ) -> Iterator[Named]:
     """(HuggingFace name, whole tensor on this rank's device) in a fixed order. Collective: every rank must run through
     to the end. Yields on the sending rank of each pipeline stage (first of its tensor, context and data-parallel
     groups) what the stage holds, elsewhere nothing; with `to_all` the whole model on every rank, stage by stage.
-    Padding of the vocabulary is cut off and a tied head is left out, as in the folder. A tensor may share
-    memory with the parameter, so use it before training on."""
+    Padding of the vocabulary is cut off and a tied head is left out, as in the folder. `pick` says which tensor, shaped
+    like the parameter and of one number type for all, to export: values, gradients, moments. A tensor may share memory
+    with the picked one, so use it before training on."""
     grid = read_grid()
     exporter = _Exporter(
-        config, config.tensor_shapes(), grid, [w for w in map_weights(chunks, config, grid) if not w.is_tied_copy]
+        config, config.tensor_shapes(), grid, pick, [w for w in map_weights(chunks, config, grid) if not w.is_tied_copy]
     )
     if to_all and grid.pp.size() > 1:
         yield from exporter.of_all_stages()
@@ -202,6 +204,7 @@ class _Exporter:
     config: ModelConfig
     shapes: Mapping[str, Shape]
     grid: Grid
+    pick: Callable[[nn.Parameter], Tensor]
     weights: Sequence[MappedWeight]
 
     def of_this_stage(self, *, yields: bool) -> Iterator[Named]:
@@ -215,7 +218,7 @@ class _Exporter:
         """Each stage's weights, broadcast along the pipeline."""
         group = self.grid.pp
         known = list(self.shapes)
-        like = self.weights[0].parameter.detach()
+        like = self.pick(self.weights[0].parameter)
         for stage, numbers in enumerate(self._held_by_stages(like.device)):
             source = cast(int, cast(Any, dist).get_global_rank(group, stage))
             own = self.of_this_stage(yields=True) if stage == group.rank() else None
@@ -240,7 +243,7 @@ class _Exporter:
     def _tensors(self, weight: MappedWeight) -> list[Tensor]:
         is_expert = weight.expert is not None
         group = self.grid.etp if is_expert else self.grid.tp
-        shard = weight.part(weight.parameter.detach()).contiguous()
+        shard = weight.part(self.pick(weight.parameter)).contiguous()
         whole = self._put_together(weight, _gathered(shard, group) if self._is_cut(weight, group) else [shard])
         if not is_expert:
             return whole
