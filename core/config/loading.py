@@ -27,17 +27,16 @@ from ..errors import ConfigError
 from ..suggestion import suggest
 from .root import RunConfig
 from .section import (
-    ANY_NAME,
     CONFLICTS,
     Conflict,
     KeyPath,
     Meaning,
+    Means,
     Table,
     as_array,
     as_table,
     find,
     keys_of,
-    paths_with_meaning,
     table_at,
     table_made_at,
 )
@@ -369,21 +368,18 @@ def _merge(base: Table, layer: Mapping[str, Any]) -> None:
             base[key] = copy.deepcopy(value)
 
 
-def _resolve(table: Table, folder: Path) -> None:
-    for pattern, meaning in paths_with_meaning(RunConfig):
-        for path in _paths_like(pattern, table):
-            above = table_at(table, path[:-1])
-            if above is not None and path[-1] in above:
-                above[path[-1]] = _resolve_value(above[path[-1]], meaning, folder)
-
-
-def _paths_like(pattern: KeyPath, table: Table) -> list[KeyPath]:
-    """The paths that a pattern matches: itself, or one for each name that the user has written in that place."""
-    if ANY_NAME not in pattern:
-        return [pattern]
-    at = pattern.index(ANY_NAME)
-    named = table_at(table, pattern[:at]) or {}
-    return [(*pattern[:at], name, *pattern[at + 1 :]) for name in named]
+def _resolve(table: Table, folder: Path, above: KeyPath = ()) -> None:
+    """Make relative paths in a file's table absolute."""
+    for key, value in table.items():
+        path = (*above, key)
+        below = as_table(value)
+        if below is not None:
+            _resolve(below, folder, path)
+            continue
+        _, field, left = find(RunConfig, path)
+        for mark in field.metadata if field is not None and not left else ():
+            if isinstance(mark, Means):
+                table[key] = _resolve_value(value, mark.meaning, folder)
 
 
 def _resolve_value(value: Any, meaning: Meaning, folder: Path) -> Any:

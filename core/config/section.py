@@ -9,11 +9,10 @@ kept library adds file and line, "did you mean" and all errors at once (pydantic
 
 from __future__ import annotations
 
-import math
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
@@ -176,24 +175,13 @@ def as_table(value: object) -> Table | None:
 
 
 def check_json(table: Table) -> Table:
-    """The table, if all that is in it can be written as JSON; raises ValueError naming the first key that cannot: TOML
-    has dates, and numbers that are none."""
-    for path, value in _leaves(table, ""):
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        if not (isinstance(value, str | bool) or value is None or is_number):
-            raise ValueError(f"must hold JSON values only, and {path} = {value} is none; write it as text")
+    """The table, if all that is in it can be written as JSON; raises ValueError otherwise: TOML has dates, and numbers
+    that are none."""
+    try:
+        json.dumps(table, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"must hold JSON values only ({error}); write it as text") from None
     return table
-
-
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if (table := as_table(value)) is not None:
-        for key, one in table.items():
-            yield from _leaves(one, f"{path}.{key}" if path else key)
-    elif (array := as_array(value)) is not None:
-        for number, one in enumerate(array):
-            yield from _leaves(one, f"{path}[{number}]")
-    else:
-        yield path, value
 
 
 def as_array(value: object) -> list[Any] | None:
@@ -273,11 +261,3 @@ def find(section: type[Section], path: Sequence[str]) -> tuple[type[Section], Fi
             return section, field, tuple(path[at:])
         section = below
     return section, None, ()
-
-
-@cache
-def paths_with_meaning(section: type[Section]) -> tuple[tuple[KeyPath, Meaning], ...]:
-    """All keys whose text is a path or holds one."""
-    return tuple(
-        (path, mark.meaning) for path, field in walk(section) for mark in field.metadata if isinstance(mark, Means)
-    )
