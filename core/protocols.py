@@ -6,7 +6,6 @@ Roles import these, never a concrete engine, backend or channel.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -257,11 +256,6 @@ class WeightSenders(Protocol):
     """The senders as an engine reaches them, by actor name. Raise CallError when one cannot be asked, or refuses."""
 
     async def ask(self, sender: str, order: SenderOrder[A]) -> A: ...
-
-
-ReadsWeights = Callable[[WeightManifest], AbstractContextManager[Mapping[str, NamedArray]]]
-"""The published tensors by HuggingFace name; their bytes are valid inside the block only, and checked against
-`manifest.digest` on entry. Raises EngineError."""
 
 
 class Tokenizer(Protocol):

@@ -371,7 +371,6 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         return _sglang(spec, config, model, run_dir, senders)
     from ..actors.engines.embedded.core import MEMORY_SHARE, EmbeddedOptions
     from ..actors.engines.embedded.engine import EmbeddedEngine
-    from ..actors.weights.channels.host import read_version
 
     options = EmbeddedOptions(
         max_running=engine.max_running,
@@ -385,7 +384,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         tells_kept=config.rollout.replay_sampling,
         name=spec.name,
     )
-    return EmbeddedEngine(config.model.path, options, reader=read_version, memory=lent_memory(spec, config))
+    return EmbeddedEngine(config.model.path, options, memory=lent_memory(spec, config))
 
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:

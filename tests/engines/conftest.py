@@ -95,7 +95,7 @@ def make_core(load: Callable[..., DecoderWeights]) -> Callable[..., EngineCore]:
     def core(folder: Path, num_slots: int = 16, dtype: str = "float32", **options: Any) -> EngineCore:
         facts = {
             name: options.pop(name, value)
-            for name, value in (("eos_token_ids", frozenset(read_eos_token_ids(folder))), ("decode", None))
+            for name, value in (("eos_token_ids", frozenset(read_eos_token_ids(folder))), ("decode", lambda ids: ""))
         }
         return EngineCore(
             read_config(folder), load(folder, dtype), EmbeddedOptions(**options), num_slots=num_slots,

@@ -20,7 +20,7 @@ from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.weights.channels.host import DiskWeightWriter, read_version
+from myxa.actors.weights.channels.host import DiskWeightWriter
 from myxa.core.messages import WeightManifest
 
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -117,7 +117,7 @@ async def running(
     """A subject of that kind, for one scenario; everything is closed at the end."""
     publish = publisher(weights, versions)
     if kind == "embedded":
-        engine = EmbeddedEngine(versions[0], OPTIONS, reader=read_version)
+        engine = EmbeddedEngine(versions[0], OPTIONS)
         await engine.start()
         try:
             yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True, runs_s=RUNS_S)

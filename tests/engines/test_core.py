@@ -80,8 +80,6 @@ def test_e03_requests_that_cannot_be_served_end_alone_and_name_what_is_wrong(fol
     assert [type(n) for n in take(core)["x"]] == [RequestRefused] * 3
     assert not core.has_work
     assert len(run_core(core, [ask("good", 4, max_new_tokens=3, ignore_eos=True)])["good"].ids) == 3
-    with pytest.raises(RequestRefused, match="no tokenizer"):
-        run_core(make_core(folders[0]), [ask("s", max_new_tokens=8, stop=("x",))])
 
 
 def test_a_name_is_taken_while_its_request_runs(folders, make_core):

@@ -18,7 +18,7 @@ from myxa.actors.engines.embedded.model import Decoder
 from myxa.actors.engines.embedded.tensors import kv_bytes, weight_bytes
 from myxa.actors.models.hf_folder import open_weights, read_config, write_folder
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
-from myxa.actors.weights.channels.host import make_writer, read_version
+from myxa.actors.weights.channels.host import make_writer
 from myxa.core.errors import EngineError, ModelError
 from myxa.core.host_memory import available_bytes
 from myxa.core.messages import WeightManifest
@@ -46,10 +46,8 @@ def published(tmp_path: Path, folders):
 
 
 @asynccontextmanager
-async def running(
-    folder: Path, options: EmbeddedOptions = OPTIONS, *, reads: bool = True
-) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(folder, options, reader=read_version if reads else None)
+async def running(folder: Path, options: EmbeddedOptions = OPTIONS) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(folder, options)
     try:
         async with asyncio.timeout(DEADLINE_S):
             await engine.start()
@@ -101,12 +99,6 @@ async def test_a_commit_whose_caller_stops_waiting_never_mixes_weights(folders, 
         await stream
 
 
-async def test_without_a_reader_manifests_cannot_be_loaded(folders, published):
-    async with running(folders[0], reads=False) as engine:
-        with pytest.raises(EngineError, match="without a reader"):
-            await engine.prepare_weights(published(1, folders[1]))
-
-
 @pytest.fixture
 def broken_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], None]:
     """Has the decoder raise on the calls that are picked, as a bug or a lack of memory would."""
@@ -127,7 +119,7 @@ def broken_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], b
 
 
 async def test_a_step_that_breaks_ends_every_request_and_call_and_nothing_hangs(folders, broken_steps):
-    async with running(folders[0], reads=False) as engine:
+    async with running(folders[0]) as engine:
         broken_steps(lambda number: number >= 6)
         streams = [later(engine, ask(f"r{i}", max_new_tokens=60, ignore_eos=True)) for i in range(12)]
         outcomes: list[object] = []  # of calls that wait while it breaks

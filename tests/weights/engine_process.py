@@ -19,7 +19,6 @@ from tests.weights.fingerprint import greedy
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.weights.beacon import Beacon
-from myxa.actors.weights.channels.host import read_version
 from myxa.core.errors import MyxaError
 from myxa.core.messages import WeightManifest
 
@@ -57,7 +56,7 @@ async def main() -> None:
             sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
             sys.stdout.buffer.flush()
 
-    engine = EmbeddedEngine(Path(folder), EmbeddedOptions(name=name, num_threads=1), reader=read_version)
+    engine = EmbeddedEngine(Path(folder), EmbeddedOptions(name=name, num_threads=1))
     beacon = engine._beacon = HeldBeacon(tell)
     await engine.start()
 

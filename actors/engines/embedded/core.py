@@ -93,10 +93,10 @@ class EngineCore:
         num_slots: int,
         context_length: int,
         eos_token_ids: frozenset[int],
-        decode: Decode | None = None,
+        decode: Decode,
         allocate: Allocate | None = None,
     ) -> None:
-        """`decode`: text of token ids, special tokens kept; None refuses stop strings. `allocate`: of the cache."""
+        """`decode`: text of token ids, special tokens kept. `allocate`: of the cache."""
         self._config = config
         self.weights = weights
         self._options = options
@@ -145,7 +145,7 @@ class EngineCore:
             self._check(request)
             seed = request.sampling.seed
             state = stream_state(self._random.getrandbits(64) if seed is None else seed)
-            running = make_running(request, owner, self._eos_token_ids, state, self._decode or (lambda _: ""))
+            running = make_running(request, owner, self._eos_token_ids, state, self._decode)
         except EngineError as err:
             self._events.append(RequestEvent(owner, err))
         except Exception as err:  # noqa: BLE001 -- whatever is wrong with it, its owner waits for an answer
@@ -162,11 +162,6 @@ class EngineCore:
     def _check(self, request: GenerateRequest) -> None:
         name = self._options.name
         check_request(request, vocab_size=self._config.vocab_size, context_length=self._context_length, place=name)
-        if request.sampling.stop and self._decode is None:
-            raise RequestRefused(
-                f"{name}: request {request.request_id!r} has stop strings, and there is no tokenizer",
-                remedy="use stop_token_ids",
-            )
         if request.request_id in self._ids:
             raise RequestRefused(
                 f"{name}: request {request.request_id!r} is running already",

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching on the CPU inside the rollout's process, behind `core.protocols.Engine`.
 
-It loads a model folder, runs the core in its own thread and reads new weights through the reader it is given. One turn
-of the thread is receive (commands), schedule, forward (`core.py`: `step`), deliver (events to the asyncio loop).
+It loads a model folder, runs the core in its own thread and reads new weights by the channel that each manifest names.
+One turn of the thread is receive (commands), schedule, forward (`core.py`: `step`), deliver (events to the loop).
 
 Commands run in the order in which they were posted, and the events that a command caused arrive in the loop before its
 result. An exception of a command is the error of its caller. An exception of a step breaks the engine for good:
@@ -37,7 +37,7 @@ from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError, MyxaError
 from ....core.host_memory import available_bytes
 from ....core.messages import WeightManifest
-from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, ReadsWeights
+from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ....core.weight_channel import WeightProgress
 from ....memory.arenas.arena import Arena
 from ...models.chat_template import PlainText
@@ -45,6 +45,7 @@ from ...models.hf_folder import check_values, open_weights, read_config
 from ...models.model_config import ModelConfig
 from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
+from ...weights.channels.host import read_version
 from .core import EmbeddedOptions, EngineCore
 from .model import DecoderWeights
 from .tensors import EngineBudget, expected, lent_zeros, plain_zeros, plan_engine
@@ -201,7 +202,7 @@ class _Started:
 
 
 class EmbeddedEngine:
-    """One model, one thread. `reader` opens the weight channel; without one, weights come from folders only. `memory`:
+    """One model, one thread. `memory`:
     where weights and cache lie if they may be taken back between steps."""
 
     def __init__(
@@ -209,14 +210,12 @@ class EmbeddedEngine:
         folder: str | Path,
         options: EmbeddedOptions | None = None,
         *,
-        reader: ReadsWeights | None = None,
         memory: Arena | None = None,
     ) -> None:
         self._folder = Path(folder)
         self._options = options or EmbeddedOptions()
         self._place = self._options.name
         self.pause_mode: PauseMode = self._options.pause_mode
-        self._reader = reader
         self._memory = memory
         self._state: _Started | None = None
         self._is_closed = False
@@ -368,16 +367,12 @@ class EmbeddedEngine:
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Copy a published version beside the one that is served. Raises EngineError naming what is wrong with it."""
-        reader, what = self._reader, f"weight version {manifest.version}"
-        if reader is None:
-            raise EngineError(
-                f"{self._place} was built without a reader for channel {manifest.channel!r}", remedy="pass reader="
-            )
+        what = f"weight version {manifest.version}"
 
         def load(weights: DecoderWeights) -> None:
             place = f"{what} from {manifest.channel}"
             self._beacon.step(f"{place}: digest", is_counted=False)
-            with reader(manifest) as tensors:
+            with read_version(manifest) as tensors:
                 weights.load(Counted(tensors, self._beacon, place), what)
 
         await self.prepare(manifest.version, load)

@@ -41,7 +41,7 @@ from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.request import check_request
-from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory
+from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory, refusal
 from .server_args import NO_NEEDS, SglangNeeds
 from .weight_routes import Routes, WeightRoute, folder_routes
 from .wire import HeldTokens, request_body, version_number, whole_number
@@ -293,7 +293,7 @@ class SglangEngine:
                     mine.answer = answer
                     mine.has_arrived.set()
                     if answer.status != 200:
-                        raise await self._refused(answer, place)
+                        raise refusal(place, answer.status, await answer.content.read(2000))
                     async for data in answer.content.iter_any():
                         for delta in tokens.feed(data):
                             if delta.finish is not None:
@@ -431,8 +431,3 @@ class SglangEngine:
     async def _served_version(self) -> int:
         self._version = version_number((await self._http.get("/model_info")).get("weight_version"))
         return self._version
-
-    async def _refused(self, answer: aiohttp.ClientResponse, place: str) -> EngineError:
-        text = (await answer.content.read(2000)).decode(errors="replace")
-        kind = RequestRefused if answer.status in (400, 413, 422) else EngineError
-        return kind(f"{place}: the server answered {answer.status}: {text}", remedy="see the server's log")

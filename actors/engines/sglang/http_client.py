@@ -17,7 +17,7 @@ import orjson
 from ....core.device_memory import Tag, TagReport
 from ....core.errors import ConfigError, EngineError, MyxaError, RequestRefused
 from ...http_client import client_session
-from .wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
+from .wire import FACTS_ROUTE, KEY_REMEDY, MODEL_ROUTE, ServerAnswer, attach_fault
 
 LOOK_S = 10.0
 """Longest look."""
@@ -139,17 +139,18 @@ class SglangHttp:
             )
             raise (await self.explain(error) if self.explain is not None else error) from err
         if status >= 400:
-            raise _refusal(place, status, raw)
+            raise refusal(place, status, raw)
         value: Any = None
         with suppress(msgspec.MsgspecError):
             value = msgspec.json.decode(raw)
         return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _refusal(place: str, status: int, raw: bytes) -> EngineError:
+def refusal(place: str, status: int, raw: bytes) -> EngineError:
+    """What to raise for an answer of that status."""
     text = f"{place} answered {status}: {raw[:500].decode(errors='replace')}"
     if status in (401, 403):
-        return EngineError(text, remedy="set engine.admin_key to the server's --admin-api-key")
+        return EngineError(text, remedy=KEY_REMEDY)
     kind = RequestRefused if status in (400, 413, 422) else EngineError
     return kind(text, remedy="see the server's log")
 

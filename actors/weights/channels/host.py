@@ -47,8 +47,8 @@ def make_writer(channel: ReadChannel, folder: Path, model_folder: Path) -> Weigh
 
 
 def read_version(manifest: WeightManifest) -> AbstractContextManager[Mapping[str, NamedArray]]:
-    """By whatever channel the manifest names; see `core.protocols.ReadsWeights`. Shared memory of another host is
-    refused by name instead of failing as a missing file."""
+    """The published tensors by HuggingFace name, by whatever channel the manifest names; their bytes are valid inside
+    the block only, and checked on entry. Raises EngineError; shared memory of another host is refused by name."""
     if manifest.channel == "disk":
         return read_folder(manifest)
     if manifest.host != boot_id():
