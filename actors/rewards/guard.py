@@ -12,7 +12,7 @@ import asyncio
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from ...algos.rewards.outcome import RewardOutcome
@@ -41,6 +41,17 @@ Tell = Callable[[str, str], None]
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def all_ended(jobs: Iterable[Awaitable[T]]) -> list[T]:
+    """Results in order, once all have ended: none waits for another, or fails by it. Raises the first error."""
+    done = await asyncio.gather(*jobs, return_exceptions=True)
+    found: list[T] = []
+    for one in done:
+        if isinstance(one, BaseException):
+            raise one
+        found.append(one)
+    return found
 
 
 MIN_CALLS = 20
@@ -163,10 +174,7 @@ class Guarded:
         return values
 
     async def close(self) -> None:
-        """No part waits for another, or fails by it."""
-        done = await asyncio.gather(*(one.close() for one in self._parts), return_exceptions=True)
-        for error in filter(None, done):
-            raise error
+        await all_ended(one.close() for one in self._parts)
 
 
 class Scorer(Guarded, ABC):

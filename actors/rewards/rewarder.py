@@ -17,7 +17,6 @@ functions by weight, or calls the one that the row names; each has its own worke
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from .call import (
     judged,
     load_reward,
 )
-from .guard import CallGuard, Scorer
+from .guard import CallGuard, Scorer, all_ended
 from .pool import RewardPool
 
 if TYPE_CHECKING:
@@ -181,12 +180,7 @@ class SeveralRewards(Scorer):
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         answers = tuple(completions)
         names = self._names_for(answers[0])
-        done = await asyncio.gather(*(self._judged(name, answers) for name in names), return_exceptions=True)
-        found: list[Outcomes] = []
-        for one in done:
-            if isinstance(one, BaseException):  # the first; the others have ended too
-                raise one
-            found.append(one)
+        found = await all_ended(self._judged(name, answers) for name in names)
         try:
             sums = judged([self._sum(names, of) for of in zip(*found, strict=True)], len(answers))
         except CallFailed as bad:
@@ -199,11 +193,7 @@ class SeveralRewards(Scorer):
         rewarder = self._by_name[name]
         if rewarder.judges_groups:
             return await rewarder.score_group(answers)
-        done = await asyncio.gather(*(rewarder.score(one) for one in answers), return_exceptions=True)
-        for one in done:
-            if isinstance(one, BaseException):
-                raise one
-        return tuple(one for one in done if not isinstance(one, BaseException))
+        return tuple(await all_ended(rewarder.score(one) for one in answers))
 
     def _names_for(self, answer: Completion) -> tuple[str, ...]:
         key = self._settings.choose_by

@@ -14,7 +14,7 @@ from ...algos.rewards.outcome import pass_rates
 from ...core.errors import EngineError
 from ...core.messages import Assignment, EvalRequest, EvalResult, GroupText
 from ...core.samples import Group
-from ..rewards.guard import Scorer
+from ..rewards.guard import Scorer, all_ended
 from ..telemetry import group_text
 from .group_runner import GroupRunner
 
@@ -80,9 +80,7 @@ class Evaluation:
             self._show(replace(text, step=max(text.newest_version, version)))
 
     async def close(self) -> None:
-        closing = [scorer.close() for scorer in self._scorers.values()]
-        for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
-            raise error
+        await all_ended(scorer.close() for scorer in self._scorers.values())
 
 
 def measured(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:

@@ -67,7 +67,7 @@ from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
-from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer
+from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer, all_ended
 from ..stream_checks import StreamChecks
 from ..telemetry import report_forever
 from ..weights.engine_versions import ALWAYS_NEWEST
@@ -272,9 +272,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         closing = [self._judges.close(), self._evaluation.close()]
         closing += [] if self._engine is None else [self._engine.close()]
         closing += [self._workflow.close()] if isinstance(self._workflow, WorkflowPool) else []
-        # Neither waits for the other, or fails by it.
-        for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
-            raise error
+        await all_ended(closing)
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
         async with self._weights_turn:
