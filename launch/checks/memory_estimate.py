@@ -222,25 +222,13 @@ SGLANG_SHARE = 0.85
 """About what SGLang chooses when sglang.mem_fraction_static is not set; it looks at the device then."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineEstimate:
-    """One engine on each of its GPUs."""
-
-    parts: tuple[Part, ...]
-    cache_tokens: int
-    context_length: int
-    max_running: int
-    full_sequences: int
-    """Sequences of the whole context that fit."""
-
-
 def token_bytes(model: ModelConfig, dtype: str, num_gpus: int = 1) -> int:
     """Of one token in the cache, on each of so many GPUs."""
     heads = -(-model.num_kv_heads // num_gpus)
     return 2 * model.num_layers * heads * model.head_dim * ITEM_BYTES[dtype]
 
 
-def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity: int | None) -> EngineEstimate:
+def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity: int | None) -> tuple[Part, ...]:
     """Of a launched SGLang server on each of its GPUs. `capacity`: bytes of a GPU, None: not known."""
     engine, item, channel = config.engine, ITEM_BYTES[config.engine.dtype], choose_channel(config)
     weights = item * model.num_parameters // num_gpus
@@ -266,9 +254,7 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
         Part("update", update, f"2 x weights.bucket_mb = {config.weights.bucket_mb}"),
         _groups((num_gpus > 1) + (channel == "nccl")),
     )
-    held = tuple(part for part in parts if part.num_bytes or part.name == "kv cache")
-    tokens_held = cache // per_token
-    return EngineEstimate(held, tokens_held, context, engine.max_running, tokens_held // context)
+    return tuple(part for part in parts if part.num_bytes or part.name == "kv cache")
 
 
 # -- all devices -------------------------------------------------------------------------------------------------------
@@ -300,34 +286,27 @@ class DeviceLoad:
         return cls(devices, phase, parts, capacity, total(parts), total(parts) <= (capacity or UNLIMITED))
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory of the whole run."""
-
-    loads: tuple[DeviceLoad, ...]
-    engine: EngineEstimate | None
-
-
-def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
-    """All kinds of devices and phases, and what does not fit; None where model, placement or layout say nothing."""
-    config, model, capacity, engine = run.config, run.model, run.device_bytes, None
+def memory(run: CheckedRun) -> tuple[tuple[DeviceLoad, ...], tuple[Finding, ...]]:
+    """All kinds of devices and phases, and what does not fit; nothing where model, placement or layout say nothing."""
+    config, model, capacity = run.config, run.model, run.device_bytes
     trainers, rollouts = run.of("trainer"), run.of("rollout")
     if model is None or not run.actors:
-        return None, ()
+        return (), ()
     if config.roles.trainer.kind == "megatron":
         layout = trainer_layout(config)
         if any(looked("megatron", layout.check_model, model, config.megatron.model)):  # a finding of `fit`
-            return None, ()
+            return (), ()
         if wrong := tuple(looked("megatron", layout.dp, len(trainers))):
-            return None, wrong
+            return (), wrong
     if capacity is None and run.is_here and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
         capacity = min((one.num_bytes for one in run.once(gpus).found if one.num_bytes), default=None)
     trainer = trainer_memory(config, model, max(1, len(trainers)))
     launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and not run.is_sft
+    engine: tuple[Part, ...] = ()
     if launches and rollouts and rollouts[0].devices:
         engine = server_memory(config, model, len(rollouts[0].devices), capacity)
-    loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, capacity))
-    return Memory(tuple(loads), engine), tuple(finding for load in loads for finding in _too_full(load))
+    loads = tuple(_gpu_loads(config, trainers, rollouts, trainer, engine, capacity))
+    return loads, tuple(finding for load in loads for finding in _too_full(load))
 
 
 def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
@@ -339,13 +318,13 @@ def _gpu_loads(
     trainers: Sequence[ActorSpec],
     rollouts: Sequence[ActorSpec],
     trainer: tuple[Part, ...],
-    engine: EngineEstimate | None,
+    engine: tuple[Part, ...],
     capacity: int | None,
 ) -> Iterator[DeviceLoad]:
     of_trainer = {(actor.node, device) for actor in trainers for device in used_devices(actor)}
     of_engine = {(actor.node, device) for actor in rollouts if engine for device in actor.devices}
     mine = [part.of("trainer") for part in trainer]
-    theirs = [part.of("rollout") for part in engine.parts] if engine else []
+    theirs = [part.of("rollout") for part in engine]
     for devices, first, second in (
         (of_trainer & of_engine, mine, theirs),
         (of_trainer - of_engine, mine, []),

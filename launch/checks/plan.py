@@ -20,7 +20,7 @@ from ..memory_part import GIB, count_text, size_text
 from ..supervisor.placement import place, placement_problems
 from .all_checks import CHECKS
 from .check import CheckedRun, Finding, key_of, run_checks
-from .memory_estimate import DeviceLoad, Memory, memory, ranges, used_devices
+from .memory_estimate import DeviceLoad, memory, ranges, used_devices
 from .run_arithmetic import BatchPlan, StalenessPlan, batch_plan, staleness_plan
 
 
@@ -66,7 +66,7 @@ class PlannedRun:
     placement: tuple[PlannedNode, ...] = ()
     batch: BatchPlan | None = None
     staleness: StalenessPlan | None = None
-    memory: Memory | None = None
+    memory: tuple[DeviceLoad, ...] = ()
     num_parameters: int | None = None
 
     @property
@@ -200,18 +200,12 @@ def _short(actors: Sequence[str]) -> str:
     return " ".join(f"{role}/{ranges(numbers)}" if numbers else role for role, numbers in found.items())
 
 
-def _memory(memory: Memory | None, num_parameters: int | None) -> Iterator[str]:
-    if memory is None or not memory.loads:
+def _memory(loads: Sequence[DeviceLoad], num_parameters: int | None) -> Iterator[str]:
+    if not loads:
         return
     yield f"a model of {count_text(num_parameters or 0)} parameters"
-    for load in memory.loads:
+    for load in loads:
         yield from _load(load)
-    engine = memory.engine
-    if engine is not None:
-        yield (
-            f"the cache holds {engine.cache_tokens:,} tokens = {engine.full_sequences} sequences of "
-            f"{engine.context_length:,}; engine.max_running = {engine.max_running}"
-        )
     yield UNCOUNTED
 
 

@@ -113,7 +113,7 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
     code, answer = plan(site.write(text), "--elsewhere", "--device-gib", "80", capsys=capsys)
     assert (code, answer["problems"]) == (0, [])
     assert answer["placement"][0]["devices"]["GPU 1"] == ["trainer/1", "rollout/1"]
-    phases = {load["phase"]: load for load in answer["memory"]["loads"]}
+    phases = {load["phase"]: load for load in answer["memory"]}
     assert list(phases) == ["trainer's turn", "hand-over", "engine's turn"]
     assert all(load["capacity_bytes"] == 80 << 30 and load["fits"] for load in phases.values())
     code, answer = plan(site.write(text), capsys=capsys)
