@@ -101,8 +101,6 @@ class ShareReply(Record, frozen=True, tag="share"):
     """`payloads[bucket][rank]`: what each rank is handed, base64 (see `actors/weights/channels/cuda_ipc.py`)."""
 
     payloads: tuple[tuple[str, ...], ...]
-    fingerprint: str = ""
-    """Of the plan by which the buckets are cut: ranks of one server may be handed memory of several senders."""
 
 
 class ShareRequest(SenderOrder[ShareReply], frozen=True, tag="share"):

@@ -61,14 +61,6 @@ def test_buckets_are_filled_up_to_the_limit_and_not_beyond():
     assert [b.num_bytes for b in make_plan(tensors, 1).buckets] == [40] * 10, "a block larger than a bucket goes alone"
 
 
-def test_the_fingerprint_says_whether_bytes_lie_alike():
-    plan = make_plan(TENSORS, 150)
-    assert make_plan(list(TENSORS), 150) == plan
-    assert make_plan(TENSORS, 1 << 20).fingerprint != plan.fingerprint
-    other = [*TENSORS[:-1], shape(TENSORS[-1].name, "bfloat16", (4, 6))]
-    assert make_plan(other, 150).fingerprint != plan.fingerprint
-
-
 def test_random_models_are_cut_without_loss():
     seed = random.randrange(1 << 30)
     print("seed", seed)

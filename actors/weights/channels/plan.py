@@ -11,7 +11,6 @@ Knows names, dtypes and shapes; no tensor, no torch. Rules:
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ class WeightPlan:
     """The cut of one sender's tensors."""
 
     buckets: tuple[Bucket, ...]
-    fingerprint: str
-    """Equal exactly when two plans place the same tensors at the same bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,8 +51,7 @@ def make_plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> WeightPlan:
             size = 0
         buckets[-1].extend(block)
         size += num_bytes
-    placed = tuple(_place(bucket) for bucket in buckets)
-    return WeightPlan(buckets=placed, fingerprint=_fingerprint(placed))
+    return WeightPlan(buckets=tuple(_place(bucket) for bucket in buckets))
 
 
 def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
@@ -81,11 +77,3 @@ def _place(tensors: Sequence[TensorSpec]) -> Bucket:
         specs.append(msgspec.structs.replace(tensor, offset=offset))
         offset += tensor.num_bytes
     return Bucket(tensors=tuple(specs), num_bytes=offset)
-
-
-def _fingerprint(buckets: Sequence[Bucket]) -> str:
-    digest = hashlib.blake2b(digest_size=12)
-    for number, bucket in enumerate(buckets):
-        for spec in bucket.tensors:
-            digest.update(f"{number} {spec.name} {spec.dtype} {spec.shape} {spec.offset}\n".encode())
-    return digest.hexdigest()

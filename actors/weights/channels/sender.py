@@ -114,8 +114,8 @@ class DeviceWeightSender:
         self._lock = threading.Lock()
         self._channels: dict[str, Channel] = {}
         self._is_closed = False
-        self._metadata: tuple[str, tuple[WrittenPart, ...]] = ("", ())
-        """Fingerprint of a plan, and its buckets' metadata."""
+        self._metadata: tuple[WrittenPart, ...] = ()
+        """Of the buckets, which are those of every version."""
 
     def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
         staged = self._staging.publish(version, lambda: self._wanted(export()))
@@ -174,14 +174,12 @@ class DeviceWeightSender:
                 )
         finally:
             self._staging.done(staged)
-        return ShareReply(payloads=payloads, fingerprint=staged.buffers.plan.fingerprint)
+        return ShareReply(payloads=payloads)
 
     def _metadata_of(self, plan: WeightPlan) -> tuple[WrittenPart, ...]:
-        fingerprint, metadata = self._metadata
-        if fingerprint != plan.fingerprint:
-            metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
-            self._metadata = (plan.fingerprint, metadata)
-        return metadata
+        if not self._metadata:
+            self._metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
+        return self._metadata
 
     def _close_idle(self) -> None:
         """There is one more version."""

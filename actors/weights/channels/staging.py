@@ -127,8 +127,8 @@ class Staging:
             self._is_cut = True
         buffers = self._take()
         if buffers is None:
-            for name, _ in export():
-                raise TrainError(f"{name} came from a rank that had no weights before", remedy="this is a bug")
+            for _ in export():  # other ranks gather from this one
+                pass
             return None
         with torch.no_grad():
             self._copy(version, buffers, export())
@@ -173,12 +173,11 @@ class Staging:
                 buffers = self._free.pop()
                 buffers.is_released = False
                 return buffers
-        return self._allocate() if self._plan is not None else None
+        return self._allocate(self._plan) if self._plan is not None else None
 
-    def _allocate(self) -> Buffers:
-        plan, device = self._plan, self.device
-        if plan is None or device is None:
-            raise TrainError("nothing was published before", remedy="this is a bug")
+    def _allocate(self, plan: WeightPlan) -> Buffers:
+        device = self.device
+        assert device is not None
         flat = tuple(
             torch.zeros(padded_bytes(bucket.num_bytes), dtype=torch.uint8, device=device) for bucket in plan.buckets
         )
