@@ -78,24 +78,11 @@ def make_tiny_model(
 
 
 def tiny_config(preset: str, vocab_size: int = 320, context_length: int = 2048) -> ModelConfig:
+    """The config of a Qwen3 with tied embeddings and our tokenizer's special ids. Raises ModelError for an unknown
+    preset, or a vocabulary that is too small."""
     sizes = PRESETS.get(preset)
     if sizes is None:
         raise ModelError(f"there is no tiny model {preset!r}", remedy=f"choose one of {', '.join(PRESETS)}")
-    return qwen3_config(sizes, vocab_size, context_length, place=f"tiny model {preset}")
-
-
-def qwen3_config(
-    sizes: Preset,
-    vocab_size: int,
-    context_length: int,
-    *,
-    place: str,
-    rope_theta: float = 10_000.0,
-    dtype: str = "float32",
-) -> ModelConfig:
-    """The config of a Qwen3 of any size, with tied embeddings and our tokenizer's special ids. `rope_theta` is written
-    twice: transformers 5 reads one place, all others the other. Raises ModelError for a vocabulary that is too
-    small."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(
             f"vocab_size {vocab_size} is too small: {NUM_BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens",
@@ -113,8 +100,8 @@ def qwen3_config(
         "head_dim": sizes.head_dim,
         "max_position_embeddings": context_length,
         "rms_norm_eps": 1e-6,
-        "rope_theta": rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "rope_theta": 10_000.0,  # twice: transformers 5 reads one place, all others the other
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "tie_word_embeddings": True,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -127,10 +114,10 @@ def qwen3_config(
         "bos_token_id": None,
         "eos_token_id": END_ID,
         "pad_token_id": PAD_ID,
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        "dtype": "float32",
+        "torch_dtype": "float32",
     }
-    return parse_model_config(source, place)
+    return parse_model_config(source, f"tiny model {preset}")
 
 
 def init_weights(config: ModelConfig, seed: int) -> list[NamedArray]:

@@ -100,7 +100,7 @@ def same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(tensor.cpu(), expected), f"{name} is not what the folder holds"
 
 
-def load_counting(chunks: list[Any], folder: str, config: Any, layout: ParallelLayout) -> int:
+def load_counting(chunks: list[Any], folder: str, config: Any) -> int:
     """Load the folder; bytes that were copied out of it."""
     read, counted = hf_weights.read_piece, 0
 
@@ -112,7 +112,7 @@ def load_counting(chunks: list[Any], folder: str, config: Any, layout: ParallelL
 
     hf_weights.read_piece = counting
     try:
-        hf_weights.load_hf_folder(chunks, folder, config, layout)
+        hf_weights.load_hf_folder(chunks, folder, config)
     finally:
         hf_weights.read_piece = read
     return counted
@@ -218,7 +218,7 @@ def run_case(case: dict[str, Any], gang: Gang) -> dict[str, Any]:
     precision = getattr(torch, case.get("precision", "float32"))
     try:
         chunks = build_model_chunks(config, layout, precision, case.get("overrides", {}))
-        num_read = load_counting(chunks, case["folder"], config, layout)
+        num_read = load_counting(chunks, case["folder"], config)
     except MyxaError as error:
         return {"refusal": str(error)}
     held = sum(p.nbytes for chunk in chunks for p in chunk.parameters())

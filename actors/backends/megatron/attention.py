@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ....core.errors import TrainError
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
 from ..torch_backend.tensors import from_array, integers, pieces
@@ -81,15 +80,6 @@ _PLAN = "myxa_plan"
 """Attribute of a micro-batch's PackedSeqParams under which its plan is kept for all layers of a stage."""
 
 
-def _chunk_size(length: int, cp_size: int) -> int:
-    if length % (2 * cp_size):
-        raise TrainError(
-            f"a packed sequence of {length} tokens does not cut into {2 * cp_size} chunks for {cp_size} context ranks",
-            remedy="a bug: sequences must be padded to so many chunks",
-        )
-    return length // (2 * cp_size)
-
-
 def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[0, l0, l0 + l1, ...] int32."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
@@ -132,7 +122,7 @@ def plan_attention(
     rows: list[Tensor] = []
     start = 0
     for length in lengths:
-        chunk = _chunk_size(length, cp_size)
+        chunk = length // num_chunks  # they are padded so that it divides
         for number in (cp_rank, num_chunks - 1 - cp_rank):
             queries.append(chunk)
             keys.append((number + 1) * chunk)

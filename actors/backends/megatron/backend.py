@@ -153,7 +153,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             precision.params,
             model_fields(config.megatron),
         )
-        load_hf_folder(chunks, folder, model, config.layout)
+        load_hf_folder(chunks, folder, model)
         return chunks
 
     def _reference(self, model: ModelConfig, precision: Precision) -> ReferenceModel[Pipeline]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ....core.errors import ConfigError, TrainError
+from ....core.errors import TrainError
 from ....core.protocols import NamedArray
 from ...models.hf_folder import open_weights
 from ...models.model_config import ModelConfig
@@ -41,7 +41,6 @@ from .families import (
     put_together,
     vocabulary,
 )
-from .layout import ParallelLayout
 from .mcore import Grid, Group, read_grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -128,16 +127,10 @@ def _of_layer(
         yield MappedWeight(parameter, rule, f"{prefix}mlp.experts.", expert, here)
 
 
-def load_hf_folder(
-    chunks: Sequence[nn.Module], folder: str | Path, config: ModelConfig, layout: ParallelLayout
-) -> None:
+def load_hf_folder(chunks: Sequence[nn.Module], folder: str | Path, config: ModelConfig) -> None:
     """Fill this rank's parameters; table rows that only pad the vocabulary become zero. Not collective. Raises
-    ModelError naming file and weight if the folder is not the config's, ConfigError if the chunks were not built with
-    this layout."""
+    ModelError naming file and weight if the folder is not the config's."""
     grid = read_grid()
-    built = (grid.tp.size(), grid.pp.size(), grid.cp.size(), grid.ep.size(), grid.etp.size())
-    if built != (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp):
-        raise ConfigError(f"{layout} is not how the gang was set up: {built}", remedy="a bug: one layout for both")
     shapes = config.tensor_shapes()
     with torch.no_grad(), open_weights(folder, config) as tensors:
         for weight in map_weights(chunks, config, grid):

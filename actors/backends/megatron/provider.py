@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....core.config.learning import MegatronSettings
-from ....core.errors import ConfigError, TrainError
+from ....core.errors import ConfigError
 from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import integers, pieces
 from ..vocab_scores import fused
@@ -208,8 +208,6 @@ class MegatronRMSNorm(nn.RMSNorm):
     model's number type."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        if config.normalization != "RMSNorm":
-            raise TrainError(f"there is no {config.normalization} here", remedy="a bug: all known families use RMSNorm")
         device = None if config.use_cpu_initialization else mcore.default_device()
         cast(Any, super()).__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         cast(Any, self.weight).sequence_parallel = config.sequence_parallel

@@ -51,10 +51,6 @@ class MegatronWorld(World):
         if gang.world_size == 1:
             _alone(gang, device)
         with base.phase("form Megatron's groups"):
-            if parallel_state.model_parallel_is_initialized():
-                raise LaunchError(
-                    f"rank {gang.rank}: Megatron's groups are there already", remedy="one trainer rank per process"
-                )
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
