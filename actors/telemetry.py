@@ -59,28 +59,17 @@ async def report_forever(
     buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S, *, timeout_s: float = 5.0
 ) -> None:
     """Send the buffer every so many seconds until cancelled, then once more: an actor's last words are often the ones
-    that matter. Says once when the monitor cannot be reached and once when it can again; raises only CancelledError."""
-    is_reachable = True
+    that matter. Raises only CancelledError."""
     try:
         while True:
             await asyncio.sleep(every_s)
-            was_sent = await report_once(buffer, send, timeout_s=timeout_s)
-            if was_sent != is_reachable:
-                is_reachable = was_sent
-                _tell(buffer, is_reachable=is_reachable)
+            await report_once(buffer, send, timeout_s=timeout_s)
     finally:
         if buffer.meter is not None:
             buffer.meter.close_span()
         await report_once(
             buffer, send, timeout_s=TIMEOUTS.monitor.last_words_s
         )  # also to a monitor that was away: it may be back
-
-
-def _tell(buffer: TelemetryBuffer, *, is_reachable: bool) -> None:
-    if is_reachable:
-        _log.info("%s: the monitor answers again; %d records lost so far", buffer.source, buffer.num_lost)
-    else:
-        _log.warning("%s: the monitor cannot be reached; telemetry waits, as far as there is room", buffer.source)
 
 
 MAX_CHARS = 4_000

@@ -224,8 +224,6 @@ class TelemetryBuffer:
         self._last_step = -1
         self._num_dropped = 0
         self._flows = FlowSampler()
-        self.num_lost = 0
-        """Records thrown away since this object was made."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -293,7 +291,6 @@ class TelemetryBuffer:
     def lost(self, bundle: Telemetry) -> None:
         """A drained bundle could not be sent: its records count as dropped in the next one."""
         count = sum(len(getattr(bundle, name)) for name in self._waiting)
-        self.num_lost += count
         self._num_dropped += count + bundle.dropped
 
     def put_back(self, bundle: Telemetry) -> None:
@@ -306,7 +303,6 @@ class TelemetryBuffer:
             num_lost = max(0, len(records) - room)
             queue.extendleft(reversed(records[num_lost:]))
             self._num_dropped += num_lost
-            self.num_lost += num_lost
 
     def _limit(self, name: str) -> int:
         return min(self._max_records, _MAX_SAMPLES) if name == "samples" else self._max_records
@@ -316,7 +312,6 @@ class TelemetryBuffer:
             return
         spans, dropped = self.meter.drain_spans()
         self._num_dropped += dropped
-        self.num_lost += dropped
         for span in spans:
             self._append("spans", span)
         now = self._clock.monotonic()
@@ -334,7 +329,6 @@ class TelemetryBuffer:
         if len(queue) >= self._limit(name):
             queue.popleft()
             self._num_dropped += 1
-            self.num_lost += 1
         queue.append(record)
 
 

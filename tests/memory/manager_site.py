@@ -30,9 +30,9 @@ class Site:
         self.folder = folder
         self.node = node
         self.members = members
-        """Actor name -> (gang, devices by commas)."""
+        """Actor name -> (gang, device)."""
         self.children: dict[str, Program] = {}
-        self.devices = sorted({device for _, devices in members.values() for device in devices.split(",")})
+        self.devices = sorted({device for _, device in members.values()})
         self.managers = [f"memory/{node}" for node in sorted({0, *map(node_of, self.devices)})]
         """The manager, and its agents."""
         self.count = itertools.count(1)
@@ -129,7 +129,7 @@ class Site:
         return await self.until(all_there, 20.0, "all registered")
 
     def pids(self, device: str) -> list[int]:
-        there = [name for name, (_, devices) in self.members.items() if device in devices.split(",")]
+        there = [name for name, (_, own) in self.members.items() if device == own]
         return [child.pid for name, child in list(self.children.items()) if name in there]
 
 

@@ -9,12 +9,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from myxa.actors.contracts import TenantContract
 from myxa.actors.daemon_thread import in_daemon_thread
@@ -30,7 +26,6 @@ from myxa.core.device_memory import (
     MemoryReply,
     Tag,
     TagPolicy,
-    TagReport,
     TenantReport,
 )
 from myxa.core.handlers import call
@@ -52,7 +47,6 @@ TRAINER: dict[Tag, tuple[int, TagPolicy]] = {
 ENGINE: dict[Tag, tuple[int, TagPolicy]] = {"weights": (8 * MIB, "backup"), "kv_cache": (30 * MIB, "discard")}
 TAGS = {"trainer": TRAINER, "rollout": ENGINE}
 
-F32 = npt.NDArray[np.float32]
 die_at: set[str] = set()
 
 
@@ -80,89 +74,59 @@ class MortalDriver(HostVmmDriver):
 
 
 class Points:
-    """Arenas, one a device and all alike, whose moves can be died in."""
+    """An arena whose moves can be died in."""
 
-    def __init__(self, arenas: list[Arena], refill: Callable[[], None]) -> None:
-        self._arenas = arenas
-        self._refill = refill
+    def __init__(self, arena: Arena) -> None:
+        self.report = arena.report
+        self._arena = arena
 
-    def report(self) -> tuple[TagReport, ...]:
-        return self._arenas[0].report()
-
-    def release(self, tags: Collection[Tag]) -> Any:
-        moved = [arena.release(tags) for arena in self._arenas]
+    def release(self, tags: Collection[Tag]) -> int:
+        copied_bytes = self._arena.release(tags)
         point("after_release")
-        return moved[0]
+        return copied_bytes
 
-    def restore(self, tags: Collection[Tag]) -> Any:
-        restoring = [arena.begin_restore(tags) for arena in self._arenas]
+    def restore(self, tags: Collection[Tag]) -> int:
+        restoring = self._arena.begin_restore(tags)
         point("in_restore")
-        moved = [each.wait_all() for each in restoring]
-        if "params" in tags:
-            self._refill()
-        return moved[0]
+        copied_bytes = restoring.wait_all()
+        self._arena.mark_dirty(self._arena.report()[0].tag)
+        return copied_bytes
 
 
 class Toy(Mortal, TenantContract):
-    """A tenant whose memory is real. Work on it is a toy, but depends on every byte."""
+    """A tenant whose memory is real; its work is a toy."""
 
-    def __init__(self, gang: str, devices: list[str]) -> None:
-        self._gang = gang
-        self._devices = devices
+    def __init__(self, gang: str, device: str) -> None:
+        self._gang, self._device = gang, device
         self._turn = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._arrays: dict[Tag, F32] = {}
-        """On the first device; what is on the others is never written to."""
-        self._arenas: list[Arena] = []
-        self._step = 0
-        self._is_loaded = False
+        self._arena: Arena | None = None
 
     async def on_start(self) -> None:
-        planned = TAGS[self._gang]
         self._tenant = Tenant(
             options=TenantOptions(
-                name=self.ctx.name, epoch=self.ctx.epoch, gang=self._gang, devices=tuple(self._devices),
-                node=node_of(self._devices[0]), planned=dict(planned),
+                name=self.ctx.name, epoch=self.ctx.epoch, gang=self._gang, devices=(self._device,),
+                node=node_of(self._device), planned=dict(TAGS[self._gang]),
             ),
             gate=self,
             in_thread=lambda work: in_daemon_thread(work, "memory"),
             clock=SystemClock(),
         )  # fmt: skip
-        self.ctx.spawn(self._run(), name="toy")
+        self.ctx.spawn(self._load(), name="toy")
 
-    async def _run(self) -> None:
+    async def _load(self) -> None:
         await self._turn.wait()
-        self._arenas = [self._load(device) for device in self._devices]
-        self._tenant.loaded((Points(self._arenas, self._refill),))
-        self._is_loaded = True
-
-    def _load(self, device: str) -> Arena:
-        driver = MortalDriver(device, CAPACITY)
-        arena = Arena(driver, HostPool(64 * MIB), chunk_bytes=CHUNK)
+        self._arena = arena = Arena(MortalDriver(self._device, CAPACITY), HostPool(64 * MIB), chunk_bytes=CHUNK)
         for tag, (num_bytes, policy) in TAGS[self._gang].items():
             arena.tag(tag, policy)
-            address = arena.empty(tag, num_bytes)
-            raw = (ctypes.c_float * (num_bytes // 4)).from_address(address)
-            array = np.ctypeslib.as_array(raw)
-            array[:] = 0.5
-            self._arrays.setdefault(tag, array)
+            ctypes.memset(arena.empty(tag, num_bytes), 1, num_bytes)
             arena.mark_dirty(tag)
-        return arena
+        self._tenant.loaded((Points(arena),))
 
     async def on_stop(self, why: str) -> None:
-        for arena in self._arenas:
-            arena.close()
-
-    def _refill(self) -> None:
-        """Parameters are half of the optimizer's state."""
-        half = self._arrays["optimizer"][: self._arrays["params"].size]
-        self._arrays["params"][:] = half
-        self.arena.mark_dirty("params")
-
-    @property
-    def arena(self) -> Arena:
-        return self._arenas[0]
+        if self._arena is not None:
+            self._arena.close()
 
     # -- the gate
 
@@ -176,38 +140,16 @@ class Toy(Mortal, TenantContract):
         point("before_commit")
         self._turn.set()
 
-    # -- work
-
     @call(deadline=30)
-    async def work(self, count: int) -> list[float]:
-        """Losses of `count` steps, or sums of a cache's pages."""
+    async def work(self) -> None:
+        """In its turn, on all that it holds."""
         async with asyncio.timeout(20):
-            while not (self._turn.is_set() and self._is_loaded):
+            while not (self._turn.is_set() and self._arena is not None and self._arena.report()):
                 await asyncio.sleep(0.01)
         self._idle.clear()
-        try:
-            step = self._train if self._gang == "trainer" else self._generate
-            return [await in_daemon_thread(step, "work") for _ in range(count)]
-        finally:
-            self._idle.set()
-
-    def _train(self) -> float:
-        params, grads, state = self._arrays["params"], self._arrays["grads"], self._arrays["optimizer"]
-        master, moment = state[: params.size], state[params.size :]
-        self._step += 1
-        np.multiply(params, np.float32(0.01 * self._step), out=grads)
-        grads += np.float32(0.001)
-        moment *= np.float32(0.9)
-        moment += grads
-        master -= np.float32(0.05) * moment
-        params[:] = master
-        for tag in ("params", "grads", "optimizer"):
-            self.arena.mark_dirty(tag)
-        return float(params.astype(np.float64).sum() + moment.astype(np.float64).sum())
-
-    def _generate(self) -> float:
-        self._arrays["kv_cache"][:] = self._arrays["weights"][0]
-        return float(self._arrays["kv_cache"][-1])
+        for report in self._arena.report():
+            self._arena.mark_dirty(report.tag)
+        self._idle.set()
 
     # -- a tenant's duties
 
@@ -265,7 +207,7 @@ async def main(rdzv: str, name: str, gang: str, device: str, gangs: str) -> int:
         number, devices = int(name.rpartition("/")[2]), device.split(",")
         await node.start(agent_of(devices, number) if number else manager_of(devices, json.loads(gangs)), name)
     else:
-        await node.start(Toy(gang, device.split(",")), name)
+        await node.start(Toy(gang, device), name)
     error = await node.failed
     print(f"{name}: {error!r}", file=sys.stderr, flush=True)
     await node.close(grace_s=0.5)

@@ -68,7 +68,7 @@ async def both_have_loaded(site: Site) -> int:
     for gang, other in (("rollout", "trainer"), ("trainer", "rollout")):
         reply = await site.lease(gang, other)
         assert reply.granted, reply.reason
-        await asyncio.gather(*(site.toy(f"{gang}/{number}").work(1) for number in range(2)))
+        await asyncio.gather(*(site.toy(f"{gang}/{number}").work() for number in range(2)))
     return reply.epoch
 
 
