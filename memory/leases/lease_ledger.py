@@ -91,10 +91,6 @@ class Incarnation:
         """It accepts commands."""
         return not self.silent
 
-    def counts_on(self, device: str) -> bool:
-        """Whether some of that device is, or may be, in its use."""
-        return device in self.report.devices
-
     def tag(self, name: Tag) -> TagReport | None:
         """What it last said of a tag."""
         return next((tag for tag in self.report.tags if tag.tag == name), None)
@@ -133,7 +129,7 @@ class LeaseLedger:
 
     def on(self, device: str) -> Iterator[Incarnation]:
         """All that count there."""
-        yield from (tenant for tenant in self.tenants.values() if tenant.counts_on(device))
+        yield from (tenant for tenant in self.tenants.values() if device in tenant.report.devices)
 
     def gang(self, name: str) -> tuple[Incarnation, ...]:
         """Members, sorted by name."""
@@ -371,7 +367,7 @@ def _pick(
 def _spared(ledger: LeaseLedger, chosen: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:
     """Without those that are not needed on any device, the costliest first: a tag that was chosen for one device may
     have made others, chosen before it for another one, superfluous."""
-    counts = {c: [device for device in short if ledger.tenants[c.tenant].counts_on(device)] for c in chosen}
+    counts = {c: [device for device in short if device in ledger.tenants[c.tenant].report.devices] for c in chosen}
     surplus = {
         device: _num_bytes(c for c in chosen if device in counts[c]) - num_bytes for device, num_bytes in short.items()
     }
