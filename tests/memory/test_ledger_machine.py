@@ -21,11 +21,15 @@ STEPS = 40
 class LedgerMachine(RuleBasedStateMachine):
     """Rules are what happens to the node; the world checks the invariants at every event."""
 
-    @initialize(seed=st.integers(0, 2**32 - 1), members=st.sampled_from([MEMBERS, SPANNING]))
-    def begin(self, seed: int, members: Members) -> None:
+    @initialize(
+        seed=st.integers(0, 2**32 - 1), members=st.sampled_from([MEMBERS, SPANNING]), drop=st.sampled_from([0.0, 0.4])
+    )
+    def begin(self, seed: int, members: Members, drop: float) -> None:
         print(f"seed {seed}")
         self.world = World(seed, members)
         self.world.advance(0.5)
+        if drop:  # half of the examples begin in a storm
+            self.world.weather = Weather(drop, drop, 3.0, 15.0)
 
     @rule(
         gang=st.sampled_from(["trainer", "rollout", "other"]),
