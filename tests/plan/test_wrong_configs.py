@@ -154,24 +154,25 @@ def test_each_is_rejected_with_line_and_remedy(site: Site, capsys: pytest.Captur
 
 
 def test_all_mistakes_of_a_file_are_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    text = RUN
-    for old, new in (
-        ("lr = 1e-4", "lr = -1"),
-        ("batch_size = 8", "batchsize = 8"),
+    """Those of the file itself; once there are none, those of what it names."""
+    of_names = (
         ('path = "model"', 'path = "modell"'),
         ('train = "data/train.jsonl"', 'train = "data/trian.jsonl"'),
         ('fn = "mine.py:score"', 'fn = "mine.py:scor"'),
         ("checkpoint_every = 10", 'checkpoint_every = 10\nresume = "nowhere"'),
+    )
+    of_keys = (("lr = 1e-4", "lr = -1"), ("batch_size = 8", "batchsize = 8"))
+    for mistakes, keys in (
+        ((*of_names, *of_keys), ["algo.batchsize", "optimizer.lr"]),
+        (of_names, ["model.path", "data.train", "reward.fn", "trainer.resume"]),
     ):
-        text = text.replace(old, new)
-    file = site.write(text)
-    code, answer = plan(file, capsys=capsys)
-    assert code == 2
-    keys = [one["key"] for one in answer["problems"]]
-    assert keys == ["model.path", "data.train", "reward.fn", "algo.batchsize", "optimizer.lr", "trainer.resume"]
-    lines = [one["line"] for one in answer["problems"]]
-    assert lines == sorted(lines)
-    assert all(lines)
+        text = RUN
+        for old, new in mistakes:
+            text = text.replace(old, new)
+        code, answer = plan(site.write(text), capsys=capsys)
+        assert (code, [one["key"] for one in answer["problems"]]) == (2, keys)
+        lines = [one["line"] for one in answer["problems"]]
+        assert lines == sorted(lines) and all(lines)
 
 
 def test_a_mistake_is_not_judged_by_the_default_in_its_place(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
