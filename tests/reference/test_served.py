@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
+from tests.backends.gang_rank import scored
 from tests.harness.engine_server import serve
 from tests.harness.group_runner import runner_of
 from tests.reference.teachers import PROMPT, Letters, expected, made, only_once_known, out_of_order, teacher
@@ -78,7 +79,7 @@ async def test_a_served_model_says_what_the_trainers_reference_model_says(tmp_pa
     backend = TorchBackend(RankSettings(model_path=str(tmp_path / "teacher")))
     backend.setup()
     try:
-        exact = backend.score(shard.samples)
+        exact = scored(backend, shard.samples)
     finally:
         backend.close()
     for sample, wanted in zip(shard.samples, exact, strict=True):
