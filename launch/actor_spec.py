@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..core.config import RoleName
-from ..core.config.run import WhenHung
+from ..core.supervision import WhenHung
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from ..sampling import MAX_STOP_STRINGS, wrong_stop_string
 from ..suggestion import nearest
+from ..supervision import WhenHung
 from .section import (
     CodeName,
     Conflict,
@@ -140,7 +141,6 @@ ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_DEVICES = 64
 
 RoleName = Literal["coordinator", "buffer", "monitor", "memory", "trainer", "rollout"]
-WhenHung = Literal["wait", "kill"]
 
 
 def parse_devices(text: str) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ...core.errors import ConfigError, LaunchError
 from ..contracts import StackReply
@@ -31,15 +30,6 @@ REAP_S = 5.0
 WRITE_S = 1.0
 """How long a process may take to write its stacks."""
 MAX_TEXT = 512 * 1024
-
-
-class _Process(Protocol):
-    """A child of this process, to be reaped here alone."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self) -> int: ...
 
 
 class Adopted:
@@ -62,9 +52,11 @@ the run in order, and its actors are needed for that."""
 
 class Child:
     """A running process. `on_exit(child, status)` is called once, on the loop, after it has ended and was reaped.
-    The constructor raises OSError if the process cannot be watched."""
+    `process`: a child of ours, to be reaped here alone. The constructor raises OSError if it cannot be watched."""
 
-    def __init__(self, name: str, attempt: int, log_path: Path, process: _Process, on_exit: OnExit) -> None:
+    def __init__(
+        self, name: str, attempt: int, log_path: Path, process: subprocess.Popen[bytes] | Adopted, on_exit: OnExit
+    ) -> None:
         self.name = name
         self.attempt = attempt
         self.log_path = log_path
