@@ -11,10 +11,11 @@ that is continued by another engine is cut where it would have been cut in one p
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from .messages import SamplingParams
@@ -90,12 +91,6 @@ MAX_STOP_IDS = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**64
 MAX_TOKENS = 2**31 - 1
 
-_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-_WHOLE = ("top_k", "max_new_tokens", "min_new_tokens")
-_REAL_KINDS = (float, int, numbers.Real)
-_WHOLE_KINDS = (int, numbers.Integral)
-"""Plain types first: to look at an abstract one takes a hundred times as long."""
-
 
 def sampling_fault(sampling: SamplingParams) -> tuple[str, str]:
     """The first value that is out of its range and the remedy; both empty: there is none."""
@@ -104,20 +99,12 @@ def sampling_fault(sampling: SamplingParams) -> tuple[str, str]:
 
 def _type_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
     """Python does not check the types of what user code passes."""
-    for names, kinds, words in ((_REALS, _REAL_KINDS, "a number"), (_WHOLE, _WHOLE_KINDS, "a whole number")):
-        for name in names:
-            value: object = getattr(sampling, name)
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                yield f"{name} is {value!r}", f"use {words}"
-    seed: object = sampling.seed
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
-        yield f"seed is {seed!r}", "use a whole number, or None"
-    for name, kind, words in (("stop_token_ids", numbers.Integral, "token ids"), ("stop", str, "texts")):
-        values: Any = getattr(sampling, name)
-        is_list = isinstance(values, tuple | list)
-        values = cast("list[Any]", values)
-        if not is_list or not all(isinstance(one, kind) for one in values):
-            yield f"{name} is {repr(values)[:80]}", f"use a tuple of {words}"
+    try:
+        msgspec.convert(msgspec.to_builtins(sampling), type(sampling))
+    except (msgspec.ValidationError, TypeError) as error:
+        what, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`").partition("[")[0]
+        yield f"{name} is {getattr(sampling, name)!r}"[:120] if name else what, f"use plain values: {what.lower()}"
 
 
 _RANGES: tuple[tuple[str, float, float, float | None, str], ...] = (
