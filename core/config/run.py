@@ -190,7 +190,7 @@ class RoleSettings(Section, frozen=True):
     devices: Annotated[str, AfterValidator(_devices)] = "cpu"
     """"cpu", or GPU numbers per node like "0-3" or "0,2"."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Threads for numeric libraries in each process (OMP_NUM_THREADS)."""
+    """Threads for torch in each process (OMP_NUM_THREADS); numpy has one in actors that are forked (`run.preload`)."""
 
     @property
     def device_ids(self) -> tuple[int, ...]:
