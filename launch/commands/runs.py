@@ -153,7 +153,7 @@ COMMANDS = (
         _dump,
         _add_dump,
         "All finished groups of a run, live or ended, whose tokens its ledger has: those that are not trained yet, and "
-        "those that checkpoints have not let go, in the order of training.",
+        "those that checkpoints have not deleted, in the order of training.",
     ),
     Command(
         "samples",

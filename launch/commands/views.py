@@ -159,15 +159,6 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_mem(parser: Parser) -> None:
-    parser.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the same as --run")
-
-
-def _named(options: argparse.Namespace) -> dict[str, Any]:
-    options.run_path = options.run_path or options.folder
-    return {}
-
-
 MAX_EVENTS = 20
 PLACES = {
     "mapped_dirty": "on the device",
@@ -235,5 +226,5 @@ DASHBOARD_COMMAND = Command(
     "has the URL may look. Of an ended run it shows what its files hold.",
 )  # fmt: skip
 WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
-MEM = verb_command(verbs.MEM, memory_page, add=_add_mem, more=_named)
+MEM = verb_command(verbs.MEM, memory_page)
 REPORT = Command("report", "write report.html of a run", _report, _add_report)

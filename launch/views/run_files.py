@@ -509,19 +509,17 @@ def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[di
 
 def sample_page(run_dir: Path, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
     """Groups of steps over the whole run, newest first, in at most so many bytes: every step where they fit, else
-    every second, fourth, ... one."""
+    every second, third, ... one."""
     groups = read_samples(run_dir, SampleQuery(held_out=None), 20_000)
     sizes = [len(orjson.dumps(group)) for group in groups]
     steps = sorted({str(group.get("step")) for group in groups}, key=lambda step: int(step) if step.isdecimal() else 0)
-    stride = 1
-    while True:
-        kept = set(steps[::-1][::stride])
-        chosen = [index for index, group in enumerate(groups) if str(group.get("step")) in kept]
-        if sum(sizes[index] for index in chosen) <= max_bytes:
-            return [groups[index] for index in chosen]
-        if len(kept) <= 1:
-            return [groups[index] for index in chosen[: max(1, max_bytes // max(sizes))]]
-        stride *= 2
+    kept = set(steps[:: -max(1, -(-sum(sizes) // max_bytes))])
+    chosen: list[dict[str, Any]] = []
+    for group, size in zip(groups, sizes, strict=True):
+        if str(group.get("step")) in kept and (size <= max_bytes or not chosen):
+            chosen.append(group)
+            max_bytes -= size
+    return chosen
 
 
 def _groups(run_dir: Path) -> Iterator[dict[str, Any]]:

@@ -116,7 +116,7 @@ async def test_where_engines_and_trainer_take_turns_everybody_may_die_and_checkp
         page = run_command("mem", folder=job.folder)
         for shown in ("host:0: 9.0 MiB, free", "trainer/0 (trainer)", "rollout/0 (rollout)", "optimizer"):
             assert shown in page.stdout, page.stdout + page.stderr
-        view = run_command("mem", str(run_dir), "--json", folder=job.folder)
+        view = run_command("mem", "--run", str(run_dir), "--json", folder=job.folder)
         (device,) = json.loads(view.stdout)["devices"]
         assert device["capacity_bytes"] == 9 << 20
         assert {tenant["gang"] for tenant in device["tenants"]} == {"trainer", "rollout"}

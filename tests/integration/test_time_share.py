@@ -70,7 +70,7 @@ def test_a_run_in_turns_trains_what_a_run_trains_that_never_switches(job: Job) -
     assert sampler.seen["trainer/0"] + sampler.seen["rollout/0"] > CAPACITY_MIB * MIB, "both at once would not fit"
     assert sampler.highest["host:0"] <= CAPACITY_MIB * MIB
     assert sorted(audit(turns).trained) == sorted(audit(never).trained)
-    refused = ask_mem(job, str(never))
+    refused = ask_mem(job, "--run", str(never))
     assert refused.returncode == 3
     assert "cannot be spoken to: it is over" in refused.stderr
 
