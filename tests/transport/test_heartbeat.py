@@ -119,7 +119,7 @@ def test_who_blocks_longer_than_declared_is_found(both):
     assert both.told(both.one) == []
     both.live(16, frozen=[both.two])
     assert both.told(both.one) == ["suspect", "hung"]
-    assert 'actor3 had declared "first forward"' in both.one.verdicts[1][2]
+    assert "it had declared actor3: first forward" in both.one.verdicts[1][2]
     busy.__exit__(None, None, None)
 
 

@@ -44,7 +44,6 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
     busy_s: NotNegative = 0.0
     """It may be silent for so long from now on."""
-    who: str = ""
     why: str = ""
     num_waiting: int = 0
 
@@ -96,7 +95,7 @@ class Heartbeat:
         self._hearts: dict[PeerKey, _Heart] = {}
         self.watches_all = False
         """Whether all peers are watched, as the registry's process does; else those that owe or await an answer."""
-        self._busy: dict[int, tuple[float, str, str]] = {}
+        self._busy: dict[int, tuple[float, str]] = {}
         self._numbers = itertools.count(1)
         self._looked_at = clock.monotonic()
 
@@ -109,7 +108,7 @@ class Heartbeat:
             remedy = f"a limit is more than 0 s, at most {TIMEOUTS.wire.max_busy_s:g} s"
             raise ConfigError(f"{who}: busy for {limit_s} s", remedy=remedy)
         number = next(self._numbers)
-        self._busy[number] = (self._clock.monotonic() + limit_s, who, why[:MAX_WORDS])
+        self._busy[number] = (self._clock.monotonic() + limit_s, f"{who}: {why}"[:MAX_WORDS])
         self._tell_all()
         try:
             yield
@@ -131,12 +130,9 @@ class Heartbeat:
         self._links.flush()
 
     def _vitals(self) -> Vitals:
-        until, who, why = max(self._busy.values(), default=(0.0, "", ""))
+        until, why = max(self._busy.values(), default=(0.0, ""))
         busy_s = max(0.0, until - self._clock.monotonic())
-        return Vitals(
-            busy_s=round(busy_s, 3), who=who if busy_s else "", why=why if busy_s else "",
-            num_waiting=self._host.num_waiting(),
-        )  # fmt: skip
+        return Vitals(busy_s=round(busy_s, 3), why=why if busy_s else "", num_waiting=self._host.num_waiting())
 
     def tick(self) -> None:
         """Time has passed. Called every `tick_s`, as well as this process's loop can."""
@@ -182,7 +178,7 @@ class Heartbeat:
         text = f"its event loop gave no sign of life for {heart.silence_s(now):.1f} s"
         details = [f"{last.num_waiting} messages were waiting"] if last.num_waiting else []
         if last.busy_s:
-            details.append(f'{last.who} had declared "{last.why}"')
+            details.append(f"it had declared {last.why}")
         return f"{text} ({', '.join(details)})" if details else text
 
     def on_ping(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
