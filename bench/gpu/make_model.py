@@ -19,14 +19,14 @@ from typing import Any
 import tokenizers
 
 from myxa.actors.models.hf_folder import write_folder
-from myxa.actors.models.model_config import ModelConfig
+from myxa.actors.models.model_config import ModelConfig, parse_model_config
 from myxa.actors.models.tiny import (
     MIN_VOCAB_SIZE,
     PRESETS,
     Preset,
     build_tokenizer,
     make_tiny_model,
-    qwen3_config,
+    tiny_config,
     write_tokenizer,
 )
 from myxa.core.messages import TensorSpec
@@ -45,6 +45,20 @@ SHAPES = {
 SMALL_VOCAB, TRUE_VOCAB, DRY_VOCAB = 320, 151_936, 1024
 TRUE_CONTEXT = 40_960
 ROPE_THETA = 1_000_000.0
+
+
+def qwen3_config(
+    sizes: Preset, vocab_size: int, context_length: int, *, place: str, rope_theta: float = 1e4, dtype: str = "float32"
+) -> ModelConfig:
+    """Like tiny's, of other sizes."""
+    own = {
+        "hidden_size": sizes.hidden_size, "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers, "max_window_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim, "rope_theta": rope_theta, "dtype": dtype, "torch_dtype": dtype,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+    }  # fmt: skip
+    return parse_model_config({**tiny_config("1m", vocab_size, context_length).source, **own}, place)
 
 
 def shape_config(shape: str) -> ModelConfig:

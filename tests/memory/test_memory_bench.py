@@ -5,9 +5,6 @@ their arguments, run to their ends in dry runs, notice wrong contents, and tell 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def environment(tmp_path: Path) -> dict[str, str]:
-    names = {"OUT": "out", "GPU_WORK": "work", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    folders = {variable: str(tmp_path / name) for variable, name in names.items()}
-    return {**os.environ, **folders, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
 
 
 def test_a_stage_that_dies_or_hangs_is_told_with_the_end_of_its_log(
@@ -69,22 +60,3 @@ def test_the_colocated_runs_load_and_differ_in_the_memory_only(
         assert config.memory.workspace_mb == 24 * 1024
     else:
         assert set(dealt.values()) == {()}
-
-
-def test_a_part_that_is_ended_from_outside_tells_what_it_has(tmp_path: Path) -> None:
-    code = f"""
-import sys; sys.path.insert(0, {str(GPU)!r})
-import os, signal
-from figures import Report
-from memory_figures import tell_when_ended
-report = Report("some")
-tell_when_ended(report, lambda: report.say("half of it") or {{}}["no such"])
-report.goal("speed", 2.0, at_least=1.0)
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.returncode == 1
-    for said in ("ended by signal 15", "half of it", "cannot be told: KeyError", "| speed | >= 1.00 | 2.00 | met |"):
-        assert said in done.stdout

@@ -230,27 +230,26 @@ class SglangMemory:
             return False
         return True
 
-    async def release(self, tags: Collection[Tag]) -> int:
-        """Have the memory of these tags leave; returns the bytes that did. Tags that are off already are not asked for
-        again. The server must be idle. Raises EngineError when it failed: the server is lost then."""
+    async def release(self, tags: Collection[Tag]) -> None:
+        """Have the memory of these tags leave. Tags that are off already are not asked for again. The server must be
+        idle. Raises EngineError when it failed: the server is lost then."""
         leaving: list[Tag] = [tag for tag in ENGINE_TAGS if tag in tags and tag not in self._off]
-        return await self._ask("/release_memory_occupation", leaving)
+        await self._ask("/release_memory_occupation", leaving)
 
-    async def resume(self, tags: Collection[Tag]) -> int:
+    async def resume(self, tags: Collection[Tag]) -> None:
         """Have it come back, contents undefined; else as `release`."""
         coming: list[Tag] = [tag for tag in reversed(ENGINE_TAGS) if tag in tags and tag in self._off]
-        return await self._ask("/resume_memory_occupation", coming)
+        await self._ask("/resume_memory_occupation", coming)
 
-    async def _ask(self, path: str, tags: Sequence[Tag]) -> int:
+    async def _ask(self, path: str, tags: Sequence[Tag]) -> None:
         if self._unknown:
             raise EngineError(f"{self._http.place}: {self._unknown}", remedy="restart the server")
         if not tags:
-            return 0
+            return
         self._unknown = f"{path} of {', '.join(tags)} did not end well"
         await self._http.post(path, {"tags": tags}, within_s=self._call_s)
         self._unknown = ""
         self._off = self._off | set(tags) if path.startswith("/release") else self._off - set(tags)
-        return sum(self._bytes.get(tag, 0) for tag in tags)
 
 
 def _memory_usage(facts: Mapping[str, Any]) -> Mapping[str, Any]:
