@@ -74,7 +74,11 @@ def is_full_for_a_while(lives: Lives, ballast: Ballast) -> None:
     wait_until(is_paused, "a pause that `ps` tells of", timeout_s=15)
     for verb in ("ps", "why"):
         said = " ".join(asked(verb, run_dir).split())
-        for words in (f"{run_dir}/ledger.sqlite cannot be written", f"tmpfs at {run_dir.parent}", "make room there"):
+        for words in (
+            f"{run_dir}/ledger.sqlite cannot be written",
+            f"file system at {run_dir.parent}",
+            "make room there",
+        ):
             assert words in said, said
     assert lives.after(FULL_S / 4), "it ended"  # a step that was under way is told of a moment later
     version = lives.version()
