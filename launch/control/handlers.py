@@ -1,5 +1,5 @@
-"""The handlers of verbs that the coordinator carries out: the run as a whole, and its knobs. Beside them the table of
-all handlers.
+"""The handlers of verbs about the run as a whole and its knobs, which the coordinator carries out or the launcher
+answers. Beside them the table of all handlers.
 
 A coordinator that died is back within seconds, so a call waits that long for it. A coordinator that dies during a
 call may have carried it out; the error says so.
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import psutil
 
-from ...actors.contracts import CoordinatorContract, MemoryContract
+from ...actors.contracts import CoordinatorContract, MemoryContract, MonitorContract
 from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
 from ...core.config.section import walk
@@ -25,10 +27,13 @@ from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Op
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
 from ..composition.memory_parts import manager_name, takes_turns
+from ..run_watch import RunWatch
+from ..views.numbers import doing, name_order
+from ..views.run_view import ActorFacts, RunView
+from ..views.why import Facts, Reason, explain, judge
 from . import verbs
-from .look_verbs import LOOK_HANDLERS
 from .process_verbs import PROCESS_HANDLERS
-from .server import Handler, VerbContext
+from .server import Handler, VerbContext, answer_or_none
 
 NAME = "coordinator"
 WAIT_S = 5.0
@@ -194,9 +199,90 @@ async def _history(context: VerbContext, arguments: verbs.HistoryArguments, who:
     return await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, arguments.limit)
 
 
+# -- looking: an actor that does not answer is left out ----------------------------------------------------------------
+
+LOOK_S = 2.0
+SHOWN_RECORDS = 50
+
+
+async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: Operator) -> RunView:
+    del who
+    view = await RunWatch(context.node, context.node.clock).look()
+    view = msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
+    if not arguments.whole:
+        return view
+    table = await _knob_table(context)
+    shares = view.shares()
+    reason = judge(shares, _facts_of(view))
+    told = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
+    return msgspec.structs.replace(
+        view,
+        actors=_actors(context, view),
+        knobs=table,
+        history=await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, SHOWN_RECORDS),
+        why=reason.sentence if shares else "",
+        remedy=reason.remedy,
+        troubles=tuple(f"{name} does not answer" for name, answer in told.items() if answer is None),
+    )
+
+
+async def _knob_table(context: VerbContext) -> KnobTable | None:
+    if not context.node.peers("coordinator"):
+        return None
+    return await answer_or_none(
+        with_deadline(context.node.ref(CoordinatorContract, "coordinator"), LOOK_S).knob_table()
+    )
+
+
+async def _ps(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> tuple[ActorFacts, ...]:
+    return _actors(context, await RunWatch(context.node, context.node.clock).look())
+
+
+def _actors(context: VerbContext, view: RunView) -> tuple[ActorFacts, ...]:
+    """What the supervisor knows, and what the kernel and the monitor say; blanks where one of them does not."""
+    here, shares, disk = socket.gethostname(), view.shares(), view.buffer.disk if view.buffer is not None else ""
+    return tuple(
+        msgspec.convert(
+            {
+                **msgspec.to_builtins(actor),
+                "uptime_s": max(0.0, view.now_wall_s - actor.started_wall_s)
+                if actor.pid and actor.started_wall_s
+                else 0.0,
+                "memory_bytes": _resident_bytes(actor.pid) if actor.pid and actor.host in ("", here) else 0,
+                "doing": doing(shares.get(actor.name, {})),
+                "note": disk if actor.name == "buffer" else "",
+            },
+            ActorFacts,
+        )
+        for actor in sorted(context.supervisor.statuses(), key=lambda actor: (actor.node, name_order(actor.name)))
+    )
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+
+
+async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operator) -> Reason:
+    monitor = with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.WHY.ask_s)
+    view, shares = await asyncio.gather(
+        RunWatch(context.node, context.node.clock).look(), answer_or_none(monitor.shares(arguments.window_s))
+    )
+    if shares is None:
+        raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
+    return explain(shares, _facts_of(view), window_s=arguments.window_s)
+
+
+def _facts_of(view: RunView) -> Facts:
+    return Facts(gauges=view.snapshot, disk=view.buffer.disk if view.buffer is not None else "")
+
+
 HANDLERS: dict[verbs.Verb[Any], Handler] = {
     verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume,
     verbs.CKPT: _checkpoint, verbs.EVAL: _evaluate, verbs.DOWN: _down,
     verbs.GET: _get, verbs.SET: _set,
-    verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS,
+    verbs.UNDO: _undo, verbs.HISTORY: _history, verbs.STATUS: _status, verbs.PS: _ps, verbs.WHY: _why,
+    **PROCESS_HANDLERS,
 }  # fmt: skip
