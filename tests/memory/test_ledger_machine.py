@@ -137,4 +137,4 @@ def test_the_ledger_keeps_its_invariants() -> None:
     if NUM_EXAMPLES >= 40:
         assert COUNTS["steps"] >= 1000
         assert COUNTS["granted"] > 50
-        assert COUNTS["refused"] > 5
+        assert COUNTS["refused"] > NUM_EXAMPLES // 40  # of a run of so many, whatever its examples are drawn from
