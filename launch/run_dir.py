@@ -113,7 +113,8 @@ class RunDir:
 
 
 def is_run_folder(folder: Path) -> bool:
-    return (folder / "config.toml").is_file()
+    """Whether that is a run directory: with its config.toml, or a copy of it in a checkpoint."""
+    return (folder / "config.toml").is_file() or any(folder.glob("checkpoints/*/start.json"))
 
 
 def _stem(actor: str) -> str:

@@ -3,7 +3,8 @@
     version_00000040/
         ...                the trainer's files and their manifest.json (`folder.py`)
         ledger.sqlite      the ledger at one moment at which everything trained up to version 40 was in it
-        run.json           written last: size and digest of that copy, the run, its version
+        start.json         config.toml and origin.json of the run, and their digest
+        run.json           written last: size and digest of the ledger's copy, the run, its version
 
 A checkpoint without a run.json is whole for the trainer: its run resumes from it as long as the run's own ledger is
 there.

@@ -69,6 +69,8 @@ class CheckpointOptions:
     """Events (kinds and texts) about the checkpoint that the run continues from. Called when all ranks have begun:
     before, it is not known which checkpoints they skip."""
     is_async: bool = False
+    keep_start: Callable[[Path], None] = lambda _: None
+    """Copies what the run is started from into a checkpoint. May raise MyxaError or OSError."""
     writer: Writer = (1, 0)
     """Under whose name all of it is written, by the ranks too."""
 
@@ -254,6 +256,7 @@ class Checkpoints:
     def _write_run_part(self, folder: Path, part: RunPart) -> None:
         try:
             with place_of(folder, self.options.writer):
+                self.options.keep_start(folder)
                 write_run_part(folder, part, self._copy_of(part.version))
         except OSError as error:
             raise TrainError(f"{folder} cannot be completed: {error}", remedy="check disk and rights") from error

@@ -105,14 +105,16 @@ class Inspected:
 def load_config(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     overrides: Sequence[str] = (),
+    *,
+    text: str | None = None,
 ) -> RunConfig:
-    """Read, merge and check run files.
+    """Read, merge and check run files. `text`: what the first of them is to say, whatever it holds.
 
     `path`: one TOML file or several, later ones winning; `overrides`: `section.key=value` texts (TOML values; a bare
     word is text). Raises ConfigError with every problem found: file and line, dotted path, value, cause, suggestion.
     """
     files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    found = inspect_config(files, overrides)
+    found = inspect_config(files, overrides, text=text)
     if found.config is not None:
         return found.config
     if len(found.problems) == 1:
@@ -124,13 +126,15 @@ def load_config(
     raise ConfigError(f"{', '.join(names)}: {len(ranked)} problems\n{lines}")
 
 
-def inspect_config(files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> Inspected:
+def inspect_config(
+    files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = (), *, text: str | None = None
+) -> Inspected:
     """The same, but problems are returned, also of files that cannot be read."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")
     layers = _Layers(KeyOrigins(str(files[0])))
-    for file in files:
-        layers.read_file(Path(file))
+    for number, file in enumerate(files):
+        layers.read_file(Path(file), text if number == 0 else None)
     for override in overrides:
         layers.read_override(override)
     layers.table.setdefault("data", {})  # it says which key is missing
@@ -151,13 +155,12 @@ class _Layers:
     is_whole: bool = True
     """Whether every file could be read."""
 
-    def read_file(self, file: Path) -> None:
-        text = ""
+    def read_file(self, file: Path, text: str | None) -> None:
         try:
-            text = file.read_bytes().decode("utf-8-sig")
+            text = file.read_bytes().decode("utf-8-sig") if text is None else text
             table = tomllib.loads(text)
         except (OSError, ValueError) as error:
-            self.problems.append(_unreadable(file, text, error))
+            self.problems.append(_unreadable(file, text or "", error))
             self.is_whole = False
             return
         _resolve(table, file.absolute().parent)

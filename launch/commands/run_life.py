@@ -261,17 +261,20 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namesp
     from ...core.config.loading import toml_value
     from ..launcher import launch
     from ..run_lineage.next_run import begin_next_life, put_config_back
-    from ..run_lineage.origin import RunOrigin
+    from ..run_lineage.origin import RunOrigin, config_of
 
     place = f"trainer.resume={toml_value(str(point.place))}"
-    origin = RunOrigin.load(run_dir.path)
-    config = load_config(run_dir.config, [*options.overrides, place])
-    if config.run.name != load_config(run_dir.config, [place]).run.name:
+    text, torn = config_of(run_dir.path)
+    origin, lost = RunOrigin.found(run_dir.path)
+    for said in filter(None, (torn, lost)):
+        print(said, flush=True)
+    config = load_config(run_dir.config, [*options.overrides, place], text=text)
+    if config.run.name != load_config(run_dir.config, [place], text=text).run.name:
         raise ConfigError("run.name: a resumed run keeps its name", remedy="`myxa fork` makes another run of it")
     for text in point.passed_over:
         print(f"passed over: {text}", flush=True)
     print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-    base = replace(base, program=origin.program, run_dir=run_dir, prepare=lambda: begin_next_life(run_dir, point))
+    base = replace(base, program=origin.program, run_dir=run_dir, prepare=lambda: begin_next_life(run_dir, point, text))
     ending = launch(config, chosen_by(options, base))
     came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and ending.version <= point.version
     if came_to_nothing and put_config_back(run_dir):

@@ -26,7 +26,7 @@ from ...core.protocols import TrainBackend, WeightSender
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ...memory.communicators.reload import ReloadComms, missing_for_build, proxied_name
 from ..actor_spec import ActorSpec
-from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away
+from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away, start_keeper
 from ..run_lineage.resume_point import named_checkpoint
 from .memory_parts import MIB, MakeComms, megatron_offload, takes_turns, torch_offload
 from .weight_channels import choose_channel, is_beside_an_engine
@@ -205,6 +205,8 @@ class GangStart:
                 if info.version > version and str(info.path) != start.checkpoint:
                     put_away(info.path, past_of(self._run_dir, start.life) / UNDONE)
             RunOrigin.load(self._run_dir).went_back(start.attempt, version).save(self._run_dir)
+            if (place := Path(start.checkpoint)).parent == self._own:
+                start_keeper(self._run_dir)(place)
         except (OSError, LaunchError) as error:
             raise TrainError(
                 f"what is newer than version {version} cannot be put away: {error}",
@@ -245,6 +247,7 @@ def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Che
         at_stop=trainer.checkpoint_at_stop and not config.megatron.offload_optimizer,
         is_async=trainer.async_save,
         origin=tuple if spec.attempt else lambda: origin_events(run_dir),
+        keep_start=start_keeper(run_dir),
         writer=(len(RunOrigin.load(run_dir).lives), spec.attempt),
     )
 

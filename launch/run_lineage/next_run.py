@@ -40,7 +40,7 @@ from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledge
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, LedgerError, MyxaError
 from ..run_dir import RunDir, is_run_folder
-from .origin import CONFIG, UNDONE, Life, RunOrigin, past_of, put_away
+from .origin import CONFIG, ORIGIN, UNDONE, Life, RunOrigin, config_of, past_of, put_away, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
 
 
@@ -60,7 +60,8 @@ def fork_run(
     parent = parent.resolve()
     point = _choose(parent, version)
     named = [f"run.name={name}"] if name else []
-    config = load_config(parent / CONFIG, [*overrides, *named, 'trainer.resume=""'])
+    text, _ = config_of(parent)
+    config = load_config(parent / CONFIG, [*overrides, *named, 'trainer.resume=""'], text=text)
     trainer = config.trainer.model_copy(update={"resume": str(point.checkpoint)})
     check(config.model_copy(update={"trainer": trainer}))
     run_dir = RunDir.create(config.run.dir, config.run.name, now, is_announced=False)
@@ -76,6 +77,7 @@ def fork_run(
         run_dir.post_config(dump_config(config))
         program = RunOrigin.load(parent).program
         RunOrigin(program=program, parent=str(parent), parent_version=point.version, lives=()).save(run_dir.path)
+        start_keeper(run_dir.path)(place)  # in place of the parent's
         run_dir.is_latest()
     except (OSError, MyxaError) as error:
         shutil.rmtree(run_dir.path, ignore_errors=True)
@@ -129,6 +131,8 @@ def _copy(source: int, name: str, folder: Path) -> None:
 
 
 MOVED = ("logs", "coordinator.journal", "rdzv.json", "control.json")
+DAMAGED = "damaged"
+"""Folder in `lives/<number>/` for files that a copy from a checkpoint replaced."""
 BUFFER_ENDS_S = 15.0
 """How long processes of a launcher that was killed may take to end."""
 _LOOK_S = 0.1
@@ -169,11 +173,13 @@ def _await_buffer(ledger: Path) -> None:
             return
 
 
-def begin_next_life(run_dir: RunDir, point: ResumePoint) -> RunOrigin:
-    """Prepare the directory for the next life. Raises LaunchError or LedgerError if the disk refuses."""
+def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = None) -> RunOrigin:
+    """Prepare the directory for the next life. `config`: text of config.toml if the file is torn. Raises
+    LaunchError or LedgerError if the disk refuses."""
     origin = RunOrigin.load(run_dir.path)
     past = past_of(run_dir.path, len(origin.lives))
     try:
+        _restore(run_dir, past, config)
         for info in list_checkpoints(run_dir.path / CHECKPOINTS):
             if info.version > point.version or (info.version == point.version and info.path != point.checkpoint):
                 put_away(info.path, past / UNDONE)
@@ -201,4 +207,20 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint) -> RunOrigin:
     )
     origin = msgspec.structs.replace(origin, lives=(*origin.lives, life))
     origin.save(run_dir.path)
+    try:
+        start_keeper(run_dir.path)(point.place)
+    except OSError as error:
+        raise LaunchError(f"{point.place} cannot be written: {error}", remedy="check disk and rights") from error
     return origin
+
+
+def _restore(run_dir: RunDir, past: Path, config: str | None) -> None:
+    """Replace torn config.toml and origin.json by their copies and keep the torn files. Raises OSError or
+    LaunchError."""
+    if config is not None:
+        put_away(run_dir.config, past / DAMAGED)
+        run_dir.post_config(config)
+    origin, lost = RunOrigin.found(run_dir.path)
+    if lost:
+        put_away(run_dir.path / ORIGIN, past / DAMAGED)
+        origin.save(run_dir.path)

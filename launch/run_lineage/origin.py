@@ -1,6 +1,7 @@
 """Where a run comes from: its parent, if it was forked, and its lives. A life is one start of the run in its directory.
 
-`origin.json` in the run directory records both.
+`origin.json` in the run directory records both. Checkpoints hold copies of `origin.json` and `config.toml`; if a file
+is torn, its newest copy is used. A file that a person edited is not torn: its errors are reported.
 
 Checkpoints that training went back behind are moved to `lives/<number>/undone`, so that none is taken for the newest:
 when a life begins, and when a trainer gang restarts from an older one. Nothing is deleted.
@@ -8,11 +9,15 @@ when a life begins, and when a trainer gang restarts from an older one. Nothing 
 
 from __future__ import annotations
 
+import hashlib
+import tomllib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from ...actors.checkpoints.folder import CheckpointInfo
+from ...actors.checkpoints.folder import CheckpointInfo, version_in
 from ...core.errors import LaunchError
 from ...core.files import read_regular, write_durably
 from ..worker_spec import DEFAULT_PROGRAM
@@ -20,6 +25,8 @@ from ..worker_spec import DEFAULT_PROGRAM
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"
 ORIGIN = "origin.json"
+START_FILE = "start.json"
+"""Of a checkpoint: the copies of both."""
 
 
 MAX_BYTES = 16 << 20
@@ -73,14 +80,23 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, run_dir: Path) -> RunOrigin:
-        """What `save` wrote; if there is none, that of a first life. Raises LaunchError if it cannot be read: a guess
-        could start another program, or take an undone life for the newest."""
+        """What `save` wrote; if the file is torn, its newest copy in a checkpoint; if there is neither, that of a first
+        life. Raises LaunchError if it cannot be read: a guess could start another program, or take an undone life for
+        the newest."""
+        return cls.found(run_dir)[0]
+
+    @classmethod
+    def found(cls, run_dir: Path) -> tuple[RunOrigin, str]:
+        """The same, and why a copy was used; empty: the file was read."""
         path = run_dir / ORIGIN
         try:
-            return msgspec.json.decode(read_regular(path, MAX_BYTES), type=cls)
-        except FileNotFoundError:
-            return cls()
+            return msgspec.json.decode(read_regular(path, MAX_BYTES), type=cls), ""
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            copy, place = _newest_copy(run_dir)
+            if copy is not None:
+                return copy.origin, f"{path} cannot be read ({error}): its copy in {place} is taken"
+            if isinstance(error, FileNotFoundError):
+                return cls(), ""
             raise LaunchError(
                 f"{path}, the record of the run's lives, cannot be read: {error}",
                 remedy="correct it (it is JSON), or remove it if the run was started once, by `myxa up`",
@@ -128,6 +144,72 @@ def origin_events(run_dir: Path) -> tuple[tuple[str, str], ...]:
     elif origin.parent:
         events.append(("forked", f"from version {origin.parent_version} of {origin.parent}, with {life.ledger}"))
     return tuple(events)
+
+
+class StartCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of start.json."""
+
+    config: str
+    origin: RunOrigin
+    sha256: str = ""
+    """Of the two."""
+
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode((self.config, self.origin))).hexdigest()
+
+
+def start_keeper(run_dir: Path) -> Callable[[Path], None]:
+    """A function that copies the run's config.toml, as it is now, and origin.json into a checkpoint; it may raise
+    OSError. A run without config.toml gets no copy."""
+    try:
+        config = read_regular(run_dir / CONFIG, MAX_BYTES).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return lambda _: None
+
+    def keep(checkpoint: Path) -> None:
+        with suppress(LaunchError):  # an unreadable origin.json is not copied
+            copy = StartCopy(config=config, origin=RunOrigin.load(run_dir))
+            whole = msgspec.structs.replace(copy, sha256=copy.digest())
+            write_durably(checkpoint / START_FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
+
+    return keep
+
+
+def _newest_copy(run_dir: Path) -> tuple[StartCopy | None, str]:
+    """The copy of the latest life, in its newest checkpoint, and that one's name."""
+    found: list[tuple[int, int, str, StartCopy]] = []
+    for path in (run_dir / CHECKPOINTS).glob(f"*/{START_FILE}"):
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            copy = msgspec.json.decode(read_regular(path, MAX_BYTES), type=StartCopy)
+            if copy.sha256 == copy.digest():
+                found.append((len(copy.origin.lives), version_in(path.parent), path.parent.name, copy))
+    _, _, name, copy = max(found, key=lambda each: each[:3], default=(0, 0, "", None))
+    return copy, name
+
+
+def config_of(run_dir: Path) -> tuple[str | None, str]:
+    """(text of config.toml as the newest copy has it, why), or (None, ""): read the file itself."""
+    copy, place = _newest_copy(run_dir)
+    trouble = copy and _trouble(run_dir / CONFIG, copy.config)
+    return (
+        (copy.config, f"{run_dir / CONFIG} {trouble}: its copy in {place} is taken") if copy and trouble else (None, "")
+    )
+
+
+def _trouble(path: Path, whole: str) -> str:
+    """Why a file is torn. One that is no TOML but has most of its lines is a person's, who made an error in it."""
+    text = ""
+    try:
+        text = read_regular(path, MAX_BYTES).decode("utf-8-sig")
+        if text.strip() != whole.strip() and whole.startswith(text.rstrip()):
+            return "is cut off"
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        lines = set(whole.splitlines())
+        return "" if len(lines & set(text.splitlines())) * 2 > len(lines) else "is no TOML"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"cannot be read ({error})"
+    return ""
 
 
 LIVES = "lives"

@@ -142,6 +142,8 @@ def test_e02_a_run_with_nothing_to_go_on_from_is_left(
     copy = killed.run_dir.with_name("hurt-copy")
     shutil.copytree(killed.run_dir, copy, symlinks=True)
     try:
+        for path in copy.glob("checkpoints/*/start.json"):  # else they bring what is hurt
+            path.unlink()
         hurt(copy)
         assert cause in refused(["resume", str(copy)], killed, capsys, monkeypatch)
         refused(["fork", str(copy)], killed, capsys, monkeypatch)
@@ -151,7 +153,8 @@ def test_e02_a_run_with_nothing_to_go_on_from_is_left(
 
 def test_a_run_killed_as_a_whole_and_resumed_trains_each_prompt_once(killed: Lives) -> None:
     """E02: no code of a user runs before an actor's process does; a start that fails then leaves the configuration. The newest
-    checkpoints are damaged (their sizes as they were). The last test of this module: it uses the run up."""
+    checkpoints are damaged (their sizes as they were) and the start files torn. The last test of this module: it uses the
+    run up."""
     config = killed.run_dir / "config.toml"
     before = config.read_text()
     killed.resume("--set", "algo.loss_fn=late.py:loss", "--set", "optimizer.lr=2e-3")
@@ -162,8 +165,13 @@ def test_a_run_killed_as_a_whole_and_resumed_trains_each_prompt_once(killed: Liv
     whole, *damaged = sorted(path.parent for path in killed.run_dir.glob("checkpoints/version_*/manifest.json"))[-3:]
     for checkpoint in damaged:
         flip(checkpoint / "rank-00000.safetensors")
+    config.write_text(before[: len(before) // 2])
+    (killed.run_dir / "origin.json").unlink()
     killed.resume()
     assert killed.wait() == 0, killed.said
+    for what in ("config.toml is cut off", "origin.json cannot be read"):
+        assert what in killed.said[-1]
+    assert killed.said[-1].count(": its copy in version_") == 2
     settings = [[line for line in text.splitlines() if "resume" not in line] for text in (before, config.read_text())]
     assert settings[0] == settings[1]
     life = RunOrigin.load(killed.run_dir).lives[-1]
