@@ -192,7 +192,8 @@ async def _conduct(
             if note is not None and note.dashboard:
                 screen.say(f"dashboard: {note.dashboard}")
             with stop_signals(asked) as forced:
-                ending = await _until_forced(lead, rendezvous, forced)
+                async with runtime.kept([rendezvous.rdzv_path, runtime.path / NOTE]):
+                    ending = await _until_forced(lead, rendezvous, forced)
     except LaunchError as error:
         ending = RunEnd(error.exit_code, str(error))
         raise

@@ -8,16 +8,19 @@ too, the next launcher of this user removes it: each keeps a file in its folder 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 from ..core.errors import LaunchError
-from ..core.files import lock_now, take_lock
+from ..core.files import lock_now, take_lock, write_durably
+from ..transport.address import make_private
 
 PREFIX = "myxa-"
 """How the names of these folders begin."""
@@ -34,6 +37,9 @@ _JANITOR = (
 """`cat` fails if it is killed, and ends well only with the launcher. The folder is removed twice, since a child that
 dies of a launcher's end may be writing there still."""
 _JANITOR_S = 10.0
+LOOK_S = 0.5
+"""How often a launcher looks whether its folder is there."""
+_log = logging.getLogger("myxa.launcher")
 
 
 class RuntimeDir:
@@ -75,6 +81,43 @@ class RuntimeDir:
         except subprocess.TimeoutExpired:
             self._janitor.kill()
             self._janitor.wait()
+
+    @asynccontextmanager
+    async def kept(self, files: Sequence[Path]) -> AsyncGenerator[None]:
+        """While this lasts, the folder and these files in it, as they are now, are made again when they are gone."""
+        import asyncio  # commands start without it
+
+        task = asyncio.get_running_loop().create_task(
+            self._keep({path: path.read_bytes() for path in files if path.is_file()})
+        )
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _keep(self, files: Mapping[Path, bytes]) -> None:
+        import asyncio
+
+        reported = ""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._make_again(files)
+                reported = ""
+            except (OSError, LaunchError) as error:
+                if reported != str(error):
+                    _log.warning("%s is gone and cannot be made again: %s", self.path, error)
+                reported = str(error)
+
+    def _make_again(self, files: Mapping[Path, bytes]) -> None:
+        if not (self.path / _LOCK).exists():
+            make_private(self.path)
+            self._locks.close()
+            self._locks = _locks_in(self.path)
+            _log.warning("%s was removed under the run; it is there again", self.path)
+        for path, data in files.items():
+            if not path.exists():
+                write_durably(path, data, 0o600)
 
 
 def _locks_in(folder: Path) -> ExitStack:

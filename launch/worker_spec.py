@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import LaunchError
+from ..transport.address import make_private
 from .actor_spec import ActorSpec, GangRendezvous
 
 DEFAULT_PROGRAM = "myxa.launch.program:build_actor"
@@ -34,8 +35,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def write_spec(spec: ProcessSpec, folder: Path) -> Path:
     """Write it (0600) into the run-time directory; returns the file. Raises OSError or LaunchError."""
-    if not folder.is_dir():
-        raise LaunchError(f"{folder}, the run's folder of sockets, was removed", remedy="end the run and resume it")
+    make_private(folder)  # it may have been removed under the run
     path = folder / f"{spec.actor.name.replace('/', '.')}.{spec.attempt}.json"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(spec))

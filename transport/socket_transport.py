@@ -26,6 +26,7 @@ from .address import (
     check_owner,
     check_socket_dir,
     interface_towards,
+    make_private,
     make_socket_dir,
     socket_paths,
 )
@@ -44,6 +45,8 @@ from .zeromq import (
     make_outbox,
 )
 
+LOOK_S = 0.5
+"""How often it is looked whether the files of the sockets are there."""
 _log = logging.getLogger("myxa.transport")
 
 
@@ -84,6 +87,7 @@ class SocketTransport(Transport):
         self._zap_handler: ZapHandler | None = None
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
+        self._looking: asyncio.TimerHandle | None = None
         self._peers: dict[PeerKey, _Peer] = {}
         self._lingering: set[Outbox] = set()
         self._all_closed = asyncio.Event()
@@ -132,6 +136,22 @@ class SocketTransport(Transport):
             self._zap_handler.start()
         for _, inbox in self._inboxes:
             inbox.start(sink)
+        if self._looking is None:
+            self._look_for_files()
+
+    def _look_for_files(self) -> None:
+        """Cleaners of temporary folders remove them under a run. Connections outlive the files by which they came; new
+        peers need them."""
+        try:
+            for path, (_, inbox) in zip(self._paths, self._inboxes, strict=False):  # those of this host come first
+                if not path.exists():
+                    make_private(self._folder)
+                    inbox.listen_again(f"ipc://{path}")
+                    _log.warning("%s was removed under this process; it is there again", path)
+        except (OSError, LaunchError, zmq.ZMQError) as error:
+            self.counters["files_gone"] += 1
+            self._note("files_gone", str(self._folder), f"who comes later does not reach this process: {error}")
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_for_files)
 
     def joined(self) -> None:
         self._has_joined = True
@@ -229,6 +249,8 @@ class SocketTransport(Transport):
         await self._terminate()
 
     def _close_inboxes(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         for watch in self._watches:
             watch.close()
         self._watches.clear()

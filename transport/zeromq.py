@@ -161,9 +161,10 @@ class Pump:
         self._is_due = False
         """The next turn of the loop looks anyway; a second look in it would take twice what fits."""
         self._loop.add_reader(self._fd, self._signalled)
-        self._look_soon()  # arm: without this look the first message may never be signalled
+        self.look_soon()  # arm: without this look the first message may never be signalled
 
-    def _look_soon(self) -> None:
+    def look_soon(self) -> None:
+        """Something was done on this very socket: a wake-up may have been eaten."""
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._drain)
@@ -183,10 +184,10 @@ class Pump:
         try:
             while not self._is_stopped and self._take():
                 if time.monotonic() >= until:
-                    self._look_soon()
+                    self.look_soon()
                     return
         except BaseException:  # an interrupt; the loop may be run again after it
-            self._look_soon()
+            self.look_soon()
             raise
 
 
@@ -217,6 +218,13 @@ class Inbox:
         self._sink = sink
         if self._pump is None:
             self._pump = Pump(self._socket, self._take)
+
+    def listen_again(self, endpoint: str) -> None:
+        """Its file is gone: newcomers come in by a new one. The old listener goes with the socket: ZeroMQ would remove
+        the new file with it. Raises zmq.ZMQError."""
+        self._socket.bind(endpoint)
+        if self._pump is not None:
+            self._pump.look_soon()
 
     def forget(self, source: bytes) -> None:
         self._assemblies.forget(source)

@@ -57,7 +57,10 @@ async def follow(options: LaunchOptions) -> RunEnd:
                 told = await _enlist(options, place, rendezvous, deadline)
             place = replace(place, rank=told.node)
         _say(f"this is node {place.rank} of the run at {place.endpoint or file}; the run file of node 0 counts")
-        async with join_rendezvous(place, runtime.path, key, file, deadline) as rendezvous:
+        async with (
+            join_rendezvous(place, runtime.path, key, file, deadline) as rendezvous,
+            runtime.kept([rendezvous.rdzv_path]),
+        ):
             told = told or await _enlist(options, place, rendezvous, deadline)
             return await _take_part(options, place, rendezvous, runtime.path, deadline, told)
 

@@ -33,6 +33,8 @@ from ..worker_spec import ProcessSpec
 ATTACH_S = 10.0
 WORKER_ATTACH_S = 30.0
 CLOSE_S = 5.0
+FOLDER_S = 5.0
+"""How long an actor's process waits for the folder of sockets; its launcher restores a removed one (runtime_dir.py)."""
 POLL_S = 0.1
 NOWHERE = 1 << 30
 """Node number of a launcher that has none yet: it shares no sockets."""
@@ -137,15 +139,22 @@ async def join_rendezvous(
 
 
 async def attach_worker(spec: ProcessSpec) -> Node:
-    """Join from an actor's process."""
-    return await Node.attach(
-        name=spec.actor.name,
-        rdzv=Rendezvous.load(Path(spec.rdzv_path)),
-        key=KeyPair.parse(spec.key) if spec.key else None,
-        run_dir=spec.socket_dir,
-        node_rank=spec.actor.node,
-        timeout_s=WORKER_ATTACH_S,
-    )
+    """Join from an actor's process. The launcher restores folders that were removed during the run in a moment."""
+    deadline = time.monotonic() + FOLDER_S
+    while True:
+        try:
+            return await Node.attach(
+                name=spec.actor.name,
+                rdzv=Rendezvous.load(Path(spec.rdzv_path)),
+                key=KeyPair.parse(spec.key) if spec.key else None,
+                run_dir=spec.socket_dir,
+                node_rank=spec.actor.node,
+                timeout_s=WORKER_ATTACH_S,
+            )
+        except LaunchError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(POLL_S)
 
 
 def default_job_key() -> Path:

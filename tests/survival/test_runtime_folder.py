@@ -1,12 +1,14 @@
-"""The folder of the sockets: who removes it and when, and what is not taken for it."""
+"""The folder of the sockets: who removes it and when, where it lies, and what is not taken for it. That a live run gets it
+back is in test_trainer_gang.py."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import until, wait_until
 
 from myxa.core.errors import LaunchError
 from myxa.launch import runtime_dir
@@ -30,17 +32,33 @@ def test_e01_the_shell_outlives_its_cat_and_removes_the_folder_at_the_end() -> N
     assert not runtime.path.exists()
 
 
+async def test_e01_a_folder_that_is_gone_is_made_again_and_is_still_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "x"
+    base.mkdir()
+    monkeypatch.setattr(runtime_dir, "short_base", lambda: str(base))
+    with RuntimeDir() as runtime:
+        note = runtime.path / "rdzv.json"
+        note.write_text("here")
+        async with runtime.kept([note]):
+            shutil.rmtree(base)
+            await until(note.exists)
+        assert note.read_text() == "here"
+        assert runtime.path.stat().st_mode & 0o777 == 0o700
+        with RuntimeDir() as other:  # a launcher that starts removes what nobody holds
+            assert runtime.path.is_dir()
+            assert other.path != runtime.path
+    assert not runtime.path.exists()
+
+
 def test_a_launcher_that_starts_removes_what_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_dir, "short_base", lambda: str(tmp_path))
     deserted = tmp_path / f"{runtime_dir.PREFIX}1"
     deserted.mkdir()
     (deserted / ".lock").touch()
-    with RuntimeDir() as runtime:
+    with RuntimeDir():
         assert not deserted.exists()
-        with RuntimeDir() as other:
-            assert runtime.path.is_dir()
-            assert other.path != runtime.path
-    assert not runtime.path.exists()
 
 
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:

@@ -6,23 +6,64 @@ run ends with, no engine is started anew, and the time to the next step is told.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
-from tests.harness.waiting import wait_until
-from tests.survival.lives import gang_run
+from tests.harness.commands import run as run_command
+from tests.harness.run_job import is_alive, worker_pids
+from tests.harness.waiting import is_running, wait_until
+from tests.survival.lives import Lives, gang_run
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_with_a_checkpoint_each_step_a_death_costs_a_step_and_each_prompt_is_trained_once(
+def janitors_cat(launcher: int) -> psutil.Process:
+    shell = next(child for child in psutil.Process(launcher).children() if child.name() == "sh")
+    return next(child for child in shell.children() if child.name() == "cat")
+
+
+def sockets_in(folder: Path) -> set[str]:
+    """Those of processes that live; each names its file by its number."""
+    found = {path for path in folder.rglob("*") if path.is_socket()}
+    gone = {path for path in found if (pid := path.name.partition("-")[0]).isdigit() and not is_alive([int(pid)])}
+    return {str(path.relative_to(folder)) for path in found - gone}
+
+
+def remove_and_wait(folder: Path) -> None:
+    """As a cleaner of /tmp does; then everybody listens again."""
+    before = sockets_in(folder)
+    shutil.rmtree(folder)
+    wait_until(lambda: before <= sockets_in(folder), "all sockets")
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def state(site: Path, actor: str) -> tuple[str, int]:
+    """Of an actor, as `myxa ps` finds the run and tells."""
+    done = run_command("ps", "--json", folder=site, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    rows = told if isinstance(told, list) else told["actors"]
+    found = next(row for row in rows if row["name"] == actor)
+    return found["state"], found["attempt"]
+
+
+def is_up_again(site: Path, actor: str, attempt: int) -> bool:
+    return state(site, actor) == ("up", attempt + 1)
+
+
+def test_with_a_checkpoint_each_step_a_death_costs_a_step_and_a_run_whose_folder_goes_trains_each_prompt_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with gang_run(tmp_path, "trainer.checkpoint_every=1", "roles.buffer.max_restarts=1", patience_s=1.5) as run:
+    knobs = ("trainer.checkpoint_every=1", "roles.buffer.max_restarts=1")
+    with gang_run(tmp_path, *knobs, patience_s=1.5, num_prompts=200) as run:
         run.until_version(3)
         run.check_sockets()
         os.kill(run.rank(0), signal.SIGSTOP)
@@ -31,6 +72,7 @@ def test_with_a_checkpoint_each_step_a_death_costs_a_step_and_each_prompt_is_tra
         os.kill(run.rank(1), signal.SIGKILL)
         wait_until(lambda: bool(run.told("trainer-goes-back")), "the gang's next attempt")
         print(f"recovered in {run.recovery_s(time.time()) + time.time() - at:.1f} s")
+        runtime = the_folder_goes_and_the_buffer_dies(tmp_path, run)
         assert run.wait() == 0
         run.prove()
         (back,) = run.told("trainer-goes-back")
@@ -38,6 +80,22 @@ def test_with_a_checkpoint_each_step_a_death_costs_a_step_and_each_prompt_is_tra
         assert version >= made - 1
         made_again = [step["step"] for step in run.steps()].count(version)
         assert made_again <= 1, "what is known is not trained again; its metrics may die with its rank"
+    assert not runtime.exists(), "it goes with the launcher"
+
+
+def the_folder_goes_and_the_buffer_dies(site: Path, run: Lives) -> Path:
+    """E01: the shell that is to remove the folder of the sockets at the end loses its `cat`, and a cleaner removes the
+    folder. The run is found again, and its actors may still die."""
+    folder = Path(json.loads((run.run_dir / "control.json").read_text())["control"]).parent
+    cat = janitors_cat(run.launcher.pid)
+    cat.kill()
+    wait_until(lambda: not is_running(cat.pid), "the end of cat")
+    remove_and_wait(folder)
+    attempt = state(site, "buffer")[1]
+    (pid,) = worker_pids(run.launcher.pid, "buffer")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(partial(is_up_again, site, "buffer", attempt), "another buffer")
+    return folder
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ import pytest
 import uvloop
 from tests.harness.waiting import until
 from tests.harness.waits import waits
-from tests.transport.cast_of_actors import Keeper
+from tests.transport.cast_of_actors import Echo, Keeper
 from tests.transport.conftest import World
 from tests.transport.lane_parts import GREETING, Events, Lab, Sink, envelopes, lab_at, number_of, parcel
 
@@ -314,3 +314,17 @@ async def test_what_is_said_to_a_stopped_process_is_bounded_and_the_rest_of_it_d
     for _ in range(WINDOW_UNITS // cost + 10):  # the credit comes back
         await with_deadline(ref, 30).add(data)
     assert 2 <= await ref.runs() <= 1 + num_sent + WINDOW_UNITS // cost + 10
+
+
+@pytest.mark.asyncio
+async def test_without_its_files_a_process_keeps_its_friends_and_is_soon_found_again(world: World):
+    near, far = await world.pair(Echo())
+    ref = near.ref(Echo, "callee")
+    await ref.ping()
+    for endpoint in far._transport.endpoints.ipc:
+        Path(endpoint.removeprefix("ipc://")).unlink()
+    for _ in range(20):
+        assert await ref.ping() == os.getpid()
+    late = await world.join("late")
+    await late.wait_for("callee", timeout_s=10)
+    assert await with_deadline(late.ref(Echo, "callee"), 20).ping() == os.getpid()
