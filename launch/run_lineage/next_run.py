@@ -40,7 +40,7 @@ from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledge
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, LedgerError, MyxaError
 from ..run_dir import RunDir, is_run_folder
-from .origin import CONFIG, ORIGIN, UNDONE, Life, RunOrigin, config_of, past_of, put_away, start_keeper
+from .origin import CONFIG, ORIGIN, START_FILE, UNDONE, Life, RunOrigin, config_of, past_of, put_away, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
 
 
@@ -77,7 +77,8 @@ def fork_run(
         run_dir.post_config(dump_config(config))
         program = RunOrigin.load(parent).program
         RunOrigin(program=program, parent=str(parent), parent_version=point.version, lives=()).save(run_dir.path)
-        start_keeper(run_dir.path)(place)  # in place of the parent's
+        if (place / START_FILE).exists():  # the parent's
+            start_keeper(run_dir.path)(place)
         run_dir.is_latest()
     except (OSError, MyxaError) as error:
         shutil.rmtree(run_dir.path, ignore_errors=True)
