@@ -135,7 +135,7 @@ class Found:
                 (not failures.get("environment") or not failures.get("network"), f"failures by kind: {failures}"),
                 (not self.gauges.get("rollout/num_masked"), "no member is masked"),
                 (self.num_events < sum(failures.values()), f"{self.num_events} events of {failures}"),
-                (not any("flow.py:" in one for one in self.why), f"why: {self.why}"),
+                (not any("Env.step (flow.py)" in one for one in self.why), f"why: {self.why}"),
             )
             if is_so
         ]

@@ -17,7 +17,7 @@ from ...algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
 from ...algos.rewards.outcome import RewardOutcome, outcome_of, outcomes_of
 from ...core.completions import Completion
 from ..user_code.functions import load_function, reward_expected, what_was_raised, words_of
-from ..user_code.process import Blocked, Cancel, Ended, Stuck, is_cancelled
+from ..user_code.process import Blocked, Cancel, Ended, Stuck, Waits, is_cancelled
 
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
@@ -146,4 +146,4 @@ class Replied(Ended, frozen=True, tag=True):
 
 spec_decoder = msgspec.msgpack.Decoder(RewardSpec)
 to_worker: msgspec.msgpack.Decoder[Judge | Cancel] = msgspec.msgpack.Decoder(Judge | Cancel)
-from_worker: msgspec.msgpack.Decoder[Replied | Stuck] = msgspec.msgpack.Decoder(Replied | Stuck)
+from_worker: msgspec.msgpack.Decoder[Replied | Waits | Stuck] = msgspec.msgpack.Decoder(Replied | Waits | Stuck)

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...algos.rewards.builtin import BUILTINS
-from ..user_code.process import Blocked, Lost, SharedLoop, UserCall, WorkerPool, run_worker
+from ..user_code.process import Blocked, Lost, SharedLoop, TookTooLong, UserCall, WorkerPool, run_worker
 from .call import (
     Answers,
     CallFailed,
@@ -58,6 +58,7 @@ class RewardPool(WorkerPool):
             max_workers=size or 1,
             max_calls=1 if size else math.inf,
             starts_at_once=STARTS_AT_ONCE if size else 1,
+            max_block_s=0.0 if size else spec.max_block_s,
         )
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
@@ -133,13 +134,12 @@ class _Call(UserCall):
         judge, cause = self._judge, ""
         outcomes: Outcomes = ()
         try:
-            async with asyncio.timeout(judge.timeout_s):
-                outcomes = await call_reward(self._worker.reward, judge.answers)
-        except TimeoutError:
-            cause = f"took longer than {judge.timeout_s:g} s"
+            outcomes = await self.within(call_reward(self._worker.reward, judge.answers), judge.timeout_s)
+        except TookTooLong as late:
+            cause = f"took longer than {judge.timeout_s:g} s{f' at {late}' if str(late) else ''}"
         except (CallFailed, Blocked) as error:
             cause = str(error)
         except asyncio.CancelledError:
             cause = "was cancelled"
         del self._worker.calls[judge.call]
-        self._worker.put(Replied(call=judge.call, outcomes=outcomes, cause=cause))
+        self._worker.put(Replied(call=judge.call, outcomes=outcomes, cause=cause, is_hanging=self.is_hanging))

@@ -109,7 +109,7 @@ class GroupLoad:
     waiting: int = 0
     """Samples whose workflow does anything but wait for the model."""
     place: str = ""
-    """The workflow."""
+    """The workflow; function and file where one of these waits, once it is known."""
 
 
 @dataclass(slots=True)
@@ -227,6 +227,7 @@ class GroupRunner:
         for the model, and max_env_s of one sample."""
         if isinstance(workflow, WorkflowPool):
             self._load.place = workflow.name
+            workflow.on_waits = self._hear_place
 
     def judged_by(self, scorer: Scorer) -> GroupRunner:
         """This one, load and sums included, with other rewards and no reference: for an evaluation."""
@@ -458,6 +459,10 @@ class GroupRunner:
             vocab_size=self._vocab_size,
             loss_parts=self.options.loss_parts,
         )
+
+    def _hear_place(self, place: str) -> None:
+        self._load.place = place
+        self._on_load(self._load)
 
     def _completion(self, prompt: Prompt, sample: Sample) -> Completion:
         return Completion(

@@ -13,7 +13,7 @@ errors.
 
 How the time of the actor is booked:
 
-most samples wait for their environment    wait-env, the workflow
+most samples wait for their environment    wait-env, function and file
 generating                                 compute, "generate"; "generate at limit" while the actor is full
 only rewards                               wait-data, "reward"
 only handing over                          wait-data, "hand over"

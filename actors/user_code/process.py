@@ -26,8 +26,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,9 @@ LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 START_TIMEOUT_S = 120.0
 """For importing the user's module: it may be heavy."""
+SILENT_S = 20.0
+"""A worker that says nothing for so long, beyond the time that its own watch needs, is killed: C code holds its
+interpreter."""
 END_TIMEOUT_S = 8.0
 """For a subreaper to end all that its worker started, and then itself, with the worker's exit code."""
 
@@ -71,6 +74,15 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of what says how a call ended."""
 
     call: int
+    is_hanging: bool = False
+    """Something of it still runs: its worker gets no further calls."""
+
+
+class Waits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The worker's loop turns."""
+
+    place: str
+    """Where the call waits that waits longest for anything but the actor; empty: none does, or it is unknown."""
 
 
 class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -129,6 +141,8 @@ class UserProcess:
         self.is_alone = is_alone
         self.calls: dict[int, Call] = {}
         self.is_ready = False
+        self.is_retired = False
+        """Something of an ended call still runs in it: it gets no further calls, and ends with those that it has."""
         self.pid = 0
         """Of the process that runs the user's code, once it is ready."""
         self.is_killed = False
@@ -231,10 +245,12 @@ class WorkerPool:
         max_calls: float,
         starts_at_once: int = 1,
         grace_s: float = 0.0,
+        max_block_s: float = 0.0,
     ) -> None:
         """`module`: of the worker. `what` the spec names, for messages. `decoder`: of the worker's messages.
         `max_calls`: of one worker, before a further one is started; 1: a call that is given up ends its worker.
-        `grace_s`: for the workers to clean up when their input ends, or this process."""
+        `grace_s`: for the workers to clean up when their input ends, or this process. `max_block_s`: of the workers'
+        loops; 0: they may be silent."""
         self._module = module
         self._spec = spec
         self._what = what
@@ -243,6 +259,9 @@ class WorkerPool:
         self._max_calls = max_calls
         self._starting = asyncio.Semaphore(starts_at_once)
         self._grace_s = grace_s
+        self._silent_s = SILENT_S + 5 * max_block_s if max_block_s else None
+        self.on_waits: Callable[[str], None] = lambda place: None
+        """Called with where a call waits: function and file."""
         self._number = 0
         self.workers: dict[UserProcess, asyncio.Task[None]] = {}
         """With the tasks that live as long as they do."""
@@ -267,11 +286,14 @@ class WorkerPool:
                 worker.kill()
             elif not call.is_over and worker.is_alive:
                 await worker.send(Cancel(call.number))
+            _mind(worker)
 
     async def take(self, *, is_alone: bool = False) -> UserProcess:
         """The worker for a call, which the caller enters in its `calls` at once."""
         async with self._starting:
-            fit = [one for one in self.workers if one.is_ready and one.is_alive and not one.is_alone]
+            fit = [
+                one for one in self.workers if one.is_ready and one.is_alive and not one.is_alone and not one.is_retired
+            ]
             least = min(fit, key=lambda one: len(one.calls), default=None)
             if not is_alone and least and (len(least.calls) < self._max_calls or len(fit) >= self._max_workers):
                 return least
@@ -302,7 +324,7 @@ class WorkerPool:
             for call in worker.calls.values():
                 call.is_over = True
                 call.inbox.put_nowait(lost)
-            if not (worker.is_killed or worker.is_alone or self.is_closed):
+            if not (worker.is_killed or worker.is_alone or worker.is_retired or self.is_closed):
                 _log.warning("worker process %d of %s ended: %s", worker.pid, self._what, lost)
         finally:
             worker.kill()
@@ -333,16 +355,27 @@ class WorkerPool:
         stuck: Stuck | None = None
         while True:
             try:
-                message = self._decoder.decode(await worker.receive())
+                async with asyncio.timeout(self._silent_s):
+                    body = await worker.receive()
+                message = self._decoder.decode(body)
+            except TimeoutError:
+                worker.kill()
+                return Lost(f"it said nothing for {self._silent_s:g} s: C code holds its interpreter, or it is stopped")
             except ValueError as garbage:  # the function writes where it should not, or its memory is damaged
                 return Lost(f"it wrote into its own pipe ({garbage}) and was killed")
             except Lost as lost:
                 return lost if stuck is None else Lost(f"its code blocked it at {stuck.place}: {lost}", stuck.call)
             if isinstance(message, Stuck):
                 stuck = message
+            elif isinstance(message, Waits):
+                if message.place:
+                    self.on_waits(message.place)
             elif (call := worker.calls.get(message.call)) is not None:
                 call.is_over = isinstance(message, Ended)
                 call.inbox.put_nowait(message)
+            if isinstance(message, Ended):
+                worker.is_retired |= message.is_hanging
+                _mind(worker)
 
     async def close(self) -> None:
         """End all workers; what runs in them may clean up."""
@@ -357,8 +390,15 @@ class WorkerPool:
         await asyncio.gather(*(one.gone() for one in workers), *workers.values(), return_exceptions=True)
 
 
+def _mind(worker: UserProcess) -> None:
+    if worker.is_retired and not worker.calls:
+        worker.end_input()  # what was given up may clean up
+
+
 # -- the worker's side
 
+GRACE_S = 2.0
+"""For cancelled code to clean up; then it is left alone."""
 MAX_INTERRUPTS = 3
 """Of one call, before this process is given up."""
 STUCK_EXIT = 70
@@ -409,10 +449,19 @@ class Blocked(BaseException):
     """Raised into code that holds the loop. No Exception, so that user code does not take it for one of its own."""
 
 
+class TookTooLong(Exception):
+    """The text says where the code was."""
+
+
 class UserCall(ABC):
     """One of those that share the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.threads: set[int] = set()
+        """That its code runs in now."""
+        self.part: asyncio.Task[Any] | None = None
+        """Its code that is awaited now."""
+        self._is_left_alone = self._is_cancelled = False
         self.task = loop.create_task(self._begun())
 
     async def _begun(self) -> None:
@@ -422,6 +471,50 @@ class UserCall(ABC):
     @abstractmethod
     async def run(self) -> None:
         """All of it, and the report of its end."""
+
+    async def within(self, part: Awaitable[T], limit_s: float) -> T:
+        """The user's part of it: its result, or what it raises. Raises TookTooLong, and CancelledError if this call is
+        cancelled; the part is then cancelled too and waited for, though not for ever."""
+        raised: list[BaseException] = []
+
+        async def guarded() -> Any:
+            try:
+                return await part
+            except BaseException as error:  # noqa: BLE001 -- raised below: some would end the loop
+                raised.append(error)
+
+        task = self.part = asyncio.ensure_future(guarded())  # noqa: TID251 -- awaited here
+        try:
+            await asyncio.wait({task}, timeout=limit_s)
+            if not task.done():
+                raise TookTooLong(self.place())
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=GRACE_S)
+                self._is_left_alone |= not task.done()
+            self.part = None
+        if raised:
+            raise raised[0]
+        return task.result()
+
+    def cancel(self) -> None:
+        """Once: what it cleans up is not cut."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self.task.cancel()
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether something of it still runs, beside its task."""
+        return self._is_left_alone or bool(self.threads)
+
+    def place(self) -> str:
+        """Where its code waits; empty: unknown."""
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        for thread in self.threads & frames.keys():
+            return user_place(_above(frames[thread]))
+        return user_place(_awaited(self.part.get_coro())) if self.part is not None else ""
 
 
 CALL: ContextVar[UserCall | None] = ContextVar("call", default=None)
@@ -434,17 +527,46 @@ def is_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def user_place(frame: FrameType | None) -> str:
-    """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
-    frames: list[FrameType] = []
+def _above(frame: FrameType | None) -> Iterator[FrameType]:
+    """It, and those that called it."""
     while frame is not None:
-        frames.append(frame)
+        yield frame
         frame = frame.f_back
+
+
+def _awaited(coro: Any) -> Iterable[FrameType]:
+    """The frames of a coroutine and of what it awaits, innermost first."""
+    frames: list[FrameType] = []
+    while coro is not None:
+        frames += [one for name in ("cr_frame", "gi_frame", "ag_frame") if (one := getattr(coro, name, None))]
+        names = ("cr_await", "gi_yieldfrom", "ag_await")
+        coro = next((one for name in names if (one := getattr(coro, name, None)) is not None), None)
+    return reversed(frames)
+
+
+def user_place(frames: Iterable[FrameType]) -> str:
+    """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
     outside = [one for one in frames if not one.f_code.co_filename.startswith(PACKAGE)]
     own = [one for one in outside if not one.f_code.co_filename.startswith(_LIBRARIES)]
     for one in own or outside:
         return f"{one.f_code.co_qualname} ({Path(one.f_code.co_filename).name}:{one.f_lineno})"
     return ""
+
+
+class _Threads(ThreadPoolExecutor):
+    """So many that one that hangs delays no other; each is noted with the call that it works for."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        threads = call.threads if (call := CALL.get()) is not None else set[int]()
+
+        def run() -> T:
+            threads.add(own := threading.get_ident())
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                threads.discard(own)
+
+        return super().submit(run)
 
 
 C = TypeVar("C", bound=UserCall)
@@ -454,6 +576,7 @@ class SharedLoop(ABC, Generic[C]):
     """The calls of this process.
 
     main thread   the loop: async parts of all calls
+    threads       plain parts, and what `asyncio.to_thread` is given
     incoming      reads what the actor says
     watch         interrupts (SIGUSR1) code that holds the loop too long: that call fails, with its place
     """
@@ -474,7 +597,7 @@ class SharedLoop(ABC, Generic[C]):
     async def run(self, incoming: BinaryIO) -> None:
         """Until the input ends; then all calls are ended, what they clean up included."""
         self.loop = asyncio.get_running_loop()
-        self.loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))  # one that hangs delays no other
+        self.loop.set_default_executor(_Threads(MAX_THREADS))
         over = asyncio.Event()
 
         def read() -> None:
@@ -489,7 +612,7 @@ class SharedLoop(ABC, Generic[C]):
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
         await over.wait()
         for call in self.calls.values():
-            call.task.cancel()
+            call.cancel()
         if self.calls:
             await asyncio.wait([call.task for call in self.calls.values()])
 
@@ -502,7 +625,11 @@ class SharedLoop(ABC, Generic[C]):
         if not isinstance(message, Cancel):
             self.take(message)
         elif (call := self.calls.get(message.call)) is not None:
-            call.task.cancel()
+            call.cancel()
+
+    def place(self) -> str:
+        """Where the call waits that waits longest: function and file."""
+        return ""
 
     def put(self, message: object) -> None:
         """Send it; from any thread. Its reader never waits for this process."""
@@ -513,15 +640,20 @@ class SharedLoop(ABC, Generic[C]):
 
     def _beat(self) -> None:
         self._beat_s, self._num_interrupts = time.monotonic(), 0
+        self.put(Waits(self.place()))
         self.loop.call_later(self._max_block_s / 4, self._beat)
 
     def _watch(self) -> None:
         while True:
             self._never.wait(self._max_block_s / 4)
             if self._num_interrupts >= MAX_INTERRUPTS or self._is_late(3):
-                place = user_place(sys._current_frames().get(self._main))  # pyright: ignore[reportPrivateUsage]
+                place = user_place(_above(sys._current_frames().get(self._main)))  # pyright: ignore[reportPrivateUsage]
                 task = asyncio.current_task(self.loop)
-                self.put(Stuck(place, next((n for n, call in list(self.calls.items()) if call.task is task), -1)))
+                self.put(
+                    Stuck(
+                        place, next((n for n, call in list(self.calls.items()) if task in (call.task, call.part)), -1)
+                    )
+                )
                 os._exit(STUCK_EXIT)
             if self._is_late():
                 signal.pthread_kill(self._main, signal.SIGUSR1)
@@ -536,4 +668,4 @@ class SharedLoop(ABC, Generic[C]):
         # The loop runs what is due before it beats again: each call has its own count.
         self._num_interrupts = self._num_interrupts + 1 if call is self._interrupted else 1
         self._interrupted, self._beat_s = call, time.monotonic()
-        raise Blocked(f"blocked its process for {self._max_block_s:g} s at {user_place(frame)}")
+        raise Blocked(f"blocked its process for {self._max_block_s:g} s at {user_place(_above(frame))}")

@@ -4,9 +4,9 @@
 `metadata["demonstration"]` (one assistant answer) or `metadata["demonstration_turns"]` (a list of `{"role",
 "content"}`); `actors/data` puts them there from the configured answer column.
 
-A user's workflow is an async function, or a class with a method for each phase; each episode gets its own object.
-`async def run(ctx, prompt)` is required; `setup(ctx, prompt)`, `finalize(ctx, sample)`, `score(ctx, sample)` and
-`teardown()` are optional, async or plain.
+A user's workflow is an async function, a plain function, or a class with a method for each phase; each episode gets
+its own object. `run(ctx, prompt)` is required; `setup(ctx, prompt)`, `finalize(ctx, sample)`, `score(ctx, sample)`
+and `teardown()` are optional. Each may be async or plain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from ...core.errors import ConfigError, DataError
 from ...core.samples import Message, Prompt, Sample
-from ..user_code.functions import WORKFLOW, is_async, load_function
+from ..user_code.functions import WORKFLOW, load_function
 from .episode import Workflow, WorkflowContext
 
 
@@ -89,11 +89,8 @@ def load_workflow(name: str, args: Mapping[str, Any]) -> OwnWorkflow:
     """Raises ConfigError or UserCodeError for one that cannot be loaded, or does not take these arguments."""
     found = load_function(name, WORKFLOW, args).fn
     is_class = isinstance(found, type)
-    run = getattr(found, "run", None) if is_class else found
-    if not callable(run) or not is_async(run):
-        what = f"{'a class without a' if is_class else 'no'} async {'method run' if is_class else 'function'}"
+    if is_class and not callable(getattr(found, "run", None)):
         raise ConfigError(
-            f'rollout.workflow = "{name}" is {what}',
-            remedy=f"it must have: {WORKFLOW.signature}; what blocks goes into asyncio.to_thread",
+            f'rollout.workflow = "{name}" is a class without a method run', remedy=f"it must have: {WORKFLOW.signature}"
         )
     return OwnWorkflow(found, args, is_class)

@@ -87,6 +87,7 @@ class WorkflowPool(WorkerPool):
             max_workers=max_workers,
             max_calls=EPISODES_PER_WORKER,
             grace_s=limits.teardown_s,
+            max_block_s=spec.max_block_s,
         )
         self.name = spec.workflow.rpartition("/")[2]
         self._limits = limits

@@ -1,27 +1,31 @@
 """A worker process for a user's workflows. `actors/subreaper.py` starts it, `pool.py` talks to it.
 
-All episodes run in its loop (`actors/user_code/process.py`). Code that holds the loop longer than `rollout.max_block_s`
-is interrupted: that episode fails.
+Async phases of all episodes run in its loop (`actors/user_code/process.py`), each phase that is a plain `def` in a
+thread. Code that holds the loop longer than `rollout.max_block_s` is interrupted: that episode fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, cast
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import CancelledError as FutureCancelled
+from concurrent.futures import Future
+from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
 from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest
-from ...core.samples import FinishReason, Sample
+from ...core.samples import FinishReason, Message, Sample
 from ..models.tokenizer import load_tokenizer
-from ..user_code.functions import place_raised, what_was_raised
-from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, UserCall, encoder, run_worker
-from .episode import Episode, ModelAccess, TokenSegment, WorkflowContext
+from ..user_code.functions import is_async, what_was_raised
+from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder, run_worker
+from .episode import Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
 from .failures import kind_of
 from .named import load_workflow
 from .turn_renderer import TurnRenderer
@@ -34,6 +38,8 @@ from .worker_messages import (
     spec_decoder,
     to_worker,
 )
+
+T = TypeVar("T")
 
 FRAME_SLACK_BYTES = 1 << 16
 
@@ -59,9 +65,20 @@ class Worker(SharedLoop["Play"]):
         elif (play := self.calls.get(message.call)) is not None:
             play.drawn(message)
 
+    def place(self) -> str:
+        waiting = [play for play in self.calls.values() if not play.waits_for_model]
+        place = min(waiting, key=lambda play: play.since_s).place() if waiting else ""
+        return re.sub(r":\d+\)$", ")", place)
+
 
 class _Late(Exception):
     """A phase took longer than it may."""
+
+    def __init__(self, name: str, limit_s: float, place: str) -> None:
+        """`place`: empty: it waits for the model."""
+        which = "" if name == "run" else f"{name} "
+        super().__init__(f"did not finish {which}within {limit_s:g} s{f' at {place}' if place else ''}")
+        self.kind: FailureKind = "environment" if place else "user-code"
 
 
 class Play(UserCall):
@@ -77,8 +94,11 @@ class Play(UserCall):
         self._drawing: set[int] = set()
         """Those samples."""
         self._asked = itertools.count(1)
-        self._awaited_model = False
-        """When it was cancelled."""
+        self.since_s = worker.loop.time()
+        """When it began, or got its last turn."""
+        self.turns: set[Future[Any]] = set()
+        """Of threads that wait for a turn of the model."""
+        self.is_over = False
 
     async def ask(
         self, so_far: Sample, request: GenerateRequest, start: TokenSegment, params: SamplingParams
@@ -95,10 +115,8 @@ class Play(UserCall):
         self._worker.put(AskModel(call=self._start.call, turn=turn, request=request, so_far=so_far, start=start))
         try:
             drawn = await answer
-        except asyncio.CancelledError:
-            self._awaited_model = True
-            raise
         finally:
+            self.since_s = self._worker.loop.time()
             del self._answers[turn]
             self._drawing.remove(so_far.branch)
         return drawn.segment, drawn.finish
@@ -108,24 +126,30 @@ class Play(UserCall):
         if waits is not None and not waits.done():
             waits.set_result(answer)
 
+    @property
+    def waits_for_model(self) -> bool:
+        return bool(self._answers)
+
     async def run(self) -> None:
         end: EpisodeDone | EpisodeFailed
         try:
             end = await self._phases()
         except BaseException as error:  # noqa: BLE001 -- any error is reported to the actor
             end = self._failed(error)
+        self.is_over = True
+        for turn in self.turns:
+            turn.cancel()
         teardown = ""
         try:
             await self._phase("teardown", self._start.limits.teardown_s)
         except BaseException as error:  # noqa: BLE001
             teardown = f"teardown {self._failed(error).words}"
-        self._worker.put(msgspec.structs.replace(end, teardown=teardown))
+        self._worker.put(msgspec.structs.replace(end, teardown=teardown, is_hanging=self.is_hanging))
         del self._worker.calls[self._start.call]
 
-    async def _phases(self) -> EpisodeDone:
-        start, limits, worker = self._start, self._start.limits, self._worker
-        prompt = start.prompt
-        # Its turns, and those of its branches, are drawn in the actor's process, which ends it where need be.
+    def _episode(self) -> Episode:
+        """Its turns, and those of its branches, are drawn in the actor's process, which ends it where need be."""
+        start, worker = self._start, self._worker
         model = ModelAccess(
             generate=_no_engine,
             sampling=start.sampling,
@@ -133,8 +157,8 @@ class Play(UserCall):
             request_prefix=start.request_prefix,
             goes_on=lambda: True,
         )
-        episode = Episode(
-            prompt=prompt,
+        return Episode(
+            prompt=start.prompt,
             index=start.index,
             tokenizer=worker.tokenizer,
             model=model,
@@ -143,18 +167,25 @@ class Play(UserCall):
             recorded=start.recorded,
             draw=self.ask,
         )
+
+    async def _phases(self) -> EpisodeDone:
+        start, limits, workflow = self._start, self._start.limits, self._worker.workflow
+        episode, prompt = self._episode(), start.prompt
         context = WorkflowContext(
             episode=episode,
-            tokenizer=worker.tokenizer,
-            max_turns=worker.spec.max_turns,
+            tokenizer=self._worker.tokenizer,
+            max_turns=self._worker.spec.max_turns,
             index=start.index,
             session_id=start.session_id,
             attempt=start.attempt,
         )
-        self._methods = worker.workflow.made()
+        if workflow.is_class:  # what makes its object may block too
+            self._methods = await self._in_time("setup", asyncio.to_thread(workflow.made), limits.setup_s)
+        else:
+            self._methods = workflow.made()
         await self._phase("setup", limits.setup_s, context, prompt)
         sample = await self._phase("run", limits.run_s, context, prompt)
-        if worker.workflow.is_class and sample is None:
+        if workflow.is_class and sample is None:
             sample = episode.sample()
         sample = await self._phase("finalize", limits.finalize_s, context, sample) or sample
         samples = samples_of(sample)
@@ -175,16 +206,27 @@ class Play(UserCall):
     async def _phase(self, name: str, limit_s: float, *args: object) -> Any:
         if (method := self._methods.get(name)) is None:
             return None
-        limit = asyncio.timeout(limit_s)
+        return await self._in_time(name, self._called(method, args), limit_s)
+
+    async def _called(self, method: Callable[..., Any], args: Sequence[object]) -> Any:
+        if is_async(method):
+            return await method(*args)
+        plain = (self._plain(one) if isinstance(one, WorkflowContext) else one for one in args)
+        returned = await asyncio.to_thread(method, *plain)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    def _plain(self, context: WorkflowContext) -> WorkflowContext:
+        episode = PlainEpisode(self, context.episode, self._worker.loop)
+        return msgspec.structs.replace(context, episode=cast("Episode", episode))
+
+    async def _in_time(self, name: str, call: Awaitable[T], limit_s: float) -> T:
         try:
-            async with limit:
-                returned = method(*args)
-                return await returned if inspect.isawaitable(returned) else returned
-        except TimeoutError as late:
-            if not limit.expired():
-                raise
-            which = "" if name == "run" else f"{name} "
-            raise _Late(f"did not finish {which}within {limit_s:g} s{place_raised(late.__cause__)}") from late
+            return await self.within(call, limit_s)
+        except TookTooLong as late:
+            raise _Late(name, limit_s, str(late)) from None
+
+    def place(self) -> str:
+        return "" if self.waits_for_model else super().place()
 
     def _failed(self, error: BaseException) -> EpisodeFailed:
         kind: FailureKind = "user-code"
@@ -193,11 +235,11 @@ class Play(UserCall):
         if isinstance(error, MyxaError):
             words, remedy, name = error.message, error.remedy, type(error).__name__
         elif isinstance(error, _Late):
-            kind = "user-code" if self._awaited_model else "environment"
+            kind = error.kind
             remedy = "bound its waits, or raise rollout.timeout_s"
         elif isinstance(error, Blocked):
             kind = "environment"
-            remedy = "use asyncio.to_thread, or raise rollout.max_block_s"
+            remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
         elif isinstance(error, asyncio.CancelledError):
             words = "was cancelled"
         else:
@@ -221,3 +263,42 @@ def samples_of(returned: object) -> tuple[Sample, ...]:
             remedy="end it with `return ctx.episode.sample()`",
         )
     return samples
+
+
+class _EpisodeOver(BaseException):
+    """Raised into a thread whose episode has ended."""
+
+
+class PlainEpisode:
+    """`ctx.episode` of a plain `def`: an Episode whose `generate` is no coroutine."""
+
+    def __init__(self, play: Play, episode: Episode, loop: asyncio.AbstractEventLoop) -> None:
+        self._play, self._episode, self._loop = play, episode, loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._episode, name)
+
+    def branch(self) -> PlainEpisode:
+        return PlainEpisode(self._play, self._episode.branch(), self._loop)
+
+    def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PlainEpisode:
+        return PlainEpisode(self._play, self._episode.session(messages, tools), self._loop)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._episode)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return copy.copy(self._episode)
+
+    def generate(self, sampling: SamplingParams | None = None) -> Turn:
+        """The model's next turn. Raises as `Episode.generate`."""
+        if self._play.is_over:
+            raise _EpisodeOver
+        turn = asyncio.run_coroutine_threadsafe(self._episode.generate(sampling), self._loop)
+        self._play.turns.add(turn)
+        try:
+            return turn.result()
+        except FutureCancelled:
+            raise _EpisodeOver from None
+        finally:
+            self._play.turns.discard(turn)

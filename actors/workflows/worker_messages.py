@@ -19,7 +19,7 @@ from ...core.errors import FailureKind
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest
 from ...core.samples import I32, FinishReason, Prompt, Sample
-from ..user_code.process import Cancel, Ended, Stuck, array_in
+from ..user_code.process import Cancel, Ended, Stuck, Waits, array_in
 from .episode import TokenSegment
 
 
@@ -113,7 +113,7 @@ class EpisodeFailed(Ended, frozen=True, kw_only=True, tag=True):
 
 
 ToWorker = StartEpisode | DrawnTurn | Cancel
-FromWorker = AskModel | EpisodeDone | EpisodeFailed | Stuck
+FromWorker = AskModel | EpisodeDone | EpisodeFailed | Waits | Stuck
 
 spec_decoder = msgspec.msgpack.Decoder(WorkflowSpec)
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker, dec_hook=array_in)

@@ -24,11 +24,12 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupLoad, Partial
+from myxa.actors.user_code import process
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.actors.workflows.pool import WorkflowPool
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
 from myxa.core.config import RewardSettings
-from myxa.core.errors import ConfigError, FailureKind, MemberFailed, PromptTooLong, UserCodeError
+from myxa.core.errors import FailureKind, MemberFailed, PromptTooLong, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
 from myxa.core.samples import Group, Message, Prompt
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.timeout(120)
 
 LIMIT_S: dict[str, Any] = {"run_s": 1.5, "block_s": 0.3}
 FLOWS = """
-import asyncio, copy, msgspec, os, signal, threading, time
+import asyncio, copy, ctypes, msgspec, os, signal, threading, time
 from pathlib import Path
 from myxa.actors.workflows.failures import EnvironmentFailure, NetworkFailure, PolicyFailure, SandboxFailure
 
@@ -55,7 +56,13 @@ async def plain(ctx, prompt, *, turns=2):
     return ctx.episode.sample(reward=1.0, metadata={"pid": os.getpid()})
 
 def sync(ctx, prompt):
-    return ctx.episode.sample()
+    turn = ctx.episode.generate()
+    time.sleep(0.05)
+    ctx.episode.reply("user", "again")
+    other = ctx.episode.branch()
+    own = ctx.episode.session(prompt.messages)
+    other.generate(), own.generate(), ctx.episode.generate()
+    return [other.sample(), own.sample(), ctx.episode.sample(reward=0.25, metadata={"pid": os.getpid()})]
 
 class Env:
     async def step(self, mode):
@@ -66,6 +73,11 @@ class Env:
             while True:
                 try: time.sleep(60)
                 except BaseException: pass
+        if mode == "deaf":
+            while True:
+                try: await asyncio.sleep(3600)
+                except asyncio.CancelledError: pass
+        if mode == "interpreter": ctypes.PyDLL(None).usleep(2_000_000_000)
         if mode == "raise": raise ConnectionError("sandbox gone")
         if mode == "environment": raise EnvironmentFailure("no answer")
         if mode == "sandbox": raise SandboxFailure("gone")
@@ -121,6 +133,30 @@ class Shop:
 
 class HangingSetup(Shop):
     def setup(self, ctx, prompt): time.sleep(3600)
+
+class HangingInit(Shop):
+    def __init__(self): time.sleep(3600)
+
+class Gym:
+    def __init__(self): self.pid = os.getpid()
+    def step(self, of):
+        note("step", of, self.pid)
+        time.sleep(3600 if of == 0 else 1.0)
+    def run(self, ctx, prompt):
+        ctx.episode.generate()
+        self.step(ctx.index)
+        ctx.episode.reply("user", "again")
+        ctx.episode.generate()
+    def score(self, ctx, sample): return 1.0
+    async def teardown(self):
+        await asyncio.sleep(0.1)
+        note("teardown", self.pid)
+
+class SlowTeardown(Gym):
+    def step(self, of): time.sleep(3600)
+    async def teardown(self):
+        await asyncio.sleep(1.0)
+        note("teardown", self.pid)
 """
 
 
@@ -257,10 +293,59 @@ async def test_d01_an_async_workflow_runs_in_a_worker_and_gives_what_the_engine_
             await made.run(1)
 
 
-async def test_d01_a_plain_def_is_no_workflow(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "sync") as made:
-        with pytest.raises(ConfigError, match=r"no async function.*asyncio.to_thread"):
-            await made.pool.start()
+async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "sync") as made, never_held() as late:
+        group = await made.run(8)
+    last = [one for one in group.samples if one.branch == 0]
+    assert len(group.samples) == 24 and [(one.reward, one.num_turns) for one in last] == [(0.25, 2)] * 8
+    assert len({one.metadata["pid"] for one in last}) == 1 and late[0] < 1.0
+
+
+async def test_d01_plain_phases_that_hang_cost_their_worker_only_after_the_others(flows: Path, model: Path) -> None:
+    """Gym-style: they block one another neither while they step nor when one of them never ends."""
+    async with bench(flows, model, "Gym", run_s=3.0, block_s=0.5) as made:
+        made.runner.options.max_retries = 0
+        group = await made.run(6)
+        assert "Gym.step (flows.py)" in {place for _, _, place in made.loads}
+        assert [one.index for one in group.samples] == [1, 2, 3, 4, 5] and group.num_masked == 1
+        ((kind, words),) = made.told
+        assert kind == "environment" and "did not finish within 3 s at Gym.step (flows.py:" in words
+        await until(lambda: not made.pool.pids, "the hung call ends with its worker")
+        group = await made.run(2)
+        assert [one.index for one in group.samples] == [1]
+    lines = made.log()
+    pids = {line.split()[-1] for line in lines}
+    assert len(pids) == 2 and [lines.count(f"teardown {pid}") for pid in sorted(pids)] in ([6, 2], [2, 6])
+
+
+async def test_d01_what_swallows_its_cancellation_is_left_alone(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", **LIMIT_S) as made:
+        made.runner.options.max_retries = 0
+        began_s = time.monotonic()
+        group = await made.run(3, ["deaf"])
+        assert group.num_masked == 1 and time.monotonic() - began_s < 20.0
+        await until(lambda: not made.pool.pids)
+
+
+async def test_d01_c_code_that_holds_the_interpreter_is_seen(
+    flows: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "SILENT_S", 3.0)
+    async with bench(flows, model, "play", **LIMIT_S) as made:
+        group = await made.run(3, ["interpreter"], times=1)
+        assert len(group.samples) == 3
+        assert made.told and made.told[0][0] == "environment" and "it said nothing for 4.5 s" in made.told[0][1]
+
+
+async def test_d04_a_teardown_is_not_cut_by_the_end_of_the_actor(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "SlowTeardown") as made:
+        run = asyncio.ensure_future(made.run(1))
+        await until(lambda: any(load[2] == "SlowTeardown.step (flows.py)" for load in made.loads))
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        await made.pool.close()
+        assert len(made.log()) == 1
 
 
 async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flows: Path, model: Path) -> None:
@@ -275,7 +360,7 @@ async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flo
             2, 2, 1, 1, 1, 1,
         ]  # fmt: skip
     assert late[0] < 1.0
-    assert any("flows.py:" in words for _, words in made.told), made.told
+    assert any("Env.step (flows.py:" in words for _, words in made.told), made.told
 
 
 async def test_d01_an_environment_that_swallows_every_exception_loses_its_worker(flows: Path, model: Path) -> None:
@@ -334,18 +419,19 @@ async def test_d04_phases_have_limits_and_teardown_always_runs(flows: Path, mode
     lines = made.log()
     assert lines.count("teardown 2") == 3 and lines.count("finalize 0") == 1
     assert sorted(line for line in lines if line.startswith("setup")) == [f"setup r1.5.{i}" for i in range(3)]
-    async with bench(flows, model, "HangingSetup", {}, block_s=0.3) as made:
-        made.runner.options.max_retries = 0
-        with pytest.raises(MemberFailed, match=r"blocked its process for 0.3 s at HangingSetup.setup \(flows.py"):
-            await made.run(1)
+    for name in ("HangingSetup", "HangingInit"):
+        async with bench(flows, model, name, {}, setup_s=0.3) as made:
+            made.runner.options.max_retries = 0
+            with pytest.raises(MemberFailed, match=rf"did not finish setup within 0.3 s at {name}.\w+ \(flows.py:\d"):
+                await made.run(1)
+            await until(lambda made=made: not made.pool.pids, "the hung call ends with its worker")
 
 
 async def test_d04_teardown_runs_when_the_actor_ends_and_when_a_group_is_given_up(flows: Path, model: Path) -> None:
-    """While it waits for the environment, the load says so."""
+    """While it waits for the environment, the load says where."""
     async with bench(flows, model, "play") as made:
         first = asyncio.ensure_future(made.run(2, ["hang"] * 2))
-        await until(lambda: len(made.engine.requests) == 2 and made.loads[-1] == (0, 2, "flows.py:play"))
-        await asyncio.sleep(0.2)
+        await until(lambda: (0, 2, "Env.step (flows.py)") in made.loads)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
