@@ -1,4 +1,4 @@
-r"""Finding the answer in an answer text, and reading numbers: the one reader for all built-in rewards.
+"""Finding the answer in an answer text, for all built-in rewards: the one reader of answers.
 
 What is thought is left out first (`after_thought`). Of the rest the answer is what is boxed last; else what follows
 the last marker ("####", "the answer is", "Answer:"); else what the last `<answer>` tag holds; else the whole text. The
@@ -12,28 +12,52 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass
-from fractions import Fraction
 
 import msgspec
 
-BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+TOKENS = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+MARKER = "####"
+"""What GSM8K writes in front of the final answer."""
 TAG = re.compile(r"<(?P<close>/)?(?:final_?)?(?:answer|solution)>", re.IGNORECASE)
 
 _THINK = r"think|thinking|thought|reasoning|seed:think"
 THOUGHT_END = re.compile(rf"</(?:{_THINK})>|\[/THINK\]|<\|end_of_thought\|>", re.IGNORECASE)
 THOUGHT_BEGIN = re.compile(rf"<(?:{_THINK})>|\[THINK\]|<\|begin_of_thought\|>", re.IGNORECASE)
 
-MARKER = re.compile(
-    r"(?P<hash>####)|\banswer[\"*_]{0,4}(?:\s(?:to|for|of)\b[^.\n:=?!]{0,60}?)?"
-    r"(?:\s(?:is|must be|should be|would be)\b:?|[\"*_\s]{0,4}[:=：]|[*_]{0,2}\n)"
-    r"|(?:答案|答え|정답)\s?(?:是|为|は|은|[:：])|故选",
-    re.IGNORECASE,
+_BE = r"(?:is|are|was|equals|(?:would|will|must|should|can only|has to) be)"
+_NO_ANSWER = r"(?!\s?(?:correct|right|wrong|incorrect|clear|obvious|found|based|derived|obtained|above)\b)"
+_SEPARATOR = (
+    rf"[\"'*_\s]{{0,4}}(?:\b{_BE}\b(?:\s(?:as follows|the following))?{_NO_ANSWER}\s?:?|[:=：]|\s[-–—]{{1,3}}\s)"
+)
+_ABOUT = r"(?:\s+(?:to|for|of|in|here|choice|option|letter|therefore|then|thus|key)\b[^.\n:=?!]{0,60}?)?"
+_OTHERS = (
+    r"\b(?:antwort|r[ée]ponse|respuesta|resposta|risposta|antwoord|odpowied[źz]|cevap)\b"
+    r"(?:\s+(?:correct[ae]|finale?|final|richtige))?"
+    r"[*_\s]{0,4}(?:\b(?:ist|lautet|est|es|é|è|to|is)\b\s?:?|[:=：])|ответ[*_\s]{0,4}(?:[:=—–-]|это\b)"
+    r"|(?:答案|答え|解答|正解|答)[*_\s]{0,4}(?:应该是|應該是|应为|應為|是|为|為|は|[:：=])\s?[:：]?"
+    r"|(?:정답|답)[*_\s]{0,4}(?:은|는|[:：=])"
+    r"|đáp án[*_\s]{0,4}(?:là|:)|الجواب[*_\s]{0,4}(?:هو|:)|उत्तर[*_\s]{0,4}(?:है|:)"
+)
+_HEADING = r"^[#*_\s]{0,8}(?:the )?(?:final |correct )?answer[*_:\s]{0,6}$"
+_SECTION = r"(?:step|part|case|conclusion|solution|explanation|summary|verification|calculation|method)\b"
+SAID = re.compile(
+    rf"{_HEADING}|(?P<hash>{MARKER}(?!#|\s?{_SECTION}))"
+    rf"|\banswers?(?:\s?\([^()\n]{{0,40}}\))?{_ABOUT}{_SEPARATOR}|{_OTHERS}",
+    re.IGNORECASE | re.MULTILINE,
 )
 MARKED_CHARS = 20_000
 """A marker is looked for in so much of the end of a text."""
-_LEAD = re.compile(r"(?:[\"*_:：\s]|\\\[|\$\$)*")
+MAX_CLAUSE_CHARS = 2000
+"""How far the end of a clause is looked for."""
 CLAUSE_END = re.compile(
-    r"[.;!?](?=[*_\s]|$)|[。；！？]|\\\]|\$\$|\s\((?=[A-Za-z]{2})|,?\s(?:because|since|so|which|not|as|by)\b"
+    r"[.;!?](?=[*_\s]|$)|[。；！？]"
+    r"|\s\((?=[A-Za-z]{2})|,\s(?:not|i\.e\.|that is|namely|but not|and not)(?=[\s,])"
+    r"|,?\s(?:because|since|as|so|which|where|when|hence|thus|therefore|if|by|using|given|due)\b"
+)
+LEADING = re.compile(
+    r"(?:that|indeed|exactly|simply|just|clearly|therefore|thus|then|hence|equal to|given by"
+    r"|approximately|about|roughly)\b[:,]?\s{0,4}",
+    re.IGNORECASE,
 )
 
 
@@ -65,22 +89,36 @@ def after_thought(text: str, *, begins_inside: bool = False) -> str | None:
 def accepted_labels(label: str) -> tuple[str, ...]:
     """The answers that a row accepts: those of a list with texts in it, which data writes as JSON, or of verl's
     `{"target": [...]}`; else the label itself."""
+    listed = label
+    if label.startswith('{"target":'):
+        try:
+            listed = bytes(msgspec.json.decode(label, type=dict[str, msgspec.Raw])["target"]).decode()
+        except (msgspec.DecodeError, KeyError):
+            return (label,)
+        listed = listed if listed.startswith("[") else f"[{listed}]"
+    return _texts_of(listed) or (label,)
+
+
+def labels_of_numbers(label: str) -> tuple[str, ...]:
+    """The same where a label is a number: `[7,8]`, which is an interval for others, is a list too."""
+    return _texts_of(label, may_be_numbers=True) or accepted_labels(label)
+
+
+def _texts_of(listed: str, *, may_be_numbers: bool = False) -> tuple[str, ...]:
+    if not listed.startswith("[") or ('"' not in listed and not may_be_numbers):
+        return ()
     try:
-        if label.startswith('{"target":'):
-            found = msgspec.json.decode(label, type=dict[str, list[str] | str])["target"]
-            return (found,) if isinstance(found, str) else tuple(found) or (label,)
-        if label.startswith("[") and '"' in label:  # without texts it may be an interval
-            return tuple(str(one) for one in msgspec.json.decode(label, type=list[str | int | float])) or (label,)
-    except (msgspec.DecodeError, KeyError):
-        pass
-    return (label,)
+        raw = [bytes(one).decode() for one in msgspec.json.decode(listed, type=list[msgspec.Raw])]
+        return tuple(msgspec.json.decode(one, type=str) if one.startswith('"') else one for one in raw)
+    except msgspec.DecodeError:
+        return ()
 
 
 def boxed(text: str) -> str | None:
     r"""Content of the `\boxed{...}` that closes last, braces balanced; None without one."""
     found: str | None = None
     opened: list[int] = []  # where the contents of each open brace begin; -1 for a brace that is not a box's
-    for match in BRACES.finditer(text):
+    for match in TOKENS.finditer(text):
         if match[1]:
             opened.append(match.end())
         elif match[0] == "{":
@@ -90,6 +128,13 @@ def boxed(text: str) -> str | None:
             if start >= 0:
                 found = text[start : match.start()]
     return found.strip() if found is not None else None
+
+
+def after_marker(text: str) -> str | None:
+    """What follows the last marker: after `####` the rest of the line, after words the rest of the clause; None without
+    a marker. Where that is empty, the next line that is not, or the displayed formula."""
+    said = _last_marker(text)
+    return _marked_by(text, said) if said is not None else None
 
 
 def in_tag(text: str) -> str | None:
@@ -104,77 +149,51 @@ def in_tag(text: str) -> str | None:
     return found.strip() if found is not None else None
 
 
-def after_marker(text: str) -> str | None:
-    """What follows the last marker: after `####` the rest of the line, after words the rest of the clause; None without
-    a marker."""
-    said = deque(MARKER.finditer(text, max(len(text) - MARKED_CHARS, 0)), maxlen=1)
-    if not said:
-        return None
-    rest = text[said[0].end() :]
-    line = rest[_LEAD.match(rest).end() :].partition("\n")[0]  # pyright: ignore[reportOptionalMemberAccess]
-    if (tag := TAG.search(line)) is not None:
-        line = line[: tag.start()]
-    if not said[0]["hash"]:
-        line = CLAUSE_END.split(line, maxsplit=1)[0]
-    return line.strip(' *_"')
-
-
 def read_answer(text: str) -> JudgedText:
     """See the module's head."""
-    for read in (boxed, after_marker, in_tag):
-        if (found := read(text)) is not None:
-            return JudgedText(found, is_marked=True)
-    return JudgedText(text.strip(), is_marked=False)
+    found = _marked(text)
+    return JudgedText(text.strip(), is_marked=False) if found is None else JudgedText(found, is_marked=True)
 
 
-MAX_CHARS = 400
-"""A longer text is no number that was meant; it would only cost memory."""
-TAIL_CHARS = 20_000
-"""In running text, so much of the end is looked at."""
-_SPELLINGS = tuple((re.compile(pattern), instead) for pattern, instead in (
-    ("[\u2212\u2013\u2010\u2011]", "-"), ("[\u00a0\u2009\u202f]", " "),
-    (r"\\(?:left|right|displaystyle|boxed|text|mathrm|mathbf|textbf)\b|\\[!,;:() \[\]$]|[{}]\s?,\s?[{}]|[$*`\"]", " "),
-    (r"\\[dtc]?frac\s?(?:\{([^{}]{1,99})\}|(\d))\s?(?:\{([^{}]{1,99})\}|(\d))", r" \1\2/\3\4"),
-    (r"(?:\\times|\\cdot|×|\*)\s?10\s?\^\s?\{?([-+]?\d{1,3})\}?", r"e\1"),
-    (r"[{}]", " "), (r"(?<=\d)\s*,\s*(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?!\d))|(?<=[-+]) (?=\d)|(?<=\d) (?=e[-+\d])", ""),
-))  # fmt: skip
-_DECIMAL = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d{1,3})?"
-_UNIT = (
-    r"[€£¥°]|\^\s*\\circ"
-    r"|\s(?!(?:or|and|to|not|hundred|thousand|million|billion|trillion|dozen)\b)[^\W\d][^\d=<>!+^]{0,40}(?:\^\s*[23])?"
-)
-_NUMBER = re.compile(
-    r"(?:[A-Za-z][\w ()]{0,40}=)?\s*[€£¥]?\s*(?:(?P<whole>[-+]?\d+) +(?=\d+/))?"
-    rf"(?P<top>{_DECIMAL})(?:/(?P<low>{_DECIMAL}))?(?P<percent>\s*\\?%|\s+percent)?(?:\s*(?:{_UNIT}))?\s*[.,;]?\s*",
-    re.IGNORECASE,
-)
-_IN_TEXT = re.compile(
-    r"(?<![\w.])(?:(?<![)\]}])[-+])?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d*)?(?:e[-+]?\d{1,3})?(?:/\d+)?%?(?!\w)",
-    re.IGNORECASE,
-)
+def _marked(text: str) -> str | None:
+    if (box := boxed(text)) is not None:
+        return box
+    said = _last_marker(text)
+    if said is None:
+        return in_tag(text)
+    later = in_tag(text[said.start() :]) if not said["hash"] else None
+    return later if later is not None else _marked_by(text, said)
 
 
-def numbers_of(text: str) -> tuple[Fraction, ...]:
-    """The one number that the whole text is, exactly, a unit behind it and `x =` before it aside; () for none. 50 % is
-    50, and also 0.5."""
-    if len(text) > MAX_CHARS:
-        return ()
-    for pattern, instead in _SPELLINGS:
-        text = pattern.sub(instead, text)
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None:
-        return ()
-    try:
-        value = Fraction(found["top"]) / Fraction(found["low"] or 1)
-    except ZeroDivisionError:
-        return ()
-    if found["whole"]:
-        value = Fraction(found["whole"]) + (-value if found["whole"].startswith("-") else value)
-    return (value, value / 100) if found["percent"] else (value,)
+def _last_marker(text: str) -> re.Match[str] | None:
+    found = deque(SAID.finditer(text, max(len(text) - MARKED_CHARS, 0)), maxlen=1)
+    return found[0] if found else None
 
 
-def last_number(text: str) -> tuple[Fraction, ...]:
-    """As `numbers_of`: of the last number in running text."""
-    tail = _SPELLINGS[0][0].sub("-", text[-TAIL_CHARS:])
-    found = deque(_IN_TEXT.finditer(tail), maxlen=1)
-    return numbers_of(found[0][0].rstrip(".")) if found else ()
+def _marked_by(text: str, said: re.Match[str]) -> str:
+    rest = text[said.end() :]
+    if said["hash"]:
+        line = rest.strip().partition("\n")[0].strip()
+        tag = TAG.search(line)
+        return line[: tag.start()].strip() if tag is not None else line
+    rest = rest.lstrip("}*_: \t\r\n：")
+    if text[: said.start()].endswith('"'):  # {"answer": 42}
+        return rest.partition("\n")[0].strip('", }')
+    if (tag := TAG.search(rest)) is not None:
+        rest = rest[: tag.start()]
+    for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
+        if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
+            return rest[len(opening) : end].strip()
+    clause = _clause(rest.partition("\n")[0])
+    while (lead := LEADING.match(clause)) is not None:
+        clause = clause[lead.end() :]
+    return clause.strip().strip("*_").strip()
+
+
+def _clause(line: str) -> str:
+    """Up to where something else is said, outside formulas."""
+    for end in CLAUSE_END.finditer(line[:MAX_CLAUSE_CHARS]):
+        before = line[: end.start()]
+        if before.count("$") % 2 == 0 and before.count("\\(") == before.count("\\)"):
+            return before
+    return line

@@ -1,0 +1,176 @@
+"""The reward `math`: whether answer and label are mathematically equal. math-verify judges.
+
+Before it, two plain numbers are compared exactly, with their units. It gets decimals as fractions, for it would round
+them, and no units, for it would drop them. math-verify and sympy are imported here, in reward worker processes only:
+`prepare` bounds the memory of its process; one long operation in C, such as 9**9**9, ends only with the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+from ...core.completions import Completion
+from .extraction import TAG, JudgedText, accepted_labels, read_answer
+from .numbers import NONE, Unit, are_same, last_quantity, parse_quantity, parse_unit
+
+SECONDS = 5
+MAX_MEMORY_BYTES = 2 << 30
+"""That a worker may take beyond what it has when it begins."""
+TAIL_CHARS = 4000
+"""Of unmarked text, so much of the end is looked at."""
+MAX_ANSWER_CHARS = 2000
+"""What is marked as the answer and is longer is none."""
+_DECIMAL = re.compile(r"(?<![\d.,A-Za-z])(\d*\.\d+)(?![\d.])(\s*\^)?")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
+_RECURRING = re.compile(r"(?<![\d.,])(\d*)\.(\d*)\\overline\s*\{(\d{1,40})\}")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|\u00a0|\u2009|\u202f)(?=\d{3}(?!\d))")
+_SIGNS = str.maketrans(
+    {"\u2212": "-", "\u2013": "-", "\u2010": "-", "\u2011": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " "}
+)
+_TEXT = re.compile(r"(?<!\\)\$|\\boxed")
+"""In a label: the answer is somewhere in it."""
+_UNIT = re.compile(
+    r"(?:\\[,;:! ]|~|\s)*"
+    r"((?:\\(?:text|mathrm|textrm|mbox|rm|operatorname)\s*\{[^{}]{1,40}\}(?:\s*\^\s*\{?-?\d\}?)?[\s/]*){1,3}"
+    r"|\^\s*\{?\\circ\}?(?:\s*\\?(?:text|mathrm)?\s*\{?\s*[CF]\s*\}?)?)[\s.]*$"
+)
+_UNIT_WORD = re.compile(r"(?<=[\d})])\s{1,4}([A-Za-z]{2,20}(?:/[A-Za-z]{1,20})?(?:\^\{?\d\}?)?)\.?$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """What is left for math-verify to compare."""
+
+    label: str
+    answer: str
+    is_whole: bool
+    """The text is one answer; else it holds one."""
+
+
+def math_equal(completion: Completion, *, seconds: int = SECONDS) -> float:
+    """Whether answer and label are mathematically equal: plain numbers exactly, with their units, and all else by
+    math-verify. An expression that takes longer than `seconds` is wrong. Raises ValueError for a label that it cannot
+    read."""
+    answer, num_read = read_answer(completion.text), 0
+    for label in map(str.strip, accepted_labels(completion.label.strip())):
+        judged = _at_once(label, answer)
+        if isinstance(judged, _Pair):
+            wanted = _parsed(judged.label, seconds, is_whole=not _TEXT.search(judged.label))
+            given = _parsed(judged.answer, seconds, is_whole=judged.is_whole) if wanted else []
+            num_read += bool(wanted)
+            judged = any(_is_equal(one, other, seconds) for one in wanted for other in given)
+        else:
+            num_read += 1
+        if judged:
+            return 1.0
+    if not num_read:
+        raise ValueError(f"math-verify cannot read the label {completion.label[:80]!r}")
+    return 0.0
+
+
+def prepare() -> None:
+    """Of a worker process: import what compares, have it do so once, for it is slow at first, and bound the memory."""
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for label, answer in ((r"\frac{1}{2}", r"\sqrt{2}"), ("x^2+2x+1", "(x+1)^2"), (r"(3,\infty)", "x>3")):
+        (one,), (other,) = (_parsed(latex, SECONDS, is_whole=True)[:1] for latex in (label, answer))
+        _is_equal(one, other, SECONDS)
+    used = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _parsed(text: str, seconds: int, *, is_whole: bool) -> list[Any]:
+    # Heavy (sympy), and only worker processes may have it.
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # pyright: ignore[reportMissingTypeStubs]
+
+    latex = LatexExtractionConfig()
+    if not is_whole:
+        return cast("list[Any]", parse(text, [latex, ExprExtractionConfig()], parsing_timeout=seconds))
+    # No expressions of plain text: of "> 42" it would take the 42.
+    rules: Any = latex.normalization_config
+    kinds = [LatexExtractionConfig(normalization_config=replace(rules, units=False))]
+    return cast("list[Any]", parse(f"\\boxed{{{text}}}", kinds, parsing_timeout=seconds))
+
+
+def _is_equal(wanted: Any, given: Any, seconds: int) -> bool:
+    from math_verify import verify  # pyright: ignore[reportMissingTypeStubs]
+
+    sides = [] if _sides(wanted) else [side for side in _sides(given) if not side.free_symbols]
+    return all(
+        verify(wanted, one, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=seconds)
+        for one in (given, *sides)
+    )
+
+
+def _sides(of: Any) -> list[Any]:
+    """Of an equation, or a chain of them: 41 = 42 is not 42."""
+    parts: Sequence[Any] = [of] if _is_equation(of) else getattr(of, "_unsorted_args", ())
+    is_chain = all(map(_is_equation, parts)) and all(a.rhs == b.lhs for a, b in pairwise(parts))
+    return [side for part in parts for side in part.args] if is_chain else []
+
+
+def _is_equation(of: Any) -> bool:
+    return getattr(of, "rel_op", "") == "=="  # sympy's
+
+
+def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
+    """The judgement, where it takes no algebra; else what is to be compared."""
+    if label and answer.text == label:
+        return True
+    wanted = parse_quantity(label, may_have_name=False)
+    if wanted is not None and (given := parse_quantity(answer.text)) is not None:
+        return given.equals(wanted)
+    if not answer.is_marked:
+        said = last_quantity(answer.text[-TAIL_CHARS:])
+        if wanted is not None and said is not None and not are_same(said.unit, wanted.unit):
+            return False
+        tail = answer.text[-TAIL_CHARS:].translate(_SIGNS)
+        tail = TAG.sub(" ", tail.replace("\\boxed{", ""))  # what does not close
+        return _Pair(_for_library(label)[0], tail, is_whole=False)
+    if len(answer.text) > MAX_ANSWER_CHARS:
+        return False
+    (expected, unit), (text, other) = _for_library(label), _for_library(answer.text)
+    return _Pair(expected, text, is_whole=True) if are_same(unit, other) else False
+
+
+def _for_library(text: str) -> tuple[str, Unit]:
+    plain = _unwrapped(text.translate(_SIGNS))
+    unit = NONE
+    for pattern in (_UNIT, _UNIT_WORD):
+        if (found := pattern.search(plain)) is not None and found.start() > 0:
+            said = parse_unit(found[1])
+            if said is not None and (said.is_known or pattern is _UNIT):
+                plain, unit = plain[: found.start()], said
+                break
+    plain = _THOUSANDS.sub("", plain)
+    plain = _RECURRING.sub(_as_fraction, _SCIENTIFIC.sub(r"\1\\times10^{\2}", plain))
+    return _DECIMAL.sub(_as_fraction, plain), unit
+
+
+def _unwrapped(text: str) -> str:
+    plain = text.strip().rstrip(",;").removesuffix(".").strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        inner = plain[len(opening) : -len(closing)]
+        if plain.startswith(opening) and plain.endswith(closing) and opening not in inner:
+            plain = inner.strip()
+    return plain
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    if found.re is _RECURRING:
+        whole, places, again = found.groups()
+        value = Fraction(int(whole + places or "0"), 10 ** len(places))
+        value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(places))
+        power = ""
+    else:
+        value, power = Fraction(found[1]), found[2] or ""
+    fraction = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return f"({fraction}){power}" if power else fraction
