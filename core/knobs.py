@@ -177,6 +177,9 @@ class ChangeRequest(Record, frozen=True, kw_only=True):
     who: Operator = Operator()
     """Filled in by the control server."""
     reason: Reason = ""
+    expect: Annotated[
+        KnobValues, argument("only if that knob has that value now; may be repeated", "NAME=VALUE", flag="--if")
+    ] = {}
     for_steps: Annotated[int, argument("go back by itself after so many steps", flag="", ge=0, le=10_000_000)] = 0
     for_s: Annotated[float, argument("go back by itself after so many seconds", flag="", ge=0, le=30 * 86400.0)] = 0.0
     not_before: Annotated[
@@ -232,6 +235,9 @@ class LiveKnob(Record, frozen=True):
     epoch: int
     at: int
     """Number at which it comes into force, for numbered boundaries. 0 for the others."""
+    for_steps: int = 0
+    for_s: float = 0.0
+    """In a checkpoint: the time that is left of a change for a time."""
 
 
 class LiveKnobs(Record, frozen=True):

@@ -37,7 +37,7 @@ from ...core.knobs import (
 from ...core.timeouts import TIMEOUTS
 from ..contracts import KnobsContract
 from .audit import AuditWriter
-from .knob_decisions import ChangeDraft, Decisions, Due, OwnerStates, draft_change
+from .knob_decisions import RESTORE, ChangeDraft, Decisions, Due, OwnerStates, draft_change
 from .run_state import RunContext
 
 AUTO = Operator(via="auto")
@@ -166,7 +166,7 @@ class KnobConductor:
 
     async def live(self) -> LiveKnobs:
         await self._is_decided.wait()
-        return self.decisions.live(self._version())
+        return self.decisions.live(self._version(), self._clock.wall())
 
     def newest(self, name: str, default: KnobValue) -> KnobValue:
         """What was decided last for a knob of the trainer, in force or not."""
@@ -383,19 +383,20 @@ async def restore(
     live = live or LiveKnobs()
     conductor.decisions.continue_from(max([live.epoch, *(max(s.epoch, s.past_epoch) for s in roster.sheets)]))
     before = conductor.decisions.epoch
-    kept: dict[int, dict[str, LiveKnob]] = {}
+    kept: dict[tuple[float, int, int], dict[str, LiveKnob]] = {}
     for knob in live.knobs:
         firsts = [state.first for state in roster.states(knob.name).values()]
         if firsts and firsts[0] == knob.first:
-            kept.setdefault(max(knob.at, version), {})[knob.name] = knob
+            kept.setdefault((knob.for_s, knob.for_steps, max(knob.at, version)), {})[knob.name] = knob
         else:
             why = f"the run file was changed since ({firsts[0]})" if firsts else "no actor of this run has such a knob"
             tell("knobs-not-restored", f"{knob.name} = {knob.value}: {why}")
-    for at, knobs in sorted(kept.items()):
+    for (for_s, for_steps, at), knobs in sorted(kept.items()):  # values for a time after those that they cover
         epochs = ", ".join(map(str, sorted({knob.epoch for knob in knobs.values()})))
         why = f"by change {epochs} when the checkpoint was written"
         values = {name: knob.value for name, knob in knobs.items() if knob.value is not None}
-        reply = await conductor.change(ChangeRequest(values=values, who=AUTO, reason=why, force=True), "resume", at)
+        request = ChangeRequest(values=values, who=AUTO, reason=why, force=True, for_s=for_s, for_steps=for_steps)
+        reply = await conductor.change(request, RESTORE, at)
         if reply.refused:
             raise LaunchError(
                 f"the checkpoint's knobs cannot be restored: {reply.refused}",

@@ -90,6 +90,7 @@ def draft_change(request: ChangeRequest, roster: OwnerStates, decisions: Decisio
             except ConfigError as error:
                 complaints.append(str(error))
                 break
+    complaints += _check_expected(request, roster, decisions)
     if complaints:
         raise ConfigError("; ".join(complaints))
     decision = Decision(
@@ -136,6 +137,22 @@ def _check_owners(name: str, states: Mapping[str, KnobState], roster: OwnerState
     return [f"{name}: no answer from {', '.join(concerned)}, and all owners change it or none"] if concerned else []
 
 
+def _check_expected(request: ChangeRequest, roster: OwnerStates, decisions: Decisions) -> list[str]:
+    """Has every knob that is named with --if that value, by all that was decided?"""
+    complaints: list[str] = []
+    for name, expected in request.expect.items():
+        states = roster.states(name)
+        if not states:
+            complaints.append(f"there is no knob {name!r} to compare")
+        for state in list(states.values())[:1]:
+            now = decisions.latest(name, state.first)
+            if now != expected or isinstance(now, bool) != isinstance(expected, bool):
+                complaints.append(f"{name} is {now}, not {expected} as expected")
+    return complaints
+
+
+RESTORE = "resume"
+"""Verb of the changes that bring a checkpoint's values into force."""
 NEVER = 1 << 62
 """A number after all others."""
 
@@ -152,6 +169,8 @@ class _Decided:
     """As it was decided, or the version to which the trainer went back; 0 for a knob without numbers."""
     ended: int = NEVER
     """Number from which on it is not in force any more."""
+    is_restored: bool = False
+    """From a checkpoint: no person made this change in this run."""
 
     @property
     def stands(self) -> bool:
@@ -199,7 +218,8 @@ class Decisions:
                 one.at = _back(one.at, record.at, record.version)
                 one.ended = _back(one.ended, record.at, record.version)
             return
-        self._take(decision, record.epoch, (record.at, record.version, record.wall_s))
+        made_at = record.at, record.version, record.wall_s
+        self._take(decision, record.epoch, made_at, is_restored=record.verb == RESTORE)
 
     def with_one(self, decision: Decision) -> Decisions:
         """All of them and one more."""
@@ -208,7 +228,9 @@ class Decisions:
         after._take(decision, self.epoch + 1, (0, 0, 0.0))
         return after
 
-    def _take(self, decision: Decision, epoch: int, made_at: tuple[int, int, float]) -> None:
+    def _take(
+        self, decision: Decision, epoch: int, made_at: tuple[int, int, float], *, is_restored: bool = False
+    ) -> None:
         self.epoch = max(self.epoch, epoch)
         at = dict.fromkeys(decision.numbered, made_at[0])
         knobs = [
@@ -220,7 +242,7 @@ class Decisions:
                 is_over = one.knob.epoch == decision.undoes or one.is_for_a_time
                 if one.knob.name == knob.name and one.stands and is_over:
                     one.ended = knob.at
-        self._decided += [_Decided(knob, decision, made_at, knob.at) for knob in knobs]
+        self._decided += [_Decided(knob, decision, made_at, knob.at, is_restored=is_restored) for knob in knobs]
 
     def continue_from(self, epoch: int) -> None:
         self.epoch = max(self.epoch, epoch)
@@ -240,12 +262,28 @@ class Decisions:
         names = sorted({one.knob.name for one in self._decided if one.knob.epoch > after})
         return LiveKnobs(epoch=self.epoch, knobs=tuple(value for name in names for value in self._course(name)))
 
-    def live(self, version: int) -> LiveKnobs:
-        """For a checkpoint: of each knob the value in force, and those whose number is still to come. What is for a
-        time is not kept."""
-        kept = [one.knob for one in self._decided if one.stands and not one.is_for_a_time]
-        by_number = {(one.name, max(one.at, version)): one for one in kept}
-        return LiveKnobs(epoch=self.epoch, knobs=tuple(by_number.values()))
+    def live(self, version: int, now_s: float) -> LiveKnobs:
+        """For a checkpoint: of each knob the value in force, and those whose number is still to come; after them what
+        is for a time, with the time that is left. `now_s`: wall clock."""
+        lasting = Decisions(self.launch)
+        lasting._decided = [one for one in self._decided if not one.is_for_a_time]
+        kept = [
+            knob for name in sorted({one.knob.name for one in self._decided}) for knob in lasting._kept(name, version)
+        ]
+        for one, kind, end in self._ends():
+            at = max(one.at, version) if kind == "number" or one.knob.name in one.decision.numbered else 0
+            left = end - {"s": now_s, "version": version, "number": at}[kind]
+            time = {"for_s": left} if kind == "s" else {"for_steps": int(left)}
+            kept += [msgspec.structs.replace(one.knob, at=at, **time)] if left > 0 else []
+        return LiveKnobs(epoch=self.epoch, knobs=tuple(kept))
+
+    def _kept(self, name: str, version: int) -> Iterator[LiveKnob]:
+        course = list(self._course(name))
+        is_own = False
+        for knob in (*[knob for knob in course if knob.at <= version][-1:], *(k for k in course if k.at > version)):
+            is_own = is_own or knob.value is not None
+            if is_own:  # the file's again, after a value that the checkpoint keeps
+                yield msgspec.structs.replace(knob, value=knob.first if knob.value is None else knob.value)
 
     def _course(self, name: str) -> Iterator[LiveKnob]:
         """The values of a knob, by the numbers from which on they are in force."""
@@ -269,6 +307,8 @@ class Decisions:
     def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
         """What takes a change back: the newest (0), or `epoch`; `names`: only these knobs. Raises ConfigError."""
         undone = self._change(epoch)
+        if undone[0].is_restored and not names:
+            raise ConfigError(f"change {epoch} restored a checkpoint's values", remedy="set the values instead")
         standing = [one for one in undone if one.stands and (not names or one.knob.name in names)]
         epoch = undone[0].knob.epoch
         if not standing:
@@ -297,7 +337,9 @@ class Decisions:
 
     def _change(self, epoch: int) -> list[_Decided]:
         """The knobs of a change that can be taken back; 0: the newest. Raises ConfigError."""
-        wanted = epoch or max((one.knob.epoch for one in self._decided if one.stands), default=0)
+        wanted = epoch or max(
+            (one.knob.epoch for one in self._decided if one.stands and not one.is_restored), default=0
+        )
         if not wanted:
             raise ConfigError("there is no change to take back", remedy="`myxa history` lists the changes")
         change = [one for one in self._decided if one.knob.epoch == wanted]

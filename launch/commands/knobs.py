@@ -47,7 +47,8 @@ def _add_set(parser: Parser) -> None:
 
 
 def _changes(options: argparse.Namespace) -> dict[str, Any]:
-    return {"values": assignments(options.values, "set"), **(lasting(options.lasting) if options.lasting else {})}
+    values, expect = assignments(options.values, "set"), assignments(options.expect, "--if")
+    return {"values": values, "expect": expect, **(lasting(options.lasting) if options.lasting else {})}
 
 
 def change_line(raw: dict[str, Any]) -> str:

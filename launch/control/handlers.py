@@ -185,7 +185,7 @@ async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> C
         reply = await coordinator.change_knobs(request)
     if reply.refused:
         # says better what was meant; asked only now, a good change is fast
-        check_names(tuple(request.values), await knob_table(context), context)
+        check_names((*request.values, *request.expect), await knob_table(context), context)
     return reply
 
 

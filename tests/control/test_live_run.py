@@ -199,6 +199,8 @@ WRONG = [
     ("optimizer.lr=1", "the knob is 'lr'"),
     ("lr=1e-4 --for soon", "is no time"),
     ("lr=1e-4 --for 0steps", "is no time"),
+    ("lr=1e-4 --if lr=0.5", "not 0.5 as expected"),
+    ("lr=1e-4 --if lrr=0.5", "lrr"),
     ("max_staleness=1.5", "whole number"),
     ("on_stale=fast", "pace"),
     ("temperature=0.9 lr=-1", "must be above 0"),
@@ -233,7 +235,7 @@ def test_compare_and_set_dry_run_and_time(live: Live):
     dry = live.ask("set", f"lr={first * 2}", "--dry-run")
     assert (dry["epoch"], [m["new"] for m in dry["moves"]]) == (0, [first * 2])
     assert values_of(client)[lr] == first
-    live.ask("set", f"lr={first / 2}", "--for", "2steps")
+    live.ask("set", f"lr={first / 2}", "--if", f"lr={first}", "--for", "2steps")
     live.ask("set", "concurrency=5", "--for", "0.5s")
     wait_until(lambda: values_of(client)[lr] == first, "it goes back by itself")
     wait_until(lambda: values_of(client)["rollout/0", "concurrency"] == 16, "so does a change for a time")

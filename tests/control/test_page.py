@@ -49,7 +49,7 @@ def test_every_verb_has_a_handler_and_every_argument_a_help() -> None:
 
 def test_who_asks_is_no_argument_of_a_caller() -> None:
     (about,) = [describe(verb) for verb in ALL if verb.name == "set"]
-    assert len(about["arguments"]) == 7 and "who" not in about["arguments"]
+    assert len(about["arguments"]) == 8 and "who" not in about["arguments"]
     assert about["required"] == ["values"]
 
 

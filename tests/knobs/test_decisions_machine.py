@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -179,6 +180,28 @@ class DecisionsMachine(RuleBasedStateMachine):
                 each.owner.use_due("step", self.passed)
                 for knob in KNOBS[name]:
                     assert each.values[knob] == self._meant(knob, self.passed), (name, knob)
+        self._resumed_from_a_checkpoint_has_the_same()
+
+    def _resumed_from_a_checkpoint_has_the_same(self) -> None:
+        resumed = Decisions("next")
+        for one in sorted(self.decisions.live(self.version, 0.0).knobs, key=lambda k: (k.for_steps, k.at)):
+            assert one.value is not None
+            request = ChangeRequest(values={one.name: one.value}, who=WHO, for_steps=one.for_steps)
+            draft = draft_change(request, self.roster, resumed)
+            resumed.add(
+                decided(draft, resumed.epoch + 1, max(one.at, self.version), version=self.version, verb="resume")
+            )
+        for name, knobs in KNOBS.items():
+            for number in range(self.version, self.version + 12):
+                site = Site(name)
+                site.owner.take(resumed.news(0))
+                site.owner.use_due("step", number)
+                for knob in knobs:
+                    assert site.values[knob] == self._meant(knob, number), (knob, number)
+        ends = [{one.knob.name: end for one, _, end in each._ends()} for each in (self.decisions, resumed)]
+        assert all(ends[0][name] == end for name, end in ends[1].items())
+        with pytest.raises(ConfigError):
+            resumed.draft_undo(0, self.roster)
 
 
 TestDecisions = DecisionsMachine.TestCase

@@ -6,7 +6,7 @@ import pytest
 from tests.harness.decider import WHO, decided
 from tests.knobs.knob_maker import Desk, make_desk
 
-from myxa.actors.coordinator.knob_decisions import ChangeDraft, Decisions, OwnerStates, draft_change
+from myxa.actors.coordinator.knob_decisions import RESTORE, ChangeDraft, Decisions, OwnerStates, draft_change
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import AuditRecord, ChangeRequest, KnobValue
 
@@ -59,8 +59,8 @@ class Run:
         anew.owner.take(self.decisions.news(0))
         return anew.values["room"]
 
-    def _make(self, draft: ChangeDraft, at: int) -> int:
-        self.log.append(decided(draft, self.decisions.epoch + 1, at, wall_s=self.now_s))
+    def _make(self, draft: ChangeDraft, at: int, verb: str = "set") -> int:
+        self.log.append(decided(draft, self.decisions.epoch + 1, at, verb=verb, wall_s=self.now_s))
         self.decisions.add(self.log[-1])
         for desk in self.desks.values():
             desk.owner.take(self.decisions.news(desk.owner.heard))
@@ -132,5 +132,43 @@ def test_a_numbered_value_goes_back_at_its_very_number_also_after_the_trainer_wa
     anew.owner.take(run.decisions.news(anew.owner.heard))
     assert anew.owner.use_due("step", 16) == {}
     assert anew.owner.use_due("step", 17) == {"lr": 1e-3}
-    live = run.decisions.live(16)
-    assert live.knobs == (), "what is for a time is not kept"
+    assert [(k.name, k.value, k.at) for k in run.decisions.live(16, 0).knobs] == [("lr", 2e-3, 10), ("lr", 1e-3, 17)]
+
+
+def test_a_checkpoint_keeps_what_is_covered_and_the_time_that_is_left() -> None:
+    run = Run()
+    run.set(room=5)
+    run.set(for_s=10, room=2)
+    run.set(for_steps=5, at=12, lr=2e-3)
+    run.set(for_steps=5, eta=3)
+    kept = run.decisions.live(14, 4.0).knobs
+    assert [(k.name, k.value, k.at, k.for_steps, k.for_s) for k in kept] == [
+        ("room", 5, 0, 0, 0), ("room", 2, 0, 0, 6.0), ("lr", 2e-3, 14, 3, 0),
+    ]  # fmt: skip
+    assert [k.name for k in run.decisions.live(14, 10.0).knobs] == ["room", "lr"], "it is over"
+
+
+def test_undo_leaves_what_a_checkpoint_restored() -> None:
+    run = Run()
+    request = ChangeRequest(values={"room": 5}, who=WHO)
+    run._make(draft_change(request, run.roster, run.decisions), 0, RESTORE)
+    for epoch, said in ((0, "no change to take back"), (1, "restored a checkpoint's values")):
+        with pytest.raises(ConfigError, match=said):
+            run.undo(epoch)
+    run.set(room=6)
+    run.undo(0)
+    assert run.rooms() == (5, 5, 5)
+
+
+def test_a_change_is_made_only_if_a_knob_has_the_expected_value() -> None:
+    run = Run()
+    run.set(at=12, lr=2e-3)
+    wrong: list[tuple[dict[str, KnobValue], str]] = [
+        ({"room": 7}, "room is 8, not 7"),
+        ({"lr": 1e-3}, "lr is 0.002"),
+        ({"no": 1}, "'no' to compare"),
+    ]
+    for expect, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            draft_change(ChangeRequest(values={"room": 2}, expect=expect), run.roster, run.decisions)
+    assert draft_change(ChangeRequest(values={"room": 2}, expect={"lr": 2e-3}), run.roster, run.decisions).moves

@@ -184,3 +184,18 @@ async def test_a_value_whose_time_is_over_goes_back_once_that_can_be_recorded(
         await until(lambda: any(r.verb == "expire" and r.result == "done" for r in read_audit(room.audit)), "the third")
         await room.node.start(late, "rollout/1")
         await until(lambda: late.desk.values["room"] == engine.desk.values["room"] == 8, "the old value")
+
+
+async def test_a_value_for_a_time_goes_back_after_a_resume_and_undo_leaves_what_was_restored(tmp_path: Path) -> None:
+    live = kept(
+        live_knob("room", 5, 1), live_knob("room", 2, 2, for_s=1.0), live_knob("lr", 2e-3, 3, at=5, for_steps=4),
+        live_knob("level", "DEBUG", 4),
+    )  # fmt: skip
+    engine = Engine()
+    beside = {"rollout/0": engine, "buffer": Buffer(tmp_path / "ledger.sqlite")}
+    async with open_room(tmp_path, live, 5, beside=beside) as room:
+        assert "no change to take back" in (await room.ref.undo(WHO, "", 0)).refused
+        assert engine.desk.values["level"] == "DEBUG"
+        await until(lambda: engine.desk.values["room"] == 5, "its time is over")
+        await until(lambda: max(room.trainer.steps) > 9, "the steps are over")
+        assert [room.trainer.steps[n]["lr"] for n in range(5, 11)] == [2e-3] * 4 + [1e-3] * 2
