@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Literal, cast
@@ -40,7 +40,7 @@ class ColumnarFile:
             OverflowError,
             MemoryError,
         )
-        with self._naming(f"is not a readable {self._what} file"):
+        with self._naming(lambda: f"is not a readable {self._what} file"):
             schema, self.num_rows = self._look()
         self._names: list[str] = list(schema.names)
         if twice := next((name for name in self._names if self._names.count(name) > 1), None):
@@ -58,9 +58,9 @@ class ColumnarFile:
         if not self._wanted:
             yield from ((f"{self._path}, row {at}", lambda: dict(self._others)) for at in range(self.num_rows))
             return
-        row, batches = 0, self._batches()
+        row, batches = 0, self._batches(self._wanted)
         while True:
-            with self._naming(f"cannot be read from row {row} on"):
+            with self._naming(lambda row=row: f"{self._bad_column()}cannot be read from row {row} on"):
                 batch = next(batches, None)
             if batch is None:
                 break
@@ -85,14 +85,24 @@ class ColumnarFile:
             schema = self._ipc(file, []).schema
             return schema, sum(batch.num_rows for batch in self._ipc_batches(file, [0] if schema.names else []))
 
-    def _batches(self) -> Iterator[Any]:
+    def _bad_column(self) -> str:
+        """The first column of a damaged parquet file that cannot be read alone, for a message."""
+        for name in self._wanted if self._kind == "parquet" else ():
+            try:
+                for _ in self._batches([name]):
+                    pass
+            except self._errors:
+                return f'column "{name}" '
+        return ""
+
+    def _batches(self, wanted: list[str]) -> Iterator[Any]:
         if self._kind == "parquet":
             with self._parquet() as file:
-                yield from file.iter_batches(BATCH_ROWS, columns=self._wanted, use_threads=False)
+                yield from file.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
             return
         with self._arrow.OSFile(self._path) as file:
-            for batch in self._ipc_batches(file, [self._names.index(name) for name in self._wanted]):
-                yield batch.select(self._wanted)
+            for batch in self._ipc_batches(file, [self._names.index(name) for name in wanted]):
+                yield batch.select(wanted)
 
     def _parquet(self) -> Any:
         # A page at a time: a column of a row group may be larger than memory.
@@ -113,7 +123,7 @@ class ColumnarFile:
             yield from (reader.get_batch(at) for at in range(reader.num_record_batches))
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Generator[None]:
+    def _naming(self, what: Callable[[], str]) -> Generator[None]:
         try:
             yield
         except MyxaError:
@@ -121,7 +131,7 @@ class ColumnarFile:
         except self._errors as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
             remedy = "write the file again, or copy it again if it was whole elsewhere"
-            raise DataError(f"{self._path}: {what}: {cause}", remedy=remedy) from error
+            raise DataError(f"{self._path}: {what()}: {cause}", remedy=remedy) from error
 
     def _read(self, part: Any, rows: list[Columns] | None, at: int) -> Columns:
         found = self._alone(part.slice(at, 1)) if rows is None else rows[at]

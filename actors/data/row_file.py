@@ -12,6 +12,7 @@ import contextlib
 import gzip
 import importlib
 import io
+import json
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from decimal import Decimal
@@ -59,10 +60,10 @@ class NotJson(RowError):
 
 
 def exact_json(text: bytes | str) -> object:
-    """The value as written. Raises NotJson, RowError for a number that would be rounded."""
+    """The value as written. Raises NotJson, RowError for a number that would be rounded or a key that comes twice."""
     data = text.encode() if isinstance(text, str) else text
     try:
-        return _decoder.decode(data)
+        value = _decoder.decode(data)
     except UnicodeDecodeError as error:
         raise NotJson("it is not UTF-8", "save the file as UTF-8") from error
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -71,6 +72,25 @@ def exact_json(text: bytes | str) -> object:
                 "the JSON goes over several lines", "write one object per line (`jq -c .` does it)"
             ) from error
         raise NotJson(f"it is not JSON: {_why(data)}", REMEDY) from error
+    if _num_quotes(data) != _num_quotes(msgspec.json.encode(value)):
+        json.loads(data, object_pairs_hook=_object)
+    return value
+
+
+def _num_quotes(text: bytes) -> int:
+    """Those that begin or end a string: a key that comes twice, of which the decoder drops one, takes two away."""
+    if b"\\\\" in text:
+        text = text.replace(b"\\\\", b"")
+    return text.count(b'"') - text.count(b'\\"')
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Columns:
+    names = [name for name, _ in pairs]
+    for name in set(names):
+        names.remove(name)
+    if names:
+        raise RowError(f'the key "{names[0]}" comes twice in one object', "keep one of them")
+    return dict(pairs)
 
 
 REMEDY = "mend it; NaN, Infinity and half a character (of a text that was cut inside an emoji) are not JSON"

@@ -187,6 +187,10 @@ REFUSED: list[tuple[Row, dict[str, Any], str]] = [
       for value, how in (([], "without answers"), (["4", None], "that holds null")) for fn in ("exact", "numeric", "math")),
     *((f'{{"prompt": "Name the {half} here", "label": "cat"}}', {}, "half a character")
       for half in (r"\ud83d", r"\ude00", r"\ud83d\ud83d")),
+    *((row, {}, "comes twice") for row in (
+        r'{"prompt": "a \"key\"", "label": "1", "l\u0061bel": "2"}',
+        r'{"prompt": "\\", "label": "1", "metadata": {"b": 1, "b": 1}}',
+        '{"prompt": "a", "label": "1", "metadata": "{\\"b\\": 1, \\"b\\": 2}"}')),
     *((f'{{"prompt": "?", "label": "4", "metadata": {{"d": {value}}}}}', {}, cause) for value, cause in (
         ("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "Infinity"), ("nan", "NaN"), ("1e999", "rounded"), ("1e99999999999999999999", "rounded"))),
     *((labelled(value), {}, "rounded") for value in ("0.12345678901234567890123", "9007199254740993.0", "1e-400")),
