@@ -41,9 +41,9 @@ from ..checkpoints.folder import (
 )
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import write_safetensors
+from .torch_backend.accounting import ReferenceModel
 from .torch_backend.tensors import from_bytes
 from .torch_backend.world import World
-from .trained_model import ReferenceModel
 
 
 class Shards(Protocol):

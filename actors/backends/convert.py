@@ -29,8 +29,8 @@ from ..checkpoints.folder import Manifest, check_digest, check_model, find_check
 from ..models.hf_folder import read_config, write_folder
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import open_safetensors
-from .export import named_arrays
 from .megatron.families import HEAD, CutRequest, family_of, find_rule, put_together
+from .rank_backend import named_arrays
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
 

@@ -30,24 +30,29 @@ from ...core.errors import MyxaError, TrainError
 from ...core.protocols import StepStats
 from ...core.samples import LossPart, TrainShard
 from .torch_backend.accounting import (
+    Learner,
     MetricSums,
+    Micros,
+    ReferenceModel,
+    StepSettings,
+    TrainedModel,
     TrainingStep,
     accusation,
     charges_kl,
     failure_of_all,
     fill_advantages,
+    learning_rate,
     mean_weights,
     name_metrics_alike,
     report,
     skips_neutral,
     tally_counts,
     whiten_together,
+    with_knobs,
 )
 from .torch_backend.critic import Critic, take_metrics
 from .torch_backend.layout import MicroBatch, served_reference
-from .torch_backend.settings import StepSettings, learning_rate, with_knobs
 from .torch_backend.tensors import floats
-from .trained_model import Learner, Micros, ReferenceModel, TrainedModel
 from .vocab_scores import TokenScores
 
 

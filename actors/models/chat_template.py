@@ -3,22 +3,322 @@
 Of a template it decides nothing: the same conversation, tools and arguments give the text of transformers'
 `apply_chat_template`, or a DataError. The date of `strftime_now` is the run file's, so that a run that is resumed on
 another day has the same prompts. Library considered: transformers, which takes seconds to import.
+
+A template is a program that came with the weights. It runs in jinja2's immutable sandbox, as transformers sets it up,
+sees no attribute that begins with an underscore, and has a budget for steps, for the length of a text and for the size
+of a number; a template beyond it raises `OverBudget`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from ...core.errors import DataError, ModelError, TemplateError
 from ...core.samples import REASONING_KEYS, Message
-from .template_sandbox import NoDate, OverBudget, Sandbox, run
 from .tokenizer_files import TOKENIZER_CONFIG, read_hf_tokenizer
+
+MAX_STEPS = 2_000_000
+"""Turns of loops, calls and outputs of one rendering."""
+MAX_SECONDS = 10.0
+MAX_CHARS = 1 << 24
+"""Of a text, and of all that is written."""
+MAX_BITS = 4096
+"""Of a whole number."""
+MAX_WIDTH = 100_000
+"""That a text is filled up to, and of a list that a filter makes."""
+LONG_NUMBER = re.compile(r"\d{6,}")
+PADDING = frozenset(
+    {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "wordwrap", "tojson"}
+)
+RANDOM = ("random", "lipsum")
+
+
+class OverBudget(Exception):
+    """The template does more than a chat template has to do."""
+
+
+class NoDate(Exception):
+    """The template asks for today's date, and none was given."""
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Of one rendering."""
+
+    num_steps: int = 0
+    num_chars: int = 0
+    ends_at: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
+    length: int = 0
+    """Characters that have left the template."""
+    spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def count(self, num: int = 1) -> None:
+        self.num_steps += num
+        if self.num_steps > MAX_STEPS or time.monotonic() > self.ends_at:
+            raise OverBudget(f"it takes more than {MAX_STEPS} steps or {MAX_SECONDS:g} s")
+
+    def write(self, num: int) -> None:
+        self.num_chars += num
+        self.count()
+        check_length(self.num_chars)
+
+
+_running = threading.local()
+
+
+def _budget() -> _Budget:
+    """Of the rendering under way; when constants are computed, one of its own."""
+    return getattr(_running, "budget", None) or _Budget()
+
+
+def check_length(num: float) -> None:
+    """Raise OverBudget for a text or list that is too long."""
+    if num > MAX_CHARS:
+        raise OverBudget(f"it makes a text or list of more than {MAX_CHARS} characters or entries")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """One for each template. `day`: what `strftime_now` says; None: it raises NoDate."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, day: date | None) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"], finalize=_written
+        )
+        filters = cast("dict[str, Any]", self.filters)  # pyright: ignore[reportUnknownMemberType] -- a bare dict
+        names = cast("dict[str, Any]", self.globals)  # pyright: ignore[reportUnknownMemberType] -- the same
+        for name, made in list(filters.items()):
+            filters[name] = _guarded(name, made)
+        filters |= {"tojson": _guarded("tojson", _to_json), "_steps": _steps, "_joined": _joined}
+        for name in RANDOM:
+            filters[name] = names[name] = _no_chance
+        names |= {"raise_exception": _refuse, "strftime_now": _clock(day), "dict": _Dict(), "namespace": _Namespace}
+
+    def _generate(self, source: nodes.Template, *more: Any, **named: Any) -> str:
+        return super()._generate(_Counting().visit(source), *more, **named)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 -- names are the template's
+        _budget().count()
+        method = getattr(__obj, "__wrapped__", __obj)
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str):
+            _check_method(owner, name, args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def run(template: jinja2.Template, names: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the places of its `{% generation %}` blocks. Raises what the template raises."""
+    budget = _running.budget = _Budget()
+    try:
+        blocks: list[str] = []
+        for block in template.generate(**names):
+            blocks.append(block)
+            budget.length += len(block)
+            check_length(budget.length)
+        return "".join(blocks), budget.spans
+    finally:
+        _running.budget = None
+
+
+class _Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}` around what the model writes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
+
+    def _noted(self, caller: Callable[[], str]) -> str:
+        text, budget = caller(), _budget()
+        budget.spans.append((budget.length, budget.length + len(text)))
+        return text
+
+
+class _Counting(NodeTransformer):
+    """Loops count their turns; `~` looks at what it makes."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "_steps", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.Tuple(node.nodes, "load", lineno=node.lineno)
+        return nodes.Filter(parts, "_joined", [], [], None, None, lineno=node.lineno)
+
+
+class _Dict:
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a name "self" is the template's
+        self, rest = args[0], args[1:]
+        names = dict(*rest, **kwargs)
+        for name in names:
+            _check_name(name)
+        Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}: the name begins with an underscore")
+
+
+def _steps(value: Any) -> Any:
+    if isinstance(value, Sized):
+        _budget().count(len(value) + 1)
+        return value
+    return _one_by_one(value)
+
+
+def _one_by_one(value: Iterable[Any]) -> Iterator[Any]:
+    for one in value:
+        _budget().count()
+        yield one
+
+
+def _joined(parts: tuple[Any, ...]) -> str:
+    texts = [str(part) for part in parts]
+    check_length(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _written(value: Any) -> Any:
+    _budget().write(len(value) if isinstance(value, str) else 1)
+    return value
+
+
+def _check_operation(operator: str, left: Any, right: Any) -> None:
+    if operator == "%" and isinstance(left, str):
+        if LONG_NUMBER.search(left) or "*" in left:
+            raise OverBudget("it formats a text with a width beyond all measure")
+    elif operator == "+":
+        check_length(_length(left) + _length(right))
+    elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() + right.bit_length())
+    elif operator == "*" and isinstance(right, int):
+        check_length(_length(left) * right)
+    elif operator == "*" and isinstance(left, int):
+        check_length(left * _length(right))
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * right)
+
+
+def _length(value: object) -> int:
+    """Of a text or list; 0 of anything else."""
+    return len(cast("Sized", value)) if isinstance(value, (str, list, tuple)) else 0
+
+
+def _check_bits(num: int) -> None:
+    if num > MAX_BITS:
+        raise OverBudget(f"it makes a number of more than {MAX_BITS} bits")
+
+
+def _check_method(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Of a text; a filter's value is what it would be the method of."""
+    given = (*args, *kwargs.values())
+    if name in PADDING:
+        _check_widths(given)
+    elif name in ("format", "format_map"):
+        if LONG_NUMBER.search(owner):
+            raise OverBudget("it formats a text with a width beyond all measure")
+        if re.search(r"\{[^{}]*\{", owner):  # a width that is an argument
+            _check_widths(given)
+    elif name == "replace" and len(args) >= 2:
+        old, new = args[:2]
+        if isinstance(owner, str) and isinstance(old, str) and isinstance(new, str):
+            check_length(len(owner) + owner.count(old) * len(new))
+    elif name == "join" and args and isinstance(args[0], (list, tuple)):
+        check_length(sum(_length(owner) + _length(one) for one in cast("list[object]", args[0])))
+    elif name == "translate":
+        raise OverBudget("it translates characters, which has no bound")
+
+
+def _check_widths(given: Iterable[Any]) -> None:
+    if any(isinstance(one, int) and abs(one) > MAX_WIDTH for one in given):
+        raise OverBudget(f"it fills up to a width of more than {MAX_WIDTH}")
+
+
+def _guarded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(made)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _budget().count()
+        value, *more = args[1:] if hasattr(made, "jinja_pass_arg") else args
+        if name == "format":
+            _check_operation("%", value, ())
+        elif name == "join":
+            _check_method(more[0] if more else kwargs.get("d", ""), name, (value,), {})
+        else:
+            _check_method(value, name, tuple(more), kwargs)
+        return made(*args, **kwargs)
+
+    return checked
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As HuggingFace's templates expect: no HTML escapes, keys in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _no_chance(*_: Any, **__: Any) -> NoReturn:
+    raise OverBudget("it draws by chance, and a prompt must be the same each time")
+
+
+def _clock(day: date | None) -> Callable[[str], str]:
+    def strftime_now(format: str) -> str:
+        if day is None:
+            raise NoDate
+        if len(format) > 1000 or re.search(r"%[^%A-Za-z]*\d{3,}", format):
+            raise OverBudget("it writes a date with a width beyond all measure")
+        return datetime(day.year, day.month, day.day).strftime(format)
+
+    return strftime_now
+
 
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"

@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from myxa.actors.backends.torch_backend.settings import KNOBS
+from myxa.actors.backends.torch_backend.accounting import KNOBS
 from myxa.actors.trainer.knobs import LEADER_TUNABLES, TUNABLES, TrainerKnobs, step_values
 from myxa.actors.trainer.step_plan import StepPlanOptions
 from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from myxa.actors.backends.torch_backend.accounting import check_schedule, learning_rate
 from myxa.actors.backends.torch_backend.parallel import AdamW
-from myxa.actors.backends.torch_backend.settings import check_schedule, learning_rate
 from myxa.core.config import OptimizerConfig
 from myxa.core.errors import ConfigError
 

@@ -20,13 +20,10 @@ from ....core.clock import Clock
 from ....core.config.learning import MegatronSettings
 from ...models.hf_folder import check_second_model, read_config
 from ...models.model_config import ModelConfig
-from ..export import Exporter
-from ..rank_backend import RankBackend, RankParts, RankSettings
+from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
-from ..torch_backend.accounting import agree_on_source, load_functions
-from ..torch_backend.settings import check_schedule
+from ..torch_backend.accounting import ReferenceModel, agree_on_source, check_schedule, load_functions
 from ..torch_backend.tensors import DTYPE_OF
-from ..trained_model import ReferenceModel
 from . import mcore
 from .batch import PackCutting
 from .checkpoint import MegatronTrainingState

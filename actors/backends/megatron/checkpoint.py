@@ -34,7 +34,7 @@ from ....core.errors import TrainError
 from ...checkpoints.folder import Manifest, check_model, rank_file
 from ...models.safetensors_file import open_safetensors
 from ..checkpoint import RankCopy, TrainingState, random_state, restore_random
-from ..export import named_array
+from ..rank_backend import named_array
 from . import mcore
 from .hf_weights import unwrapped
 from .layout import ParallelLayout

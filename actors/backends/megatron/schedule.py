@@ -33,7 +33,7 @@ from torch.autograd import Function
 
 from ....core.errors import TrainError
 from ....core.samples import Sample
-from ..trained_model import LossOf, TrainedModel
+from ..torch_backend.accounting import LossOf, TrainedModel
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
 from .batch import Pack, PackCutting, pack_samples

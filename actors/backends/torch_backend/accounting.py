@@ -5,18 +5,27 @@ user's loss and weight per token, whose results are checked and whose failures a
 `reduced`. `accusation` lets all ranks agree on a loss or gradient that is not finite, with the names of what caused it:
 every rank says what it saw, and either all raise or none, so no rank takes an optimizer step that another refuses.
 Both training backends use these functions, so for one batch they report the same numbers under the same names.
+
+`StepSettings` is what a step needs of the run file. A knob replaces a field for one step, with the same checks.
+`learning_rate` is a function of finished optimizer updates, without state: resuming needs the count alone.
+`torch.optim.lr_scheduler` keeps its own counter, which would have to be saved and kept equal to ours.
+
+`TrainedModel` is a model as a step uses it: one module on this rank (`parallel.py`), or a pipeline over several
+(`megatron/schedule.py`). Losses are made on scoring ranks; what the teller of a replica counts is counted once.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from ....algos.advantages import less_kl, token_advantages, whiten
@@ -37,15 +46,251 @@ from ....algos.objective import (
 )
 from ....algos.ratios import TokenWeights
 from ....algos.segments import Segments
-from ....core.config import AlgoConfig
+from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError, TrainError, UserCodeError
-from ....core.samples import LossPart, TrainShard
+from ....core.samples import LossPart, Sample, TrainShard
+from ...trainer.knobs import STEP_TUNABLES
 from ...user_code.functions import LOSS_FN, WEIGHT_FN, UserFunction, load_function, source_digest, what_was_raised
 from ..vocab_scores import TokenScores
-from .layout import MicroBatch
-from .settings import StepSettings
+from .layout import MicroBatch, batch_of, check_samples, trained_members
 from .tensors import floats
 from .world import RankGroup, World
+
+
+def check_schedule(config: OptimizerConfig, total_updates: int) -> None:
+    """Raise ConfigError if the end of a decay is neither given nor known from the run's length (0 = endless)."""
+    if config.schedule != "constant" and config.decay_steps == 0 and total_updates <= 0:
+        raise ConfigError(
+            f'[optimizer] schedule = "{config.schedule}" has no end: the run has no fixed number of steps',
+            remedy="set optimizer.decay_steps or run.num_steps",
+        )
+
+
+def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int) -> float:
+    """Rate of the next update after `num_updates` finished ones. Warm-up rises linearly and reaches the peak at its
+    last update; then constant, or a half cosine, or a line down to `min_lr_ratio * lr` at `decay_steps` (0: at
+    `total_updates`). wsd ("warm-up, stable, decay", arXiv 2404.06395, section 4) is constant until `wsd_decay_steps`
+    before that."""
+    if num_updates < config.warmup_steps:
+        return config.lr * (num_updates + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    end = config.decay_steps or total_updates
+    start, course = config.warmup_steps, config.schedule
+    if course == "wsd":
+        start, course = max(start, end - config.wsd_decay_steps), config.wsd_decay
+    progress = min(1.0, max(0, num_updates - start) / max(1, end - start))
+    share = 1.0 - progress
+    if course == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif course == "minus_sqrt":
+        share = 1.0 - math.sqrt(progress)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+KNOBS = {tunable.name: tunable for tunable in STEP_TUNABLES}
+"""`lr` is the peak of the schedule, not the rate of the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """The plain values behind one step."""
+
+    algo: AlgoConfig
+    optimizer: OptimizerConfig
+    max_new_tokens: int = 1
+    """Divisor per sample of reduction "constant" (Dr.GRPO, arXiv 2503.20783, section 3.2)."""
+    total_updates: int = 0
+    """Optimizer updates of the whole run, where decays end by default; 0 = unknown."""
+    functions: TokenFunctions = OPTIONS_OWN
+    """The user's, where `[algo]` names some."""
+
+
+def with_knobs(settings: StepSettings, knobs: Mapping[str, float], *, has_reference: bool) -> StepSettings:
+    """`settings` with the knobs' values. Raises ConfigError for an unknown knob or an impossible value, and for a KL
+    term without a reference model, here or served elsewhere."""
+    changed = _changed(settings, knobs) if knobs else settings
+    if changed.algo.kl_coef > 0 and not (has_reference or changed.algo.ref_urls):
+        raise ConfigError(
+            f"kl_coef = {changed.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
+            remedy="begin with a small kl_coef; it can be changed later",
+        )
+    if changed.algo.ref_update_every and not has_reference:
+        raise ConfigError(
+            f"ref_update_every = {changed.algo.ref_update_every}: this trainer keeps no reference model", remedy="use 0"
+        )
+    return changed
+
+
+def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings:
+    unknown = sorted(set(knobs) - set(KNOBS))
+    if unknown:
+        raise ConfigError(f"no such knob: {', '.join(unknown)}", remedy=f"the trainer has {', '.join(KNOBS)}")
+    values = {KNOBS[name].key: int(value) if KNOBS[name].kind == "int" else value for name, value in knobs.items()}
+    algo, optimizer = (
+        {key.removeprefix(section): value for key, value in values.items() if key.startswith(section)}
+        for section in ("algo.", "optimizer.")
+    )
+    try:
+        return replace(
+            settings,
+            algo=AlgoConfig.model_validate({**settings.algo.model_dump(), **algo}),
+            optimizer=OptimizerConfig.model_validate({**settings.optimizer.model_dump(), **optimizer}),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])  # nothing where several values do not go together
+        raise ConfigError(
+            f"knob {name}: {first['msg']}" if name else first["msg"], remedy="the run file's limits hold for knobs too"
+        ) from error
+
+
+Micros = Sequence[MicroBatch[Any]]
+LossOf = Callable[[int, Any], Tensor]
+"""(number of the micro-batch, what the model says of it) -> its share of the loss, 0-dim."""
+
+
+class ScoringModel(Protocol):
+    """What gives log-probs, without gradient, by the operations of training, hence to the same bits."""
+
+    def score(self, layouts: Sequence[Any]) -> list[Any]:
+        """Of each layout; empty on ranks that do not score. Collective."""
+        ...
+
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's numbers, by name."""
+        ...
+
+
+M = TypeVar("M", bound=ScoringModel)
+
+
+@dataclass(slots=True)
+class ReferenceModel(Generic[M]):
+    """The model of the KL term: one that was given, or the policy as it was at some version."""
+
+    model: M
+    written: Callable[[], None]
+    """Its parameters changed."""
+    version: int = 0
+    """Of the policy that it is; 0: as it was given."""
+
+    @torch.no_grad()
+    def renew(self, policy: TrainedModel, version: int) -> None:
+        """Become the policy as it is now. Collective."""
+        theirs = policy.parts()
+        for name, own in self.model.parts().items():
+            own.copy_(theirs[name])
+        self.version = version
+        self.written()
+
+
+class TrainedModel(ABC):
+    """A model with its optimizer. Methods are collective where they compute, and every rank gives as many layouts."""
+
+    world: World
+    replicas: RankGroup
+    """Over whom samples are added up."""
+    vocab_size: int
+    is_scoring = True
+    is_teller = True
+
+    @property
+    @abstractmethod
+    def num_updates(self) -> int: ...
+
+    def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Any]]]:
+        """[minibatch][micro-batch], without samples of advantage 0 if `skips_neutral`. Raises TrainError for a sample
+        that contradicts itself."""
+        check_samples(shard.samples, self.vocab_size)
+        minibatches: list[list[MicroBatch[Any]]] = []
+        for micros in shard.minibatches:
+            members = [trained_members(shard, micro, skips_neutral=skips_neutral) for micro in micros]
+            layouts = self.layouts(shard.samples, members)
+            minibatches.append([batch_of(layout, shard.samples, self.world.device) for layout in layouts])
+        return minibatches
+
+    @abstractmethod
+    def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Any]:
+        """Of these members, filled up with empty ones to what a pass takes."""
+
+    def filled_up(self, micro: MicroBatch[Any]) -> list[MicroBatch[Any]]:
+        """With empty ones to what a pass takes."""
+        empty = self.layouts((), [()])[1:]
+        return [micro, *(batch_of(layout, (), self.world.device) for layout in empty)]
+
+    @abstractmethod
+    def score(self, layouts: Sequence[Any]) -> list[Any]: ...
+
+    @abstractmethod
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's numbers, by name. Collective."""
+
+    def score_start(self, layouts: Sequence[Any]) -> list[Any]:
+        """At the step's start: `train` may replay what it chose."""
+        return self.score(layouts)
+
+    @abstractmethod
+    def train(self, layouts: Sequence[Any], loss_of: LossOf, *, needs_entropy_grad: bool, replays: bool) -> None:
+        """Forward and backward of all. `replays`: with the choices of `score_start`."""
+
+    @abstractmethod
+    def gradient_norm(self) -> Tensor:
+        """Global 2-norm of all gradients, 0-dim, equal on all ranks, after the last backward pass of a mini-batch."""
+
+    @abstractmethod
+    def has_finite_gradient(self) -> bool:
+        """Of what this rank's passes made, where that can be told apart from what others made."""
+
+    @abstractmethod
+    def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
+        """AdamW, with gradients of that norm scaled down to `max_norm`."""
+
+    @abstractmethod
+    def forget_gradients(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Learner:
+    """One model's part of one mini-batch."""
+
+    model: TrainedModel
+    loss_of: Callable[[MicroBatch[Any], Any, MetricSums], Tensor]
+    """Of a micro-batch, by what the model says of it; its metrics go into the tally."""
+    needs_entropy_grad: bool = False
+    replays: bool = False
+    is_held: bool = False
+    """Losses are computed and reported; no weight changes."""
+    name: str = ""
+    """Before the names of its metrics and in errors; empty for the policy."""
+    norm: Tensor = field(default_factory=lambda: torch.zeros(()))
+    bad_loss: int = -1
+    """Number of this rank's first micro-batch whose loss is not finite; -1: none."""
+
+    def passes(self, micros: Micros, tally: MetricSums) -> None:
+        losses: list[Tensor] = []
+
+        def loss_of(number: int, scores: Any) -> Tensor:
+            loss = self.loss_of(micros[number], scores, tally)
+            losses.append(loss.detach())
+            return loss
+
+        self.model.forget_gradients()
+        layouts = [micro.layout for micro in micros]
+        if self.is_held:
+            with torch.no_grad():
+                for number, scores in enumerate(self.model.score(layouts)):
+                    loss_of(number, scores)
+        else:
+            self.model.train(layouts, loss_of, needs_entropy_grad=self.needs_entropy_grad, replays=self.replays)
+        self.bad_loss = first_not_finite(torch.stack(losses)) if losses else -1
+
+    def update(self, rate: float, settings: OptimizerConfig, tally: MetricSums) -> None:
+        if not self.is_held:
+            self.model.update(self.norm, rate, settings.weight_decay, settings.max_grad_norm)
+        share = 1.0 / self.model.replicas.size  # equal on all replicas, and the tally adds replicas up
+        tally.add(f"{self.name}grad_norm", self.norm * share)
+        tally.add(f"{self.name}lr", 0.0 if self.is_held else rate * share)
 
 
 class MetricSums:

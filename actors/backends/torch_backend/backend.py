@@ -18,17 +18,14 @@ from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
-from ..export import Exporter
-from ..rank_backend import RankBackend, RankParts, RankSettings
+from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
-from ..trained_model import ReferenceModel
-from .accounting import agree_on_source, load_functions
+from .accounting import ReferenceModel, agree_on_source, check_schedule, load_functions
 from .checkpoint import TorchState
 from .critic import Critic, ValueModel, load_value_model
 from .model import CausalLM, PolicyModel, linear_cost, load_weights
 from .offload import TorchOffload
 from .parallel import Replica, TorchModel
-from .settings import check_schedule
 from .tensors import DTYPE_OF, whole_tensor
 from .world import World
 

@@ -21,7 +21,7 @@ from ....core.protocols import NamedArray
 from ...checkpoints.folder import Manifest, check_model
 from ...models.safetensors_file import open_safetensors
 from ..checkpoint import RankCopy, TrainingState, random_state, restore_random
-from ..export import named_array
+from ..rank_backend import named_array
 from .critic import Critic
 from .parallel import Replica, TorchModel
 from .tensors import from_bytes, local_part

@@ -17,11 +17,10 @@ from ....core.config import CriticConfig, OptimizerConfig
 from ....core.errors import TrainError
 from ...models.hf_folder import open_weights, value_head_in
 from ...models.model_config import ModelConfig
-from .accounting import MetricSums
+from .accounting import MetricSums, learning_rate
 from .layout import Layout, MicroBatch
 from .model import Linear, PackedModel
 from .parallel import TorchModel
-from .settings import learning_rate
 from .tensors import from_bytes
 
 SUMS = "critic/"

@@ -26,7 +26,7 @@ from ....core.config import OptimizerConfig
 from ....core.errors import TrainError
 from ....core.samples import Sample
 from ...models.model_config import frozen_names
-from ..trained_model import LossOf, TrainedModel
+from .accounting import LossOf, TrainedModel
 from .layout import Layout, plan_layout
 from .model import PolicyModel
 from .offload import TorchOffload
