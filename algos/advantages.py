@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .ratios import ReduceSums
-from .segments import Segments
+from .ratios import ReduceSums, Segments
 
 CHUNK = 128
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .segments import Segments
+from .ratios import Segments
 
 Divergence = Literal["tv", "kl"]
 

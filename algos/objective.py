@@ -48,9 +48,7 @@ from ..core.config.learning import (
 )
 from ..core.errors import TrainError
 from . import losses, ratios
-from .kl import MAX_EXPONENT, kl_terms
-from .ratios import TokenWeights
-from .segments import Segments
+from .ratios import MAX_EXPONENT, Segments, TokenWeights, kl_terms
 
 
 def needs_proximal(config: AlgoConfig) -> bool:

@@ -17,6 +17,22 @@ Three policies, never to be confused: *behaviour* produced the token (engine's l
 
 A weight of 0 keeps the token in KL and entropy terms; leaving the loss (`keep_T` False) removes it there too.
 Denominators of means never change by either. All results are detached unless said otherwise.
+
+`Segments` says which token belongs to which sample: sums and means per sample without padding. T = loss tokens of a
+micro-batch, all samples one after another; S = samples. torch.nested lacks the scans needed here.
+
+`kl_terms` estimates KL(live policy || reference) from log-probs of sampled tokens. Source: J. Schulman, "Approximating
+KL divergence" (2020), k1, k2, k3; the ratio-weighted variant is the unbiased estimate of DeepSeek-V3.2 (arXiv
+2512.02556, section on scaling GRPO).
+
+    x = live - reference
+    k1 = x                      unbiased value; as a loss its gradient has mean 0
+    k2 = x^2 / 2                biased value
+    k3 = exp(-x) - 1 + x        unbiased value, never negative
+
+As a loss, E[grad k] on the policy's own tokens is grad KL(live || reference) for k2; for k3 it is grad KL(reference ||
+live). Weighted by live / behaviour, k1 and k3 have the right value and gradient whatever policy the tokens are from. As
+a constant factor of grad log pi (rewards, advantages) only k1 gives grad KL. `AlgoConfig` refuses the other cases.
 """
 
 from __future__ import annotations
@@ -28,8 +44,74 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .kl import MAX_EXPONENT
-from .segments import Segments
+from ..core.config.learning import KlKind
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Owner of every loss token. A sample may have no token."""
+
+    sample_T: Tensor
+    """int64 [T], each in [0, num_samples), never decreasing."""
+    num_samples: int
+
+    def sum_S(self, x_T: Tensor) -> Tensor:
+        """[S]: sum per sample; 0 for one without tokens. Differentiable."""
+        zero_S = torch.zeros(self.num_samples, dtype=x_T.dtype, device=x_T.device)
+        return zero_S.index_add(0, self.sample_T, x_T)
+
+    def count_S(self) -> Tensor:
+        """int64 [S]: tokens per sample."""
+        return self.sum_S(torch.ones_like(self.sample_T))
+
+    def mean_S(self, x_T: Tensor) -> Tensor:
+        """[S]: mean per sample; 0 for one without tokens. Differentiable."""
+        return self.sum_S(x_T) / self.count_S().clamp(min=1)
+
+    def spread_T(self, x_S: Tensor) -> Tensor:
+        """[T]: every token gets its sample's value."""
+        return x_S[self.sample_T]
+
+    def last_T(self) -> Tensor:
+        """Bool [T]: True at the last token of each sample."""
+        behind_T = torch.cat([self.sample_T[1:], self.sample_T.new_full((min(1, len(self.sample_T)),), -1)])
+        return self.sample_T != behind_T
+
+    def padded_SL(self, x_T: Tensor) -> Tensor:
+        """[S, L]: each sample's tokens from the left, zeros behind; L = longest count."""
+        columns_T, longest = self._columns()
+        padded_SL = torch.zeros((self.num_samples, longest), dtype=x_T.dtype, device=x_T.device)
+        padded_SL[self.sample_T, columns_T] = x_T
+        return padded_SL
+
+    def flat_T(self, x_SL: Tensor) -> Tensor:
+        """[T]: undoes `padded_SL`."""
+        return x_SL[self.sample_T, self._columns()[0]]
+
+    def _columns(self) -> tuple[Tensor, int]:
+        """Column in the padded form of each token, and the number of columns."""
+        count_S = self.count_S()
+        begin_S = count_S.cumsum(0) - count_S
+        place_T = torch.arange(len(self.sample_T), device=self.sample_T.device)
+        return place_T - begin_S[self.sample_T], int(count_S.max()) if self.num_samples else 0
+
+
+MAX_EXPONENT = 20.0
+"""Exponents are bounded before `exp`, so that no ratio of two log-probs can overflow; e^20 is 5e8."""
+
+
+def kl_terms(kind: KlKind, live_T: Tensor, reference_T: Tensor, ratio_T: Tensor | None = None) -> Tensor:
+    """Per-token KL estimate, float [T] in nats, differentiable in `live_T` (and `ratio_T`). `ratio_T` (live / sampling
+    policy, with gradient) makes it the unbiased variant: the estimate is multiplied by the ratio."""
+    x_T = live_T - reference_T.detach()
+    if kind == "k1":
+        k_T = x_T
+    elif kind == "k2":
+        k_T = x_T.square() / 2
+    else:
+        k_T = torch.exp((-x_T).clamp(max=MAX_EXPONENT)) - 1 + x_T
+    return k_T if ratio_T is None else ratio_T * k_T
+
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]

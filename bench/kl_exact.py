@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from myxa.algos.advantages import less_kl, token_advantages
-from myxa.algos.kl import kl_terms
 from myxa.algos.objective import Normaliser, TokenBatch, objective_config, policy_objective
-from myxa.algos.segments import Segments
+from myxa.algos.ratios import Segments, kl_terms
 from myxa.core.config import AlgoConfig
 
 NUM_ARMS, NUM_DRAWS, TOLERANCE = 5, 30, 1e-6

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from myxa.algos.objective import TokenBatch, objective_config
-from myxa.algos.segments import Segments
+from myxa.algos.ratios import Segments
 from myxa.core.config.learning import AlgoConfig
 
 LENGTHS = (5, 3, 7, 0, 4)

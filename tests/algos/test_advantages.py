@@ -11,7 +11,7 @@ from tests.algos.conftest import options
 
 from myxa.algos.advantages import CHUNK, discounted_sums, gae, less_kl, token_advantages, whiten
 from myxa.algos.objective import needs_whitening
-from myxa.algos.segments import Segments
+from myxa.algos.ratios import Segments
 from myxa.core.config.learning import AlgoKind
 
 # Sample 1 has no token.

@@ -9,7 +9,7 @@ import torch
 from tests.algos.conftest import options
 from tests.harness.scripts import loaded
 
-from myxa.algos.kl import kl_terms
+from myxa.algos.ratios import kl_terms
 from myxa.core.config import AlgoConfig
 
 CORRECTIONS = ("none", "behaviour", "decoupled", "tis", "icepop", "mis")

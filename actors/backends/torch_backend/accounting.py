@@ -29,7 +29,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ....algos.advantages import less_kl, token_advantages, whiten
-from ....algos.kl import kl_terms
 from ....algos.losses import TokenLoss
 from ....algos.objective import (
     OPTIONS_OWN,
@@ -44,8 +43,7 @@ from ....algos.objective import (
     supervised,
     weight_sums,
 )
-from ....algos.ratios import TokenWeights
-from ....algos.segments import Segments
+from ....algos.ratios import Segments, TokenWeights, kl_terms
 from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError, TrainError, UserCodeError
 from ....core.samples import LossPart, Sample, TrainShard

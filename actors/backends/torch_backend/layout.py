@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....algos.segments import Segments
+from ....algos.ratios import Segments
 from ....core.errors import TrainError
 from ....core.samples import F32, LossPart, Sample, TrainSample, TrainShard, check_sample, joined_kept
 from ..vocab_scores import Temperature
