@@ -11,9 +11,8 @@ import pytest
 import torch
 from tests.engines.contract import Result, ask
 
-from myxa.actors.engines.embedded.attention import padded_lengths
 from myxa.actors.engines.embedded.core import EngineCore
-from myxa.actors.engines.embedded.model import Decoder, DecoderWeights
+from myxa.actors.engines.embedded.model import Decoder, DecoderWeights, padded_lengths
 from myxa.core.errors import EngineError
 from myxa.core.protocols import GenerateRequest
 

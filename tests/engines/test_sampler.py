@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from myxa.actors.engines.embedded.sampler import SAMPLING_FIELDS, DrawnTokens, draw_tiles, stream_state, uniforms
-from myxa.actors.engines.embedded.sampler import draw as draw_from
+from myxa.actors.engines.embedded.slots import SAMPLING_FIELDS, DrawnTokens, draw_tiles, stream_state, uniforms
+from myxa.actors.engines.embedded.slots import draw as draw_from
 
 VOCAB = 12
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -4.0, 0.9, 0.5, -0.2, 1.7, float("-inf"), -0.7])

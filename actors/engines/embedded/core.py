@@ -23,11 +23,31 @@ from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ....core.sampling import Decode
 from ...models.model_config import ModelConfig
-from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention, SlotCache, TileAttention
-from .model import Decoder, DecoderWeights
-from .request import Running, check_request, make_running
-from .sampler import TILE, draw, draw_tiles, penalise, stream_state, uniforms
-from .slots import AdmissionPlan, SlotTable, plan_admission, take_waiting
+from .model import (
+    Attention,
+    DecodeAttention,
+    Decoder,
+    DecoderWeights,
+    MixedAttention,
+    PrefillAttention,
+    SlotCache,
+    TileAttention,
+)
+from .slots import (
+    TILE,
+    AdmissionPlan,
+    Running,
+    SlotTable,
+    check_request,
+    draw,
+    draw_tiles,
+    make_running,
+    penalise,
+    plan_admission,
+    stream_state,
+    take_waiting,
+    uniforms,
+)
 from .tensors import Allocate, Index, as_tensor
 
 PREFILL_TOKENS = 4096

@@ -40,7 +40,7 @@ from ....core.messages import NO_TOP_K, EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
-from ..embedded.request import check_request
+from ..embedded.slots import check_request
 from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory, refusal
 from .server_args import NO_NEEDS, SglangNeeds
 from .weight_routes import Routes, WeightRoute, folder_routes
