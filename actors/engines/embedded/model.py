@@ -9,8 +9,8 @@ transformers, within 1e-5. Differences to the folder's layout of weights, none o
   multiplication. Scores are dot products of q and k, so a common reordering changes nothing;
 * the attention scale 1/sqrt(head_dim) is inside q (its norm weight, or its matrix where q is not normalised).
 
-In the list running rows come first, then whole prompts. A prompt attends to itself, a running row to its own past in the
-key-value cache.
+In the list running rows come first, then whole prompts. A prompt attends to itself, a running row to its own past in
+the key-value cache.
 
 The cache has one slot per sequence, and rows 0..n-1 are always dense: when a sequence ends, the last row moves into its
 place. Attention then reads a view of the first n slots, without page table or gather. The price is one copy of a row

@@ -7,9 +7,10 @@ but not in the cache yet: it is the input of the next step.
 the same context (the members of a group) are prefilled once, into the row of the first of them.
 
 Tokens are drawn with one random number each. Penalties come first: meaning and order are SGLang's under its overlap
-schedule. Frequency, early ends and presence are taken off, then repetition divides, then the temperature. They count the tokens of this request's answer: a request that
-continues an earlier one has the earlier tokens in its prompt, and prompts are not penalised. Counts are made from the
-row's tokens in each step: a table of counts would be as large as slots times vocabulary.
+schedule. Frequency, early ends and presence are taken off, then repetition divides, then the temperature. They count
+the tokens of this request's answer: a request that continues an earlier one has the earlier tokens in its prompt, and
+prompts are not penalised. Counts are made from the row's tokens in each step: a table of counts would be as large as
+slots times vocabulary.
 
 Log-probs are those of the penalised `logits / temperature` over the whole vocabulary, before top-p, top-k and min-p cut
 it: what SGLang returns and what a trainer that divides its logits by the temperature computes. Where `draw` tells which
