@@ -222,6 +222,8 @@ class KnobTable(Record, frozen=True):
     """Knob -> when it goes back by itself, in words."""
     silent: tuple[str, ...] = ()
     """Owners that did not answer."""
+    origins: dict[str, str] = {}
+    """Knob -> where its value comes from, in words; of knobs that were named."""
 
 
 class LiveKnob(Record, frozen=True):

@@ -33,6 +33,16 @@ LOOK_EVERY_S = 1.0
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
 
 
+def _ps_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    import msgspec
+
+    from ..views.run_files import load_run
+    from ..views.run_view import run_view_of_files
+
+    del options
+    return msgspec.to_builtins(run_view_of_files(load_run(folder)).actors)
+
+
 def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -113,12 +123,10 @@ def _why_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     """Of a run that is over, over all of it."""
     import msgspec
 
-    del options
-
     from ..views.run_files import load_run
     from ..views.why import explain_run
 
-    return msgspec.to_builtins(explain_run(load_run(folder)))
+    return msgspec.to_builtins(explain_run(load_run(folder), options.target))
 
 
 def _why_page(reason: dict[str, Any]) -> RenderableType:
@@ -215,7 +223,7 @@ def _device(device: DeviceView) -> Iterator[RenderableType]:
     )
 
 
-PS = verb_command(verbs.PS, _ps_page)
+PS = verb_command(verbs.PS, _ps_page, from_files=_ps_from_files)
 TOP = Command(
     "top", "the run in a terminal, as `myxa up` shows it, until Ctrl-C", _top, _add_top,
     "Queues, staleness, engines, actors and newest changes of a live run; lines where there is no terminal.",

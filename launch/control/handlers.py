@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import tomllib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ import psutil
 from ...actors.contracts import CoordinatorContract, MemoryContract, MonitorContract
 from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
+from ...core.config.loading import key_lines
 from ...core.config.section import walk
 from ...core.device_memory import MemoryView
 from ...core.errors import ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
@@ -28,7 +31,9 @@ from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
 from ..composition.memory_parts import manager_name, takes_turns
 from ..run_watch import RunWatch
+from ..views.changes import value_text
 from ..views.numbers import doing, name_order
+from ..views.run_files import CONFIG_FILE
 from ..views.run_view import ActorFacts, RunView
 from ..views.why import Facts, Reason, explain, judge
 from . import verbs
@@ -175,7 +180,28 @@ async def _get(context: VerbContext, arguments: verbs.GetArguments, who: Operato
         msgspec.structs.replace(sheet, knobs=tuple(s for s in sheet.knobs if s.tunable.name in arguments.names))
         for sheet in table.sheets
     )
-    return msgspec.structs.replace(table, sheets=tuple(sheet for sheet in sheets if sheet.knobs))
+    table = msgspec.structs.replace(table, sheets=tuple(sheet for sheet in sheets if sheet.knobs))
+    return msgspec.structs.replace(table, origins=await asyncio.to_thread(_origins, context.run_dir.path, table))
+
+
+def _origins(folder: Path, table: KnobTable) -> dict[str, str]:
+    """Where the values of these knobs come from: a line of the run's file, the default, a change."""
+    file = folder / CONFIG_FILE
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    lines, fields = key_lines(text, tomllib.loads(text)), {".".join(path): field for path, field in walk(RunConfig)}
+    changes = {move.name: record for record in read_audit(folder / AUDIT_FILE) for move in record.moves
+               if record.result == "done"}  # fmt: skip
+    found: dict[str, str] = {}
+    for state in (state for sheet in table.sheets for state in sheet.knobs):
+        knob, field = state.tunable, fields.get(state.tunable.key)
+        is_default = field is not None and state.first == field.get_default(call_default_factory=True)
+        line = lines.get(tuple(knob.key.split(".")))
+        place = "the default" if is_default else f"line {line} of {file}" if line else "chosen at the start"
+        words = [f"{knob.key} = {value_text(state.first)}, {place}" if knob.key else "it has no key in the run file"]
+        if state.value != state.first and (change := changes.get(knob.name)) is not None:
+            words.append(f"set by change {change.number} of {change.who.user or change.who.via}")
+        found[knob.name] = "; ".join(words)
+    return found
 
 
 async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> ChangeReply:
@@ -272,7 +298,7 @@ async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operato
     )
     if shares is None:
         raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
-    return explain(shares, _facts_of(view), window_s=arguments.window_s)
+    return explain(shares, _facts_of(view), window_s=arguments.window_s, target=arguments.target)
 
 
 def _facts_of(view: RunView) -> Facts:

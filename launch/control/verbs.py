@@ -162,6 +162,9 @@ class TargetArguments(Arguments, frozen=True, kw_only=True):
 class WhyArguments(Arguments, frozen=True, kw_only=True):
     """Of `why`."""
 
+    target: Annotated[
+        str, argument("an actor or a role: rollout/1, rollout (the whole run)", "TARGET", is_word=True, max_length=200)
+    ] = ""
     window_s: Annotated[
         float,
         argument("the last so many seconds, at most 10min (60s)", "T", flag="--window", is_time=True, ge=1, le=600),

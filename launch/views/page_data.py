@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.activity import ACTIVITY_KINDS
@@ -39,6 +39,7 @@ _MAX_KINDS = 30
 _MAX_EVENTS = 600
 _MAX_ROUTINE = 25
 _MAX_ALARMING = 200
+_MAX_LAG = 40
 _BADGES = {"running": "good", "finished": "good", "failed": "bad"}
 
 
@@ -62,7 +63,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "queues": [{"label": label, "count": count, "total": total} for label, count, total in queue_rows(view)],
         "done": done_text(view),
         "lagText": lag_text(view),
-        "lags": [{"lag": lag, "count": count, "isAllowed": is_allowed} for lag, count, is_allowed in lag_rows(view)],
+        "lags": _lags(view, run),
         "engines": {"columns": ENGINE_COLUMNS, "rows": engine_rows(view)},
         "knobs": _knobs(view),
     }
@@ -79,9 +80,21 @@ def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
     return {
         **_picked(actor, "name node host state pid devices"),
         "isWell": actor.is_well,
-        "shares": [round(shares.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
+        "shares": _by_kind(shares),
         "parts": time_parts(shares),
     }
+
+
+def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
+    """Groups by lag, over all steps; of a run without files those of its newest step."""
+    rows, prefix = lag_rows(view), "lag_hist/"
+    counts = {int(name.removeprefix(prefix)): run.total(name) for name in run.names(prefix)
+              if re.fullmatch(r"\d{1,2}", name.removeprefix(prefix))}  # fmt: skip
+    counts = counts or {lag: float(count) for lag, count, _ in rows}
+    bounds = [int(bound) for _, bound in _bound(run)] or [lag for lag, _, is_allowed in rows if is_allowed]
+    bound = max(bounds, default=-1)
+    last = max([min(bound, _MAX_LAG), *counts], default=-1)
+    return [{"lag": lag, "count": counts.get(lag, 0.0), "isAllowed": lag <= bound} for lag in range(last + 1)]
 
 
 def _picked(thing: object, names: str) -> dict[str, Any]:
@@ -111,7 +124,7 @@ def past_table(run: RunFiles) -> dict[str, Any]:
         "startWall": start_s,
         **series_table(run, start_s),
         "bound": _bound(run),
-        "times": _times(run),
+        "lanes": _lanes(run, start_s),
         "changes": _changes(run, start_s),
         "events": _events(run, start_s),
         "eventCounts": run.event_counts.most_common(_MAX_KINDS),
@@ -184,17 +197,33 @@ def _drops(run: RunFiles) -> list[tuple[str, float]]:
     return sorted(((reason, count) for reason, count in counts if count > 0), key=lambda item: -item[1])
 
 
-def _times(run: RunFiles) -> list[dict[str, Any]]:
-    """Of each actor the shares of its time over the run."""
+def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
+    """Of each actor the shares of its time over the run, and in `bins` over stretches of it: begin, end (seconds since
+    the start), share of each kind in order."""
     shares = run.shares()
     return [
         {
             "actor": actor,
-            "total": [round(shares[actor].get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
+            "devices": _devices(run, actor),
+            "bins": [
+                [round(begin_s - start_s, 2), round(end_s - start_s, 2), *_by_kind(kinds)]
+                for begin_s, end_s, kinds in run.times[actor].stretches()
+            ],
+            "total": _by_kind(shares[actor]),
             "parts": time_parts(shares[actor]),
         }
         for actor in sorted(shares, key=name_order)[:_MAX_ACTORS]
     ]
+
+
+def _by_kind(shares: Mapping[str, float]) -> list[float]:
+    return [round(shares.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS]
+
+
+def _devices(run: RunFiles, actor: str) -> str:
+    """The GPUs that the run file gives to the role: actors of one heading take turns where memory is shared."""
+    devices = run.setting(f"roles.{actor.partition('/')[0]}.devices")
+    return "" if devices in (None, "cpu", "") else f"GPU {str(devices)[:40]}"
 
 
 def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -112,24 +112,52 @@ def _merged(pair: list[Point]) -> Point:
 
 
 class TimeShares:
-    """How one actor's time was shared, from readings of cumulative seconds by kind."""
+    """How one actor's time was shared, from readings of cumulative seconds by kind: in all, and over wall time."""
 
-    def __init__(self) -> None:
-        self.totals: Counter[str] = Counter()
+    def __init__(self, limit: int = 120) -> None:
+        """`limit`: stretches that are kept; when there are more, neighbours become one."""
+        self.totals: dict[str, float] = {}
         """Kind, or "kind/name" -> seconds of all incarnations."""
-        self._last: Mapping[str, float] = {}
+        self._limit = limit
+        self._stretches: list[tuple[float, float, dict[str, float]]] = []
+        """Wall times of begin and end, kind -> seconds."""
+        self._last: tuple[float, Mapping[str, float]] | None = None
 
-    def put(self, seconds: Mapping[str, float]) -> None:
+    def put(self, wall_s: float, seconds: Mapping[str, float]) -> None:
         """A reading: seconds since the actor began. A sum that fell means that it was restarted."""
-        is_new = _whole(seconds) < _whole(self._last)
-        before: Mapping[str, float] = {} if is_new else self._last
-        self._last = seconds
-        self.totals.update({key: max(0.0, value - before.get(key, 0.0)) for key, value in seconds.items()})
+        last, self._last = self._last, (wall_s, seconds)
+        is_new = last is None or _whole(seconds) < _whole(last[1])
+        before: Mapping[str, float] = {} if is_new or last is None else last[1]
+        spent = {key: max(0.0, value - before.get(key, 0.0)) for key, value in seconds.items()}
+        for key, value in spent.items():
+            self.totals[key] = self.totals.get(key, 0.0) + value
+        last_s = last[0] if last is not None else float("-inf")
+        begin_s = max(wall_s - _whole(seconds), last_s) if is_new else last_s
+        if wall_s > begin_s:
+            self._stretches.append((begin_s, wall_s, {kind: spent[kind] for kind in ACTIVITY_KINDS if kind in spent}))
+        if len(self._stretches) > self._limit:
+            pairs = (self._stretches[index : index + 2] for index in range(0, len(self._stretches), 2))
+            self._stretches = [(pair[0][0], pair[-1][1], _sum(one[2] for one in pair)) for pair in pairs]
 
     def shares(self) -> dict[str, float]:
         """Kind, or "kind/name" -> share of all recorded time."""
         whole = _whole(self.totals)
         return {key: seconds / whole for key, seconds in self.totals.items()} if whole > 0 else {}
+
+    def stretches(self) -> list[tuple[float, float, dict[str, float]]]:
+        """(wall times of begin and end, kind -> share) of each stretch in which time was spent."""
+        return [
+            (begin_s, end_s, {kind: seconds / whole for kind, seconds in kinds.items()})
+            for begin_s, end_s, kinds in self._stretches
+            if (whole := sum(kinds.values())) > 0
+        ]
+
+
+def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    whole: Counter[str] = Counter()
+    for part in parts:
+        whole.update(part)
+    return dict(whole)
 
 
 def _whole(seconds: Mapping[str, float]) -> float:
@@ -294,7 +322,7 @@ class RunFiles:
             elif value is not None:
                 self._take_value(source, step, wall, name, value)
         if seconds and (source in self.times or len(self.times) < _MAX_SOURCES):
-            self.times.setdefault(source, TimeShares()).put(seconds)
+            self.times.setdefault(source, TimeShares()).put(wall, seconds)
         return True
 
     def _take_value(self, source: str, step: int, wall_s: float, name: str, value: float) -> None:

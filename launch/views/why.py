@@ -15,9 +15,11 @@ from typing import Literal
 import msgspec
 
 from ...core.activity import ACTIVITY_KINDS
+from ...core.errors import ConfigError
 from ...core.files import WAITS
 from ...core.messages import Record
-from .numbers import percent, short
+from ...core.suggestion import suggest
+from .numbers import name_order, percent, short, time_parts
 from .run_files import NEWEST, RunFiles
 
 Bound = Literal[
@@ -91,19 +93,30 @@ class Reason(Record, frozen=True):
     """Actor -> kind -> share of its time in the window, start-up left out."""
 
 
-def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
-    """Over whatever window the shares are of."""
-    found: dict[str, dict[str, float]] = {}
-    for name, kinds in shares.items():
-        left = without_start(kinds)
-        found[name] = {kind: round(left.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if left else {}
-    return msgspec.structs.replace(judge(shares, facts), window_s=window_s, shares=found)
+def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0, target: str = "") -> Reason:
+    """Over whatever window the shares are of. `target`: an actor or a role, whose time is told before that of the run.
+    Raises ConfigError for one that was not measured."""
+    reason = msgspec.structs.replace(judge(shares, facts), window_s=window_s)
+    left = {name: without_start(kinds) for name, kinds in shares.items()}
+    if target:
+        left = {name: left[name] for name in sorted(left, key=name_order) if _is_meant(name, target)}
+        if not left:
+            raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
+        told = (f"{name}: {', '.join(time_parts(kinds)) or 'it is starting'}" for name, kinds in left.items())
+        reason = msgspec.structs.replace(reason, sentence="; ".join([*told, f"the run: {reason.sentence}"]))
+    found = {name: {kind: round(kinds.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if kinds else {}
+             for name, kinds in left.items()}  # fmt: skip
+    return msgspec.structs.replace(reason, shares=found)
 
 
-def explain_run(run: RunFiles) -> Reason:
+def _is_meant(name: str, target: str) -> bool:
+    return target in (name, _role(name), f"{_role(name)}/*", "all")
+
+
+def explain_run(run: RunFiles, target: str = "") -> Reason:
     """Of a run that ended or does not answer: over all of it."""
     window_s = run.wall_range_s[1] - run.wall_range_s[0] if run.wall_range_s else 0.0
-    return explain(run.shares(), Facts(gauges=run.gauges()), window_s=window_s)
+    return explain(run.shares(), Facts(gauges=run.gauges()), window_s=window_s, target=target)
 
 
 # -- what holds the run back -------------------------------------------------------------------------------------------

@@ -142,6 +142,27 @@ function changeLegend() {
   return [el("details", { class: "card", open: "" }, el("summary", {}, "Vertical lines: changes made while running"), el("ol", {}, ...items))];
 }
 
+// -- runs side by side -----------------------------------------------------------------------------------------------
+
+async function listRuns() {
+  if (!$("runs").open) return;
+  const runs = await opened(await fetch("/api/runs"));
+  $("run-list").replaceChildren(...runs.filter((run) => run.name !== past?.name).map((run) => {
+    const box = el("input", { type: "checkbox" });
+    box.checked = others.some((other) => other.name === run.name);
+    box.addEventListener("change", () => compareWith(run.name, box));
+    return el("label", {}, box, ` ${run.name} `, el("span", { class: "keys" }, `${run.state}, step ${run.step}, reward ${short(run.reward)}`));
+  }));
+  if (!$("run-list").children.length) $("run-list").append(el("p", { class: "empty" }, "There is no other run in this folder."));
+}
+
+async function compareWith(name, box) {
+  others = others.filter((other) => other.name !== name);
+  if (box.checked) others.push(await opened(await fetch(`/api/run?name=${encodeURIComponent(name)}`)));
+  setPast(past);
+  drawPage();
+}
+
 // -- overview --------------------------------------------------------------------------------------------------------
 
 function drawOverview() {
@@ -158,10 +179,21 @@ function drawOverview() {
   $("done").textContent = dotted(state.done);
   $("queues").replaceChildren(...state.queues.map((q) => countRow(q.label, q.count, q.total, q.label === "slots" ? `${q.count} of ${q.total}` : String(q.count))));
   $("lagtext").textContent = state.lags.length ? `versions between a group and its step; newest: ${dotted(state.lagText)}` : "no lag was reported yet";
-  const most = Math.max(1, ...state.lags.map((b) => b.count));
-  const edge = state.lags.findLastIndex((b) => b.isAllowed);
-  $("lags").replaceChildren(...state.lags.map((b, i) => countRow(`lag ${b.lag}`, b.count, most, String(Math.round(b.count)), `${b.isAllowed ? "" : "over"}${i === edge ? " edge" : ""}`)));
+  const lags = lagsShown(), most = Math.max(1, ...lags.map((b) => b.count));
+  const edge = lags.findLastIndex((b) => b.isAllowed);
+  $("lags").replaceChildren(...lags.map((b, i) => countRow(`lag ${b.lag}`, b.count, most, short(b.count), `${b.isAllowed ? "" : "over"}${i === edge ? " edge" : ""}`)));
   $("engines").replaceChildren(table(state.engines.columns, state.engines.rows));
+}
+
+// Groups by lag over the run, or of the step that was asked for; of a long run, where points are several steps, their mean.
+function lagsShown() {
+  const words = $("lag-step").value.trim(), step = Number(words);
+  if (!words || !past) return state.lags;
+  const bound = past.bound.findLast(([at]) => at <= step)?.[1];
+  return state.lags.map(({ lag, isAllowed }) => {
+    const series = indexes[0].metrics.get(`lag_hist/${lag}`)?.[0], i = series ? series.steps.findIndex((at) => at >= step) : -1;
+    return { lag, count: i >= 0 && (series.steps[i] === step || series.low) ? series.mean[i] : 0, isAllowed: bound === undefined ? isAllowed : lag <= bound };
+  });
 }
 
 function drawDrops() {
@@ -206,8 +238,12 @@ const table = (columns, rows) => el("table", { class: "plain" }, head(columns), 
 // -- time ------------------------------------------------------------------------------------------------------------
 
 function drawTime() {
-  const rows = past.times.map((one) => el("div", { class: "actor" }, el("span", { class: "who" }, one.actor), shareBar(one.total), el("span", { class: "barnote" }, one.parts.join(" \u00b7 "))));
-  if (state) $("totals").replaceChildren(...(rows.length ? rows : [el("p", { class: "empty" }, "No actor reported its time yet.")]));
+  if (drawn.time || !state) return;
+  drawn.time = true;
+  const lanes = past.lanes.filter((lane) => lane.bins.length);
+  if (!lanes.length) return $("lanes").replaceChildren(el("p", { class: "empty" }, "No actor reported its time yet."));
+  drawLanes($("lanes"), lanes, state.kinds, Math.max(0, Math.min(...lanes.map((l) => l.bins[0][0]))), Math.max(...lanes.map((l) => l.bins.at(-1)[1])));
+  $("totals").replaceChildren(...lanes.map((lane) => el("div", { class: "actor" }, el("span", { class: "who" }, lane.actor), shareBar(lane.total), el("span", { class: "barnote" }, lane.parts.join(" \u00b7 ")))));
 }
 
 // -- knobs -----------------------------------------------------------------------------------------------------------
@@ -376,10 +412,12 @@ sampled.onPrompt = showPrompt;
 addEventListener("hashchange", choosePage);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = {}; drawPage(); });
 $("event-filter").addEventListener("input", () => past && drawEvents());
+$("lag-step").addEventListener("input", () => state && drawOverview());
 $("metric-filter").addEventListener("input", () => past && drawMetrics());
 $("smooth").addEventListener("input", () => { settings.smooth = Number($("smooth").value); redrawCharts(); });
 $("axis").addEventListener("change", () => { settings.axis = $("axis").value; redrawCharts(); });
 $("log").addEventListener("change", () => { settings.isLog = $("log").checked; redrawCharts(); });
+$("runs").addEventListener("toggle", listRuns);
 $("more-samples").addEventListener("click", loadSamples);
 $("sample-search").addEventListener("keydown", (event) => { if (event.key === "Enter") loadSamples(); });
 for (const button of document.querySelectorAll("#run-verbs button")) button.addEventListener("click", () => doVerb(button));
@@ -390,6 +428,7 @@ if (kept) {
   showKept();
   if (kept.samples.length) loadSamples();
 } else {
+  $("runs").hidden = false;
   choosePage();
   listen();
 }

@@ -295,3 +295,51 @@ function specsOfAll(runs, words) {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
   return names.filter((name) => wanted.every((word) => name.toLowerCase().includes(word))).map((name) => ({ title: name, page: "metrics", isWhole: true, lines: [["", name]].map(([, metric]) => [metric, metric]) }));
 }
+
+// -- lanes: what each actor did when ---------------------------------------------------------------------------------
+
+// `lanes`: of shares of time (bins), or of single stretches (spans); by GPU where actors have one.
+function drawLanes(node, lanes, kinds, left, right) {
+  const said = el("p", { class: "keys lanesaid" }, "\u00a0"), rows = [];
+  let device = "";
+  for (const lane of [...lanes].sort((a, b) => (a.devices ? 0 : 1) - (b.devices ? 0 : 1) || a.devices.localeCompare(b.devices))) {
+    if (lane.devices !== device) rows.push(el("p", { class: "nodename" }, lane.devices || "without a GPU"));
+    device = lane.devices;
+    const canvas = el("canvas", { class: "lane", role: "img", "aria-label": `${lane.actor}: what it did when` });
+    rows.push(el("div", { class: "lanerow" }, el("span", { class: "who" }, lane.actor), canvas));
+    const paint = () => paintLane(canvas, lane, kinds, left, right);
+    new ResizeObserver(paint).observe(canvas);
+    canvas.addEventListener("pointermove", (event) => {
+      const box = canvas.getBoundingClientRect();
+      said.textContent = `${lane.actor} ${laneWords(lane, kinds, left + ((event.clientX - box.left) / box.width) * (right - left))}`;
+    });
+  }
+  const ends = el("div", { class: "lanerow ends" }, el("span", {}), el("span", { class: "span" }, el("span", {}, duration(left)), el("span", {}, duration(right))));
+  node.replaceChildren(...rows, ends, said);
+}
+
+function paintLane(canvas, lane, kinds, left, right) {
+  const ratio = devicePixelRatio || 1, width = canvas.clientWidth * ratio, height = canvas.clientHeight * ratio;
+  if (!width) return;
+  [canvas.width, canvas.height] = [width, height];
+  const ctx = canvas.getContext("2d"), at = (seconds) => ((seconds - left) / (right - left)) * width;
+  const colour = (kind) => themed(kinds.includes(kind) ? kind : "other");
+  ctx.fillStyle = themed("grid");
+  ctx.fillRect(0, 0, width, height);
+  for (const [start, end, ...shares] of lane.bins) {
+    let top = height;
+    shares.forEach((share, i) => {
+      if (share <= 0) return;
+      top -= share * height;
+      ctx.fillStyle = colour(kinds[i]);
+      ctx.fillRect(at(start), top, Math.max(ratio, at(end) - at(start)) + 0.6, share * height + 0.6);
+    });
+  }
+}
+
+function laneWords(lane, kinds, seconds) {
+  const bin = lane.bins.findLast((b) => b[0] <= seconds);
+  if (!bin) return "";
+  const shares = kinds.map((kind, i) => [bin[i + 2], kind]).filter(([share]) => share >= 0.005).sort((a, b) => b[0] - a[0]);
+  return `after ${duration(Math.max(0, bin[0]))}: ${shares.map(([share, kind]) => `${kind} ${Math.round(share * 100)} %`).join(", ")}`;
+}

@@ -35,9 +35,10 @@ from ..control.client import ControlNote
 from ..control.server import encode, error_answer
 from ..control.verbs import HOST as CONTROL_HOST
 from ..feed import Feed
+from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table
 from ..views.report import SCRIPTS, STYLES, page_file
-from ..views.run_files import SampleQuery, read_samples
+from ..views.run_files import SampleQuery, load_run, read_samples
 
 TOKEN_HEADER = "X-Myxa-Token"
 SECURITY_HEADERS: Mapping[str, str] = {
@@ -133,6 +134,8 @@ class Dashboard:
                 web.get("/assets/{name}", self._asset),
                 web.get("/api/state", self._now),
                 web.get("/api/samples", self._samples),
+                web.get("/api/runs", self._runs),
+                web.get("/api/run", self._run),
                 web.get("/api/verbs/{verb}", self._verb),
                 web.post("/api/verbs/{verb}", self._verb),
             ]
@@ -198,6 +201,18 @@ class Dashboard:
         wanted = SampleQuery(step, held_out, search=asked.get("search", ""), prompt=asked.get("prompt", ""))
         read = partial(read_samples, self._feed.run_dir, wanted, min(num, MAX_KEPT_GROUPS))
         return await self._read(lambda: {"groups": read()})
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        return await self._read(lambda: [asdict(run) for run in runs_of(self._feed.run_dir.parent)])
+
+    async def _run(self, request: web.Request) -> web.Response:
+        name, folder = request.query.get("name", ""), self._feed.run_dir.parent
+
+        def past() -> Any:
+            known = {run.name for run in runs_of(folder)}
+            return past_table(load_run(folder / name)) if name in known else None
+
+        return await self._read(past)
 
     async def _read(self, read: Callable[[], Any]) -> web.Response:
         with self._asking():

@@ -229,6 +229,17 @@ def values_of(client: ControlClient) -> dict[tuple[str, str], Any]:
     }
 
 
+def test_f6_a_knob_that_is_named_tells_where_its_value_comes_from(live: Live):
+    told = live.ask("get", "temperature", "lr")["origins"]
+    assert told["temperature"].startswith("rollout.temperature = 1, the default")
+    key, place = told["lr"].split(", ", 1)
+    assert key == "optimizer.lr = 0.001"
+    number = int(place.split()[1])
+    assert (live.run_dir / "config.toml").read_text().splitlines()[number - 1] == "lr = 0.001"
+    live.ask("set", "max_staleness=3", "-m", "told")
+    wait_until(lambda: "set by change" in live.ask("get", "max_staleness")["origins"]["max_staleness"])
+
+
 def test_compare_and_set_dry_run_and_time(live: Live):
     client, lr = ControlClient.of(live.run_dir), ("trainer/0", "lr")
     first = values_of(client)[lr]

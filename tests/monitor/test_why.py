@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from myxa.core.errors import ConfigError
 from myxa.launch.views.why import (
     Bound,
     Facts,
@@ -147,6 +148,21 @@ def test_why_is_one_record_for_people_and_programs() -> None:
         {**STARVED, **{f"rollout/{i}": {"wait-data": 1, "wait-data/reward": 1} for i in range(2)}}, Facts(), window_s=60
     )
     assert other.remedy.startswith("reward.workers spreads the function over processes")
+
+
+def test_why_of_one_actor_says_what_it_does_beside_the_run() -> None:
+    reason = explain(STARVED, Facts(), target="rollout/0")
+    assert reason.sentence.startswith(
+        "rollout/0: compute 90 % (generate at limit 90 %), wait-data 10 % (reward 6 %); the run: "
+    )
+    assert "concurrency is the bottleneck" in reason.sentence and set(reason.shares) == {"rollout/0"}
+    assert set(explain(STARVED, Facts(), target="rollout").shares) == {
+        name for name in STARVED if name.startswith("rollout/")
+    }
+    starting = {"rollout/2": {"other": 1.0, "other/start": 1.0}}
+    assert "rollout/2: it is starting" in explain(starting, Facts(), target="rollout/*").sentence
+    with pytest.raises(ConfigError, match="no actor of this run is called 'rolout'"):
+        explain(STARVED, Facts(), target="rolout")
 
 
 def test_start_up_is_left_out_of_an_actors_time() -> None:

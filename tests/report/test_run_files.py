@@ -61,13 +61,24 @@ def test_gauges_of_several_sources_are_summed_however_long_the_run(tmp_path: Pat
     assert run.last("rollout/tokens_per_s") == 150.0
 
 
-def test_shares_survive_a_restart() -> None:
-    times = TimeShares()
-    times.put({"compute": 0.0, "wait-data": 0.0})
-    times.put({"compute": 10.0, "wait-data": 0.0, "compute/train": 10.0})
-    times.put({"compute": 0.0, "wait-data": 1.0})  # began anew a second before
-    times.put({"compute": 2.0, "wait-data": 3.0})
+def test_shares_are_spread_over_the_time_in_which_they_were_spent_and_survive_a_restart() -> None:
+    times = TimeShares(limit=20)
+    times.put(100.0, {"compute": 0.0, "wait-data": 0.0})
+    times.put(110.0, {"compute": 10.0, "wait-data": 0.0, "compute/train": 10.0})
+    times.put(112.0, {"compute": 0.0, "wait-data": 1.0})  # began anew a second before
+    times.put(116.0, {"compute": 2.0, "wait-data": 3.0})
+    assert times.stretches() == [
+        (100.0, 110.0, {"compute": 1.0, "wait-data": 0.0}),
+        (111.0, 112.0, {"compute": 0.0, "wait-data": 1.0}),
+        (112.0, 116.0, {"compute": 0.5, "wait-data": 0.5}),
+    ]
     assert times.shares() == pytest.approx({"compute": 12 / 15, "wait-data": 3 / 15, "compute/train": 10 / 15})
+    for second in range(1000):
+        times.put(117.0 + second, {"compute": 3.0 + second, "wait-data": 3.0})
+    found = times.stretches()
+    assert len(found) <= 20 and (found[0][0], found[-1][1]) == (100.0, 1116.0)
+    assert all(sum(shares.values()) == pytest.approx(1.0) for _, _, shares in found)
+    assert sum(end_s - begin_s for begin_s, end_s, _ in found) == pytest.approx(1016.0, abs=1.1)
 
 
 def test_a_tail_reads_on_where_it_stopped_and_keeps_torn_lines_for_later(tmp_path: Path) -> None:
@@ -102,8 +113,20 @@ def test_a_growing_run_becomes_tables(seat) -> None:
     assert [source for metric, source in rows if metric == "train/loss"] == ["trainer/0"]
     assert past["bound"] == [(1.0, 2.0), (3.0, 2.0), (3.0, 4.0), (9.0, 4.0), (9.0, 2.0), (12.0, 2.0)]
     assert [change["what"] for change in past["changes"]][:2] == ["max_staleness 2 -> 4", "temperature 1 -> 0.9"]
-    assert past["times"][0]["actor"] == "trainer/0"
-    assert all(sum(one["total"]) == pytest.approx(1.0, abs=0.01) for one in past["times"])
+    assert past["lanes"][0]["actor"] == "trainer/0"
+    for lane in past["lanes"]:
+        assert all(sum(shares) == pytest.approx(1.0, abs=0.01) for _, _, *shares in lane["bins"])
+
+
+def test_lanes_are_named_by_the_gpus_of_their_role(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[roles.trainer]\ndevices = "0"\n[roles.rollout]\ndevices = "cpu"\n')
+    run = RunFiles(tmp_path)
+    run.read()
+    for actor in ("trainer/0", "rollout/0"):
+        run.take_metric(point(actor, -1, 5.0, time__compute=1.0))
+    assert [(lane["actor"], lane["devices"]) for lane in past_table(run)["lanes"]] == [
+        ("trainer/0", "GPU 0"), ("rollout/0", ""),
+    ]  # fmt: skip
 
 
 def test_of_several_ranks_one_is_shown(tmp_path: Path) -> None:

@@ -165,13 +165,16 @@ def test_f4_verbs_that_show_answer_of_a_run_that_is_over_from_its_files(
     assert [g["outcome"] for g in held_out["groups"]] == ["held-out"]
     why = json.loads(myxa("why", "--json", *named)[0])
     assert why["bound"] == "training"
+    of_one = json.loads(myxa("why", "trainer/0", "--json", *named)[0])
+    assert (list(of_one["shares"]), of_one["sentence"].partition(" ")[0]) == (["trainer/0"], "trainer/0:")
+    assert [row["state"] for row in json.loads(myxa("ps", "--json", *named)[0])] == ["ended"] * 2
     assert myxa("logs", "rollout", "-n", "1", *named)[0] == "two\n"
     assert f"see {run_dir}/logs" in myxa("logs", "rolout", *named, code=2)[1]
     page = write_report(run_dir, tmp_path / "report.html").read_text()
     assert "user: 2 + 2" in page
 
 
-@pytest.mark.parametrize("verb", ["why", "samples", "history", "report"])
+@pytest.mark.parametrize("verb", ["ps", "why", "samples", "history", "report"])
 def test_f4_without_a_name_the_last_run_of_this_folder_answers(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

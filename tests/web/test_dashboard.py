@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -214,7 +215,10 @@ async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
     assert {label for label, _ in told["state"]["facts"]} >= {"step", "reward"}
 
 
-async def test_kept_samples_are_shown(planting, seat) -> None:
+async def test_kept_samples_and_other_runs_of_the_folder_are_shown(planting, seat) -> None:
+    other = seat.run_dir.with_name("other")
+    shutil.copytree(seat.run_dir, other)
+    (seat.run_dir.parent / "secret").mkdir()
     (seat.run_dir / "samples.jsonl").unlink()
     for step, text in ((1, "four"), (2, "five")):
         group = {"step": step, "group_id": step, "prompt": "user: 2 + 2", "answers": [{"text": text, "reward": 1.0}]}
@@ -224,7 +228,13 @@ async def test_kept_samples_are_shown(planting, seat) -> None:
         for query, steps in (("search=FOUR", [1]), ("prompt=user", [2, 1]), ("held_out=all", [2, 1]), ("search=x", [])):
             status, text = await visit.get(f"/api/samples?num_groups=9&{query}")
             assert (status, [group["step"] for group in json.loads(text)["groups"]]) == (200, steps), query
-        assert (await visit.get("/api/samples", headers={"Origin": "http://evil.example"}))[0] == 403
+        status, text = await visit.get("/api/runs")
+        assert (status, {run["name"] for run in json.loads(text)}) == (200, {"sort-planted", "other"})
+        status, text = await visit.get("/api/run?name=other")
+        assert (status, json.loads(text)["name"]) == (200, "other")
+        for name in ("secret", "..", "../sort-planted/../other", "", "/etc"):
+            assert (await visit.get(f"/api/run?name={name}"))[0] == 404, name
+        assert (await visit.get("/api/runs", headers={"Origin": "http://evil.example"}))[0] == 403
 
 
 def answering(seat: Any, verb: Verb[Any], handler: Handler) -> Any:

@@ -59,13 +59,17 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
         await page.says("#actors", "rollout/2")
         await page.says("#engines", "v119")
         await page.until("document.querySelectorAll('#charts-overview canvas').length >= 2", "the charts in view")
+        bars = "[...document.querySelectorAll('#lags .num')].reduce((sum, node) => sum + Number(node.textContent), 0)"
+        await page.until(f"{bars} === 384", "the groups of all steps by lag")
+        await page.fill("#lag-step", "6")
+        await page.until(f"{bars} === 32", "those of one step")
         seat.version = 121
         await page.says("#tiles", "121")
         for name, selector, words in (
             ("learning", "#learning", "Gradient norm"),
             ("speed", "#speed", "Groups in the buffer"),
             ("metrics", "#metrics", "train/clip_fraction"),
-            ("time", "#totals", "trainer/0"),
+            ("time", "#lanes", "trainer/0"),
             ("knobs", "#knob-table", "Largest lag of any trained token."),
             ("events", "#event-table", "starting -> running"),
             ("config", "#config", "pace"),
@@ -74,13 +78,24 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
             await page.says(selector, words)
             assert not await page.run("document.querySelector('#overview').checkVisibility()")
             await fits(page)
+        await page.click('nav a[href="#time"]')
+        await page.until(
+            "[...document.querySelectorAll('canvas.lane')].every((c) => c.width > 300)", "lanes that are painted"
+        )
+        await page.run(
+            "document.querySelector('canvas.lane').dispatchEvent(new PointerEvent('pointermove', { clientX: innerWidth / 2 }))"
+        )
+        await page.says(".lanesaid", "trainer/0 after")
         await page.click('nav a[href="#knobs"]')
         await page.says("#change-table", "lr 0.0001 -> 5e-05")
         assert await page.count("#knob-table button") == 0, "nothing to turn without --operate"
         assert page.wrong == []
 
 
-async def test_charts_are_filtered_smoothed_and_zoomed(planting, seat, page) -> None:
+async def test_charts_are_filtered_smoothed_zoomed_and_compared(planting, seat, page) -> None:
+    import shutil
+
+    shutil.copytree(seat.run_dir, seat.run_dir.with_name("other"))
     async with opened(planting, seat, page):
         await page.click('nav a[href="#metrics"]')
         await page.fill("#metric-filter", "reward mean")
@@ -100,6 +115,10 @@ async def test_charts_are_filtered_smoothed_and_zoomed(planting, seat, page) -> 
             file.write('{"source": "a", "wall_s": 1.0, "kind": "eval", "text": "news"}\n')
         await page.until("past.events.some((e) => e.text === 'news')", "newer data")
         assert await page.run(f"[{plot}.scales.x.min, {plot}.scales.x.max]") == [2, 5], "the zoom stays"
+        await page.click("#runs summary")
+        await page.says("#run-list", "other")
+        await page.click("#run-list input")
+        await page.says("#charts-learning .u-legend", "other: training")
         assert page.wrong == []
 
 
@@ -155,7 +174,7 @@ async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None
     await page.click(".group .head button")
     await page.says("#prompt-past figcaption", "this prompt's 1 group")
     await page.says("#event-table", hostile.HOSTILE)
-    await page.says("#totals", "rollout/<")
+    await page.says("#lanes", "rollout/<")
     assert await page.count("main img, main script, main b:empty") == 0
     await fits(page)
     assert page.wrong == []
