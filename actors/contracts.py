@@ -97,6 +97,11 @@ class ConductContract(Actor):
         """Resume after a pause."""
         raise NotImplementedError
 
+    @call(deadline=30, reentrant=True)
+    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
+        """Train so many steps, then pause; returns the version at which it will pause."""
+        raise NotImplementedError
+
     @call(deadline=1800, reentrant=True)
     async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
         """A checkpoint at the next step boundary, or with `export` a HuggingFace folder; returns the folder."""
@@ -202,9 +207,10 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=10)
-    async def set_paused(self, is_paused: bool, reason: str = "") -> int:
-        """Stop or resume handing out work, durably. A step that was claimed already is answered again. Returns the
-        version that the trainer will rest at: the first step without a claim."""
+    async def set_paused(self, is_paused: bool, until_step: int = 0, reason: str = "") -> int:
+        """Stop or resume handing out work, durably. Paused, steps below `until_step` are served all the same, and a
+        step that was claimed already is answered again. Returns the version that the trainer will rest at:
+        `until_step`, or the first step without a claim if that is later."""
         raise NotImplementedError
 
     @call(deadline=10)

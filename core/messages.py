@@ -259,7 +259,13 @@ class PauseState(Record, frozen=True):
     """What an operator has the buffer hold back; see `BufferContract.set_paused`."""
 
     is_paused: bool = False
+    until_step: int = 0
+    """Steps below it are served all the same."""
     reason: str = ""
+
+    def serves(self, step: int) -> bool:
+        """Whether that step may begin, and work for it be handed out."""
+        return not self.is_paused or step < self.until_step
 
 
 class BufferStats(Record, frozen=True):

@@ -324,7 +324,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     def _claim_now(self, step: int) -> Claim:
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         is_new = not self._groups.ledger.claim_of(step)
-        if is_new and self._groups.knobs.paused.is_paused:
+        if is_new and not self._groups.knobs.paused.serves(step):
             return Claim(step=step, blocked_by="paused")
         with self._at_work("claim"):
             groups = self._groups.claim(step)
@@ -386,18 +386,18 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._tell("retuned", f"{words}; {num_dropped} groups dropped")
         self._polls.ring()
 
-    async def set_paused(self, is_paused: bool, reason: str = "") -> int:
+    async def set_paused(self, is_paused: bool, until_step: int = 0, reason: str = "") -> int:
         with self._at_work("pause"):
-            self._groups.knobs.pause(PauseState(is_paused=is_paused, reason=reason))
+            self._groups.knobs.pause(PauseState(is_paused=is_paused, until_step=until_step, reason=reason))
         self._book_waiting()
         self._polls.ring()
-        return self._groups.ledger.next_step
+        return max(self._groups.ledger.next_step, until_step)
 
     def _book_waiting(self) -> None:
         if self._opened is None:
             return
-        is_paused = self._groups.knobs.paused.is_paused
-        self._meter.switch(*(("paused", "paused") if is_paused else ("wait-data", "messages")))
+        is_going = self._groups.knobs.paused.serves(self._groups.ledger.next_step)
+        self._meter.switch(*(("wait-data", "messages") if is_going else ("paused", "paused")))
 
     async def stats(self) -> BufferStats:
         if self._refused is None:

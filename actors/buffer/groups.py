@@ -117,7 +117,7 @@ class Groups:
         self.cursor.is_searching = False  # no search while nothing is given
         if self.is_finished:
             return [], "finished"
-        if self.knobs.paused.is_paused:
+        if not self.knobs.paused.serves(self.ledger.next_step):
             return [], "paused"
         announced = ServedWeights(request.lineage, request.version)
         newest = self.admission.newest_version

@@ -302,6 +302,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._changed.set()
         if report.version <= before:
             return  # a repeated message
+        self.control.version_made(report.version)
         if self.conductor.version_made(before, report.version):
             await self._keep()  # what is in force stays so when the trainer is thrown back
         every = self._options.eval_every
@@ -396,6 +397,9 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def resume_run(self, who: Operator, reason: str) -> None:
         await self.control.resume(who, reason)
+
+    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
+        return await self.control.step(who, reason, num_steps)
 
     async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
         return await self.control.checkpoint(who, reason, export=export)

@@ -1,20 +1,21 @@
-"""What operators do to a run beside knobs: pause, resume, write a checkpoint, evaluate; all recorded.
+"""What operators do to a run beside knobs: pause, resume, step, write a checkpoint, evaluate; all recorded.
 
 The buffer pauses and resumes, and keeps that: while it is paused, nothing is drawn or claimed, a claimed step is
-trained to its end, and the trainer waits before the next. What the audit log does not take is not done. A deed that
-has begun completes, even if its caller is gone. The buffer is asked what it holds back after a restart of either side,
-and where it did not answer.
+trained to its end, and the trainer waits before the next. What the audit log does not take is not done. What it took
+is: the buffer is told until it obeys. A deed that has begun completes, even if its caller is gone. The buffer is asked
+what it holds back after a restart of either side.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
-from ...core.errors import LedgerError, MyxaError
+from ...core.errors import CallError, LedgerError, MyxaError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult, PauseState
 from ...core.retry import until_answered
@@ -24,6 +25,10 @@ from .audit import AuditWriter
 from .run_state import RunContext
 
 T = TypeVar("T")
+
+
+class NotToldYet(CallError):
+    """A deed is decided and recorded, and not carried out yet."""
 
 
 def _deed(verb: str, who: Operator, reason: str, **arguments: object) -> AuditRecord:
@@ -41,16 +46,20 @@ class RunControl:
     def __init__(self, run: RunContext, audit: AuditWriter, evaluate: Callable[[str], Awaitable[EvalResult]]) -> None:
         """`evaluate`: on the held-out prompts now, of that set or all."""
         self._ctx, self._meter = run.ctx, run.meter
-        self._tell = run.tell
+        self._version, self._tell = run.version, run.tell
         self._audit = audit
         self._evaluate = evaluate
         self._buffer = run.ctx.ref(BufferContract, "buffer")
         self._leader = run.ctx.ref(TrainerContract, "trainer/0")
         self._turn = asyncio.Lock()
         self._now = PauseState()
+        self._is_told = True
+        """Whether the buffer does what was decided."""
 
     async def look(self) -> None:
         """Hear from the buffer what it holds back: after a restart of either side."""
+        if not self._is_told:
+            return  # it is being told
         try:
             async with self._turn:
                 stats = await self._until_answered(self._buffer.stats)
@@ -63,31 +72,51 @@ class RunControl:
 
     @property
     def paused(self) -> str:
-        """Why the run is paused; empty while it trains."""
-        return self._now.reason
+        """Why the run is paused; empty while it trains, also while it trains up to a version at which it will pause."""
+        return "" if self._now.serves(self._version()) else self._now.reason
+
+    def version_made(self, version: int) -> None:
+        if self._now.is_paused and version == self._now.until_step:
+            self._rests(version)
 
     async def pause(self, who: Operator, reason: str) -> int:
         """Returns the version that the trainer will rest at."""
-        deed = _deed("pause", who, reason)
 
         async def work() -> int:
             rests_at = await self._change(deed, PauseState(is_paused=True, reason=reason or _by(who)))
-            self._meter.switch("paused", "paused")
-            self._tell("run-paused", f"at version {rests_at}: {self._now.reason}")
+            self._rests(rests_at)
             return rests_at
 
+        deed = _deed("pause", who, reason)
         return await self._carried_out(deed, work)
 
     async def resume(self, who: Operator, reason: str) -> None:
         """Nothing happens to a run that is not paused."""
-        deed = _deed("resume", who, reason)
 
         async def work() -> None:
             await self._change(deed, PauseState())
             self._meter.switch("wait-data", "orders")
             self._tell("run-resumed", reason or _by(who))
 
+        deed = _deed("resume", who, reason)
         await self._carried_out(deed, work)
+
+    async def step(self, who: Operator, reason: str, num_steps: int) -> int:
+        """So many more steps from the version that the run is at; returns the version at which it will pause."""
+
+        async def work() -> int:
+            wanted = PauseState(is_paused=True, until_step=self._version() + num_steps, reason=reason or _by(who))
+            pauses_at = await self._change(deed, wanted)
+            self._meter.switch("wait-data", "orders")
+            self._tell("run-stepping", f"to version {pauses_at}: {wanted.reason}")
+            return pauses_at
+
+        deed = _deed("step", who, reason, num_steps=num_steps)
+        return await self._carried_out(deed, work)
+
+    def _rests(self, version: int) -> None:
+        self._meter.switch("paused", "paused")
+        self._tell("run-paused", f"at version {version}: {self._now.reason}")
 
     async def checkpoint(self, who: Operator, reason: str, *, export: bool) -> str:
         deed = _deed("ckpt", who, reason, export=export)
@@ -99,16 +128,36 @@ class RunControl:
         return await self._carried_out(deed, lambda: self._evaluate(name), is_recorded=False)
 
     async def _change(self, deed: AuditRecord, wanted: PauseState) -> int:
-        """Recorded, then done; returns where the trainer rests."""
+        """Recorded, then done; returns where the trainer rests. Raises NotToldYet when the buffer has not answered."""
         async with self._turn:
             await self._audit.write(_ended(deed, "done"))
+            self._now, self._is_told = wanted, False
             try:
-                rests_at = await self._until_answered(lambda: self._buffer.set_paused(wanted.is_paused, wanted.reason))
-            except MyxaError:  # it may have heard of it
-                self._ctx.spawn(self.look(), name="pause-of-buffer")
-                raise
-            self._now = wanted
-            return rests_at
+                return await self._told(wanted)
+            except MyxaError as error:
+                self._ctx.spawn(self._insist(wanted), name="pause-told-again")
+                raise NotToldYet(
+                    f"{deed.verb} is decided and recorded, but the buffer has not obeyed yet: {error.message}",
+                    remedy="it is told again until it does; `myxa ps` shows what it waits for",
+                ) from error
+
+    async def _told(self, wanted: PauseState) -> int:
+        rests_at = await self._until_answered(
+            lambda: self._buffer.set_paused(wanted.is_paused, wanted.until_step, wanted.reason)
+        )
+        self._is_told = True
+        return rests_at
+
+    async def _insist(self, wanted: PauseState) -> None:
+        while True:
+            await asyncio.sleep(TIMEOUTS.coordinator.tell_again_s)
+            async with self._turn:
+                if self._now is not wanted:
+                    return  # something else was decided since
+                with suppress(MyxaError):
+                    await self._told(wanted)
+                    self._tell("pause-told", f"the buffer obeys: {wanted.reason or 'resumed'}")
+                    return
 
     async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
         clock, log = self._ctx.clock, self._ctx.log
@@ -130,6 +179,8 @@ class RunControl:
         """Its result, or its error: a failed deed does not end the actor."""
         try:
             done = await work()
+        except NotToldYet as error:
+            return error
         except MyxaError as error:
             try:
                 await self._audit.write(_ended(deed, "failed", str(error)))

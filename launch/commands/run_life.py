@@ -379,6 +379,7 @@ FORK = Command(
 )  # fmt: skip
 COMMANDS = (
     verb_command(verbs.PAUSE, lambda facts: f"paused: the trainer rests at version {facts['rests_at']}"),
+    verb_command(verbs.STEP, lambda reply: f"the run continues to version {reply['pauses_at']}, then pauses"),
     RESUME,
     FORK,
     verb_command(verbs.CKPT, str, add=_add_ckpt, run=_ckpt),

@@ -83,6 +83,11 @@ async def _resume(context: VerbContext, arguments: verbs.WithReason, who: Operat
     return {"resumed": True}
 
 
+async def _step(context: VerbContext, arguments: verbs.StepArguments, who: Operator) -> dict[str, int]:
+    async with coordinator_call(context, verbs.STEP.ask_s) as coordinator:
+        return {"pauses_at": await coordinator.step_run(who, arguments.reason, arguments.num_steps)}
+
+
 async def _checkpoint(context: VerbContext, arguments: verbs.CheckpointArguments, who: Operator) -> dict[str, str]:
     async with coordinator_call(context, verbs.CKPT.ask_s) as coordinator:
         return {"folder": await coordinator.checkpoint_now(who, arguments.reason, arguments.export)}
@@ -306,7 +311,7 @@ def _facts_of(view: RunView) -> Facts:
 
 
 HANDLERS: dict[verbs.Verb[Any], Handler] = {
-    verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume,
+    verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume, verbs.STEP: _step,
     verbs.CKPT: _checkpoint, verbs.EVAL: _evaluate, verbs.DOWN: _down,
     verbs.GET: _get, verbs.SET: _set,
     verbs.UNDO: _undo, verbs.HISTORY: _history, verbs.STATUS: _status, verbs.PS: _ps, verbs.WHY: _why,

@@ -70,6 +70,12 @@ class WithReason(Arguments, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
+class StepArguments(WithReason, frozen=True, kw_only=True):
+    """Of `step`."""
+
+    num_steps: Annotated[int, argument("how many (1)", "N", is_word=True, ge=1, le=1_000_000)] = 1
+
+
 class CheckpointArguments(WithReason, frozen=True, kw_only=True):
     """Of `ckpt`."""
 
@@ -88,6 +94,7 @@ VERBS = Verb("verbs", "read", Arguments, "every verb with a JSON schema of its a
 MEM = Verb("mem", "read", Arguments, "which actor holds which device memory")
 PAUSE = Verb("pause", "change", WithReason, "no new work and no new step; the current step ends", 30.0, by=COORDINATOR)
 RESUME = Verb("resume", "change", WithReason, "continue after a pause", 30.0, by=COORDINATOR)
+STEP = Verb("step", "change", StepArguments, "so many training steps, then pause", 30.0, by=COORDINATOR)
 CKPT = Verb("ckpt", "change", CheckpointArguments, "a checkpoint at the next step boundary", 1800.0, by=COORDINATOR)
 EVAL = Verb("eval", "change", EvalArguments, "held-out reward now, beside training", 600.0, by=COORDINATOR)
 DOWN = Verb("down", "change", WithReason, "end the run cleanly, as Ctrl-C does")
@@ -211,7 +218,7 @@ PROFILE = Verb("profile", "change", ProfileArguments, "what an actor's process d
 
 
 ALL: tuple[Verb[Any], ...] = (
-    PS, STATUS, WHY, GET, SET, UNDO, HISTORY, PAUSE, RESUME, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
+    PS, STATUS, WHY, GET, SET, UNDO, HISTORY, PAUSE, RESUME, STEP, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
     KILL, LOGS, STACK, PROFILE, MEM, VERBS,
 )  # fmt: skip
 BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}

@@ -268,8 +268,13 @@ async def test_nothing_is_handed_out_or_claimed_while_paused(shop: Any) -> None:
         assert (await desk.ref.claim(1, 0.0)).blocked_by == "paused"
         waiting = asyncio.ensure_future(desk.ref.claim(1, WAIT_S))
         await asyncio.sleep(0.02)
-        await desk.ref.set_paused(False)
+        assert await desk.ref.set_paused(True, 2) == 2, "one more step"
         assert len((await waiting).groups) == 2
+        assert (await desk.draw()).blocked_by == "paused", "work for later steps"
+        await desk.ref.trained(1)
+        assert (await desk.ref.claim(2, 0.0)).blocked_by == "paused"
+        await desk.ref.set_paused(False)
+        assert (await desk.ref.claim(2, 0.0)).blocked_by == "wait-data"
 
 
 @pytest.mark.parametrize("is_finished", [False, True])

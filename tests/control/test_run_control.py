@@ -34,19 +34,19 @@ class Buffer:
         self.may_answer.set()
         self.errors: list[MyxaError] = []
         self.num_asked = 0
-        self.reason = ""
+        self.reason, self.until_step = "", 0
 
-    async def set_paused(self, is_paused: bool, reason: str = "") -> int:
+    async def set_paused(self, is_paused: bool, until_step: int = 0, reason: str = "") -> int:
         self.num_asked += 1
-        self.holds = is_paused
+        self.holds, self.until_step = is_paused, until_step
         self.reason = reason
         await self.may_answer.wait()
         if self.errors:
             raise self.errors.pop(0)
-        return STANDS_AT
+        return max(STANDS_AT, until_step)
 
     async def stats(self) -> BufferStats:
-        pause = PauseState(is_paused=self.holds, reason=self.reason)
+        pause = PauseState(is_paused=self.holds, until_step=self.until_step, reason=self.reason)
         return BufferStats(
             states={},
             drawn=0,
@@ -104,7 +104,13 @@ class Place:
         return [(record.verb, record.result) for record in read_audit(path)] if path.exists() else []
 
     async def do(self, verb: str) -> object:
-        return await (self.control.pause(WHO, "look") if verb == "pause" else self.control.resume(WHO, ""))
+        match verb:
+            case "pause":
+                return await self.control.pause(WHO, "look")
+            case "resume":
+                return await self.control.resume(WHO, "")
+            case _:
+                return await self.control.step(WHO, "look", 3)
 
     def agree(self) -> bool:
         """Both say the same of whether the run is held back."""
@@ -127,7 +133,7 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
     assert "run-paused" in place.told
 
 
-@pytest.mark.parametrize("verb", ["pause", "resume"])
+@pytest.mark.parametrize("verb", ["pause", "resume", "step"])
 async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, verb: str) -> None:
     place = Place(tmp_path)
     if verb == "resume":
@@ -140,15 +146,36 @@ async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, 
     assert place.agree() and place.buffer.holds == before
 
 
-async def test_a_buffer_that_may_have_heard_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUTS", waits(coordinator={"pause_s": 0.0}))
+@pytest.mark.parametrize("verb", ["pause", "step"])
+async def test_what_is_recorded_is_told_until_the_buffer_obeys(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One record, and it holds: whether the buffer heard it the first time is not known."""
+    monkeypatch.setattr(module, "TIMEOUTS", waits(coordinator={"pause_s": 0.0, "tell_again_s": 0.001}))
     place = Place(tmp_path)
-    place.buffer.errors = [DeadlineExceeded("no answer")]  # obeyed, but not heard of
+    place.buffer.errors = [DeadlineExceeded("no answer") for _ in range(3)]
+    with pytest.raises(CallError, match=f"{verb} is decided and recorded, but the buffer has not obeyed yet"):
+        await place.do(verb)
+    place.buffer.holds = False  # it was restarted, and has not heard it
+    await place.control.look()
+    await place.settled()
+    assert place.buffer.holds and place.control._now.is_paused
+    assert place.audit == [(verb, "done")]
+    assert place.told[-1] == "pause-told"
+
+
+async def test_what_is_decided_later_replaces_what_the_buffer_has_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUTS", waits(coordinator={"pause_s": 0.0, "tell_again_s": 0.01}))
+    place = Place(tmp_path)
+    place.buffer.errors = [DeadlineExceeded("no answer")]
     with pytest.raises(CallError):
         await place.do("pause")
+    await place.do("resume")
     await place.settled()
-    assert place.agree() and place.buffer.holds
-    assert place.audit[-1] == ("pause", "failed")
+    assert place.agree() and not place.buffer.holds
+    assert place.audit == [("pause", "done"), ("resume", "done")]
 
 
 async def test_a_coordinator_that_restarts_hears_what_is_held_back(tmp_path: Path) -> None:
@@ -166,3 +193,17 @@ async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path:
     (tmp_path / "audit.jsonl").write_text("no record\n")
     with pytest.raises(LedgerError, match=r"eval was done \(held-out reward 0\.5\), but could not be recorded"):
         await place.control.evaluate(WHO, "", "")
+
+
+async def test_steps_are_counted_from_where_the_run_is(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    await place.control.pause(WHO, "look")
+    assert await place.control.step(WHO, "look", 3) == STANDS_AT + 3
+    assert (place.buffer.holds, place.buffer.until_step, place.control.paused) == (True, STANDS_AT + 3, "")
+    for version in range(STANDS_AT + 1, STANDS_AT + 4):
+        place.state.version = version
+        place.control.version_made(version)
+    assert place.control.paused == "look" and place.told[-2:] == ["run-stepping", "run-paused"]
+    assert place.audit == [("pause", "done"), ("step", "done")]
+    await place.control.resume(WHO, "")
+    assert place.agree() and not place.control.paused

@@ -40,7 +40,7 @@ def test_f5_only_a_run_of_this_folder_is_changed_without_a_name(
     monkeypatch.chdir(elsewhere)
     assert find_run(None).run_dir == str(live_note), "to look is free"
     for words in (
-        ["set", "lr=1e-4"], ["down"], ["kill", "rollout/0"], ["scale", "rollout=2"], ["pause"], ["resume"],
+        ["set", "lr=1e-4"], ["down"], ["kill", "rollout/0"], ["scale", "rollout=2"], ["pause"], ["step"], ["resume"],
         ["undo"], ["ckpt"], ["eval"], ["drain", "rollout/1"], ["restart", "rollout/0"],
     ):  # fmt: skip
         assert main(words) == 3, words

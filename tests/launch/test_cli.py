@@ -25,6 +25,7 @@ from myxa.launch.cli import main
         (["control", "where"], "did you mean 'where'?"),
         (["profile", "all", "--for", "11min"], "'11min' is more than 10min"),
         (["set", "lr=1", "--resaon", "x"], "set does not take --resaon x -- did you mean --reason?"),
+        (["step", "-1"], "argument N: '-1' is no whole number from 1 on"),
         (["plan", "run.toml", "--brief"], "plan does not take --brief -- `myxa plan --help` shows what it takes"),
         (["logs", "all", "-n", "x"], "argument -n/--lines: 'x' is no whole number from 0 on"),
         (["scale", "rollout=-1"], "'rollout=-1': write ROLE=N with a whole number"),

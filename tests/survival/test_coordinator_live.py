@@ -89,9 +89,11 @@ def _paused(victim: Victim) -> None:
     victim.until_back("paused")
     status = victim.status
     assert (status["paused"], status["version"]) == ("look", rests_at)
-    victim.kill("at rest")
+    pauses_at = victim.live.ask("step", "2")["pauses_at"]
+    victim.kill("counting steps")
+    wait_until(lambda: victim.newest >= pauses_at, "two more steps", PATIENCE_S)
     time.sleep(1.0)
-    assert victim.newest == rests_at, "no step more"
+    assert victim.newest == pauses_at == rests_at + 2, "and no more"
     assert audit(victim.live.run_dir).states.get("CLAIMED", 0) == 0, "no batch was claimed beyond"
     victim.live.ask("undo")
     victim.live.ask("resume")
