@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engines.contract import ask
+from tests.engines.contract import Result, ask
 
+from myxa.actors.engines.embedded import core as embedded_core
+from myxa.actors.engines.embedded.attention import PrefillAttention
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import SamplingParams
@@ -99,6 +101,64 @@ def test_e03_values_at_the_bounds_are_served(folders, make_core, run_core):
     requests = [ask(f"r{i}", 4, max_new_tokens=3, ignore_eos=True, **wish) for i, wish in enumerate(bounds)]
     results = run_core(make_core(folders[0]), requests)
     assert [len(got.ids) for got in results.values()] == [3] * len(bounds)
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Panic])
+def test_e03_a_request_that_fails_in_a_step_ends_alone(kind, folders, make_core, run_core):
+    """The text of the third token of the request with a stop string cannot be decoded."""
+
+    def decode(ids):
+        if len(ids) >= 3:
+            raise kind("no such text")
+        return ""
+
+    def good(name):
+        return ask(name, 5, max_new_tokens=12, ignore_eos=True, temperature=0)
+
+    wanted = run_core(make_core(folders[0]), [good("before"), good("after")])
+    core = make_core(folders[0], num_slots=4, decode=decode, stream_interval=4)
+    bad = ask("bad", 4, max_new_tokens=20, ignore_eos=True, stop=("x",))
+    for request in (good("before"), bad, good("after")):
+        core.submit(request, request.request_id)
+    found = finish(core)
+    assert isinstance(found["bad"][-1], EngineError)
+    assert "no such text" in str(found["bad"][-1])
+    for name in ("before", "after"):
+        assert Result(found[name]).ids.tolist() == wanted[name].ids.tolist()
+    assert run_core(core, [good("before")])["before"].ids.tolist() == wanted["before"].ids.tolist()
+
+
+def test_e03_a_prompt_that_does_not_fit_into_memory_ends_alone(folders, make_core, run_core, monkeypatch):
+    class Small(PrefillAttention):
+        def __init__(self, cache, rows, lengths):
+            if max(lengths) > 20:
+                raise MemoryError("no room")
+            super().__init__(cache, rows, lengths)
+
+    def good(name):
+        return ask(name, 5, max_new_tokens=12, ignore_eos=True, temperature=0)
+
+    wanted = run_core(make_core(folders[0]), [good("before"), good("after")])
+    monkeypatch.setattr(embedded_core, "PrefillAttention", Small)
+    for requests in (
+        [good("before"), ask("bad", 30, max_new_tokens=4), good("after")],
+        [ask("bad", 30, max_new_tokens=4)],
+        [ask("bad", 30, max_new_tokens=4), ask("bad too", 31, max_new_tokens=4)],
+    ):
+        core = make_core(folders[0], num_slots=4)
+        for request in requests:
+            core.submit(request, request.request_id)
+        found = finish(core)
+        bad = {name for name in found if name.startswith("bad")}
+        assert all(isinstance(found[name][-1], EngineError) and "no room" in str(found[name][-1]) for name in bad)
+        for name in found.keys() - bad:
+            assert Result(found[name]).ids.tolist() == wanted[name].ids.tolist()
+    core.submit(good("before"), "before")
+    assert Result(finish(core)["before"]).ids.tolist() == wanted["before"].ids.tolist()
 
 
 def test_unseeded_requests_depend_on_the_engines_seed_and_seeded_ones_do_not(folders, make_core, run_core):

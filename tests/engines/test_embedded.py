@@ -134,6 +134,19 @@ async def test_a_step_that_breaks_ends_every_request_and_call_and_nothing_hangs(
                 await attempt
 
 
+async def test_e03_a_step_that_fails_once_costs_no_request(folders, broken_steps):
+    """A moment without memory: the model computes again a step later."""
+
+    async def answers() -> list[list[int]]:
+        requests = [ask(f"r{i}", max_new_tokens=30, ignore_eos=True, temperature=0) for i in range(6)]
+        return [one.ids.tolist() for one in await asyncio.gather(*(collect(engine, one) for one in requests))]
+
+    async with running(folders[0]) as engine:
+        wanted = await answers()
+        broken_steps(lambda number: number == 6)
+        assert await answers() == wanted
+
+
 async def test_impossible_settings_are_refused_before_anything_starts(folders, tmp_path):
     for options, says in (
         (EmbeddedOptions(dtype="float16"), "dtype float16 is not for CPUs"),

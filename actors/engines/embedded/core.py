@@ -9,8 +9,9 @@ clock here.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ from .tensors import Allocate, Index, as_tensor
 
 PREFILL_TOKENS = 4096
 """Prompt tokens per step at most (one prompt at least), so that a flood of prompts does not starve running rows."""
+_log = logging.getLogger("myxa.embedded")
 
 
 class RequestEvent(NamedTuple):
@@ -225,13 +227,55 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """One token for every row, rows of requests that join in this step included; returns how many were drawn. Of
-        an engine whose step raised nothing can be said any more: it is to be built again."""
+        """One token for every row, rows of requests that join in this step included; returns how many were drawn. After
+        a step that fails, each of its requests takes one alone: those that fail again end with EngineError. Raises
+        where none succeeds, nor anything else."""
         if self.is_paused:
             return 0
         new = take_waiting(self._waiting, self._slots.num_free, PREFILL_TOKENS)
         if not (new or self._slots.rows):
             return 0
+        num_others = len(self._waiting)
+        try:
+            return self._advance(new)
+        except Exception as err:  # noqa: BLE001 -- found out below whose it is
+            self._waiting.extendleft(one for one in reversed(new) if one not in self._slots.rows)
+            self.retract()
+            self._part([self._waiting.popleft() for _ in range(len(self._waiting) - num_others)], err)
+            return 0
+
+    def _part(self, asked: Sequence[Running], err: Exception) -> None:
+        sound: list[Running] = []
+        failed: list[tuple[Running, Exception]] = []
+        for one in asked:
+            try:
+                self._advance([one])
+            except Exception as again:  # noqa: BLE001 -- this request's
+                while self._slots.rows:
+                    self._slots.remove(0)
+                failed.append((one, again))
+            else:
+                self.retract()
+                sound += [self._waiting.popleft()] if one in self._waiting else []
+        if len(failed) == len(asked):
+            try:
+                self.check_logits()
+            except Exception:  # noqa: BLE001 -- it serves nobody
+                raise err from None
+        for one, again in failed:
+            self._forget(one, self._request_failed(one, again))
+        self._waiting.extendleft(reversed(sound))
+
+    def _request_failed(self, request: Running, err: BaseException) -> EngineError:
+        _log.error("%s: request %r failed", self._options.name, request.request_id, exc_info=err)
+        error = EngineError(
+            f"{self._options.name}: request {request.request_id!r} failed in a step: {type(err).__name__}: {err}",
+            remedy="other requests are served; the engine's log has the place",
+        )
+        error.__cause__ = err
+        return error
+
+    def _advance(self, new: Sequence[Running]) -> int:
         admission = plan_admission(new, len(self._slots))
         logits = self._forward(admission)
         for source, target, length in admission.copies:
@@ -332,14 +376,22 @@ class EngineCore:
         drawing = draw_tiles if self._options.is_invariant else draw
         drawn = drawing(logits, records, numbers, tells_kept=self._options.tells_kept)
         stopped, ended = slots.append(drawn, self.version)
+        failed: dict[int, EngineError] = {}
         for row in np.flatnonzero(slots.records["has_stops"]).tolist():
-            stopped[row] |= slots.matched_text(row) != ""
-        ended |= stopped | ~drawn.is_finite
+            try:
+                stopped[row] |= slots.matched_text(row) != ""
+            except BaseException as err:  # a library's panic too
+                if isinstance(err, KeyboardInterrupt | SystemExit):
+                    raise
+                failed[row] = self._request_failed(slots.rows[row], err)
+        for row in np.flatnonzero(~drawn.is_finite).tolist():
+            failed[row] = self._not_finite(slots.rows[row].request_id, int(records["length"][row]) - 1)
+        ended |= stopped
+        ended[list(failed)] = True
         for row in reversed(np.flatnonzero(ended).tolist()):
-            if not drawn.is_finite[row]:
-                failed = self._not_finite(slots.rows[row].request_id, int(records["length"][row]) - 1)
+            if row in failed:
                 self._cache.clear_row(row)  # NaN would linger
-                self._forget(slots.remove(row), failed)
+                self._forget(slots.remove(row), failed[row])
             else:
                 self._end(row, "stop" if stopped[row] else "length")
 
