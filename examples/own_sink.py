@@ -1,4 +1,4 @@
-"""A sink of your own: `monitor.sinks = ["own_sink:PrintLoss"]` writes the loss of each step into a file."""
+"""A sink of your own: `monitor.sinks = ["own_sink.py:PrintLoss"]` writes the loss of each step into a file."""
 
 
 class PrintLoss:

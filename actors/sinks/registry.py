@@ -1,4 +1,4 @@
-"""Sinks by name: built-in, or by "module:attr".
+"""Sinks by name: built-in, or by "module:attr" or "file.py:attr".
 
 Whatever is named is called with the options of the run file as named arguments and must give a `Sink`; both are checked
 before the run starts. Sinks are imported when they are made: some are large.
@@ -12,9 +12,9 @@ from typing import Any
 
 from ...core.config.run import MonitorSettings
 from ...core.errors import ConfigError, UserCodeError
-from ...core.import_path import load_callable
 from ...core.sink import Sink
 from ...core.suggestion import nearest, suggest
+from ..user_code.functions import Expected, file_of, named_code
 
 BUILT_IN: dict[str, str] = {
     "jsonl": "myxa.actors.sinks.jsonl:JsonlSink",
@@ -28,6 +28,7 @@ SHIPPED: dict[str, str] = {
 }
 """Each needs the package of its name."""
 _OURS = BUILT_IN | SHIPPED
+_EXPECTED = Expected("monitor.sinks", 0, "class Sink")
 _METHODS = ("open", "write", "flush", "close")
 
 
@@ -48,7 +49,7 @@ def choose_sinks(settings: MonitorSettings, *, prometheus_key: str = "") -> list
 def make_sink(name: str, options: Mapping[str, Any] | None = None) -> Sink:
     """A new sink. Raises ConfigError for an unknown name or option, UserCodeError when what it names is not a sink."""
     check_name(name)
-    factory = load_callable(_OURS.get(name, name), where="sink")
+    factory = named_code(_OURS.get(name, name), _EXPECTED)
     _check_options(name, factory, options or {})
     try:
         sink = factory(**(options or {}))
@@ -83,10 +84,13 @@ def _check_options(name: str, factory: Callable[..., Any], options: Mapping[str,
 
 def check_name(name: str) -> None:
     """Raise ConfigError if no sink is called so."""
-    if ":" in name or name in _OURS:
+    where, colon, _ = name.rpartition(":")
+    if where.endswith(".py"):
+        file_of(where, _EXPECTED.key)
+    if colon or name in _OURS:
         return
     near = nearest(name, _OURS)
     raise ConfigError(
         f"no sink is called {name!r}" + (f"; did you mean {near!r}?" if near else ""),
-        remedy=f'known are {", ".join(sorted(_OURS))}; own code is named "module:attr"',
+        remedy=f'known are {", ".join(sorted(_OURS))}; own code is named "module:Class" or "file.py:Class"',
     )

@@ -84,7 +84,7 @@ def load_function(name: str, expected: Expected, args: Mapping[str, Any] | None 
 
     Raises ConfigError if module, attribute or signature is wrong, UserCodeError if importing it raises.
     """
-    fn = _named(name, expected)
+    fn = named_code(name, expected)
     is_class = expected is WORKFLOW and isinstance(fn, type)
     _check_signature(name, fn, CLASS_WORKFLOW if is_class else expected, args or {})
     return UserFunction(name, fn, is_async(fn))
@@ -95,7 +95,8 @@ def is_async(fn: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
-def _named(name: str, expected: Expected) -> Callable[..., Any]:
+def named_code(name: str, expected: Expected) -> Callable[..., Any]:
+    """What a name says, imported. Raises ConfigError, UserCodeError."""
     where, colon, attr = name.rpartition(":")
     if not colon or not where or not attr:
         raise ConfigError(f'{expected.key} = "{name}" is not a function name', remedy="write module:function")

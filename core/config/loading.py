@@ -378,7 +378,6 @@ def _resolve(table: Table, folder: Path, above: KeyPath = ()) -> None:
         below = as_table(value)
         if below is not None:
             _resolve(below, folder, path)
-            continue
         _, field, left = find(RunConfig, path)
         for mark in field.metadata if field is not None and not left else ():
             if isinstance(mark, Means):
@@ -386,9 +385,11 @@ def _resolve(table: Table, folder: Path, above: KeyPath = ()) -> None:
 
 
 def _resolve_value(value: Any, meaning: Meaning, folder: Path) -> Any:
-    array = as_array(value)
-    if array is not None and meaning == "sources":
+    array, names = as_array(value), as_table(value)
+    if array is not None and meaning in ("sources", "code"):
         return [_resolve_value(one, meaning, folder) for one in array]
+    if names is not None and meaning == "code":
+        return {_resolve_value(name, meaning, folder): one for name, one in names.items()}
     if not isinstance(value, str) or not value:
         return value
     if meaning == "code":

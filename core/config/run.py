@@ -22,6 +22,7 @@ from .section import (
     Conflict,
     CountInt,
     IntTuple,
+    Means,
     NonNegativeFloat,
     OtherPenalty,
     PathText,
@@ -107,10 +108,10 @@ class MonitorSettings(Section, frozen=True):
     0 = none."""
     samples_mb: PositiveInt = 256
     """MiB that `samples.jsonl` and `samples.1.jsonl` may have together; the oldest groups go."""
-    sinks: Annotated[TextTuple, AfterValidator(check_once)] = ()
-    """Further sinks: wandb, mlflow, or your own `module:Class`. A package that one
+    sinks: Annotated[TextTuple, AfterValidator(check_once), Means("code")] = ()
+    """Further sinks: wandb, mlflow, or your own `module:Class` or `file.py:Class`. A package that one
     needs and the monitor's interpreter lacks refuses the start."""
-    options: Table = {}
+    options: Annotated[Table, Means("code")] = {}
     """Named arguments of these sinks, a table for each, for example `[monitor.options.wandb]` with `project = "x"`."""
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -35,7 +35,9 @@ def _get_page(names: Sequence[str], found: dict[str, Any]) -> RenderableType:
 
     known = msgspec.convert(found, KnobTable)
     rows = knob_rows(known)
-    helps = [Text(f"{row.name}: {row.tunable.help}\n  {known.origins.get(row.name, '')}") for row in rows if names]
+    helps = [
+        Text(f"{row.name}: {row.tunable.help}\n  {known.origins.get(row.name, '')}".rstrip()) for row in rows if names
+    ]
     notes = [f"epoch {known.epoch}"] if known.epoch else []
     notes += [f"no answer from {', '.join(known.silent)}"] if known.silent else []
     return Group(table(KNOB_COLUMNS, [row.cells() for row in rows], right=("value",)), *helps, Text("   ".join(notes)))

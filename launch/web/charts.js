@@ -194,7 +194,10 @@ class Chart {
     const soft = themed("soft"), grid = { stroke: themed("grid"), width: 1 };
     const axis = { stroke: soft, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui, sans-serif" };
     const isLog = settings.isLog && hasLog;
-    const range = this.spec.fromZero && !isLog ? (_, low, high) => (low === null || (low === 0 && high === 0) ? [0, 1] : uPlot.rangeNum(Math.min(0, low), Math.max(high, 1e-12), { min: { pad: low < 0 ? 0.1 : 0, soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } })) : undefined;
+    const range = isLog ? undefined : (_, low, high) => {
+      if (low === null || (low === 0 && high === 0)) return [0, 1];
+      return this.spec.fromZero ? uPlot.rangeNum(Math.min(0, low), Math.max(high, 1e-12), { min: { pad: low < 0 ? 0.1 : 0, soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } }) : uPlot.rangeNum(low, high, 0.1, true);
+    };
     return {
       width: this.box.clientWidth, height: 210, bands,
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, ...(range ? { range } : {}) } },
@@ -298,7 +301,7 @@ function specsOfAll(runs, words) {
 
 // -- lanes: what each actor did when ---------------------------------------------------------------------------------
 
-// `lanes`: of shares of time (bins), or of single stretches (spans); by GPU where actors have one.
+// Each lane is of stretches with the shares of the time in them (bins); by GPU where actors have one.
 function drawLanes(node, lanes, kinds, left, right) {
   const said = el("p", { class: "keys lanesaid" }, "\u00a0"), rows = [];
   let device = "";

@@ -123,6 +123,8 @@ def _row(key: str, info: FieldInfo) -> str:
 
 def _kind_text(info: FieldInfo) -> str:
     meant = [MEANING_TEXT[mark.meaning] for mark in info.metadata if isinstance(mark, Means)]
+    if meant == ["name"] and info.annotation is not str:  # an array of names, or a table by name
+        meant = []
     bounds = [
         f"{words} {getattr(mark, attr):g}"
         for mark in info.metadata

@@ -11,8 +11,9 @@ from tests.harness.manual_clock import ManualClock
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
-from myxa.actors.sinks.registry import BUILT_IN, choose_sinks, make_sink
+from myxa.actors.sinks.registry import BUILT_IN, check_name, choose_sinks, make_sink
 from myxa.actors.sinks.trackers import TensorBoardSink
+from myxa.core.config import load_config
 from myxa.core.config.run import MonitorSettings
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.messages import MetricPoint, Telemetry
@@ -71,7 +72,7 @@ def test_user_sinks_by_path(module: str) -> None:
 
 @pytest.mark.parametrize(("name", "error", "says"), [
     ("comet", ConfigError, "no sink is called 'comet' -- known are chrome_trace, jsonl, mlflow"),
-    ("sinks_of_a_user:Missing", ConfigError, "has no 'Missing'"),
+    ("sinks_of_a_user:Missing", ConfigError, 'has no "Missing"'),
     ("sinks_of_a_user:NoFlush", UserCodeError, r"gave a NoFlush, which lacks flush\(\)"),
     ("sinks_of_a_user:Nameless", UserCodeError, "lacks a name"),
     ("sinks_of_a_user:Explodes", UserCodeError, "raised RuntimeError: no key"),
@@ -81,11 +82,17 @@ def test_a_wrong_name_is_told_with_its_cause(module: str, name: str, error: type
         make_sink(name)
 
 
-def test_the_sink_of_the_examples_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (Path(__file__).parents[2] / "examples" / "own_sink.py").read_text()
-    (tmp_path / "documented_sink.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sink = make_sink("documented_sink:PrintLoss")
+def test_the_sink_of_the_examples_works_by_its_file_beside_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "own_sink.py").write_text((Path(__file__).parents[2] / "examples" / "own_sink.py").read_text())
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n[monitor]\nsinks = ["own_sink.py:PrintLoss"]\n'
+        '[monitor.options."own_sink.py:PrintLoss"]\n'
+    )
+    settings = load_config([tmp_path / "run.toml"]).monitor
+    assert settings.sinks == (f"{tmp_path}/own_sink.py:PrintLoss",) == tuple(settings.options)
+    with pytest.raises(ConfigError, match="there is no file"):
+        check_name(f"{tmp_path}/sink.py:PrintLoss")
+    sink = make_sink(settings.sinks[0], settings.options[settings.sinks[0]])
     sink.open(SinkContext(run_dir=tmp_path, run_name="x", clock=ManualClock(), emit=lambda kind, text: None))
     point = MetricPoint(source="trainer/0", step=3, wall_s=0.0, values={"train/loss": 0.5})
     sink.write(Telemetry(metrics=(point,)))
