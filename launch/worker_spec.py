@@ -35,7 +35,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def write_spec(spec: ProcessSpec, folder: Path) -> Path:
     """Write it (0600) into the run-time directory; returns the file. Raises OSError or LaunchError."""
-    make_private(folder)  # it may have been removed under the run
+    if not folder.is_dir():  # it was removed under the run
+        make_private(folder)
     path = folder / f"{spec.actor.name.replace('/', '.')}.{spec.attempt}.json"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(spec))
