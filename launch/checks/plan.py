@@ -175,7 +175,7 @@ def plan_text(plan: PlannedRun) -> str:
         ("placement", _placement(plan)),
         ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
         ("batch", _figures(plan.batch)),
-        ("staleness", _figures(plan.staleness)),
+        ("staleness", _staleness(plan.staleness)),
     ]
     for severity in ("warning", "error"):
         found = [one for one in plan.problems if one.severity == severity]
@@ -217,7 +217,22 @@ def _load(load: DeviceLoad) -> Iterator[str]:
         yield f"  {f'{part.owner} {part.name}'.strip():<26} {size_text(part.num_bytes):>10}  {part.how}"
 
 
-def _figures(record: BatchPlan | StalenessPlan | None) -> Iterator[str]:
+def _staleness(plan: StalenessPlan | None) -> Iterator[str]:
+    if plan is None:
+        return
+    window = f", window W = {plan.window}" if plan.window else ""
+    yield f"max_staleness = {plan.max_staleness}, policy {plan.policy}: N = {plan.num_slots} slots{window}"
+    yield "  slot: a group holds one from its dispatch until its step was trained: at most N are under way or waiting"
+    if plan.window:
+        bound = f"(N + W - 2) // {plan.batch_size} = {(plan.num_slots + plan.window - 2) // plan.batch_size}"
+        yield "  window: a batch is made of whatever is ready among the W oldest, so none waits for one slow group"
+        yield f"  no token is older than {bound} versions when it is trained on"
+    empty = plan.num_slots - plan.concurrency
+    fills = f"leave {empty} slots empty" if empty > 0 else "fill the slots"
+    yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
+
+
+def _figures(record: BatchPlan | None) -> Iterator[str]:
     """A line for each that is known."""
     values: dict[str, object] = msgspec.to_builtins(record) if record is not None else {}
     for name, value in values.items():

@@ -32,7 +32,8 @@ OTHER_WORDS: Mapping[str, str] = {
     "status": "ps", "info": "ps", "control": "where", "apply": "set", "config": "get", "suggest": "why", "watch": "top",
     "list": "ls", "runs": "ls", "diff": "compare",
     "stats": "top", "metrics": "top", "events": "top", "tail": "logs",
-    "show": "get", "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
+    "show": "get", "explain": "get", "trace": "report",
+    "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
     "quit": "down", "exit": "down", "shutdown": "down",
 }  # fmt: skip
 """Names in other programs -> our command. The nearest name by letters would be wrong: top for stop."""

@@ -87,6 +87,8 @@ def test_neither_torch_nor_a_socket_is_touched(site: Site) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "no problems" in done.stdout and "to mend" in done.stdout, done.stdout
+    assert "N = 22 slots, window W = 3" in done.stdout, "F6: and what they mean"
+    assert "no token is older than (N + W - 2) // 8 = 2 versions" in done.stdout
 
 
 def test_several_nodes(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
