@@ -21,6 +21,7 @@ KnobKind = Literal["float", "int", "bool", "text", "choice"]
 Boundary = Literal["now", "request", "step", "weights"]
 """When a decided value is used: at once; for the next work; for the step or weight version of the number chosen."""
 
+PROCESS = "process"
 MAX_NUMBER = 2.0**63
 """Numbers are below it in size, which keeps out infinities and what no float or 64-bit integer holds."""
 NUMBERED: tuple[Boundary, ...] = ("step", "weights")
@@ -35,7 +36,7 @@ class Tunable(Record, frozen=True):
     kind: KnobKind
     boundary: Boundary
     owner: str
-    """Role of the actors that use it: "trainer", "buffer", "rollout", "coordinator"."""
+    """Role of the actors that use it: "trainer", "buffer", "rollout", "coordinator", or `PROCESS`: each of these."""
     help: str
     """What it does, in one sentence."""
     key: str = ""

@@ -62,7 +62,7 @@ from ...core.samples import Group, Prompt
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, DataContract, MonitorContract
 from ..daemon_thread import in_daemon_thread
-from ..knobs.owner import OwnsKnobs, catch_up
+from ..knobs.owner import LOG_LEVEL, OwnsKnobs, catch_up
 from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger
 from ..telemetry import REPORT_S, report_forever
@@ -160,6 +160,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 finished=self._finished, tell=self._tell, log=self.ctx.log, started_s=clock.monotonic(),
             )  # fmt: skip
             knobs.use = partial(self._retune, opened)
+            knobs.add((LOG_LEVEL,))
             await catch_up(self.ctx, knobs, waits=waits)
         except BaseException:
             ledger.close()

@@ -31,7 +31,7 @@ from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, We
 from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, MonitorContract, TrainerContract
-from ..knobs.owner import KnobOwner, OwnsKnobs
+from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..telemetry import report_forever
 from ..weights.rollout_update import Adopter, Adoption
 from .audit import AuditWriter, read_audit
@@ -81,8 +81,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._make_parts()
         self.knob_owner = KnobOwner(
             self.ctx.name,
-            coordinator_knobs(
-                self._options, age_s=self._age_s, on_wall_clock=self._end_moved.set, adoption=self._adoption
+            (
+                *coordinator_knobs(
+                    self._options, age_s=self._age_s, on_wall_clock=self._end_moved.set, adoption=self._adoption
+                ),
+                LOG_LEVEL,
             ),
             self._telemetry,
         )

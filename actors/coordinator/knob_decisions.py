@@ -14,6 +14,7 @@ import msgspec
 from ...core.errors import ConfigError
 from ...core.knobs import (
     NUMBERED,
+    PROCESS,
     AuditRecord,
     ChangeRequest,
     Decision,
@@ -133,7 +134,7 @@ def _check_owners(name: str, states: Mapping[str, KnobState], roster: OwnerState
         unsaid = f"; no answer from {', '.join(silent.values())}" if silent else ""
         return [f"there is no knob {name!r}; {suggest(name, known)}{unsaid}"]
     role = next(iter(states.values())).tunable.owner
-    concerned = [words for actor, words in silent.items() if role == actor.partition("/")[0]]
+    concerned = [words for actor, words in silent.items() if role in (PROCESS, actor.partition("/")[0])]
     return [f"{name}: no answer from {', '.join(concerned)}, and all owners change it or none"] if concerned else []
 
 

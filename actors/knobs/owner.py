@@ -9,13 +9,26 @@ Answers may come late, twice or out of turn: epochs order them. For the loop of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.errors import ConfigError
-from ...core.knobs import NUMBERED, Boundary, KnobSheet, KnobState, KnobValue, KnobVerdict, LiveKnob, LiveKnobs, Tunable
+from ...core.knobs import (
+    NUMBERED,
+    PROCESS,
+    Boundary,
+    KnobSheet,
+    KnobState,
+    KnobValue,
+    KnobVerdict,
+    LiveKnob,
+    LiveKnobs,
+    Tunable,
+    knob_maker,
+)
 from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, KnobsContract
@@ -32,6 +45,18 @@ class Knob:
     """Put a value into force, on the actor's loop. It was judged before: an owner that cannot use it has failed."""
     judge: Callable[[KnobValue], str] | None = None
     """A reason to refuse that only the owner knows, or nothing. Only for a knob that is declared `is_judged`."""
+
+
+LOGGER = "myxa"
+"""Parent of every logger of the house; other packages' are left alone."""
+_knob = knob_maker(PROCESS, "now")
+LOG_LEVEL = Knob(
+    _knob("log_level", "choice", "", "The least important messages that the processes of these actors log.",
+          choices=("DEBUG", "INFO", "WARNING", "ERROR")),
+    read=lambda: logging.getLevelName(logging.getLogger(LOGGER).getEffectiveLevel()),
+    use=lambda value: logging.getLogger(LOGGER).setLevel(str(value)),
+)  # fmt: skip
+"""Of every owner; actors that share a process share it."""
 
 
 class KnobOwner:

@@ -66,7 +66,7 @@ from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
-from ..knobs.owner import KnobOwner, OwnsKnobs
+from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer, all_ended
 from ..stream_checks import StreamChecks
 from ..telemetry import report_forever
@@ -185,7 +185,9 @@ class Rollout(OwnsKnobs, RolloutContract):
                 self.ctx, self._engine, self._tenancy,
                 telemetry=self._telemetry, clock=self._clock, on_change=self._note_turn,
             )  # fmt: skip
-        self.knob_owner = KnobOwner(self.ctx.name, rollout_knobs(self._options, self._apply), self._telemetry)
+        self.knob_owner = KnobOwner(
+            self.ctx.name, (*rollout_knobs(self._options, self._apply), LOG_LEVEL), self._telemetry
+        )
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, self._options.report_s), name="rollout-telemetry")
         self.ctx.spawn(self._run(), name="rollout-run")

@@ -33,7 +33,7 @@ from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
 from ..contracts import MonitorContract, TrainerContract
 from ..daemon_thread import in_daemon_thread
-from ..knobs.owner import KnobOwner, OwnsKnobs
+from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..telemetry import report_forever
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import ChannelEnd
@@ -102,7 +102,7 @@ class Trainer(OwnsKnobs, TrainerContract):
             self._tenant = TrainerTenant(
                 self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
             )
-        knobs = () if self._options.rank else self._knobs.knobs()  # rank 0 owns them for all ranks
+        knobs = () if self._options.rank else (*self._knobs.knobs(), LOG_LEVEL)  # rank 0 owns them for all ranks
         self.knob_owner = KnobOwner(self.ctx.name, knobs, self._telemetry)
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send), name="trainer-telemetry")
