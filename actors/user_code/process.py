@@ -511,10 +511,9 @@ class UserCall(ABC):
 
     def place(self) -> str:
         """Where its code waits; empty: unknown."""
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        for thread in self.threads & frames.keys():
-            return user_place(_above(frames[thread]))
-        return user_place(_awaited(self.part.get_coro())) if self.part is not None else ""
+        running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        frames = [frame for thread in self.threads & running.keys() for frame in _above(running[thread])]
+        return user_place([*frames, *(_awaited(self.part.get_coro()) if self.part is not None else ())])
 
 
 CALL: ContextVar[UserCall | None] = ContextVar("call", default=None)

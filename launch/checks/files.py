@@ -7,8 +7,10 @@ are read, once, and a large file is not indexed. `fit` needs no more than the mo
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -29,15 +31,19 @@ from ...actors.rewards.call import ALONE, RewardKeys
 from ...actors.rewards.rewarder import check_args
 from ...actors.user_code.functions import (
     ADVANTAGE_FN,
+    CLASS_WORKFLOW,
     GROUP_FILTER,
     LOSS_FN,
     REWARD_POST_PROCESS,
     SAMPLE_FILTER,
     WEIGHT_FN,
     WORKFLOW,
+    Expected,
+    check_call,
     file_of,
     import_raised,
     no_attribute,
+    reward_expected,
 )
 from ...actors.workflows.demonstrated import demonstrate
 from ...actors.workflows.named import shown_turns
@@ -345,8 +351,8 @@ def _check_data_of(config: RunConfig, checkpoint: Path) -> None:
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 #
-# Of a file's function whether it is there, by the source text: no user code runs. The actor that loads a function
-# checks the rest: modules, types, signatures.
+# Of a file's function whether it is there and takes what it gets, by the source text: no user code runs. The actor that
+# loads a function checks what only an import shows: modules, a signature that a decorator changes.
 
 
 def functions(run: CheckedRun) -> Iterator[Finding]:
@@ -362,7 +368,7 @@ MAKERS = frozenset({"globals", "vars", "setattr", "exec", "__getattr__"})
 
 
 def function_findings(config: RunConfig, roles: Container[str] = ALL) -> Iterator[Finding]:
-    """Named functions of actors of these roles that are not in their files, and wrong arguments of built-in ones."""
+    """Named functions of actors of these roles that are not in their files, and wrong arguments."""
     algo = config.algo
     if "rollout" in roles:
         rewards = {RewardKeys.of_one(name) if name else ALONE: part for name, part in config.reward.parts().items()}
@@ -373,27 +379,32 @@ def function_findings(config: RunConfig, roles: Container[str] = ALL) -> Iterato
         yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
     if "buffer" in roles and algo.sample_filter in SAMPLE_FILTERS:
         yield from looked("algo.sample_filter_args", sample_filter, algo.sample_filter, algo.sample_filter_args)
-    for role, key, name in _named(config):
+    for role, expected, name, args in _named(config):
         if role in roles and ".py:" in name:
-            yield from looked(key, check_function, name, key)
+            yield from looked(expected.key, check_function, name, expected, args)
 
 
-def _named(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Role, key and name."""
+def _named(config: RunConfig) -> Iterator[tuple[str, Expected, str, Iterable[str]]]:
+    """Role, what is expected of the function, its name, and the named arguments that it gets besides."""
     algo = config.algo
-    rewards = (*config.reward.named_functions(), *config.eval.named_functions())
-    yield from (("rollout", key, name) for key, name in rewards)
-    yield "rollout", WORKFLOW.key, config.rollout.workflow
-    yield "buffer", GROUP_FILTER.key, algo.group_filter
-    yield "buffer", SAMPLE_FILTER.key, algo.sample_filter
-    yield "trainer", REWARD_POST_PROCESS.key, algo.reward_post_process
-    yield "trainer", ADVANTAGE_FN.key, algo.advantage_fn
-    yield "trainer", WEIGHT_FN.key, algo.weight_fn
-    yield "trainer", LOSS_FN.key, algo.loss_fn
+    for (key, name), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True):
+        args = (*part.args, *(("pattern",) if part.pattern else ()))
+        yield "rollout", reward_expected(key, takes_group=part.scope == "group"), name, args
+    for name, one in sorted(config.eval.sets.items()):
+        yield "rollout", reward_expected(f"eval.sets.{name}.reward", takes_group=False), one.reward, one.reward_args
+    yield "rollout", WORKFLOW, config.rollout.workflow, config.rollout.workflow_args
+    yield "buffer", GROUP_FILTER, algo.group_filter, algo.group_filter_args
+    yield "buffer", SAMPLE_FILTER, algo.sample_filter, algo.sample_filter_args
+    yield "trainer", REWARD_POST_PROCESS, algo.reward_post_process, ()
+    yield "trainer", ADVANTAGE_FN, algo.advantage_fn, ()
+    yield "trainer", WEIGHT_FN, algo.weight_fn, ()
+    yield "trainer", LOSS_FN, algo.loss_fn, ()
 
 
-def check_function(name: str, key: str) -> None:
-    """Raise ConfigError or UserCodeError for a file that is not there or is no Python, or certainly lacks the name."""
+def check_function(name: str, expected: Expected, args: Iterable[str]) -> None:
+    """Raise ConfigError or UserCodeError for a file that is not there or is no Python, or certainly lacks the name, or
+    a function that cannot be called so."""
+    key = expected.key
     where, _, attr = name.rpartition(":")
     path = file_of(where, key)
     try:
@@ -405,13 +416,37 @@ def check_function(name: str, key: str) -> None:
         raise import_raised(key, where, cause, place) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}", remedy="name a readable .py file") from error
-    names: set[str] = set()
+    names = Counter[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
+            names[node.name] += 1
         elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
+            names[(node.asname or node.name).partition(".")[0]] += 1
         elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id in MAKERS):
-            names.add(node.id)
-    if names and attr.partition(".")[0] not in names and not names & {"*", *MAKERS}:
+            names[node.id] += 1
+    if names and attr.partition(".")[0] not in names and names.keys().isdisjoint({"*", *MAKERS}):
         raise no_attribute(key, where, attr, attr, names)
+    found = next((node for node in tree.body if getattr(node, "name", "") == attr), None)
+    if found is not None and names[attr] == 1 and not getattr(found, "decorator_list", ()):
+        _check_signature(name, found, expected, args)
+
+
+def _check_signature(name: str, node: ast.stmt, expected: Expected, args: Iterable[str]) -> None:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        check_call(name, _signature(node.args), expected, args, is_async=isinstance(node, ast.AsyncFunctionDef))
+    elif isinstance(node, ast.ClassDef) and expected is WORKFLOW and not (node.bases or node.keywords):
+        made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+        signature = _signature(made.args, num_own=1) if made is not None else inspect.Signature()
+        check_call(name, signature, CLASS_WORKFLOW, args, is_async=False)
+
+
+def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
+    """Without annotations, and with None for each default. `num_own`: parameters that Python fills itself."""
+    for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
+        if arg is not None:
+            arg.annotation = None
+    args.defaults = [ast.Constant(None) for _ in args.defaults]
+    args.kw_defaults = [None if one is None else ast.Constant(None) for one in args.kw_defaults]
+    code = ast.fix_missing_locations(ast.Expression(ast.Lambda(args, ast.Constant(None))))
+    whole = inspect.signature(eval(compile(code, "signature", "eval")))  # noqa: S307 -- nothing of the user's is in it
+    return whole.replace(parameters=list(whole.parameters.values())[num_own:])

@@ -121,6 +121,9 @@ def test_functions_that_may_be_there_are_left_alone(tmp_path: Path, name: str) -
 def test_functions_that_are_not(tmp_path: Path) -> None:
     (error,) = told(tmp_path, "mine.py:plane")
     assert str(error).endswith('mine.py has no "plane" -- did you mean "plain"?')
+    assert "has the signature (): too many positional arguments" in str(told(tmp_path, "mine.py:none_taken")[0])
+    assert "(completion, other): missing a required argument: 'other'" in str(told(tmp_path, "mine.py:two")[0])
+    assert told(tmp_path, "mine.py:two", args={"other": 3}) == [], "named arguments of the run file"
     (error,) = told(tmp_path, "mine.py:f", "def f(:\n")
     assert isinstance(error, UserCodeError)
     assert "mine.py:1)" in str(error)

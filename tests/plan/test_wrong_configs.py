@@ -67,8 +67,20 @@ WRONG: dict[str, Wrong] = {
     "reward with an argument misspelt": Wrong(
         'fn = "mine.py:score"', 'args = { tolerence = 0.1 }\nfn = "numeric"', "args = { tolerence = 0.1 }", 'did you mean "tolerance"'
     ),
+    "group reward of two values": Wrong(
+        'fn = "mine.py:score"', 'scope = "group"\nfn = "mine.py:two_needed"', 'fn = "mine.py:two_needed"', "it must look like: def rewards"
+    ),
     "remote reward without address": Wrong(
         'fn = "mine.py:score"', 'fn = "remote"\nargs = { tries = 2 }', "args = { tries = 2 }", "http://host:port/path"
+    ),
+    "d07 workflow with an argument it has not": Wrong(
+        "[rollout]\n", '[rollout]\nworkflow = "mine.py:flow"\nworkflow_args = { mood = 1 }\n', 'workflow = "mine.py:flow"',
+        'did you mean "mode"'
+    ),
+    "d07 workflow without an argument it needs": add("rollout", 'workflow = "mine.py:needy"', "give it in rollout.workflow_args"),
+    "d07 class of a workflow": Wrong(
+        "[rollout]\n", '[rollout]\nworkflow = "mine.py:Flow"\nworkflow_args = { prise = 1 }\n', 'workflow = "mine.py:Flow"',
+        'did you mean "price"'
     ),
     "critic under Megatron": Wrong(
         "[roles.trainer]\n", '[critic]\nenabled = true\n[roles.trainer]\nkind = "megatron"\n', "enabled = true",
@@ -80,6 +92,8 @@ WRONG: dict[str, Wrong] = {
         'path = "no_weights"', "convert the weights to safetensors"
     ),
     "advantages missing": add("algo", 'advantage_fn = "mine.py:kep"', 'did you mean "keep"'),
+    "loss of two values": add("algo", 'loss_fn = "mine.py:two_needed"', "it must look like: def loss"),
+    "post-process that is async": add("algo", 'reward_post_process = "mine.py:later"', "it must look like: def process"),
     "filter missing": add("algo", 'group_filter = "mine.py:kep"', 'did you mean "keep"'),
     # places
     "node that is not there": add("roles.rollout", "nodes = [0, 3]", "--nnodes"),
