@@ -33,8 +33,13 @@ class RunChange(NamedTuple):
         return self.record.who.user or self.record.who.via
 
     @property
+    def result(self) -> str:
+        is_idle = self.record.verb == "scale" and '"joining":[],"leaving":[]' in self.record.detail.replace(" ", "")
+        return "nothing to do" if is_idle else self.record.result
+
+    @property
     def is_done(self) -> bool:
-        return self.record.result == "done"
+        return self.result == "done"
 
 
 def changes_of(records: Iterable[AuditRecord], steps: Sequence[tuple[float, int]] = ()) -> list[RunChange]:

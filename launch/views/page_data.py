@@ -229,8 +229,8 @@ def _devices(run: RunFiles, actor: str) -> str:
 def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
     return [
         {
-            **_picked(change, "step what who"),
-            **_picked(change.record, "number reason result detail"),
+            **_picked(change, "step what who result"),
+            **_picked(change.record, "number reason detail"),
             "after": round(change.record.wall_s - start_s, 2),
             "isDone": change.is_done,
         }

@@ -273,9 +273,10 @@ function knobRow(knob) {
 }
 
 function drawChanges() {
-  const rows = [...past.changes].reverse().map((c) => el("tr", { class: ["done", "nothing to do"].includes(c.result) ? "" : "alarm" },
+  const isWell = (c) => ["done", "nothing to do"].includes(c.result);
+  const rows = [...past.changes].reverse().map((c) => el("tr", { class: isWell(c) ? "" : "alarm" },
     el("td", { class: "number" }, String(c.number)), el("td", { class: "nowrap" }, since(c.after)), el("td", { class: "nowrap" }, c.step >= 0 ? String(c.step) : ""),
-    el("td", {}, c.what), el("td", {}, c.who), el("td", {}, c.reason), el("td", {}, c.detail && c.result !== "done" ? `${c.result}: ${c.detail}` : c.result)));
+    el("td", {}, c.what), el("td", {}, c.who), el("td", {}, c.reason), el("td", {}, c.detail && !isWell(c) ? `${c.result}: ${c.detail}` : c.result)));
   fillTable($("change-table"), ["no.", "after", "step", "what", "who", "reason", "result"], rows, "Nothing was changed.");
 }
 

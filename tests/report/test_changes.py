@@ -61,6 +61,14 @@ def test_a_verb_without_knobs_is_told_by_what_was_asked() -> None:
     assert (change.who, change.record.reason) == ("ada", "more")
 
 
+def test_f3_a_scale_that_changes_nothing_is_not_drawn_as_a_change() -> None:
+    (change,) = changes_of([
+        AuditRecord(number=1, wall_s=5.0, verb="scale", who=Operator(user="ada"), result="done", arguments={"count": 2},
+                    detail='{"role":"rollout","count":2,"joining":[],"leaving":[],"is_done":true}')
+    ])  # fmt: skip
+    assert (change.is_done, change.result) == (False, "nothing to do")
+
+
 def test_f3_marks_of_verbs_about_processes_are_at_the_step_of_their_time() -> None:
     """F3: the launcher, which notes them, knows no step."""
     records = [
