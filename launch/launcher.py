@@ -36,9 +36,9 @@ from .control.handlers import HANDLERS
 from .control.server import ControlServer, VerbContext
 from .first_failure import RunEnd
 from .frozen_code import freeze
-from .nodes.agent import Agent
+from .nodes.agent import Agent, AgentOptions
 from .nodes.follower import follow
-from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, with_start
+from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, with_start
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .nodes.stop_signals import stop_signals
@@ -112,11 +112,17 @@ def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
 async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
     """All nodes run this configuration, from the checkpoint that this node resolved."""
     actors = place_actors(config, options.place.num_nodes)
-    check_own(config, actors, options.program, 0)
-    if options.run_dir is not None:  # refuse before anything there is changed
-        freeze(config, options.run_dir.path)
-    text, config = dump_config(config), with_start(config, options)
-    with RuntimeDir() as runtime, contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = stack.enter_context(RuntimeDir())
+        fork_server = fork_server_of(config, actors, options.program, 0, runtime.path)
+        if fork_server is not None:  # its imports and the checks take about as long
+            stack.push_async_callback(fork_server.close)
+            fork_server.warm()
+            await asyncio.sleep(0)
+        check_own(config, actors, options.program, 0)
+        if options.run_dir is not None:  # refuse before anything there is changed
+            freeze(config, options.run_dir.path)
+        text, config = dump_config(config), with_start(config, options)
         async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
             run_dir = stack.enter_context(_run_dir(config, options))
             frozen = freeze(config, run_dir.path)
@@ -144,7 +150,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 elif not options.place.is_alone:
                     screen.say(f"other nodes may join: myxa launch --join {rendezvous.endpoint}")
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
-                ending = await _conduct(context, rendezvous, runtime, options, screen)
+                own = agent_options(options, options.place, rendezvous, runtime.path, config, fork_server)
+                ending = await _conduct(context, rendezvous, runtime, own, options, screen)
     screen.finish(ending, options.next_steps)
     return replace(ending, run_dir=run_dir.path)
 
@@ -166,13 +173,12 @@ async def _conduct(
     context: VerbContext,
     rendezvous: NodeRendezvous,
     runtime: RuntimeDir,
+    own: AgentOptions,
     options: LaunchOptions,
     screen: Screen,
 ) -> RunEnd:
     supervisor = context.supervisor
     clock = SystemClock()
-    actors = supervisor.actors.specs
-    own = agent_options(options, options.place, rendezvous, runtime.path, context.config, actors)
     agent = Agent(own, rendezvous.exit_seen)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))

@@ -62,8 +62,8 @@ class AgentOptions:
     """Whether the run directory has to be there already, as on the other nodes."""
     key_for: KeyFor | None = None
     """Makes the key of a process and registers it at the registry; None: processes need no key."""
-    preloaded: tuple[str, ...] = ()
-    """What the process that actors are forked from imports; empty: no actor is forked."""
+    fork_server: ForkServer | None = None
+    """None: no actor is forked."""
     base_env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables of actors; the launcher's own environment overrides them."""
 
@@ -84,7 +84,7 @@ class Agent(AgentContract):
         self._children: dict[str, Child] = {}
         self._starting: dict[str, asyncio.Task[Child]] = {}
         self._is_stopped = False
-        self._fork_server: ForkServer | None = None
+        self._fork_server = options.fork_server
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -94,8 +94,7 @@ class Agent(AgentContract):
         if not adopts_orphans():  # in a program that hosts us a forked process would not become our child
             return
         self.ctx.spawn(self._reap_orphans(), name="reap orphans")
-        if self._options.preloaded:
-            self._fork_server = ForkServer(self._options.preloaded, self._options.runtime_dir, self.ctx.log)
+        if self._fork_server is not None:
             self._fork_server.warm()
 
     def mind_node_0(self) -> None:

@@ -30,7 +30,7 @@ from ..first_failure import RunEnd
 from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
 from .agent import Agent
-from .launch_options import LaunchOptions, agent_options, check_own, facts_of
+from .launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of
 from .rendezvous import NodeRendezvous, join_rendezvous
 from .stop_signals import CTRL_C, stop_signals
 
@@ -99,7 +99,8 @@ async def _take_part(
         with suppress(CallError, LaunchError):  # node 0 may have failed for the same reason
             await _answer(lambda: supervisor.join(unable), rendezvous, deadline)
         raise
-    agent = Agent(agent_options(options, place, rendezvous, runtime, config, told.actors), rendezvous.exit_seen)
+    server = fork_server_of(config, told.actors, told.program, place.rank, runtime)
+    agent = Agent(agent_options(options, place, rendezvous, runtime, config, server), rendezvous.exit_seen)
     await rendezvous.node.start(agent, name=agent_name(place.rank))
     if reason := await _answer(lambda: supervisor.join(facts), rendezvous, deadline):
         raise LaunchError(f"node 0 refused this node: {reason}")

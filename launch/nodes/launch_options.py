@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 from ... import __version__
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, TrainError
-from ...core.process import boot_id
+from ...core.process import adopts_orphans, boot_id
 from ..actor_spec import ActorSpec
 from ..checks.all_checks import check_node
 from ..composition.weight_channels import choose_channel
@@ -24,7 +25,7 @@ from ..run_lineage.resume_point import named_checkpoint
 from ..supervisor.timeouts import RunTimeouts
 from ..worker_spec import DEFAULT_PROGRAM
 from .agent import AgentOptions
-from .fork_server import preloaded
+from .fork_server import ForkServer, preloaded
 from .rendezvous import NodeRendezvous
 
 NCCL_WITHIN_HOST = {"NCCL_SOCKET_IFNAME": "lo"}
@@ -57,6 +58,16 @@ def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node
         check_node(config, [actor for actor in actors if actor.node == node])
     else:
         _check_program(program)
+
+
+def fork_server_of(
+    config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int, folder: Path
+) -> ForkServer | None:
+    """Of a node, which begins with its imports when it is told; None: no actor is forked. `folder`: for its log."""
+    modules = preloaded(config, program, [actor for actor in actors if actor.node == node], os.environ)
+    if not modules or not adopts_orphans():  # in a program that hosts us a forked process would not become our child
+        return None
+    return ForkServer(modules, folder, logging.getLogger("myxa.launcher"))
 
 
 def _check_program(program: str) -> None:
@@ -103,10 +114,8 @@ def agent_options(
     rendezvous: NodeRendezvous,
     runtime_dir: Path,
     config: RunConfig,
-    actors: Sequence[ActorSpec],
+    fork_server: ForkServer | None,
 ) -> AgentOptions:
-    """`actors`: of the whole run, as far as they are known."""
-    own = [actor for actor in actors if actor.node == place.rank]
     return AgentOptions(
         node=place.rank,
         runtime_dir=runtime_dir,
@@ -115,6 +124,6 @@ def agent_options(
         program=options.program,
         key_for=None if place.is_alone else rendezvous.key_for,
         must_share=options.is_late and choose_channel(config) == "disk",
-        preloaded=preloaded(config, options.program, own, os.environ),
+        fork_server=fork_server,
         base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},
     )
