@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Generator, Iterator
 from datetime import datetime, timedelta
 from functools import partial
@@ -17,6 +18,8 @@ from .row_file import Columns, Row, RowError, pyarrow
 
 BATCH_ROWS = 128
 PAGE_BYTES = 1 << 20
+ODD = re.compile("float|double|decimal|date|time|duration|interval|binary|dictionary|map|union|extension")
+"""In a type: its values may have no form in JSON. Text, whole numbers, booleans and what is made of them have one."""
 Kind = Literal["parquet", "arrow", "arrow stream"]
 
 
@@ -48,6 +51,7 @@ class ColumnarFile:
         self._wanted = [name for name in dict.fromkeys(layout.columns) if name in self._names]
         self._others = {name: None for name in self._names if name not in self._wanted}
         kinds = {name: str(schema.field(name).type) for name in self._wanted}
+        self._to_look_at = [name for name, of in kinds.items() if ODD.search(of) and name not in MEDIA_COLUMNS]
         self._has_maps = any("map<" in of for of in kinds.values())
         # The one schema of all rows adds nulls to tools and tool calls.
         self._is_unified = any(
@@ -137,7 +141,8 @@ class ColumnarFile:
         found = self._alone(part.slice(at, 1)) if rows is None else rows[at]
         if self._is_unified:
             self._layout.check_unified(found)
-        found = {name: value if name in MEDIA_COLUMNS else _plain(name, value) for name, value in found.items()}
+        for name in self._to_look_at:
+            found[name] = _plain(name, found[name])
         # Columns that were not read are shown by name only, for the message about a missing one.
         return {**self._others, **found}
 
