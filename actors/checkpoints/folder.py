@@ -272,6 +272,8 @@ def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNo
         return root
     if not root.exists() and old_of(root).exists():
         return old_of(root)
+    if version_in(root) >= 0 and not root.exists():
+        raise TrainError(f"there is no checkpoint {root}", remedy=OTHERS_ONE)
     holder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     newest, passed = newest_whole(holder, why_not, reads_all=reads_all)
     if newest is None:
@@ -290,6 +292,9 @@ def look_at(path: Path) -> CheckpointInfo:
     except TrainError as error:
         return CheckpointInfo(path=path, num_updates=-1, extra={}, problem=error.message)
     return CheckpointInfo(path=path, num_updates=manifest.num_updates, extra=manifest.extra, problem="")
+
+
+OTHERS_ONE = "its run deletes old ones (trainer.keep_last): name the run, or a newer one"
 
 
 def _torn(folder: Path, why: str) -> TornCheckpoint:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...actors.backends.torch_backend.world import Gang
-from ...actors.checkpoints.folder import list_checkpoints
+from ...actors.checkpoints.folder import OTHERS_ONE, list_checkpoints
 from ...actors.trainer.checkpoints import CheckpointOptions
 from ...actors.trainer.start_point import StartPoint
 from ...actors.weights.publish import ChannelEnd
@@ -233,7 +233,7 @@ class GangStart:
             return ""
         place = str(named_checkpoint(self._named))
         if place in torn:
-            raise TrainError(torn[place], remedy="name an older one, as trainer.resume or with --from")
+            raise TrainError(torn[place], remedy=f"name an older one; if a file is missing: {OTHERS_ONE}")
         return place
 
 

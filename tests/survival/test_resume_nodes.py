@@ -107,6 +107,9 @@ def test_a_name_that_means_nothing_is_told_before_anything_starts(run: RunOnDisk
     told = load_config(run.path / "config.toml", [f'trainer.resume="{tmp_path}/nowhere"'])
     with pytest.raises(ConfigError, match=r"trainer.resume: no complete checkpoint in"):
         with_start(told, LaunchOptions(place=ALONE))
+    gone = load_config(run.path / "config.toml", [f'trainer.resume="{run.place(4).with_name("version_00000099")}"'])
+    with pytest.raises(ConfigError, match="there is no checkpoint .*its run deletes old ones .trainer.keep_last"):
+        with_start(gone, LaunchOptions(place=ALONE))
     mine = LaunchOptions(place=ALONE, program="mine:build")
     assert with_start(told, mine) == told, "another composition root may mean something else by it"
 
