@@ -442,11 +442,18 @@ def _check_signature(name: str, node: ast.stmt, expected: Expected, args: Iterab
 
 def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
     """Without annotations, and with None for each default. `num_own`: parameters that Python fills itself."""
-    for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
-        if arg is not None:
-            arg.annotation = None
-    args.defaults = [ast.Constant(None) for _ in args.defaults]
-    args.kw_defaults = [None if one is None else ast.Constant(None) for one in args.kw_defaults]
-    code = ast.fix_missing_locations(ast.Expression(ast.Lambda(args, ast.Constant(None))))
-    whole = inspect.signature(eval(compile(code, "signature", "eval")))  # noqa: S307 -- nothing of the user's is in it
-    return whole.replace(parameters=list(whole.parameters.values())[num_own:])
+    kinds = inspect.Parameter
+    plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    num_needed = len(plain) - len(args.defaults)
+    found = [
+        kinds(arg.arg, kind, default=kinds.empty if place < num_needed else None)
+        for place, (arg, kind) in enumerate(plain)
+    ]
+    found += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
+    found += [
+        kinds(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    found += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(found[num_own:])
