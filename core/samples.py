@@ -272,8 +272,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def oldest_version(self) -> int:
         """Oldest engine stamp of any token of any member, or `NO_VERSION`."""
-        versions = [v for v in (s.oldest_version() for s in self.samples) if v >= 0]
-        return min(versions) if versions else NO_VERSION
+        versions = np.concatenate([np.empty(0, np.int32), *(sample.versions for sample in self.samples)])
+        stamped = versions[versions >= 0]
+        return int(stamped.min()) if stamped.size else NO_VERSION
 
 
 _TEXTS = ("text", "turns", "replies", "metadata")

@@ -148,6 +148,7 @@ def _marks(values: Iterable[object]) -> str:
     return ", ".join("?" for _ in values)
 
 
+_PUT_ROWS = f"INSERT OR REPLACE INTO groups({', '.join(COLUMNS)}) VALUES ({_marks(COLUMNS)})"
 _FINISH = (State.FINISHED, State.REWARDED, State.READY)
 _REFUSE = (State.FINISHED, State.REWARDED, State.DROPPED)
 _IN_FILE = (State.TRAINED, State.DURABLE, State.DROPPED)
@@ -532,10 +533,7 @@ class Ledger(LedgerReader):
         before = {row.group_id: row for row in known}
         before = {group_id: before.get(group_id) or self.find(group_id) for group_id in change.rows}
         batches: tuple[tuple[str, Sequence[Any]], ...] = (
-            (
-                f"INSERT OR REPLACE INTO groups({', '.join(COLUMNS)}) VALUES ({_marks(COLUMNS)})",
-                list(map(_VALUES, change.rows.values())),
-            ),
+            (_PUT_ROWS, list(map(_VALUES, change.rows.values()))),
             ("INSERT INTO transitions VALUES (NULL, ?, ?, ?, ?, ?, ?)", change.transitions),
             ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", change.payloads),
             ("DELETE FROM payloads WHERE group_id = ?", change.freed),
