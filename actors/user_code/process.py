@@ -643,9 +643,11 @@ class SharedLoop(ABC, Generic[C]):
         self.loop.call_later(self._max_block_s / 4, self._beat)
 
     def _watch(self) -> None:
+        was_late = False
         while True:
             self._never.wait(self._max_block_s / 4)
-            if self._num_interrupts >= MAX_INTERRUPTS or self._is_late(3):
+            was_late, is_late = self._is_late(3), was_late  # twice: the loop turns first where all stood still
+            if self._num_interrupts >= MAX_INTERRUPTS or (is_late and was_late):
                 place = user_place(_above(sys._current_frames().get(self._main)))  # pyright: ignore[reportPrivateUsage]
                 task = asyncio.current_task(self.loop)
                 self.put(
