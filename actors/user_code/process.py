@@ -639,8 +639,8 @@ class SharedLoop(ABC, Generic[C]):
 
     def _beat(self) -> None:
         self._beat_s, self._num_interrupts = time.monotonic(), 0
-        self.put(Waits(self.place()))
         self.loop.call_later(self._max_block_s / 4, self._beat)
+        self.put(Waits(self.place()))
 
     def _watch(self) -> None:
         was_late = False

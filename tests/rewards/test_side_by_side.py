@@ -102,6 +102,9 @@ async def test_d01_calls_that_hang_in_threads_or_for_ever_starve_nobody(tmp_path
         told = await with_others(made, *["waits in a thread"] * 40, "will not be cancelled")
         assert all(isinstance(one, UserCodeError) and "took longer than 1.5 s" in one.message for one in told)
         assert isinstance(await made.score(answer("good")), RewardOutcome)
+        async with asyncio.timeout(10):  # the process that has them is given up
+            while len(made.worker_pids) > 1:
+                await asyncio.sleep(0.05)
 
 
 async def test_as_many_calls_as_there_are_run_side_by_side_in_one_process(tmp_path: Path) -> None:
