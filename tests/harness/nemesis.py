@@ -33,7 +33,7 @@ SPEC = "MYXA_WORKER_SPEC"
 
 _BUFFER = "actors.buffer.buffer:Buffer"
 _COORDINATOR = "actors.coordinator.coordinator:Coordinator"
-_STEP = "actors.backends.trained_model:Learner"
+_STEP = "actors.backends.torch_backend.accounting:Learner"
 _CHECKPOINT = "actors.backends.checkpoint"
 POINTS: dict[str, tuple[str, ...]] = {
     "buffer.dispatch": ("after actors.buffer.groups:Groups._dispatch",),  # written down as given, not answered
