@@ -158,10 +158,15 @@ def stops_of(texts: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
 
 
 async def drawn(
-    generate: Generate, request: GenerateRequest, stops: StopStrings, under_way: list[TokenSegment]
+    generate: Generate,
+    request: GenerateRequest,
+    stops: StopStrings,
+    under_way: list[TokenSegment],
+    on_tokens: Callable[[], None] | None = None,
 ) -> tuple[TokenSegment, FinishReason]:
     """Stream one turn from the engine: its tokens, up to the end of a stop string, and why they end. `under_way`: what
-    the turn has already; grows while it comes. Raises EngineError for a stream that breaks off."""
+    the turn has already; grows while it comes. `on_tokens`: called each time that it has grown. Raises EngineError for
+    a stream that breaks off."""
     finish: FinishReason | None = None
     ids: list[int] = joined(under_way).ids.tolist() if stops else []
     stream = generate(request)
@@ -169,6 +174,8 @@ async def drawn(
         async for delta in stream:
             under_way.append(_of(delta))
             finish = delta.finish
+            if on_tokens is not None:
+                on_tokens()
             if stops:
                 num_seen = len(ids)
                 ids += delta.output_ids.tolist()
@@ -233,6 +240,8 @@ class Episode:
         self._replay: list[TokenSegment] = []
         if mine is not None and np.array_equal(mine.prompt_ids, self._prompt_ids):
             self._replay = split(mine)
+        self.on_tokens: Callable[[], None] | None = None
+        """Called each time that the turn under way has grown, if it comes from the engine."""
         self._rollout.append(self)
 
     def __copy__(self) -> Episode:
@@ -244,13 +253,17 @@ class Episode:
     def __deepcopy__(self, memo: object) -> Episode:
         return self.__copy__()
 
-    def branch(self) -> Episode:
-        """A further sample of this rollout, which continues from here. The tokens so far are its prompt: they are
-        learnt once, in this episode."""
-        whole = _whole([self._prompt_ids, *(one.ids for one in self._segments)])
-        other = self._another(self._prompt, whole)
-        other._before, other._finish = (self._segments or [self._before])[-1], self._finish
-        other._turns, other._replies = list(self._turns), list(self._replies)
+    def branch(self, num_turns: int | None = None) -> Episode:
+        """A further sample of this rollout, which continues from here, or from the end of this episode's turn number
+        `num_turns` (1: its first). The tokens up to there are its prompt: they are learnt once, in this episode."""
+        ends = [at for at, one in enumerate(self._segments, 1) if one.is_model]
+        kept = self._segments if num_turns is None else self._segments[: ends[num_turns - 1]]
+        other = self._another(self._prompt, _whole([self._prompt_ids, *(one.ids for one in kept)]))
+        other._before = (kept or [self._before])[-1]
+        other._finish = self._finish if len(kept) == len(self._segments) else "stop"
+        left_out = [one.is_model for one in self._segments[len(kept) :]]
+        other._turns = self._turns[: len(self._turns) - left_out.count(True)]
+        other._replies = self._replies[: len(self._replies) - left_out.count(False)]
         return other
 
     def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Episode:
@@ -258,6 +271,12 @@ class Episode:
         Raises PromptTooLong, DataError as rows of the data do."""
         prompt = replace(self._prompt, messages=tuple(messages), tools=tuple(dict(tool) for tool in tools))
         return self._another(prompt, self._renderer.prompt(prompt))
+
+    def text(self, text: str) -> Episode:
+        """A further sample of this rollout whose prompt is this text, without a chat template. Raises as `session`."""
+        return self._another(
+            replace(self._prompt, messages=(), tools=()), np.asarray(self._tokenizer.encode(text), np.int32)
+        )
 
     def _another(self, prompt: Prompt, prompt_ids: I32) -> Episode:
         return Episode(
@@ -278,6 +297,31 @@ class Episode:
     @property
     def num_turns(self) -> int:
         return len(self._turns)
+
+    @property
+    def under_way(self) -> list[int]:
+        """Token ids of the turn that comes, so far."""
+        return joined(self._under_way).ids.tolist()
+
+    @property
+    def last_turn(self) -> TokenSegment:
+        """The tokens of the last turn of the model, with log-probs and versions."""
+        return next((one for one in reversed(self._segments) if one.is_model), NOTHING)
+
+    @property
+    def temperature(self) -> float | None:
+        """That its turns are drawn at; None: it has none yet."""
+        return self._temperature
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the prompt and all that follows."""
+        return _whole([self._prompt_ids, *(one.ids for one in self._segments)]).tolist()
+
+    @property
+    def num_tokens(self) -> int:
+        """As many."""
+        return self._model.context_length - self.room
 
     @property
     def temperatures(self) -> dict[int, float]:
@@ -355,7 +399,7 @@ class Episode:
         if self._draws is not None:
             return await self._draws(self.sample(), request, start, params)
         self._under_way = [start]
-        whole, finish = await drawn(self._model.generate, request, self._stops(params), self._under_way)
+        whole, finish = await drawn(self._model.generate, request, self._stops(params), self._under_way, self.on_tokens)
         self._under_way = []
         return whole, finish
 

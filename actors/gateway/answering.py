@@ -1,0 +1,121 @@
+"""From a path and a body to an answer, in whatever dialect; over HTTP, or by a call in a process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from .anthropic_messages import AnthropicMessage, anthropic_fault
+from .exchange import MODEL, Exchange, event, fingerprint
+from .openai_chat import ChatCompletion, TextCompletion, openai_fault
+from .openai_responses import Response
+from .session import Answer, ComingTurn, RequestFault, Session
+from .turn_text import TurnText
+
+PATHS = (ChatCompletion.path, TextCompletion.path, Response.path, AnthropicMessage.path)
+COUNT_PATH = "/v1/messages/count_tokens"
+MODELS_PATH = "/v1/models"
+
+
+def fault_body(path: str, fault: RequestFault) -> dict[str, Any]:
+    """In the form of the dialect that the path belongs to."""
+    return (anthropic_fault if path.startswith(AnthropicMessage.path) else openai_fault)(fault)
+
+
+def models(is_anthropic: bool) -> dict[str, Any]:
+    """What `/v1/models` lists: the policy."""
+    if is_anthropic:
+        one = {"type": "model", "id": MODEL, "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+        return {"data": [one], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "myxa"}]}
+
+
+def read_exchange(path: str, body: bytes, session: Session, retry_key: str = "") -> Exchange:
+    """Raises RequestFault."""
+    key = fingerprint(path, body, retry_key)
+    if path == Response.path:
+        exchange: Exchange = Response(body, key, session.conversations)
+    else:
+        kinds: Mapping[str, Callable[[bytes, bytes], Exchange]] = {
+            one.path: one for one in (ChatCompletion, TextCompletion, AnthropicMessage)
+        }
+        if path not in kinds:
+            raise RequestFault("not-found", f"there is no {path}: there are {', '.join((*PATHS, MODELS_PATH))}")
+        exchange = kinds[path](body, key)
+    exchange.decode = session.decode
+    return exchange
+
+
+def num_tokens(body: bytes, session: Session) -> dict[str, int]:
+    """What Anthropic's `count_tokens` answers. Raises RequestFault."""
+    table = read_table(body)
+    asked = AnthropicMessage(msgspec.json.encode({"max_tokens": 1, **table}), b"").asked
+    return {"input_tokens": session.num_tokens(asked)}
+
+
+def read_table(body: bytes) -> dict[str, Any]:
+    """Raises RequestFault."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise RequestFault("invalid", f"the body cannot be read: {error}") from None
+
+
+class Answering:
+    """The turns that answer one request."""
+
+    def __init__(self, exchange: Exchange, session: Session) -> None:
+        """Begins them. Raises RequestFault."""
+        self._exchange = exchange
+        self._turns: list[ComingTurn] = []
+        for number in range(exchange.num):
+            asked = replace(exchange.asked, fingerprint=exchange.asked.fingerprint + bytes([number]))
+            self._turns.append(session.ask(asked))
+
+    async def whole(self) -> dict[str, Any]:
+        """The body. Raises RequestFault."""
+        return self._exchange.whole([await turn.answer() for turn in self._turns])
+
+    async def events(self) -> AsyncGenerator[str]:
+        """Server-sent events. A fault on the way is the last of them."""
+        exchange = self._exchange
+        told: asyncio.Queue[tuple[int, TurnText | Answer | RequestFault]] = asyncio.Queue(maxsize=len(self._turns))
+        answers: dict[int, Answer] = {}
+        seen = dict.fromkeys(range(len(self._turns)), TurnText())
+
+        async def follow(index: int, turn: ComingTurn) -> None:
+            try:
+                async for part in turn.parts():
+                    await told.put((index, part))
+            except RequestFault as fault:
+                await told.put((index, fault))
+
+        yield exchange.begin()
+        async with asyncio.TaskGroup() as group:
+            followers = [group.create_task(follow(index, turn)) for index, turn in enumerate(self._turns)]
+            while len(answers) < len(self._turns):
+                index, part = await told.get()
+                if isinstance(part, RequestFault):
+                    yield event(exchange.fault(part), "error")
+                    for one in followers:
+                        one.cancel()
+                    return
+                text = part.text if isinstance(part, Answer) else part
+                before, seen[index] = seen[index], text
+                reasoning = text.reasoning[len(before.reasoning) :]
+                content = text.content[len(before.content) :]
+                if reasoning or content:
+                    yield exchange.grown(index, reasoning, content)
+                if isinstance(part, Answer):
+                    answers[index] = part
+                    yield exchange.ended(index, part)
+        yield exchange.close([answers[index] for index in range(len(self._turns))])
+
+    def delivered(self) -> None:
+        """The client has all of it: who asks the same again gets another turn."""
+        for turn in self._turns:
+            turn.is_delivered = True

@@ -1,0 +1,223 @@
+"""Anthropic's `/v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from ...core.samples import Message
+from .exchange import (
+    MODEL,
+    Exchange,
+    call_table,
+    checked_messages,
+    event,
+    facts_of,
+    function_tool,
+    read_body,
+    sampling_of,
+)
+from .openai_chat import written
+from .session import Answer, Asked, RequestFault
+
+_TYPES = {
+    "auth": "authentication_error",
+    "not-found": "not_found_error",
+    "too-large": "request_too_large",
+    "busy": "overloaded_error",
+    "engine": "api_error",
+}
+
+
+def anthropic_fault(fault: RequestFault) -> dict[str, Any]:
+    """An error as Anthropic's clients read it."""
+    text = f"{fault.param}: {fault.text}" if fault.param else fault.text
+    return {"type": "error", "error": {"type": _TYPES.get(fault.kind, "invalid_request_error"), "message": text}}
+
+
+class Block(msgspec.Struct):
+    """A part of a message; fields that are not read are its client's."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}
+    tool_use_id: str = ""
+    content: str | list[Block] | None = None
+    is_error: bool = False
+
+
+class ClientMessage(msgspec.Struct):
+    """A message as clients send it."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ClientTool(msgspec.Struct):
+    """A tool that the model may call."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class MessagesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a client sends."""
+
+    model: str = MODEL
+    messages: list[ClientMessage]
+    max_tokens: int
+    system: str | list[Block] | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    # without effect on what is drawn
+    metadata: Any = None
+    thinking: Any = None
+    service_tier: Any = None
+    context_management: Any = None
+    output_config: Any = None
+
+
+def _text(content: str | Sequence[Block] | None, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for block in content:
+        if block.type != "text":
+            words = f"a block of type {block.type!r} is not read here: this model reads text"
+            raise RequestFault("invalid", words, param=place)
+    return "".join(block.text for block in content)
+
+
+def read_client_message(said: ClientMessage, place: str) -> Iterator[Message]:
+    """As chat templates know it: answers of tools are messages of their own. Raises RequestFault."""
+    blocks = [Block("text", text=said.content)] if isinstance(said.content, str) else said.content
+    if said.role == "assistant":
+        calls = tuple(call_table(one.id, one.name, one.input) for one in blocks if one.type == "tool_use")
+        thought = "".join(one.thinking for one in blocks if one.type == "thinking")
+        kept = [one for one in blocks if one.type not in ("tool_use", "thinking", "redacted_thinking")]
+        extra = {"reasoning_content": thought} if thought else {}
+        yield Message(role="assistant", content=_text(kept, place), tool_calls=calls, extra=extra)
+        return
+    for block in blocks:
+        if block.type == "tool_result":
+            yield Message(role="tool", content=_text(block.content, place), tool_call_id=block.tool_use_id)
+    rest = [one for one in blocks if one.type != "tool_result"]
+    if rest:
+        yield Message(role=said.role, content=_text(rest, place))
+
+
+class AnthropicMessage(Exchange):
+    """A conversation and its next turn."""
+
+    path: ClassVar[str] = "/v1/messages"
+    fault = staticmethod(anthropic_fault)
+
+    def __init__(self, raw: bytes, key: bytes) -> None:
+        super().__init__()
+        body = read_body(raw, MessagesBody)
+        choice = (body.tool_choice or {}).get("type", "auto")
+        if choice not in ("auto", "none"):
+            words = "must be auto or none: a call that is forced is none of the model's own"
+            raise RequestFault("invalid", words, param="tool_choice")
+        for number, tool in enumerate(body.tools or ()):
+            if tool.type not in (None, "custom"):
+                words = f"a tool of type {tool.type!r} is run by its maker's servers: give one with an input_schema"
+                raise RequestFault("invalid", words, param=f"tools.{number}")
+        system = _text(body.system, "system")
+        messages = [Message(role="system", content=system)] if system else []
+        for number, said in enumerate(body.messages):
+            messages += read_client_message(said, f"messages.{number}")
+        self.asked = Asked(
+            messages=checked_messages(messages),
+            tools=tuple(function_tool(one.name, one.description, one.input_schema) for one in body.tools or ()),
+            may_call=choice != "none",
+            sampling=sampling_of(
+                temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, max_new_tokens=body.max_tokens,
+                stop=None if body.stop_sequences is None else tuple(body.stop_sequences),
+            ),
+            fingerprint=key,
+        )  # fmt: skip
+        self.model, self.is_stream = body.model, bool(body.stream)
+        self._open = ""
+        self._at = -1
+
+    def _head(self, answer: Answer | None) -> dict[str, Any]:
+        usage = {"input_tokens": 0 if answer is None else answer.num_prompt,
+                 "output_tokens": 0 if answer is None else len(answer.token_ids)}  # fmt: skip
+        return {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "model": self.model, "usage": usage}
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        answer = answers[0]
+        text = answer.text
+        blocks: list[dict[str, Any]] = []
+        if text.reasoning:
+            blocks.append({"type": "thinking", "thinking": text.reasoning, "signature": ""})
+        if text.content or not text.calls:
+            blocks.append({"type": "text", "text": text.content, "citations": None})
+        blocks += [
+            {"type": "tool_use", "id": number, "name": call.name, "input": call.arguments}
+            for number, call in zip(answer.call_ids, text.calls, strict=True)
+        ]
+        reasons = {"stop_reason": stop_reason(answer), "stop_sequence": None}
+        more = {"token_ids": list(answer.token_ids), "myxa": facts_of(answers)}
+        return {**self._head(answer), "content": blocks, **reasons, **more}
+
+    def begin(self) -> str:
+        message = {**self._head(None), "content": list[Any](), "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message=message)
+
+    def grown(self, index: int, reasoning: str, content: str) -> str:
+        return self._more("thinking", reasoning) + self._more("text", content)
+
+    def _more(self, kind: str, text: str) -> str:
+        if not text:
+            return ""
+        begun = ""
+        if self._open != kind:
+            empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+            begun = self._closed() + self._begun(kind, empty)
+        return begun + _event("content_block_delta", index=self._at, delta={"type": f"{kind}_delta", kind: text})
+
+    def _begun(self, kind: str, block: dict[str, Any]) -> str:
+        self._open, self._at = kind, self._at + 1
+        return _event("content_block_start", index=self._at, content_block=block)
+
+    def _closed(self) -> str:
+        kind, self._open = self._open, ""
+        return _event("content_block_stop", index=self._at) if kind else ""
+
+    def ended(self, index: int, answer: Answer) -> str:
+        out = self._closed()
+        if self._at < 0 and not answer.text.calls:
+            out += self._begun("text", {"type": "text", "text": ""}) + self._closed()
+        for number, call in zip(answer.call_ids, answer.text.calls, strict=True):
+            out += self._begun("tool_use", {"type": "tool_use", "id": number, "name": call.name, "input": {}})
+            delta = {"type": "input_json_delta", "partial_json": written(call.arguments)}
+            out += _event("content_block_delta", index=self._at, delta=delta) + self._closed()
+        return out
+
+    def close(self, answers: Sequence[Answer]) -> str:
+        answer = answers[0]
+        delta = {"stop_reason": stop_reason(answer), "stop_sequence": None}
+        usage = {"input_tokens": answer.num_prompt, "output_tokens": len(answer.token_ids)}
+        return _event("message_delta", delta=delta, usage=usage, myxa=facts_of(answers)) + _event("message_stop")
+
+
+def stop_reason(answer: Answer) -> str:
+    """Why the turn ended, in Anthropic's words."""
+    return "tool_use" if answer.text.calls else "max_tokens" if answer.finish == "length" else "end_turn"
+
+
+def _event(kind: str, **data: Any) -> str:
+    return event({"type": kind, **data}, kind)

@@ -1,0 +1,160 @@
+"""One request and its answer, whatever the dialect: the seam that dialects stand behind, and what they share."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, ClassVar, TypeVar, cast
+
+import msgspec
+
+from ...core.samples import Message
+from .session import Answer, Asked, RequestFault
+
+T = TypeVar("T")
+MODEL = "policy"
+"""The name of what is trained. Any name that a client says is taken."""
+MAX_CHOICES = 128
+Decode = Callable[[Sequence[int]], str]
+_PLACE = re.compile(r"at `\$\.?([^`]*)`|field `([^`]*)`")
+
+
+class Exchange(ABC):
+    """A request that was read, and how its answer is written. Streams are server-sent events."""
+
+    path: ClassVar[str]
+    asked: Asked
+    num: int = 1
+    """How many answers are wanted."""
+    is_stream: bool = False
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self.decode: Decode = lambda ids: ""
+        """Special tokens kept; set by the server."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    def begin(self) -> str:
+        """Events before the first text."""
+        return ""
+
+    @abstractmethod
+    def grown(self, index: int, reasoning: str, content: str) -> str:
+        """Events for more text of answer number `index`; either may be empty."""
+
+    @abstractmethod
+    def ended(self, index: int, answer: Answer) -> str:
+        """Events for the end of an answer whose text was sent: its calls, why it ended."""
+
+    @abstractmethod
+    def close(self, answers: Sequence[Answer]) -> str:
+        """Events after the last answer."""
+
+    @staticmethod
+    @abstractmethod
+    def fault(fault: RequestFault) -> dict[str, Any]:
+        """The body of a refusal; as an event, if the stream has begun."""
+
+
+STATUS: Mapping[str, int] = {
+    "invalid": 400,
+    "auth": 401,
+    "not-found": 404,
+    "too-large": 413,
+    "too-long": 400,
+    "busy": 503,
+    "engine": 503,
+}
+"""By the kind of a fault."""
+
+
+def read_body(body: bytes, kind: type[T]) -> T:
+    """A JSON body as a struct. Raises RequestFault, which names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        found = _PLACE.search(str(error))
+        param = (found[1] or found[2]) if found else None
+        raise RequestFault("invalid", f"the body cannot be read: {error}", param=param) from None
+
+
+def fingerprint(path: str, body: bytes, retry_key: str) -> bytes:
+    """Of a request; `retry_key`: what its client says to mark repetitions."""
+    return blake2b(b"\0".join((path.encode(), retry_key.encode(), body)), digest_size=16).digest()
+
+
+def event(data: Mapping[str, Any], name: str = "") -> str:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {msgspec.json.encode(data).decode()}\n\n"
+
+
+def text_of(content: object, param: str, kinds: tuple[str, ...] = ("text",)) -> str:
+    """Content that is a text, a list of texts or nothing. Raises RequestFault for images and other kinds."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestFault("invalid", f"{param} is neither a text nor a list of parts", param=param)
+    texts: list[str] = []
+    for part in cast("list[object]", content):
+        table = cast("dict[str, Any]", part) if isinstance(part, dict) else dict[str, Any]()
+        if table.get("type") not in kinds or not isinstance(table.get("text"), str):
+            kind = table.get("type", "none")
+            raise RequestFault("invalid", f"{param} has a part of type {kind!r}: this model reads text", param=param)
+        texts.append(table["text"])
+    return "".join(texts)
+
+
+def arguments_of(text: object) -> Any:
+    """Of a tool call in a history: as templates expect them, a table, where the text is one."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return text
+
+
+def call_table(number: str, name: str, arguments: object) -> dict[str, Any]:
+    """A tool call as chat templates know it."""
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool as chat templates know it."""
+    about = {"description": description} if description else {}
+    return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {"type": "object"}}}
+
+
+def sampling_of(**said: object) -> dict[str, Any]:
+    """What a client says, without what it leaves out."""
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Texts that end an answer."""
+    return (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop)
+
+
+def checked_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Raises RequestFault for none."""
+    if not messages:
+        raise RequestFault("invalid", "messages is empty: send at least one", param="messages")
+    return tuple(messages)
+
+
+def facts_of(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What no dialect has a field for."""
+    return {
+        "versions": [min(one.versions[0] for one in answers), max(one.versions[1] for one in answers)],
+        "answers": [one.id for one in answers],
+        "is_malformed": any(one.text.is_malformed for one in answers),
+    }

@@ -1,0 +1,337 @@
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from ...core.samples import Message
+from .exchange import (
+    MAX_CHOICES,
+    MODEL,
+    Exchange,
+    call_table,
+    checked_messages,
+    event,
+    facts_of,
+    function_tool,
+    read_body,
+    sampling_of,
+    stops_of,
+    text_of,
+)
+from .session import Answer, Asked, RequestFault
+
+_TYPES = {"auth": "authentication_error", "busy": "server_error", "engine": "server_error"}
+_CODES = {"auth": "invalid_api_key", "too-long": "context_length_exceeded", "too-large": "request_too_large"}
+DONE = "data: [DONE]\n\n"
+
+
+def openai_fault(fault: RequestFault) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = _TYPES.get(fault.kind, "invalid_request_error")
+    return {"error": {"message": fault.text, "type": kind, "param": fault.param, "code": _CODES.get(fault.kind)}}
+
+
+class _Shared(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str = MODEL
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    n: int | None = None
+    logit_bias: dict[str, float] | None = None
+    # without effect on what is drawn
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    def sampling(self, max_tokens: int | None) -> dict[str, Any]:
+        """Raises RequestFault."""
+        if self.logit_bias:
+            raise RequestFault("invalid", "logit_bias would change what is learnt: leave it out", param="logit_bias")
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise RequestFault("invalid", f"n is {self.n}: use 1 to {MAX_CHOICES}", param="n")
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        )
+        said = {name: getattr(self, name) for name in (*names, "seed")}
+        return sampling_of(**said, stop=stops_of(self.stop), max_new_tokens=max_tokens)
+
+
+class CalledFunction(msgspec.Struct):
+    """Of a tool call in a history."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class CalledTool(msgspec.Struct):
+    """A tool call in a history."""
+
+    function: CalledFunction
+    id: str = ""
+
+
+class ChatMessage(msgspec.Struct):
+    """A message as clients send it; fields that are not read are theirs."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class ToolFunction(msgspec.Struct):
+    """What a tool does."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(msgspec.Struct):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatBody(_Shared, forbid_unknown_fields=True, kw_only=True):
+    """What a client sends to `/v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    tools: list[ChatTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+
+
+class CompletionBody(_Shared, forbid_unknown_fields=True, kw_only=True):
+    """What a client sends to `/v1/completions`."""
+
+    prompt: str | list[str]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+def read_message(said: ChatMessage, place: str) -> Message:
+    """Of a chat history. Raises RequestFault."""
+    if said.function_call is not None:
+        raise RequestFault("invalid", f"{place}.function_call is of an old form: use tool_calls", param=place)
+    thought = said.reasoning_content or said.reasoning
+    return Message(
+        role="system" if said.role == "developer" else said.role,
+        content=text_of(said.content, f"{place}.content", ("text", "refusal")),
+        name=said.name or "",
+        tool_calls=tuple(
+            call_table(one.id, one.function.name, one.function.arguments) for one in said.tool_calls or ()
+        ),
+        tool_call_id=said.tool_call_id or "",
+        extra={"reasoning_content": thought} if thought else {},
+    )
+
+
+def read_tools(tools: Sequence[ChatTool] | None, choice: str | dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
+    """As chat templates know them. Raises RequestFault for a call that is forced."""
+    if choice not in (None, "auto", "none"):
+        words = "tool_choice must be auto or none: a call that is forced is none of the model's own"
+        raise RequestFault("invalid", words, param="tool_choice")
+    return tuple(
+        function_tool(one.function.name, one.function.description, one.function.parameters) for one in tools or ()
+    )
+
+
+class ChatCompletion(Exchange):
+    """A chat and its next turn."""
+
+    path: ClassVar[str] = "/v1/chat/completions"
+    fault = staticmethod(openai_fault)
+
+    def __init__(self, raw: bytes, key: bytes) -> None:
+        super().__init__()
+        body = read_body(raw, ChatBody)
+        if body.response_format not in (None, {"type": "text"}):
+            raise RequestFault(
+                "invalid", "response_format must be text: no grammar is applied", param="response_format"
+            )
+        if body.modalities not in (None, ["text"]):
+            raise RequestFault("invalid", "modalities must be text", param="modalities")
+        if body.top_logprobs:
+            raise RequestFault(
+                "invalid", "top_logprobs must be 0: engines tell those of drawn tokens", param="top_logprobs"
+            )
+        tools = read_tools(body.tools, body.tool_choice)
+        messages = [read_message(one, f"messages[{at}]") for at, one in enumerate(body.messages)]
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        self.asked = Asked(
+            messages=checked_messages(messages),
+            tools=tools,
+            may_call=body.tool_choice != "none",
+            sampling=body.sampling(limit),
+            fingerprint=key,
+        )
+        self.model, self.num, self.is_stream = body.model, body.n or 1, bool(body.stream)
+        self._tells_usage = bool((body.stream_options or {}).get("include_usage"))
+        self._tells_logprobs = bool(body.logprobs)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {
+                    "role": "assistant",
+                    "content": one.text.content or None,
+                    "refusal": None,
+                    **self._more(one),
+                },
+                "logprobs": self._logprobs(one),
+                "finish_reason": finish_of(one),
+                "token_ids": list(one.token_ids),
+            }
+            for index, one in enumerate(answers)
+        ]
+        head = self._head("chat.completion")
+        return {**head, "choices": choices, "usage": usage_of(answers), "myxa": facts_of(answers)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _more(self, answer: Answer) -> dict[str, Any]:
+        calls = [
+            {"id": number, "type": "function", "function": {"name": call.name, "arguments": written(call.arguments)}}
+            for number, call in zip(answer.call_ids, answer.text.calls, strict=True)
+        ]
+        thought = {"reasoning_content": answer.text.reasoning} if answer.text.reasoning else {}
+        return {**thought, **({"tool_calls": calls} if calls else {})}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        if not self._tells_logprobs:
+            return None
+        texts = [self.decode([one]) for one in answer.token_ids]
+        return {
+            "content": [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in zip(texts, answer.logprobs, strict=True)
+            ],
+            "refusal": None,
+        }
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
+        return event({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def begin(self) -> str:
+        return "".join(self._chunk(at, {"role": "assistant", "content": ""}) for at in range(self.num))
+
+    def grown(self, index: int, reasoning: str, content: str) -> str:
+        thought = self._chunk(index, {"reasoning_content": reasoning}) if reasoning else ""
+        return thought + (self._chunk(index, {"content": content}) if content else "")
+
+    def ended(self, index: int, answer: Answer) -> str:
+        calls = self._more(answer).get("tool_calls", [])
+        said = (
+            self._chunk(index, {"tool_calls": [{"index": at, **one} for at, one in enumerate(calls)]}) if calls else ""
+        )
+        more = {"logprobs": self._logprobs(answer), "token_ids": list(answer.token_ids)}
+        return said + self._chunk(index, {}, finish_of(answer), **more)
+
+    def close(self, answers: Sequence[Answer]) -> str:
+        head, none = self._head("chat.completion.chunk"), list[Any]()
+        usage = event({**head, "choices": none, "usage": usage_of(answers), "myxa": facts_of(answers)})
+        return (usage if self._tells_usage else "") + DONE
+
+
+class TextCompletion(Exchange):
+    """A text and how it continues. No chat template is applied; each is a sample of its own."""
+
+    path: ClassVar[str] = "/v1/completions"
+    fault = staticmethod(openai_fault)
+
+    def __init__(self, raw: bytes, key: bytes) -> None:
+        super().__init__()
+        body = read_body(raw, CompletionBody)
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        if len(prompts) != 1 or not prompts[0]:
+            raise RequestFault("invalid", "prompt must be one text", param="prompt")
+        if body.echo or body.suffix or body.best_of not in (None, 1):
+            raise RequestFault("invalid", "echo, suffix and best_of are not supported: leave them out", param="echo")
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        self.asked = Asked(text=prompts[0], sampling=body.sampling(limit), may_call=False, fingerprint=key)
+        self.model, self.num, self.is_stream = body.model, body.n or 1, bool(body.stream)
+        self._tells_usage = bool((body.stream_options or {}).get("include_usage"))
+        self._tells_logprobs = body.logprobs is not None
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [self._choice(at, one.text.content, one) for at, one in enumerate(answers)]
+        return {**self._head(), "choices": choices, "usage": usage_of(answers), "myxa": facts_of(answers)}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": f"cmpl-{self.id}", "object": "text_completion", "created": self.created, "model": self.model}
+
+    def _choice(self, index: int, text: str, answer: Answer | None) -> dict[str, Any]:
+        logprobs = None
+        if answer is not None and self._tells_logprobs:
+            texts = [self.decode([one]) for one in answer.token_ids]
+            logprobs = {"tokens": texts, "token_logprobs": list(answer.logprobs), "top_logprobs": None}
+        finish = None if answer is None else answer.finish
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def grown(self, index: int, reasoning: str, content: str) -> str:
+        return event({**self._head(), "choices": [self._choice(index, reasoning + content, None)]})
+
+    def ended(self, index: int, answer: Answer) -> str:
+        return event({**self._head(), "choices": [self._choice(index, "", answer)]})
+
+    def close(self, answers: Sequence[Answer]) -> str:
+        none = list[Any]()
+        usage = event({**self._head(), "choices": none, "usage": usage_of(answers), "myxa": facts_of(answers)})
+        return (usage if self._tells_usage else "") + DONE
+
+
+def written(arguments: dict[str, Any]) -> str:
+    """Of a tool call, as the dialect has them: JSON in a text."""
+    return msgspec.json.encode(arguments).decode()
+
+
+def finish_of(answer: Answer) -> str:
+    """Why a turn of a chat ended."""
+    return "tool_calls" if answer.text.calls else answer.finish
+
+
+def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens that were read and drawn."""
+    prompt, drawn = answers[0].num_prompt, sum(len(one.token_ids) for one in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}

@@ -1,0 +1,260 @@
+"""OpenAI's `/v1/responses`: a turn with its items, and conversations continued by the id of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from ...core.samples import Message
+from .exchange import (
+    MODEL,
+    Exchange,
+    call_table,
+    checked_messages,
+    event,
+    facts_of,
+    function_tool,
+    read_body,
+    sampling_of,
+    text_of,
+)
+from .openai_chat import openai_fault, written
+from .session import Answer, Asked, RequestFault
+
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+class InputItem(msgspec.Struct):
+    """An item of the input; fields that are not read are its client's."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[dict[str, Any]] = ""
+
+
+class FunctionTool(msgspec.Struct):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class TextFormat(msgspec.Struct):
+    """How the words are written."""
+
+    type: str = "text"
+
+
+class TextSettings(msgspec.Struct):
+    """Of the words."""
+
+    format: TextFormat = msgspec.field(default_factory=TextFormat)
+    verbosity: Any = None
+
+
+class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a client sends."""
+
+    model: str = MODEL
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: TextSettings | None = None
+    # without effect on what is drawn
+    stream_options: Any = None
+    metadata: Any = None
+    store: Any = None
+    user: Any = None
+    parallel_tool_calls: Any = None
+    truncation: Any = None
+    include: Any = None
+    reasoning: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+
+def read_items(items: str | Sequence[InputItem]) -> list[Message]:
+    """As messages: calls belong to the model's message before them. Raises RequestFault."""
+    if isinstance(items, str):
+        return [Message(role="user", content=items)]
+    found: list[Message] = []
+    for number, item in enumerate(items):
+        place = f"input[{number}]"
+        if item.type == "message":
+            if item.role is None:
+                raise RequestFault("invalid", f"{place} has no role", param=f"{place}.role")
+            role = "system" if item.role == "developer" else item.role
+            found.append(Message(role=role, content=text_of(item.content, f"{place}.content", TEXT_PARTS)))
+        elif item.type == "function_call":
+            if not found or found[-1].role != "assistant":
+                found.append(Message(role="assistant", content=""))
+            calls = (*found[-1].tool_calls, call_table(item.call_id, item.name, item.arguments))
+            found[-1] = msgspec.structs.replace(found[-1], tool_calls=calls)
+        elif item.type == "function_call_output":
+            output = text_of(item.output, f"{place}.output", TEXT_PARTS)
+            found.append(Message(role="tool", content=output, tool_call_id=item.call_id))
+    return found
+
+
+class Response(Exchange):
+    """A conversation, or what follows an earlier answer, and the next turn."""
+
+    path: ClassVar[str] = "/v1/responses"
+    fault = staticmethod(openai_fault)
+
+    def __init__(self, raw: bytes, key: bytes, earlier: dict[str, tuple[Message, ...]]) -> None:
+        """`earlier`: conversations up to each answer, by its id; this one's is added by `whole` and `close`."""
+        super().__init__()
+        self._body = body = read_body(raw, ResponseBody)
+        if body.tool_choice not in (None, "auto", "none"):
+            words = "tool_choice must be auto or none: a call that is forced is none of the model's own"
+            raise RequestFault("invalid", words, param="tool_choice")
+        if body.text is not None and body.text.format.type != "text":
+            raise RequestFault("invalid", "text.format must be text: no grammar is applied", param="text.format")
+        before: tuple[Message, ...] = ()
+        if body.previous_response_id is not None:
+            if body.previous_response_id not in earlier:
+                words = f"no response {body.previous_response_id} was given in this session"
+                raise RequestFault("not-found", words, param="previous_response_id")
+            before = earlier[body.previous_response_id]
+        told = (Message(role="system", content=body.instructions),) if body.instructions else ()
+        before = tuple(one for one in before if one.role != "system") if told else before
+        self._earlier, self._messages = earlier, checked_messages([*told, *before, *read_items(body.input)])
+        self.asked = Asked(
+            messages=self._messages,
+            tools=tuple(function_tool(one.name, one.description, one.parameters) for one in body.tools or ()),
+            may_call=body.tool_choice != "none",
+            sampling=sampling_of(temperature=body.temperature, top_p=body.top_p, max_new_tokens=body.max_output_tokens),
+            fingerprint=key,
+        )
+        self.is_stream = bool(body.stream)
+        self._sent = {"reasoning": "", "content": ""}
+        self._number = 0
+
+    @property
+    def _name(self) -> str:
+        return f"resp_{self.id}"
+
+    def _object(self, answer: Answer | None) -> dict[str, Any]:
+        body = self._body
+        is_cut = answer is not None and answer.finish == "length"
+        usage = None
+        if answer is not None:
+            drawn = len(answer.token_ids)
+            usage = {
+                "input_tokens": answer.num_prompt, "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": drawn, "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": answer.num_prompt + drawn,
+            }  # fmt: skip
+        return {
+            "id": self._name, "object": "response", "created_at": self.created, "model": body.model,
+            "status": "in_progress" if answer is None else "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "error": None,
+            "instructions": body.instructions, "previous_response_id": body.previous_response_id,
+            "output": [] if answer is None else list(self._items(answer)),
+            "tools": msgspec.to_builtins(body.tools or []), "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": True, "temperature": body.temperature, "top_p": body.top_p,
+            "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "usage": usage,
+            **({} if answer is None else {"myxa": facts_of([answer]), "token_ids": list(answer.token_ids)}),
+        }  # fmt: skip
+
+    def _items(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        text = answer.text
+        if text.reasoning:
+            yield self._item("reasoning", text.reasoning)
+        if text.content or not text.calls:
+            yield self._item("content", text.content)
+        for number, call in zip(answer.call_ids, text.calls, strict=True):
+            yield {
+                "type": "function_call", "id": f"fc_{number}", "call_id": number, "name": call.name,
+                "arguments": written(call.arguments), "status": "completed",
+            }  # fmt: skip
+
+    def _item(self, kind: str, text: str | None) -> dict[str, Any]:
+        """A thought or the words; without `text`, one that has just begun."""
+        status = "in_progress" if text is None else "completed"
+        if kind == "reasoning":
+            parts = [] if text is None else [{"type": "reasoning_text", "text": text}]
+            return {"type": "reasoning", "id": f"rs_{self.id}", "summary": [], "content": parts, "status": status}
+        parts = [] if text is None else [_part(text)]
+        return {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": parts, "status": status}
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        self._earlier[self._name] = (*self._messages, answers[0].message())
+        return self._object(answers[0])
+
+    def _event(self, kind: str, **data: Any) -> str:
+        self._number += 1
+        name = f"response.{kind}"
+        return event({"type": name, "sequence_number": self._number - 1, **data}, name)
+
+    def begin(self) -> str:
+        return self._event("created", response=self._object(None)) + self._event(
+            "in_progress", response=self._object(None)
+        )
+
+    def grown(self, index: int, reasoning: str, content: str) -> str:
+        return self._more("reasoning", reasoning) + self._more("content", content)
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        after = bool(self._sent["reasoning"]) if kind == "content" else False
+        item = f"{'rs' if kind == 'reasoning' else 'msg'}_{self.id}"
+        return {"item_id": item, "output_index": int(after), "content_index": 0}
+
+    def _more(self, kind: str, text: str) -> str:
+        if not text:
+            return ""
+        place, begun = self._place(kind), ""
+        if not self._sent[kind]:
+            begun = self._event("output_item.added", output_index=place["output_index"], item=self._item(kind, None))
+            if kind == "content":
+                begun += self._event("content_part.added", **place, part=_part(""))
+        self._sent[kind] += text
+        name = "output_text.delta" if kind == "content" else "reasoning_text.delta"
+        return begun + self._event(name, **place, delta=text, **({"logprobs": []} if kind == "content" else {}))
+
+    def ended(self, index: int, answer: Answer) -> str:
+        out = ""
+        if not answer.text.calls and not self._sent["content"] and not answer.text.content:
+            out += self._event("output_item.added", output_index=self._place("content")["output_index"],
+                               item=self._item("content", None))  # fmt: skip
+        for at, item in enumerate(self._items(answer)):
+            if item["type"] == "function_call":
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                place = {"item_id": item["id"], "output_index": at}
+                out += self._event("output_item.added", output_index=at, item=begun)
+                out += self._event("function_call_arguments.delta", **place, delta=item["arguments"])
+                out += self._event(
+                    "function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"]
+                )
+            elif item["type"] == "message" and self._sent["content"]:
+                place = self._place("content")
+                out += self._event("output_text.done", **place, text=answer.text.content, logprobs=[])
+                out += self._event("content_part.done", **place, part=_part(answer.text.content))
+            elif item["type"] == "reasoning":
+                out += self._event("reasoning_text.done", **self._place("reasoning"), text=answer.text.reasoning)
+            out += self._event("output_item.done", output_index=at, item=item)
+        return out
+
+    def close(self, answers: Sequence[Answer]) -> str:
+        kind = "incomplete" if answers[0].finish == "length" else "completed"
+        return self._event(kind, response=self.whole(answers))
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,413 @@
+"""The conversations of one rollout, as a client tells them: which tokens each request continues.
+
+A client sends its whole history with each request. As long as that is what was said here, the prompt of the next turn
+is the recorded tokens, verbatim, and the rest as the chat template writes it. A history that differs continues from the
+last turn of the model's that it still holds; one that holds none is a conversation of its own. Each line of turns is an
+`Episode`, so each is a sample, and tokens that lines share are learnt once.
+
+A turn is drawn to its end, whether or not its client waits for it. A client that asks the same again, because the
+connection broke, gets that turn; one that got it and asks again gets another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from ...algos.rewards.extraction import opens_thought
+from ...core.errors import DataError, PromptTooLong, TemplateError, UserCodeError
+from ...core.messages import SamplingParams
+from ...core.protocols import Tokenizer
+from ...core.samples import Message, Prompt, Sample
+from ...core.sampling import sampling_fault
+from ..workflows.episode import Episode
+from .turn_text import ToolForm, TurnText, form_of, read_turn
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What half a character decodes to."""
+MARK_IDS = 16
+"""The mark that opens a thought, and the white space behind it, are no longer."""
+MAX_KEPT_REQUESTS = 256
+
+FaultKind = Literal["invalid", "auth", "not-found", "too-large", "too-long", "busy", "engine"]
+
+
+class RequestFault(Exception):
+    """A request is not answered; each dialect has its own form for that."""
+
+    def __init__(self, kind: FaultKind, text: str, *, param: str | None = None) -> None:
+        """`param`: the field that is wrong."""
+        super().__init__(text)
+        self.kind: FaultKind = kind
+        self.text = text
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asks for, whatever its dialect."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    may_call: bool = True
+    """Tool calls in the answer are read as such."""
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of SamplingParams that the client says."""
+    text: str | None = None
+    """In place of messages: the prompt itself, without a chat template."""
+    fingerprint: bytes = b""
+    """Equal for requests that ask for the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One turn of the model."""
+
+    id: str
+    text: TurnText
+    finish: Literal["stop", "length"]
+    num_prompt: int
+    """Tokens before the turn."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the moment of sampling, natural logarithms, one a token."""
+    versions: tuple[int, int]
+    """Oldest and newest weight version of its tokens."""
+    call_ids: tuple[str, ...] = ()
+
+    def message(self) -> Message:
+        """As a client sends it back."""
+        calls = tuple(
+            {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for number, call in zip(self.call_ids, self.text.calls, strict=True)
+        )
+        return Message(role="assistant", content=self.text.content, tool_calls=calls)
+
+
+class ComingTurn:
+    """A turn under way. Several clients may read it; it comes to its end without any."""
+
+    def __init__(self) -> None:
+        self.is_delivered = False
+        """A client has all of it."""
+        self._text = TurnText()
+        self._answer: Answer | BaseException | None = None
+        self._news = asyncio.Event()
+
+    def grown(self, text: TurnText) -> None:
+        self._text = text
+        self._stir()
+
+    def ended(self, how: Answer | BaseException) -> None:
+        self._answer = how
+        self._stir()
+
+    def _stir(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def parts(self) -> AsyncIterator[TurnText | Answer]:
+        """The text so far, each time that there is more of it, and the answer last. Raises RequestFault."""
+        seen: TurnText | None = None
+        while self._answer is None:
+            news = self._news
+            if self._text != seen:
+                seen = self._text
+                yield seen
+                continue
+            await news.wait()
+        if isinstance(self._answer, Answer):
+            yield self._answer
+        else:
+            raise self._answer
+
+    async def answer(self) -> Answer:
+        """Raises RequestFault."""
+        async for part in self.parts():
+            if isinstance(part, Answer):
+                return part
+        raise AssertionError("a turn ends with an answer or an error")
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A sample in the making: turns of the model one behind the other."""
+
+    episode: Episode
+    prompt: Prompt
+    num_turns: int = 0
+    """Of its own."""
+    is_busy: bool = False
+    last: int = 0
+    """Which of the session's turns was its last one."""
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Of its turns, by the ids of their answers; in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The end of a turn of the model."""
+
+    line: _Line
+    num_turns: int
+    """Of the line, up to there."""
+
+
+class Session:
+    """The conversations of one rollout. See the module's head. Used by one loop."""
+
+    def __init__(
+        self, episode: Episode, tokenizer: Tokenizer, sampling: SamplingParams, form: ToolForm | None = None
+    ) -> None:
+        """`sampling`: of the run: the client's own values are taken within its limits. `form`: None: as the chat
+        template writes tool calls."""
+        self._root = episode
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._form: ToolForm = form or _written_form(tokenizer)
+        self._ends = frozenset(tokenizer.eos_token_ids)
+        self._lines: list[_Line] = []
+        self._places: dict[bytes, _Place] = {}
+        """By the digest of the conversation up to there."""
+        self._coming: dict[bytes, ComingTurn] = {}
+        self._drawing: set[asyncio.Task[None]] = set()
+        self._num_turns = 0
+        self.fault: BaseException | None = None
+        """Why the rollout cannot continue: the engine failed, or had to stop."""
+        self.interrupted = asyncio.Event()
+        """Set with `fault`."""
+        self.conversations: dict[str, tuple[Message, ...]] = {}
+        """Up to an answer, by the id that the Responses dialect gave it."""
+        self.counts = Counter[str]()
+        """turns; continued, forked, edited (a turn of the model's came back changed), repeated requests."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return self._tokenizer.decode(ids, skip_special=False)
+
+    def num_tokens(self, asked: Asked) -> int:
+        """Of the prompt, if nothing of it was said here. Raises RequestFault."""
+        try:
+            return len(self._tokenizer.render(asked.messages, add_generation_prompt=True, tools=asked.tools))
+        except (DataError, TemplateError) as error:
+            raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
+
+    # -- asking
+
+    def ask(self, asked: Asked) -> ComingTurn:
+        """Begin the turn that answers this request, or find the one that does. Raises RequestFault."""
+        if self.fault is not None:
+            raise RequestFault("busy", f"this rollout was interrupted: {self.fault}")
+        known = self._coming.get(asked.fingerprint)
+        if known is not None and not known.is_delivered:
+            self.counts["repeated"] += 1
+            return known
+        params = self._params(asked)
+        line, digest = self._line(asked, params)
+        line.is_busy = True
+        coming = ComingTurn()
+        self._coming[asked.fingerprint] = coming
+        while len(self._coming) > MAX_KEPT_REQUESTS:
+            del self._coming[next(iter(self._coming))]
+        task = asyncio.ensure_future(self._drawn(line, digest, asked, params, coming))  # noqa: TID251 -- ended by close
+        self._drawing.add(task)
+        task.add_done_callback(self._drawing.discard)
+        return coming
+
+    def _params(self, asked: Asked) -> SamplingParams:
+        said = dict(asked.sampling)
+        if "max_new_tokens" in said:
+            said["max_new_tokens"] = min(said["max_new_tokens"], self._sampling.max_new_tokens)
+        params = replace(self._sampling, **said)
+        fault, remedy = sampling_fault(params)
+        if fault:
+            raise RequestFault("invalid", f"{fault}: {remedy}")
+        return params
+
+    def _line(self, asked: Asked, params: SamplingParams) -> tuple[_Line, bytes]:
+        """The line that the turn belongs to, with all tokens before it, and the digest of the conversation so far."""
+        try:
+            if asked.text is not None:
+                return self._begun(replace(self._root.prompt, messages=(), tools=()), asked.text), b""
+            num_known, place, digest = self._found(asked)
+            if place is None:
+                return self._begun(replace(self._root.prompt, messages=asked.messages, tools=asked.tools), None), digest
+            rest = asked.messages[num_known:]
+            if not rest:
+                raise RequestFault(
+                    "invalid", "the last message is the model's own turn, which has ended: append one", param="messages"
+                )
+            line = self._continued(place, params)
+            if not line.episode.reply_with(*rest):
+                raise RequestFault("too-long", self._too_long(line.episode.num_tokens), param="messages")
+        except PromptTooLong as error:
+            raise RequestFault("too-long", error.message, param="messages") from error
+        except (DataError, TemplateError, UserCodeError) as error:
+            raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
+        return line, digest
+
+    def _too_long(self, num_tokens: int) -> str:
+        return f"the conversation has {num_tokens} tokens and leaves no room for an answer in the context"
+
+    def _found(self, asked: Asked) -> tuple[int, _Place | None, bytes]:
+        """How many of the messages are known here, where they end, and the digest of all."""
+        digest = _digest(b"", asked.tools)
+        num_known, place, num_turns = 0, None, 0
+        for number, message in enumerate(asked.messages, 1):
+            digest = _digest(digest, _told(message))
+            if message.role == "assistant":
+                num_turns += 1
+                if digest in self._places:
+                    num_known, place = number, self._places[digest]
+        known_turns = sum(message.role == "assistant" for message in asked.messages[:num_known])
+        self.counts["edited"] += num_turns > known_turns and bool(self._places)
+        return num_known, place, digest
+
+    def _begun(self, prompt: Prompt, text: str | None) -> _Line:
+        root = self._root
+        is_own = text is None and (prompt.messages, prompt.tools) == (root.prompt.messages, root.prompt.tools)
+        if is_own and not any(line.episode is root for line in self._lines):
+            line = _Line(root, prompt)
+        elif text is not None:
+            line = _Line(root.text(text), prompt)
+        else:
+            line = _Line(root.session(prompt.messages, prompt.tools), prompt)
+        self._lines.append(line)
+        return line
+
+    def _continued(self, place: _Place, params: SamplingParams) -> _Line:
+        """The line that continues from there: the same one, or a new one where that went on, or is drawn at another
+        temperature."""
+        line = place.line
+        if line.num_turns == place.num_turns and not line.is_busy and line.episode.temperature == params.temperature:
+            self.counts["continued"] += 1
+            return line
+        self.counts["forked"] += 1
+        line = _Line(line.episode.branch(place.num_turns), line.prompt)
+        self._lines.append(line)
+        return line
+
+    async def _drawn(
+        self, line: _Line, digest: bytes, asked: Asked, params: SamplingParams, coming: ComingTurn
+    ) -> None:
+        episode = line.episode
+        form = self._form if asked.may_call and asked.tools else None
+        begins_inside = opens_thought(self._tokenizer.decode(episode.token_ids[-MARK_IDS:], skip_special=False))
+        num_prompt = episode.num_tokens
+
+        def grown() -> None:
+            text = self._tokenizer.decode(self._said(episode.under_way), skip_special=False).rstrip(HALF)
+            coming.grown(read_turn(text, form, begins_inside=begins_inside, is_whole=False))
+
+        episode.on_tokens = grown
+        try:
+            turn = await episode.generate(params)
+        except asyncio.CancelledError:
+            coming.ended(RequestFault("busy", "the session has ended"))
+            raise
+        except UserCodeError as error:
+            coming.ended(RequestFault("invalid", f"{error.message}: {error.remedy}"))
+            return
+        except Exception as error:  # noqa: BLE001 -- raised where the rollout is awaited
+            self.fault = error
+            self.interrupted.set()
+            coming.ended(RequestFault("engine", f"the engine could not answer: {error}"))
+            return
+        finally:
+            line.is_busy, episode.on_tokens = False, None
+        self._num_turns += 1
+        self.counts["turns"] += 1
+        line.num_turns, line.last = line.num_turns + 1, self._num_turns
+        drawn = episode.last_turn
+        text = self._tokenizer.decode(self._said(turn.token_ids), skip_special=False)
+        read = read_turn(text, form, begins_inside=begins_inside)
+        answer = Answer(
+            id=uuid.uuid4().hex,
+            text=read,
+            finish="length" if turn.finish == "length" else "stop",
+            num_prompt=num_prompt,
+            token_ids=turn.token_ids,
+            logprobs=tuple(drawn.logprobs.tolist()),
+            versions=(int(drawn.versions.min(initial=2**31 - 1)), int(drawn.versions.max(initial=-1))),
+            call_ids=tuple(f"call_{uuid.uuid4().hex[:24]}" for _ in read.calls),
+        )
+        line.rewards[answer.id] = 0.0
+        if digest:
+            self._places[_digest(digest, _told(answer.message()))] = _Place(line, line.num_turns)
+        coming.ended(answer)
+
+    def _said(self, ids: Sequence[int]) -> Sequence[int]:
+        """Without the token that ends the turn."""
+        return ids[:-1] if ids and ids[-1] in self._ends else ids
+
+    # -- its end
+
+    def reward_turn(self, answer_id: str, reward: float) -> None:
+        """Say what a turn earned; said again, the last counts. Raises RequestFault for an answer of another session."""
+        for line in self._lines:
+            if answer_id in line.rewards:
+                line.rewards[answer_id] = reward
+                self.counts["turn_rewards"] += 1
+                return
+        raise RequestFault("not-found", f"no answer {answer_id} was given in this session", param="id")
+
+    async def close(self) -> None:
+        """End the turns under way."""
+        for task in tuple(self._drawing):
+            task.cancel()
+        if self._drawing:
+            await asyncio.wait(set(self._drawing))
+
+    def samples(self, reward: float | None = None) -> tuple[Sample, ...]:
+        """Of all lines that have a turn, that with the newest one last. `reward`: of the rollout, on the last one;
+        None: the sum of what its turns earned, if that was said of any."""
+        lines = sorted((line for line in self._lines if line.num_turns), key=lambda line: line.last)
+        has_turns = bool(self.counts["turn_rewards"])
+        samples = [
+            line.episode.sample(turn_rewards=tuple(line.rewards.values()) if has_turns else None) for line in lines
+        ]
+        if samples:
+            total = sum(sum(line.rewards.values()) for line in lines) if has_turns else None
+            samples = [replace(one, reward=None) for one in samples]
+            samples[-1] = replace(samples[-1], reward=total if reward is None else reward)
+        return tuple(samples)
+
+
+CALLED: dict[str, Any] = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": ""}}},
+    },
+}
+
+
+def _written_form(tokenizer: Tokenizer) -> ToolForm:
+    """How the chat template writes a tool call."""
+    turns = (Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=(CALLED,)))
+    with contextlib.suppress(DataError, TemplateError):
+        return form_of(tokenizer.render_text(turns, add_generation_prompt=False, tools=(TOOL,)))
+    return "hermes"
+
+
+def _digest(before: bytes, what: object) -> bytes:
+    return blake2b(before + msgspec.json.encode(what, order="sorted"), digest_size=16).digest()
+
+
+def _told(message: Message) -> object:
+    """What a message says, however a client writes it: thoughts and the ids of calls may be left out."""
+    if message.role != "assistant":
+        return message.role, message.content, message.name, message.tool_call_id
+    calls = [call.get("function", call) for call in message.tool_calls]
+    return message.role, message.content.strip(), [(one.get("name"), one.get("arguments")) for one in calls]

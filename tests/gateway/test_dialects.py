@@ -1,0 +1,276 @@
+"""The clients that people use, against the gateway: fields, chunks, errors, tools, in each dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from tests.gateway.scripted import CALL, Says, serving, talk
+
+from myxa.actors.gateway.server import Gateway, OpenSession
+
+TOOL = {"name": "weather", "description": "of a city", "parameters": {"type": "object", "properties": {"city": {}}}}
+CHAT_TOOLS: Any = [{"type": "function", "function": TOOL}]
+FLAT_TOOLS: Any = [{"type": "function", **TOOL}]
+CLAUDE_TOOLS: Any = [{"name": "weather", "input_schema": TOOL["parameters"]}]
+ASKS: Any = [{"role": "user", "content": "weather?"}]
+HELLO: Any = [{"role": "user", "content": "hello"}]
+TOLD = "It is 7 degrees, ünïcödé."
+
+
+def reply(prompt: str) -> str:
+    last = ("<|im_start|>" * 2 + prompt).rsplit("<|im_start|>", 2)[-2]
+    if "<tool_response>" in last:
+        return TOLD
+    return f"Let me look.\n{CALL}" if "weather?" in last else "<think>\nhm\n</think>\n\nHello there."
+
+
+class Door:
+    """A living gateway and what it has said."""
+
+    def __init__(self, says: Says, one: OpenSession, gateway: Gateway, key: str, url: str) -> None:
+        self.says, self.one, self.gateway, self.key, self.url = says, one, gateway, key, url
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+
+    def num_samples(self) -> int:
+        return len(self.one.session.samples())
+
+
+@pytest_asyncio.fixture
+async def door() -> AsyncGenerator[Door]:
+    says, one, gateway, key = talk(reply)
+    async with serving(gateway) as url:
+        opened = Door(says, one, gateway, key, url)
+        async with opened.openai, opened.anthropic:
+            yield opened
+        await gateway.close(key)
+
+
+async def test_openai_chat(door: Door) -> None:
+    chat = door.openai.chat.completions
+    assert [one.id async for one in door.openai.models.list()] == ["policy"]
+    first = await chat.create(model="any", messages=ASKS, tools=CHAT_TOOLS, logprobs=True)
+    choice = first.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    call: Any = (choice.message.tool_calls or [])[0]
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Bern"})
+    assert choice.logprobs is not None
+    assert first.usage is not None
+    assert len(choice.logprobs.content or ()) == first.usage.completion_tokens
+    history = [*ASKS, choice.message.model_dump(exclude_none=True)]
+    history.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
+    stream = await chat.create(
+        model="any", messages=history, tools=CHAT_TOOLS, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == TOLD
+    assert [one.choices[0].finish_reason for one in chunks if one.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert sum(bool(one.choices and one.choices[0].delta.content) for one in chunks) > 1
+    assert door.num_samples() == 1
+
+
+async def test_openai_streams_calls_and_thoughts(door: Door) -> None:
+    async with door.openai.chat.completions.stream(model="any", messages=ASKS, tools=CHAT_TOOLS) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    assert [call.function.name for call in message.tool_calls or ()] == ["weather"]
+    async with door.openai.chat.completions.stream(model="any", messages=HELLO) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    assert (message.content, message.model_extra) == ("Hello there.", {"parsed": None, "reasoning_content": "hm"}) or (
+        message.content == "Hello there." and (message.model_extra or {}).get("reasoning_content") == "hm"
+    )
+
+
+async def test_openai_several_choices(door: Door) -> None:
+    several = await door.openai.chat.completions.create(model="any", messages=HELLO, n=3)
+    assert [one.index for one in several.choices] == [0, 1, 2]
+    stream = await door.openai.chat.completions.create(model="any", messages=HELLO, n=2, stream=True)
+    texts = {0: "", 1: ""}
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {0: "Hello there.", 1: "Hello there."}
+    assert door.num_samples() == 5
+
+
+async def test_openai_completions(door: Door) -> None:
+    whole = await door.openai.completions.create(model="any", prompt="once", max_tokens=100)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("Hello there.", "stop")
+    stream = await door.openai.completions.create(model="any", prompt="once", max_tokens=5, stream=True)
+    assert [one.choices[0].finish_reason async for one in stream][-1] == "length"
+
+
+async def test_openai_responses(door: Door) -> None:
+    responses = door.openai.responses
+    first = await responses.create(model="any", input="hello", instructions="be nice")
+    assert (first.output_text, first.status) == ("Hello there.", "completed")
+    assert [one.type for one in first.output] == ["reasoning", "message"]
+    second = await responses.create(
+        model="any", input="weather?", previous_response_id=first.id, instructions="be nice"
+    )
+    assert second.output_text
+    asked = await responses.create(model="any", input="weather?", tools=FLAT_TOOLS)
+    call: Any = next(one for one in asked.output if one.type == "function_call")
+    answer: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "7"}]
+    async with responses.stream(model="any", input=answer, previous_response_id=asked.id, tools=FLAT_TOOLS) as stream:
+        kinds = [event.type async for event in stream]
+        assert (await stream.get_final_response()).output_text == TOLD
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert door.num_samples() == 2
+
+
+async def test_anthropic(door: Door) -> None:
+    messages = door.anthropic.messages
+    first = await messages.create(model="any", max_tokens=500, messages=ASKS, tools=CLAUDE_TOOLS, system="be nice")
+    assert first.stop_reason == "tool_use"
+    assert [one.type for one in first.content] == ["text", "tool_use"]
+    use: Any = first.content[1]
+    assert use.input == {"city": "Bern"}
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "7"}]}
+    history: Any = [*ASKS, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    async with messages.stream(
+        model="any", max_tokens=500, messages=history, tools=CLAUDE_TOOLS, system="be nice"
+    ) as stream:
+        assert "".join([text async for text in stream.text_stream]) == TOLD
+        final = await stream.get_final_message()
+    assert final.stop_reason == "end_turn"
+    assert final.usage.output_tokens > 1
+    assert door.num_samples() == 1
+
+
+async def test_anthropic_streams_thoughts_and_calls(door: Door) -> None:
+    async with door.anthropic.messages.stream(model="any", max_tokens=500, messages=HELLO) as stream:
+        kinds = [event.type async for event in stream]
+        assert [one.type for one in (await stream.get_final_message()).content] == ["thinking", "text"]
+    assert [kinds[0], kinds[-1]] == ["message_start", "message_stop"]
+    async with door.anthropic.messages.stream(model="any", max_tokens=500, messages=ASKS, tools=CLAUDE_TOOLS) as stream:
+        use: Any = (await stream.get_final_message()).content[1]
+    assert (use.type, use.input) == ("tool_use", {"city": "Bern"})
+    counted = await door.anthropic.messages.count_tokens(model="any", messages=HELLO)
+    assert counted.input_tokens == len(door.says.prompts[0])
+
+
+LITELLM = """
+import json, sys
+import litellm
+url, key, tools, asks = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
+common = {"api_base": url + "/v1", "api_key": key, "model": "openai/any", "tools": tools}
+message = litellm.completion(messages=asks, **common).choices[0].message
+call = message.tool_calls[0]
+asks += [message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+stream = litellm.completion(messages=asks, stream=True, **common)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+print(json.dumps([call.function.name, text]))
+"""
+
+
+async def test_litellm(door: Door) -> None:
+    out = await output_of(sys.executable, "-c", LITELLM, door.url, door.key, json.dumps(CHAT_TOOLS), json.dumps(ASKS))
+    assert json.loads(out.splitlines()[-1]) == ["weather", TOLD]
+    assert door.num_samples() == 1
+
+
+async def output_of(*command: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()[-2000:]
+    return out.decode()
+
+
+async def test_curl(door: Door) -> None:
+    body = json.dumps({"messages": HELLO, "stream": True})
+    key = f"Authorization: Bearer {door.key}"
+    out = await output_of("curl", "-sN", f"{door.url}/v1/chat/completions", "-H", key, "-d", body)
+    lines = [line for line in out.splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"temperature": -1}, None),
+        ({"temperature": "hot"}, "temperature"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": CHAT_TOOLS}, "tool_choice"),
+        ({"n": 1000}, "n"),
+        ({"unknown": 1}, "unknown"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ],
+)
+async def test_a_wrong_request_names_its_field(door: Door, more: dict[str, Any], param: str | None) -> None:
+    body: dict[str, Any] = {"model": "any", "messages": HELLO, **more}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await door.openai.post("/chat/completions", cast_to=object, body=body)
+    assert caught.value.param == param
+    if param in ("messages[0].content", "n", "unknown"):
+        with pytest.raises(anthropic.BadRequestError):
+            await door.anthropic.post("/v1/messages", cast_to=object, body={"max_tokens": 5, **body})
+    assert door.num_samples() == 0
+
+
+async def test_keys_of_nobody_and_of_ended_sessions(door: Door) -> None:
+    for key, words in (("sk-other", "no session"), (door.key, "has ended")):
+        if key == door.key:
+            await door.gateway.close(key)
+        with pytest.raises(openai.AuthenticationError, match=words):
+            await door.openai.with_options(api_key=key).chat.completions.create(model="any", messages=HELLO)
+        with pytest.raises(anthropic.AuthenticationError, match=words):
+            other = door.anthropic.with_options(api_key=key)
+            await other.messages.create(model="any", max_tokens=9, messages=HELLO)
+
+
+async def test_bodies_that_are_too_large_or_not_json(door: Door) -> None:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+        large = await client.post(f"{door.url}/v1/chat/completions", content=b"x" * (100 << 20))
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+        broken = await client.post(f"{door.url}/v1/messages", content=b"{")
+        assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
+        nowhere = await client.post(f"{door.url}/v1/embeddings", json={})
+        assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "invalid_request_error")
+        reward = await client.post(f"{door.url}/v1/session/reward", content=b'{"reward": 1e999}')
+        assert reward.status_code == 400
+
+
+async def test_a_client_that_left_gets_its_turn_when_it_asks_again(door: Door) -> None:
+    door.says.may_go.clear()
+    with pytest.raises(openai.APITimeoutError):
+        await door.openai.with_options(timeout=0.3).chat.completions.create(model="any", messages=HELLO)
+    door.says.may_go.set()
+    again = await door.openai.chat.completions.create(model="any", messages=HELLO)
+    assert again.choices[0].message.content == "Hello there."
+    assert door.num_samples() == 1
+
+
+async def test_task_reward_and_end(door: Door) -> None:
+    async with httpx.AsyncClient(base_url=door.url, headers={"Authorization": f"Bearer {door.key}"}) as client:
+        task = (await client.get("/v1/session")).json()
+        assert (task["messages"], task["label"], task["metadata"]) == (
+            [{"role": "user", "content": "task"}],
+            "L",
+            {"k": 1},
+        )
+        chat = (await client.post("/v1/chat/completions", json={"messages": HELLO})).json()
+        await client.post("/v1/session/reward", json={"reward": 0.25, "answer": chat["myxa"]["answers"][0]})
+        await client.post("/v1/session/end", json={"reward": 0.75})
+    assert door.one.ended.is_set()
+    (sample,) = door.one.session.samples(door.one.reward)
+    assert sample.reward == 0.75
+    assert sample.token_rewards is not None
+    assert sample.token_rewards.sum() == 0.25

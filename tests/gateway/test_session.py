@@ -1,0 +1,192 @@
+"""Which tokens a request continues, and that each drawn token is learnt once, as it was drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.gateway.scripted import CALL, Says, session_of
+from tests.workflows.chat_models import GLM4, LLAMA3, QWEN2_5, QWEN3, ChatModel
+
+from myxa.actors.gateway.session import Answer, Asked, RequestFault, Session
+from myxa.core.messages import SamplingParams
+from myxa.core.samples import Message, Sample
+
+USER = (Message(role="user", content="hi"),)
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+async def told(session: Session, *messages: Message, mark: str = "", **more: Any) -> Answer:
+    """The answer, taken as a client does that got it."""
+    asked = Asked(messages=messages, fingerprint=repr((messages, mark, more)).encode(), **more)
+    coming = session.ask(asked)
+    answer = await coming.answer()
+    coming.is_delivered = True
+    return answer
+
+
+def learnt(samples: tuple[Sample, ...]) -> Counter[tuple[int, ...]]:
+    """Each run of tokens that is learnt."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for one in samples:
+        run: list[int] = []
+        for token, is_learnt in zip([*one.response_ids.tolist(), 0], [*one.loss_mask.tolist(), 0], strict=True):
+            if is_learnt:
+                run.append(token)
+            elif run:
+                found[tuple(run)] += 1
+                run = []
+    return found
+
+
+async def test_a_history_as_it_was_told_continues_the_same_tokens() -> None:
+    says = Says(QWEN3, lambda prompt: f"<think>\nsecret\n</think>\n\nanswer {prompt.count('user')}")
+    session = session_of(says).session
+    first = await told(session, *USER)
+    second = await told(session, *USER, first.message(), user("more"))
+    assert second.text.content == "answer 2"
+    assert says.prompts[1][: len(says.prompts[0])] == says.prompts[0]
+    assert "secret" in says.tokenizer.decode(says.prompts[1])  # the template would leave the thought out
+    (sample,) = session.samples()
+    assert sample.num_turns == 2
+    assert learnt((sample,)) == Counter([first.token_ids, second.token_ids])
+
+
+async def test_an_edited_turn_forks_where_it_differs() -> None:
+    says = Says(QWEN3, lambda prompt: f"answer {len(prompt)}")
+    session = session_of(says).session
+    first = await told(session, *USER)
+    second = await told(session, *USER, first.message(), user("more"))
+    edited = Message(role="assistant", content="I never said that")
+    third = await told(session, *USER, first.message(), user("more"), edited, user("and"))
+    assert session.counts["edited"] == 1
+    assert session.counts["forked"] == 1
+    assert says.prompts[2][: len(says.prompts[0])] == says.prompts[0]
+    samples = session.samples()
+    assert learnt(samples) == Counter([first.token_ids, second.token_ids, third.token_ids])
+    assert "I never said that" in says.tokenizer.decode(
+        samples[-1].prompt_ids.tolist() + samples[-1].response_ids.tolist()
+    )
+
+
+async def test_the_same_question_again_is_another_turn_once_it_was_answered() -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    session = session_of(says).session
+    await told(session, *USER)
+    await told(session, *USER)
+    assert len(session.samples()) == 2
+
+
+async def test_the_same_question_before_its_answer_came_is_the_same_turn() -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    says.may_go.clear()
+    session = session_of(says).session
+    asked = Asked(messages=USER, fingerprint=b"1")
+    first, second = session.ask(asked), session.ask(asked)
+    says.may_go.set()
+    assert (await first.answer()) is (await second.answer())
+    assert len(session.samples()) == 1
+
+
+async def test_two_questions_at_once_after_one_turn_are_two_samples() -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    session = session_of(says).session
+    first = await told(session, *USER)
+    both = await asyncio.gather(
+        told(session, *USER, first.message(), user("a")), told(session, *USER, first.message(), user("b"))
+    )
+    assert learnt(session.samples()) == Counter([first.token_ids, *(one.token_ids for one in both)])
+
+
+async def test_tools_called_and_answered() -> None:
+    says = Says(QWEN3, lambda prompt: "cold" if "tool_response" in prompt else f"Let me look.\n{CALL}")
+    session = session_of(says).session
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    first = await told(session, *USER, tools=(tool,))
+    assert [call.name for call in first.text.calls] == ["weather"]
+    reply = Message(role="tool", content="7", tool_call_id=first.call_ids[0])
+    second = await told(session, *USER, first.message(), reply, tools=(tool,))
+    assert second.text.content == "cold"
+    assert len(session.samples()) == 1
+
+
+async def test_another_temperature_is_another_sample() -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    session = session_of(says).session
+    first = await told(session, *USER)
+    await told(session, *USER, first.message(), user("a"), sampling={"temperature": 0.5})
+    assert sorted(one.temperature for one in session.samples()) == [0.5, 1.0]
+
+
+async def test_limits_of_the_run_hold_for_a_client() -> None:
+    says = Says(QWEN3, lambda prompt: "long answer")
+    session = session_of(says, sampling=SamplingParams(max_new_tokens=4)).session
+    answer = await told(session, *USER, sampling={"max_new_tokens": 1000})
+    assert (len(answer.token_ids), answer.finish) == (4, "length")
+    with pytest.raises(RequestFault, match="temperature"):
+        await told(session, *USER, sampling={"temperature": -1.0})
+
+
+async def test_a_turn_that_has_ended_is_not_asked_for_again() -> None:
+    session = session_of(Says(QWEN3, lambda prompt: "yes")).session
+    first = await told(session, *USER)
+    with pytest.raises(RequestFault, match="append"):
+        await told(session, *USER, first.message())
+
+
+async def test_an_engine_that_fails_is_told_and_ends_the_session() -> None:
+    def answer(prompt: str) -> str:
+        raise RuntimeError("no memory")
+
+    session = session_of(Says(QWEN3, answer)).session
+    with pytest.raises(RequestFault, match="no memory"):
+        await told(session, *USER)
+    assert isinstance(session.fault, RuntimeError)
+    with pytest.raises(RequestFault, match="interrupted"):
+        await told(session, *USER)
+
+
+async def test_rewards_of_turns() -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    session = session_of(says).session
+    first = await told(session, *USER)
+    second = await told(session, *USER, first.message(), user("a"))
+    session.reward_turn(second.id, 0.5)
+    session.reward_turn(first.id, 1.0)
+    (sample,) = session.samples()
+    assert sample.reward == 1.5
+    assert sample.token_rewards is not None
+    ends = [len(first.token_ids) - 1, len(sample.response_ids) - 1]
+    assert [sample.token_rewards[at] for at in ends] == [1.0, 0.5]
+    with pytest.raises(RequestFault, match="no answer"):
+        session.reward_turn("other", 1.0)
+
+
+@pytest.mark.parametrize("model", [QWEN3, QWEN2_5, LLAMA3, GLM4], ids=lambda model: model.name)
+async def test_random_conversations_are_learnt_as_they_were_drawn(model: ChatModel) -> None:
+    """Edits, branches, tools, thoughts, truncation: each turn is learnt once, with the tokens that the engine drew."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    words = ("yes", "no ünïcödé", "<think>\nhm\n</think>\n\nso", CALL, "a\n\nb  ", "")
+    for _ in range(8):
+        says = Says(model, lambda prompt: f"{rng.choice(words)} {rng.random():.6f}")
+        session = session_of(says, sampling=SamplingParams(max_new_tokens=rng.choice((12, 4000)))).session
+        histories: list[tuple[Message, ...]] = [(user(f"task {rng.random()}"),)]
+        drawn: list[tuple[int, ...]] = []
+        for turn in range(12):
+            history = rng.choice(histories)
+            if rng.random() < 0.15 and any(one.role == "assistant" for one in history):
+                at = rng.choice([at for at, one in enumerate(history) if one.role == "assistant"])
+                history = (*history[:at], Message(role="assistant", content="changed"), *history[at + 1 :])
+            answer = await told(session, *history, mark=str(turn))
+            drawn.append(answer.token_ids)
+            role = rng.choice(model.replies)
+            histories.append((*history, answer.message(), Message(role=role, content=f"reply {rng.random()}")))
+        assert learnt(session.samples()) == Counter(drawn)

@@ -1,0 +1,66 @@
+"""What is read out of a turn's text: thoughts, words, tool calls, and calls that cannot be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from myxa.actors.gateway.turn_text import ToolCall, ToolForm, TurnText, form_of, read_turn
+
+HERMES = '<tool_call>\n{"name": "find", "arguments": {"q": "a"}}\n</tool_call>'
+GLM = "<tool_call>find\n<arg_key>q</arg_key>\n<arg_value>a</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+LLAMA = '{"name": "find", "parameters": {"q": "a"}}'
+DEEPSEEK_R1 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"q": "a"}\n```<｜tool▁call▁end｜>'
+DEEPSEEK_V3 = '<｜tool▁call▁begin｜>find<｜tool▁sep｜>{"q": "a"}<｜tool▁call▁end｜>'
+AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+FIND = ToolCall("find", {"q": "a"})
+
+CASES: list[tuple[ToolForm | None, str, TurnText]] = [
+    ("hermes", "Hello", TurnText(content="Hello")),
+    ("hermes", f"Look.\n{HERMES}", TurnText(content="Look.", calls=(FIND,))),
+    ("hermes", f"{HERMES}\n{HERMES}", TurnText(calls=(FIND, FIND))),
+    ("hermes", f"<think>\nhm\n</think>\n\n{HERMES}", TurnText("hm", calls=(FIND,))),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"q\\": 1}"}</tool_call>', TurnText(calls=(ToolCall("f", {"q": 1}),))),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', TurnText(content='<tool_call>{"name": 3}</tool_call>', is_malformed=True)),
+    ("hermes", 'ok <tool_call>{"name": "a"', TurnText(content='ok <tool_call>{"name": "a"', is_malformed=True)),
+    (None, HERMES, TurnText(content=HERMES)),
+    ("glm", f"x{GLM}", TurnText(content="x", calls=(ToolCall("find", {"q": "a", "n": 2}),))),
+    ("glm", "<tool_call><arg_key>q</arg_key></tool_call>",
+     TurnText(content="<tool_call><arg_key>q</arg_key></tool_call>", is_malformed=True)),
+    ("llama", LLAMA, TurnText(calls=(FIND,))),
+    ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", TurnText(calls=(FIND, FIND))),
+    ("llama", "plain words", TurnText(content="plain words")),
+    ("deepseek", f"x{AROUND[0]}{DEEPSEEK_R1}{AROUND[1]}", TurnText(content="x", calls=(FIND,))),
+    ("deepseek", f"{AROUND[0]}{DEEPSEEK_V3}\n{DEEPSEEK_V3}{AROUND[1]}", TurnText(calls=(FIND, FIND))),
+    ("hermes", "<think>cut off", TurnText("cut off")),
+    ("hermes", "a < b and <tool is a word", TurnText(content="a < b and <tool is a word")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "read"), CASES)
+def test_a_turn_is_read(form: ToolForm | None, text: str, read: TurnText) -> None:
+    assert read_turn(text, form) == read
+
+
+@pytest.mark.parametrize(("form", "text", "read"), CASES)
+def test_what_was_streamed_is_never_taken_back(form: ToolForm | None, text: str, read: TurnText) -> None:
+    told = TurnText()
+    for size in range(len(text) + 1):
+        part = read_turn(text[:size], form, is_whole=False)
+        assert part.reasoning.startswith(told.reasoning)
+        assert part.content.startswith(told.content)
+        told = part
+    assert read.reasoning.startswith(told.reasoning)
+    assert read.content.startswith(told.content)
+
+
+def test_a_thought_that_the_prompt_began() -> None:
+    assert read_turn("hm</think>\n\nHello", None, begins_inside=True) == TurnText("hm", "Hello")
+    assert read_turn("hm", None, begins_inside=True) == TurnText("hm")
+
+
+@pytest.mark.parametrize(
+    ("written", "form"),
+    [(HERMES, "hermes"), (GLM, "glm"), (LLAMA, "llama"), (DEEPSEEK_V3, "deepseek"), ("a template without", "hermes")],
+)
+def test_the_form_is_seen_in_what_a_template_writes(written: str, form: ToolForm) -> None:
+    assert form_of(written) == form
