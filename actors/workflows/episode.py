@@ -309,6 +309,11 @@ class Episode:
         return next((one for one in reversed(self._segments) if one.is_model), NOTHING)
 
     @property
+    def sampling(self) -> SamplingParams:
+        """How turns are drawn that do not say otherwise."""
+        return self._model.sampling
+
+    @property
     def temperature(self) -> float | None:
         """That its turns are drawn at; None: it has none yet."""
         return self._temperature

@@ -1,0 +1,284 @@
+"""The workflow `agent`: a rollout is what a program, or a service elsewhere, does with the policy through the gateway.
+
+A program is started for each rollout, with what SDKs look for in its environment; it has ended when its process has. A
+service gets each task by HTTP, and says when it is over. Either may say a reward, for single turns too; where neither
+does, the reward function of the run judges. What fails is tried again, then masked, as with any environment.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    the policy
+    MYXA_BASE_URL    of the gateway: /v1/session, /v1/session/reward, /v1/session/end
+    MYXA_TASK_FILE   JSON: messages, tools, label, metadata, is_replay, session_id, attempt
+    MYXA_REWARD_FILE a number, or {"reward": ..., "answers": {id: ...}}, written by a program whose reward is "file"
+    MYXA_SCRATCH     a folder of its own; also HOME and TMPDIR
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from ...core.errors import ConfigError
+from ...core.samples import Prompt, Sample
+from ..http_client import NoAnswer, client_session, post_bounded
+from ..workflows.episode import WorkflowContext
+from ..workflows.failures import EnvironmentFailure, NetworkFailure, SandboxFailure, WorkflowFailure
+from .exchange import MODEL
+from .server import Gateway, OpenSession
+from .session import RequestFault, Session
+
+TAIL_BYTES = 2000
+"""Of a program's output, in errors."""
+TERM_S = 5.0
+"""For a program to end by itself once its time is over."""
+RETRY_S = 1.0
+"""Between two offers of a task to a service that does not answer."""
+OFFER_S = 30.0
+"""For a service to take a task."""
+MAX_REPLY_BYTES = 1 << 20
+RewardFrom = Literal["verifier", "exit", "file"]
+
+
+class FileReward(msgspec.Struct):
+    """What a program writes into its reward file, where it writes more than a number."""
+
+    reward: float
+    answers: dict[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """Plain settings; see `[agent]`."""
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+    reward: RewardFrom = "verifier"
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    env: dict[str, str] | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    public_host: str = ""
+    """What other hosts call this one; empty: `host`."""
+    key_prefix: str = ""
+    folder: str = "."
+    """Where programs run: that of the run file."""
+    keep_output: str = ""
+    """Folder for the output of programs that failed."""
+
+
+class AgentWorkflow:
+    """One per rollout actor: its gateway, and what is started for each rollout."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self._options = options
+        self.gateway = Gateway()
+        self._runner: web.AppRunner | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self.url = ""
+        """Of the gateway, once it serves."""
+
+    async def start(self) -> None:
+        """Serve. Raises ConfigError where the address is taken, or the sandbox is not there."""
+        of = self._options
+        if of.sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+            raise ConfigError(
+                'agent.sandbox = "bubblewrap": there is no bwrap', remedy="install bubblewrap, or use none"
+            )
+        self._runner = web.AppRunner(self.gateway.app, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, of.host, of.port, backlog=4096).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(f"agent.port = {of.port}: {error.strerror}", remedy="use 0: any free port") from error
+        port = self._runner.addresses[0][1]
+        host = of.public_host or (socket.gethostname() if of.host in ("0.0.0.0", "::") else of.host)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def close(self) -> None:
+        """Stop serving. Rollouts have ended before."""
+        if self._http is not None:
+            await self._http.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
+        """One rollout: its samples. Raises what the engine raised, or a WorkflowFailure."""
+        session = Session(ctx.episode, ctx.tokenizer, ctx.episode.sampling)
+        one = OpenSession(session, prompt, is_replay=ctx.is_replay)
+        key = self.gateway.open(one, self._options.key_prefix)
+        interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below
+        acting = asyncio.ensure_future(self._acted(ctx, prompt, one, key))  # noqa: TID251 -- ended below
+        try:
+            await asyncio.wait((interrupted, acting), return_when=asyncio.FIRST_COMPLETED)
+            if session.fault is not None:
+                raise session.fault
+            await acting
+        finally:
+            for task in (interrupted, acting):
+                task.cancel()
+            await asyncio.wait((interrupted, acting))
+            await self.gateway.close(key)
+        samples = session.samples(one.reward)
+        if not samples:
+            raise EnvironmentFailure("the agent ended without a turn of the model")
+        return samples
+
+    async def _acted(self, ctx: WorkflowContext, prompt: Prompt, one: OpenSession, key: str) -> None:
+        task = {
+            "messages": [message.as_template_sees() for message in prompt.messages],
+            "tools": list(prompt.tools),
+            "label": prompt.label,
+            "metadata": prompt.metadata,
+            "is_replay": ctx.is_replay,
+            "session_id": ctx.session_id,
+            "attempt": ctx.attempt,
+        }
+        if self._options.command:
+            await self._programmed(task, one, key)
+        else:
+            await self._served(task, one, key)
+        end = one.end
+        if end is not None and end.failure is not None:
+            failure = WorkflowFailure(end.failure)
+            failure.kind = end.kind  # type: ignore[misc]
+            raise failure
+
+    # -- a program
+
+    async def _programmed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
+        of = self._options
+        with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
+            scratch = Path(name)
+            (scratch / "task.json").write_bytes(msgspec.json.encode(task))
+            with (scratch / "output.log").open("wb") as output:
+                status = await self._ran(scratch, output.fileno(), key)
+            tail = (scratch / "output.log").read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
+            if of.reward == "exit":
+                one.reward = float(status == 0) if one.reward is None else one.reward
+                return
+            if status != 0 and (one.end is None or one.end.failure is None):
+                raise EnvironmentFailure(f"the agent's program ended with {_ending(status)}: {tail or '(no output)'}")
+            if of.reward == "file":
+                self._read_reward(scratch / "reward.json", one)
+
+    async def _ran(self, scratch: Path, output: int, key: str) -> int:
+        """The program's exit status, negative for a signal. It ends with this call, and all that it started."""
+        of = self._options
+        grace = ("-m", "myxa.actors.subreaper", str(os.getpid()), "0")
+        env = {
+            **os.environ, **(of.env or {}), **self._environment(key, str(scratch)), "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *grace, *self._wrapped(scratch), *of.command,
+                cwd=of.folder, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise SandboxFailure(f"the agent's program cannot be started: {error}") from error
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)  # its subreaper kills all of it
+                await process.wait()
+
+    def _wrapped(self, scratch: Path) -> tuple[str, ...]:
+        """What runs the program where it can write to its scratch folder alone."""
+        if self._options.sandbox == "none":
+            return ()
+        return (
+            *("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
+            *(
+                "--bind",
+                str(scratch),
+                str(scratch),
+                "--unshare-all",
+                "--share-net",
+                "--die-with-parent",
+                "--new-session",
+            ),
+        )
+
+    def _environment(self, key: str, scratch: str) -> dict[str, str]:
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": MODEL,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_MODEL": MODEL,
+            "MYXA_BASE_URL": self.url,
+            "MYXA_TASK_FILE": f"{scratch}/task.json",
+            "MYXA_REWARD_FILE": f"{scratch}/reward.json",
+            "MYXA_SCRATCH": scratch,
+            "HOME": scratch,
+            "TMPDIR": scratch,
+        }
+
+    def _read_reward(self, path: Path, one: OpenSession) -> None:
+        if one.reward is not None:
+            return
+        try:
+            said = msgspec.json.decode(path.read_bytes(), type=float | FileReward)
+        except FileNotFoundError:
+            raise EnvironmentFailure("the agent's program wrote no reward into $MYXA_REWARD_FILE") from None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise EnvironmentFailure(f"the agent's reward file cannot be read: {error}") from error
+        found = FileReward(said) if isinstance(said, float) else said
+        if not all(map(math.isfinite, (found.reward, *found.answers.values()))):
+            raise EnvironmentFailure("the agent's reward file has a reward that is no finite number")
+        one.reward = found.reward
+        for answer, reward in found.answers.items():
+            with contextlib.suppress(RequestFault):
+                one.session.reward_turn(answer, reward)
+
+    # -- a service
+
+    async def _served(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
+        """Offer the task until it is taken, then wait for its end. The service may answer at once with the end."""
+        offer = {**task, "key": key, "base_url": self.url, "openai_base_url": f"{self.url}/v1", "model": MODEL}
+        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        self._http = self._http or client_session(keepalive_s=15.0)
+        body = msgspec.json.encode(offer)
+        while not one.ended.is_set():
+            try:
+                status, reply = await post_bounded(
+                    self._http, self._options.url, body, headers,
+                    within_s=OFFER_S, max_bytes=MAX_REPLY_BYTES, name=f"the agent service at {self._options.url}",
+                )  # fmt: skip
+            except NoAnswer:
+                await asyncio.sleep(RETRY_S)  # it is absent: rollout.timeout_s bounds how long
+                continue
+            if status in (429, 502, 503, 504):
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not 200 <= status < 300:
+                words = reply[-TAIL_BYTES:].decode(errors="replace")
+                raise NetworkFailure(f"the agent service refused the task with status {status}: {words}")
+            break
+        await one.ended.wait()
+
+
+def split_command(command: str) -> tuple[str, ...]:
+    """A command line as a shell would split it. Raises ValueError."""
+    return tuple(shlex.split(command))
+
+
+def _ending(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
