@@ -18,6 +18,7 @@ from ..actors.weights.receive import TrainerSenders
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
+from ..core.config.run import AGENT_WORKFLOW
 from ..core.errors import ConfigError, ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
@@ -32,6 +33,7 @@ from .composition.memory_parts import (
     trainer_tenancy,
 )
 from .composition.rollout_parts import (
+    agent_workflow,
     eval_rewarders,
     eval_sampling,
     eval_sets,
@@ -279,6 +281,8 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     tokenizer = load_tokenizer(config.model.path, config.data)
     if spec.kind == "recorded":
         workflow = RecordedAnswers(config)
+    elif config.rollout.workflow == AGENT_WORKFLOW:
+        workflow = agent_workflow(spec, config)
     else:
         workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.

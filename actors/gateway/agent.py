@@ -23,7 +23,8 @@ import signal
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,11 +32,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, FailureKind, MemberFailed
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
 from ..workflows.episode import WorkflowContext
-from ..workflows.failures import EnvironmentFailure, NetworkFailure, SandboxFailure, WorkflowFailure
 from .exchange import MODEL
 from .server import Gateway, OpenSession
 from .session import RequestFault, Session
@@ -67,7 +67,10 @@ class AgentOptions:
     url: str = ""
     reward: RewardFrom = "verifier"
     sandbox: Literal["none", "bubblewrap"] = "none"
-    env: dict[str, str] | None = None
+    timeout_s: float = 600.0
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of this process: what programs get besides."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     host: str = "127.0.0.1"
     port: int = 0
     public_host: str = ""
@@ -75,8 +78,6 @@ class AgentOptions:
     key_prefix: str = ""
     folder: str = "."
     """Where programs run: that of the run file."""
-    keep_output: str = ""
-    """Folder for the output of programs that failed."""
 
 
 class AgentWorkflow:
@@ -116,16 +117,20 @@ class AgentWorkflow:
             await self._runner.cleanup()
 
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
-        """One rollout: its samples. Raises what the engine raised, or a WorkflowFailure."""
+        """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
         session = Session(ctx.episode, ctx.tokenizer, ctx.episode.sampling)
         one = OpenSession(session, prompt, is_replay=ctx.is_replay)
         key = self.gateway.open(one, self._options.key_prefix)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below
         acting = asyncio.ensure_future(self._acted(ctx, prompt, one, key))  # noqa: TID251 -- ended below
         try:
-            await asyncio.wait((interrupted, acting), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                (interrupted, acting), timeout=self._options.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if session.fault is not None:
                 raise session.fault
+            if not done:
+                raise _failed(f"the agent did not finish within {self._options.timeout_s:g} s")
             await acting
         finally:
             for task in (interrupted, acting):
@@ -134,7 +139,7 @@ class AgentWorkflow:
             await self.gateway.close(key)
         samples = session.samples(one.reward)
         if not samples:
-            raise EnvironmentFailure("the agent ended without a turn of the model")
+            raise _failed("the agent ended without a turn of the model")
         return samples
 
     async def _acted(self, ctx: WorkflowContext, prompt: Prompt, one: OpenSession, key: str) -> None:
@@ -151,11 +156,8 @@ class AgentWorkflow:
             await self._programmed(task, one, key)
         else:
             await self._served(task, one, key)
-        end = one.end
-        if end is not None and end.failure is not None:
-            failure = WorkflowFailure(end.failure)
-            failure.kind = end.kind  # type: ignore[misc]
-            raise failure
+        if one.end is not None and one.end.failure is not None:
+            raise _failed(one.end.failure, one.end.kind)
 
     # -- a program
 
@@ -171,7 +173,7 @@ class AgentWorkflow:
                 one.reward = float(status == 0) if one.reward is None else one.reward
                 return
             if status != 0 and (one.end is None or one.end.failure is None):
-                raise EnvironmentFailure(f"the agent's program ended with {_ending(status)}: {tail or '(no output)'}")
+                raise _failed(f"the agent's program ended with {_ending(status)}: {tail or '(no output)'}")
             if of.reward == "file":
                 self._read_reward(scratch / "reward.json", one)
 
@@ -179,9 +181,7 @@ class AgentWorkflow:
         """The program's exit status, negative for a signal. It ends with this call, and all that it started."""
         of = self._options
         grace = ("-m", "myxa.actors.subreaper", str(os.getpid()), "0")
-        env = {
-            **os.environ, **(of.env or {}), **self._environment(key, str(scratch)), "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
+        env = {**of.environ, **of.env, **self._environment(key, str(scratch)), "PYTHONUNBUFFERED": "1"}
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, *grace, *self._wrapped(scratch), *of.command,
@@ -189,7 +189,7 @@ class AgentWorkflow:
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise SandboxFailure(f"the agent's program cannot be started: {error}") from error
+            raise _failed(f"the agent's program cannot be started: {error}", "sandbox") from error
         try:
             return await process.wait()
         finally:
@@ -237,12 +237,12 @@ class AgentWorkflow:
         try:
             said = msgspec.json.decode(path.read_bytes(), type=float | FileReward)
         except FileNotFoundError:
-            raise EnvironmentFailure("the agent's program wrote no reward into $MYXA_REWARD_FILE") from None
+            raise _failed("the agent's program wrote no reward into $MYXA_REWARD_FILE") from None
         except (OSError, msgspec.MsgspecError) as error:
-            raise EnvironmentFailure(f"the agent's reward file cannot be read: {error}") from error
+            raise _failed(f"the agent's reward file cannot be read: {error}") from error
         found = FileReward(said) if isinstance(said, float) else said
         if not all(map(math.isfinite, (found.reward, *found.answers.values()))):
-            raise EnvironmentFailure("the agent's reward file has a reward that is no finite number")
+            raise _failed("the agent's reward file has a reward that is no finite number")
         one.reward = found.reward
         for answer, reward in found.answers.items():
             with contextlib.suppress(RequestFault):
@@ -270,9 +270,13 @@ class AgentWorkflow:
                 continue
             if not 200 <= status < 300:
                 words = reply[-TAIL_BYTES:].decode(errors="replace")
-                raise NetworkFailure(f"the agent service refused the task with status {status}: {words}")
+                raise _failed(f"the agent service refused the task with status {status}: {words}", "network")
             break
         await one.ended.wait()
+
+
+def _failed(words: str, kind: FailureKind = "environment") -> MemberFailed:
+    return MemberFailed(words, kind=kind, remedy="see what the agent does; docs/agents.md")
 
 
 def split_command(command: str) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ from ..stream_checks import StreamChecks
 from ..telemetry import report_forever
 from ..weights.engine_versions import ALWAYS_NEWEST
 from ..weights.receive import EngineWeights
-from ..workflows.episode import Generate, ModelAccess, Workflow
+from ..workflows.episode import Generate, Lasting, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
 from .evaluation import Evaluation
 from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, drop_reason, no_engine
@@ -251,7 +251,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         await self._pull(runner)
 
     async def _start_workers(self) -> None:
-        if isinstance(self._workflow, WorkflowPool):
+        if isinstance(self._workflow, Lasting):
             await self._workflow.start()
 
     async def _wait_for_room(self, engine: Engine) -> Generate:
@@ -273,7 +273,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             task.cancel()
         closing = [self._judges.close(), self._evaluation.close()]
         closing += [] if self._engine is None else [self._engine.close()]
-        closing += [self._workflow.close()] if isinstance(self._workflow, WorkflowPool) else []
+        closing += [self._workflow.close()] if isinstance(self._workflow, Lasting) else []
         await all_ended(closing)
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -587,6 +587,15 @@ class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
 
 Workflow = Callable[[WorkflowContext, Prompt], Awaitable[Sample | Sequence[Sample]]]
 """A workflow turns a prompt into the finished sample of a rollout, or into several, usually by `ctx.episode`."""
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """Of a workflow that has something running as long as its actor."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def _whole(parts: Sequence[I32]) -> I32:

@@ -18,7 +18,9 @@ from .learning import (
     TrainerConfig,
 )
 from .run import (
+    AGENT_WORKFLOW,
     WORKFLOW_BUILTINS,
+    AgentSettings,
     ChannelName,
     ControlSettings,
     EngineSettings,
@@ -47,6 +49,7 @@ class RunConfig(Section, frozen=True):
     data: DataSettings
     eval: EvalSettings = EvalSettings()
     rollout: RolloutSettings = RolloutSettings()
+    agent: AgentSettings = AgentSettings()
     reward: RewardSettings = RewardSettings()
     algo: AlgoConfig = AlgoConfig()
     critic: CriticConfig = CriticConfig()
@@ -160,6 +163,18 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
           "at the temperature that they were drawn at; or use algo.ref_path")),
         (algo.ref_urls == RECORDED_REFERENCE and not is_recorded, "algo.ref_urls roles.rollout.kind",
          'needs roles.rollout.kind = "recorded": log-probs are recorded of those answers only'),
+    )  # fmt: skip
+
+
+def _agent_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    agent, is_asked = config.agent, config.rollout.workflow == AGENT_WORKFLOW
+    return clashes(
+        (is_asked and not (agent.command or agent.url), "agent.command rollout.workflow",
+         f'is empty, and agent.url too: rollout.workflow = "{AGENT_WORKFLOW}" needs a program or a service'),
+        (not is_asked and agent != AgentSettings(), "rollout.workflow agent",
+         f'must be "{AGENT_WORKFLOW}" for the table [agent] to matter'),
+        (is_asked and agent.reward != "verifier" and config.reward.fn != "workflow", "reward.fn agent.reward",
+         f'must be "workflow": agent.reward = "{agent.reward}" says the reward'),
     )  # fmt: skip
 
 
@@ -473,6 +488,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _sft_conflicts,
     _exploration_conflicts,
     _reference_conflicts,
+    _agent_conflicts,
     _critic_conflicts,
     _eval_conflicts,
     _step_conflicts,

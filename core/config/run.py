@@ -333,6 +333,7 @@ class MemorySettings(Section, frozen=True):
 # -- generation --------------------------------------------------------------------------------------------------------
 
 WORKFLOW_BUILTINS = ("single_turn", "demonstration")
+AGENT_WORKFLOW = "agent"
 
 
 def _token_ids(value: tuple[int, ...]) -> tuple[int, ...]:
@@ -385,9 +386,10 @@ class RolloutSettings(Section, frozen=True):
     """Whether nothing but the run file decides what is drawn and trained: with `async.max_staleness = 0` two runs are
     equal to the bit (docs/engines.md). Each turn has a seed made of `run.seed`, draw, sample and turn. SGLang needs
     `sglang.enable_deterministic_inference` for it."""
-    workflow: Annotated[CodeName, named(*WORKFLOW_BUILTINS), Field(min_length=1)] = "single_turn"
-    """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own function or class,
-    `module:name` or `file.py:name`, which runs in worker processes."""
+    workflow: Annotated[CodeName, named(*WORKFLOW_BUILTINS, AGENT_WORKFLOW), Field(min_length=1)] = "single_turn"
+    """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), agent (a program or service that
+    talks to the policy by HTTP, see `[agent]`), or your own function or class, `module:name` or `file.py:name`, which
+    runs in worker processes."""
     workflow_args: Annotated[Table, AfterValidator(check_json)] = {}
     """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
@@ -426,13 +428,44 @@ class RolloutSettings(Section, frozen=True):
         return clashes(
             (self.min_new_tokens > self.max_new_tokens, "min_new_tokens max_new_tokens",
              f"is above max_new_tokens = {self.max_new_tokens}"),
-            (self.workflow_args and self.workflow in WORKFLOW_BUILTINS, "workflow_args workflow",
+            (self.workflow_args and self.workflow in (*WORKFLOW_BUILTINS, AGENT_WORKFLOW), "workflow_args workflow",
              f'is for a workflow of your own; "{self.workflow}" takes none'),
         )  # fmt: skip
 
 
 def _router(value: str) -> str:
     return check_urls((value,))[0] if value else value
+
+
+class AgentSettings(Section, frozen=True):
+    """Agents that talk to the policy by HTTP, with `rollout.workflow = "agent"` (docs/agents.md)."""
+
+    command: str = ""
+    """A program that is started for each rollout, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+    ANTHROPIC_API_KEY, MYXA_TASK_FILE and others in its environment."""
+    dir: PathText = "."
+    """The folder that it starts in; left out: that of the run file."""
+    url: Annotated[str, AfterValidator(_router)] = ""
+    """Or a service that gets each task by POST, with the key of its session."""
+    reward: Literal["verifier", "exit", "file"] = "verifier"
+    """Where nothing was sent to /v1/session/reward: verifier (the run's reward function), exit (1 for status 0, else
+    0) or file (what the program wrote into $MYXA_REWARD_FILE)."""
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """bubblewrap: the program sees all files, and can write to its scratch folder alone."""
+    env: dict[str, str] = {}
+    """Further variables of the program's environment."""
+    host: str = "127.0.0.1"
+    """Address that each rollout actor listens on for agents."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Its port, plus the number of the actor; 0 = any free one."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Both ways at once; a service has no exit status."""
+        return clashes(
+            (self.command and self.url, "command url", "is there as well: use one of them"),
+            (self.url and self.reward != "verifier", "reward url",
+             f'must be "verifier": a service has no {self.reward}; it sends rewards to /v1/session/reward'),
+        )  # fmt: skip
 
 
 class EngineSettings(Section, frozen=True):

@@ -16,8 +16,10 @@ from ...core.config.data import EvalSetSettings
 from ...core.config.learning import RECORDED_REFERENCE
 from ...core.messages import SamplingParams
 from ...core.protocols import Tokenizer
+from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
+    from ...actors.gateway.agent import AgentWorkflow
     from ...actors.rewards.guard import Reference
     from ...actors.rewards.rewarder import Rewarder
 
@@ -51,6 +53,27 @@ def sglang_needs(config: RunConfig) -> SglangNeeds:
     """What servers must have been started with, or without, for this sampling."""
     rollout = config.rollout
     return SglangNeeds(tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic)
+
+
+def agent_workflow(spec: ActorSpec, config: RunConfig) -> AgentWorkflow:
+    """The gateway of this actor, and what it starts for each rollout."""
+    from ...actors.gateway.agent import AgentOptions, AgentWorkflow, split_command
+
+    agent = config.agent
+    options = AgentOptions(
+        command=split_command(agent.command),
+        url=agent.url,
+        reward=agent.reward,
+        sandbox=agent.sandbox,
+        timeout_s=config.rollout.timeout_s,
+        environ=os.environ,
+        env=agent.env,
+        folder=agent.dir,
+        host=agent.host,
+        port=agent.port + spec.index if agent.port else 0,
+        key_prefix=f"r{spec.index}-",
+    )
+    return AgentWorkflow(options)
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:
