@@ -171,7 +171,7 @@ def _agent_conflicts(config: RunConfig) -> Iterator[Conflict]:
     return clashes(
         (is_asked and not (agent.command or agent.url), "agent.command rollout.workflow",
          f'is empty, and agent.url too: rollout.workflow = "{AGENT_WORKFLOW}" needs a program or a service'),
-        (not is_asked and agent != AgentSettings(), "rollout.workflow agent",
+        (not is_asked and agent != AgentSettings(dir=agent.dir), "rollout.workflow agent",
          f'must be "{AGENT_WORKFLOW}" for the table [agent] to matter'),
         (is_asked and agent.reward != "verifier" and config.reward.fn != "workflow", "reward.fn agent.reward",
          f'must be "workflow": agent.reward = "{agent.reward}" says the reward'),
