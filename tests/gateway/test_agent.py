@@ -1,0 +1,204 @@
+"""Agents of both kinds in a rollout: what they get, how they end, what becomes of their faults."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from aiohttp import web
+from tests.gateway.scripted import SAMPLING, Says
+from tests.workflows.chat_models import QWEN3
+
+from myxa.actors.gateway.agent import AgentOptions, AgentWorkflow
+from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
+from myxa.core.errors import ConfigError, EngineError, FailureKind, MemberFailed
+from myxa.core.samples import Message, Prompt, Sample
+
+ROW = Prompt(group_id=7, row=3, pass_index=0, messages=(Message(role="user", content="task"),), label="L", source="d")
+ASKS = """
+import json, os, sys, urllib.request
+task = json.load(open(os.environ["MYXA_TASK_FILE"]))
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["MYXA_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+answer = post("/v1/chat/completions", {"messages": task["messages"]})
+"""
+TWO_REWARDS = """
+rewards = {"reward": 2, "answers": {answer["myxa"]["answers"][0]: 1.5}}
+json.dump(rewards, open(os.environ["MYXA_REWARD_FILE"], "w"))
+"""
+
+
+def context(says: Says, recorded: tuple[Sample, ...] = (), attempt: int = 0) -> WorkflowContext:
+    access = ModelAccess(generate=says.generate, sampling=SAMPLING, context_length=8192)
+    episode = Episode(prompt=ROW, index=0, tokenizer=says.tokenizer, model=access, recorded=recorded)
+    return WorkflowContext(
+        episode=episode, tokenizer=says.tokenizer, max_turns=1, index=0, session_id="s", attempt=attempt
+    )
+
+
+@asynccontextmanager
+async def running(**options: Any) -> AsyncGenerator[AgentWorkflow]:
+    workflow = AgentWorkflow(AgentOptions(**options))
+    await workflow.start()
+    try:
+        yield workflow
+    finally:
+        await workflow.close()
+
+
+async def programmed(tmp_path: Path, code: str, says: Says | None = None, **options: Any) -> tuple[Sample, ...]:
+    (tmp_path / "agent.py").write_text(ASKS + code)
+    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), **options) as workflow:
+        return await workflow(context(says or Says(QWEN3, lambda prompt: "hello")), ROW)
+
+
+async def test_a_program_is_a_rollout(tmp_path: Path) -> None:
+    (sample,) = await programmed(tmp_path, "")
+    assert sample.text == "hello<|im_end|>" or sample.text == "hello"
+    assert sample.reward is None
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "reward"),
+    [
+        ("sys.exit(0)", "exit", 1.0),
+        ("sys.exit(3)", "exit", 0.0),
+        ('open(os.environ["MYXA_REWARD_FILE"], "w").write("0.5")', "file", 0.5),
+        (TWO_REWARDS, "file", 2.0),
+        ('post("/v1/session/reward", {"reward": 0.25})', "verifier", 0.25),
+        ('post("/v1/session/reward", {"reward": 0.25}); sys.exit(1)', "exit", 0.25),
+    ],
+)  # fmt: skip
+async def test_where_the_reward_comes_from(tmp_path: Path, code: str, how: Any, reward: float) -> None:
+    (sample,) = await programmed(tmp_path, code, reward=how)
+    assert sample.reward == reward
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "kind", "words"),
+    [
+        ("sys.stderr.write('boom'); sys.exit(3)", {}, "environment", "exit status 3: boom"),
+        ("os.kill(os.getpid(), 9)", {}, "environment", "SIGKILL"),
+        ("", {"reward": "file"}, "environment", "wrote no reward"),
+        (
+            'open(os.environ["MYXA_REWARD_FILE"], "w").write("much")',
+            {"reward": "file"},
+            "environment",
+            "cannot be read",
+        ),
+        ('open(os.environ["MYXA_REWARD_FILE"], "w").write("1e999")', {"reward": "file"}, "environment", "read|finite"),
+        ('post("/v1/session/end", {"failure": "no browser", "kind": "sandbox"})', {}, "sandbox", "no browser"),
+        ("import time; time.sleep(60)", {"timeout_s": 1.5}, "environment", "within 1.5 s"),
+    ],
+)
+async def test_faults_of_a_program(
+    tmp_path: Path, code: str, options: dict[str, Any], kind: FailureKind, words: str
+) -> None:
+    with pytest.raises(MemberFailed, match=words) as caught:
+        await programmed(tmp_path, code, **options)
+    assert caught.value.kind == kind
+
+
+async def test_a_program_that_asks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("")
+    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path)) as workflow:
+        with pytest.raises(MemberFailed, match="without a turn"):
+            await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
+
+
+async def test_nothing_of_a_program_outlives_its_rollout(tmp_path: Path) -> None:
+    code = (
+        "import subprocess; subprocess.Popen(['sleep', '77.125'], start_new_session=True); import time; time.sleep(60)"
+    )
+    with pytest.raises(MemberFailed):
+        await programmed(tmp_path, code, timeout_s=2.0)
+    assert not [one for one in psutil.process_iter(["cmdline"]) if "77.125" in (one.info["cmdline"] or ())]
+
+
+async def test_an_engine_that_fails_ends_the_program_and_keeps_the_cause(tmp_path: Path) -> None:
+    def fails(prompt: str) -> str:
+        raise EngineError("out of memory")
+
+    with pytest.raises(EngineError, match="out of memory"):
+        await programmed(tmp_path, "", Says(QWEN3, fails))
+
+
+async def test_a_second_attempt_replays_the_turns_that_were_recorded(tmp_path: Path) -> None:
+    first = Says(QWEN3, lambda prompt: "hello")
+    (sample,) = await programmed(tmp_path, "", first)
+    again = Says(QWEN3, lambda prompt: "other")
+    code = 'open("seen.json", "w").write(json.dumps([task["is_replay"], answer["choices"][0]["message"]["content"]]))'
+    (tmp_path / "agent.py").write_text(ASKS + code)
+    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path)) as workflow:
+        (replayed,) = await workflow(context(again, recorded=(sample,), attempt=1), ROW)
+    assert again.prompts == []
+    assert replayed.response_ids.tolist() == sample.response_ids.tolist()
+    assert msgspec.json.decode((tmp_path / "seen.json").read_bytes()) == [True, "hello"]
+
+
+async def test_a_sandbox_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="bwrap"):
+        await AgentWorkflow(AgentOptions(sandbox="bubblewrap")).start()
+
+
+Taken = Callable[[dict[str, Any]], Awaitable[web.Response]]
+
+
+@asynccontextmanager
+async def service(take: Taken) -> AsyncGenerator[str]:
+    async def handle(request: web.Request) -> web.Response:
+        return await take(await request.json())
+
+    app = web.Application()
+    app.router.add_post("/tasks", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/tasks"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_service_that_is_absent_and_refuses_at_first(tmp_path: Path) -> None:
+    tried = 0
+    ending: set[asyncio.Task[None]] = set()
+
+    async def act(task: dict[str, Any]) -> None:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {task['key']}"}) as client:
+            await client.post(f"{task['openai_base_url']}/chat/completions", json={"messages": task["messages"]})
+            await client.post(f"{task['base_url']}/v1/session/end", json={"reward": 0.5})
+
+    async def take(task: dict[str, Any]) -> web.Response:
+        nonlocal tried
+        tried += 1
+        if tried == 1:
+            return web.Response(status=503)
+        ending.add(asyncio.ensure_future(act(task)))
+        return web.Response(status=202)
+
+    async with service(take) as url, running(url=url) as workflow:
+        (sample,) = await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
+        await asyncio.gather(*ending)
+    assert (tried, sample.reward) == (2, 0.5)
+
+
+async def test_a_service_that_refuses_the_task() -> None:
+    async def take(task: dict[str, Any]) -> web.Response:
+        return web.Response(status=422, text="what is a task?")
+
+    async with service(take) as url, running(url=url) as workflow:
+        with pytest.raises(MemberFailed, match="what is a task") as caught:
+            await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
+    assert caught.value.kind == "network"
