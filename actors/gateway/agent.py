@@ -38,7 +38,8 @@ from ..http_client import NoAnswer, client_session, post_bounded
 from ..workflows.episode import WorkflowContext
 from .exchange import MODEL
 from .server import Gateway, OpenSession
-from .session import RequestFault, Session
+from .session import RequestFault, Session, written_form
+from .turn_text import ToolForm
 
 TAIL_BYTES = 2000
 """Of a program's output, in errors."""
@@ -88,6 +89,7 @@ class AgentWorkflow:
         self.gateway = Gateway()
         self._runner: web.AppRunner | None = None
         self._http: aiohttp.ClientSession | None = None
+        self._form: ToolForm | None = None
         self.url = ""
         """Of the gateway, once it serves."""
 
@@ -118,7 +120,8 @@ class AgentWorkflow:
 
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
-        session = Session(ctx.episode, ctx.tokenizer, ctx.episode.sampling)
+        self._form = self._form or written_form(ctx.tokenizer)
+        session = Session(ctx.episode, ctx.tokenizer, self._form)
         one = OpenSession(session, prompt, is_replay=ctx.is_replay)
         key = self.gateway.open(one, self._options.key_prefix)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below

@@ -165,15 +165,12 @@ class _Place:
 class Session:
     """The conversations of one rollout. See the module's head. Used by one loop."""
 
-    def __init__(
-        self, episode: Episode, tokenizer: Tokenizer, sampling: SamplingParams, form: ToolForm | None = None
-    ) -> None:
-        """`sampling`: of the run: the client's own values are taken within its limits. `form`: None: as the chat
-        template writes tool calls."""
+    def __init__(self, episode: Episode, tokenizer: Tokenizer, form: ToolForm) -> None:
+        """`form`: of tool calls, see `written_form`."""
         self._root = episode
         self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._form: ToolForm = form or _written_form(tokenizer)
+        self._sampling = episode.sampling
+        self._form: ToolForm = form
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._lines: list[_Line] = []
         self._places: dict[bytes, _Place] = {}
@@ -393,7 +390,7 @@ TOOL: dict[str, Any] = {
 }
 
 
-def _written_form(tokenizer: Tokenizer) -> ToolForm:
+def written_form(tokenizer: Tokenizer) -> ToolForm:
     """How the chat template writes a tool call."""
     turns = (Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=(CALLED,)))
     with contextlib.suppress(DataError, TemplateError):

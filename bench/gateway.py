@@ -1,0 +1,179 @@
+"""What a turn costs more through the gateway than by a call: milliseconds alone, tokens a second with many sessions.
+
+    python bench/gateway.py [--sessions 1000] [--turns 2] [--tokens 32] [--rounds 3] [--preset 1m]
+
+One embedded engine in one process. Sessions of `--turns` turns each, all begun at once: their turns asked for by calls
+in that process, then by HTTP from a client process that keeps one connection for each session. Rounds alternate. Every
+session has to end with as many samples and learnt tokens as were drawn: what is missing is lost. Goals: at most 3 ms a
+turn, throughput at least 0.97 of the engine alone, nothing lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+import aiohttp
+from aiohttp import web
+
+from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+from myxa.actors.gateway.server import Gateway, OpenSession
+from myxa.actors.gateway.session import Session, written_form
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.actors.workflows.episode import Episode, ModelAccess
+from myxa.core.messages import SamplingParams
+from myxa.core.samples import Message, Prompt
+
+ALONE_TURNS = 100
+
+
+async def talk(url: str, key: str, turns: int, http: aiohttp.ClientSession) -> list[float]:
+    """A session's turns; seconds of each."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+    took: list[float] = []
+    for _ in range(turns):
+        began = time.perf_counter()
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.post(f"{url}/v1/chat/completions", json={"messages": messages}, headers=headers) as answer:
+            body = await answer.json()
+        took.append(time.perf_counter() - began)
+        if answer.status != 200:
+            raise SystemExit(str(body))
+        messages += [body["choices"][0]["message"], {"role": "user", "content": "more"}]
+    return took
+
+
+async def be_client() -> None:
+    """In the client's process: a line of JSON asks for a round, a line answers."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as http:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            asked = json.loads(line)
+            began = time.perf_counter()
+            took = await asyncio.gather(*(talk(asked["url"], key, asked["turns"], http) for key in asked["keys"]))
+            print(
+                json.dumps({"s": time.perf_counter() - began, "turns": [one for some in took for one in some]}),
+                flush=True,
+            )
+
+
+class World:
+    """The engine, and sessions before it."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self.form = written_form(self.tokenizer)
+        self.engine = EmbeddedEngine(str(folder), EmbeddedOptions(max_running=256, context_length=2048))
+        self.sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
+        self.access = ModelAccess(generate=self.engine.generate, sampling=self.sampling, context_length=2048)
+        self.num = 0
+
+    def session(self) -> OpenSession:
+        self.num += 1
+        prompt = Prompt(group_id=self.num, row=0, pass_index=0, messages=(Message(role="user", content="hello"),))
+        episode = Episode(prompt=prompt, index=0, tokenizer=self.tokenizer, model=self.access)
+        return OpenSession(Session(episode, self.tokenizer, self.form), prompt)
+
+    async def call(self, turns: int) -> list[float]:
+        """A rollout without the gateway."""
+        episode, took = self.session().session._root, []  # pyright: ignore[reportPrivateUsage]
+        for _ in range(turns):
+            began = time.perf_counter()
+            await episode.generate()
+            took.append(time.perf_counter() - began)
+            episode.reply("user", "more")
+        return took
+
+
+async def asked(client: asyncio.subprocess.Process, **what: Any) -> dict[str, Any]:
+    assert client.stdin is not None
+    assert client.stdout is not None
+    client.stdin.write(json.dumps(what).encode() + b"\n")
+    return json.loads(await client.stdout.readline())
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> None:
+    world, gateway = World(folder, options), Gateway()
+    await world.engine.start()
+    runner = web.AppRunner(gateway.app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--client", stdin=-1, stdout=-1, limit=1 << 26
+    )
+    lost = 0
+
+    async def through(num: int, turns: int) -> dict[str, Any]:
+        nonlocal lost
+        opened = [world.session() for _ in range(num)]
+        keys = [gateway.open(one) for one in opened]
+        found = await asked(client, url=url, keys=keys, turns=turns)
+        for one, key in zip(opened, keys, strict=True):
+            samples = one.session.samples()
+            lost += turns * options.tokens - sum(int(sample.loss_mask.sum()) for sample in samples)
+            await gateway.close(key)
+        return found
+
+    await world.call(5)
+    await through(1, 5)
+    alone, gated = [], []
+    for _ in range(options.rounds):
+        alone += await world.call(ALONE_TURNS // options.rounds)
+        gated += (await through(1, ALONE_TURNS // options.rounds))["turns"]
+    ratios: list[float] = []
+    rates: list[tuple[float, float]] = []
+    total = options.sessions * options.turns * options.tokens
+    for _ in range(options.rounds):
+        began = time.perf_counter()
+        await asyncio.gather(*(world.call(options.turns) for _ in range(options.sessions)))
+        alone_s = time.perf_counter() - began
+        gated_s = (await through(options.sessions, options.turns))["s"]
+        ratios.append(alone_s / gated_s)
+        rates.append((total / alone_s, total / gated_s))
+    one_ms, gated_ms = statistics.median(alone) * 1e3, statistics.median(gated) * 1e3
+    own, theirs = (statistics.median(one[at] for one in rates) for at in (0, 1))
+    print("| what | engine alone | through the gateway | |\n|---|---:|---:|---|")
+    print(
+        f"| a turn of one session, ms, median | {one_ms:.2f} | {gated_ms:.2f} | {gated_ms - one_ms:.2f} more (goal 3) |"
+    )
+    ratio = statistics.median(ratios)
+    print(f"| tokens/s, {options.sessions} sessions | {own:,.0f} | {theirs:,.0f} | {ratio:.3f} (goal 0.97) |")
+    print(f"| learnt tokens that are missing | | {lost} | |")
+    assert client.stdin is not None
+    client.stdin.close()
+    await client.wait()
+    await runner.cleanup()
+    await world.engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--preset", default="1m")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        asyncio.run(be_client())
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(Path(folder), preset=options.preset, seed=0)
+        asyncio.run(measure(options, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()
