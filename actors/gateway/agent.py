@@ -1,20 +1,23 @@
 """The workflow `agent`: a rollout is what a program, or a service elsewhere, does with the policy through the gateway.
 
 A program is started for each rollout, with what SDKs look for in its environment; it has ended when its process has. A
-service gets each task by HTTP, and says when it is over. Either may say a reward, for single turns too; where neither
-does, the reward function of the run judges. What fails is tried again, then masked, as with any environment.
+service gets each task by HTTP, or polls for tasks, and says when one is over; programs that poll may be started here,
+and are started again when they end. Either may say a reward, for single turns too; where neither does, the reward
+function of the run judges. What fails is tried again, then masked, as with any environment.
 
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    the policy
     MYXA_BASE_URL    of the gateway: /v1/session, /v1/session/reward, /v1/session/end
     MYXA_TASK_FILE   JSON: messages, tools, label, metadata, is_replay, session_id, attempt
     MYXA_REWARD_FILE a number, or {"reward": ..., "answers": {id: ...}}, written by a program whose reward is "file"
     MYXA_SCRATCH     a folder of its own; also HOME and TMPDIR
+    MYXA_TASKS_KEY   the key for /v1/tasks/next, for programs that poll
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import shlex
@@ -50,6 +53,7 @@ RETRY_S = 1.0
 OFFER_S = 30.0
 """For a service to take a task."""
 MAX_REPLY_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
 RewardFrom = Literal["verifier", "exit", "file"]
 
 
@@ -66,6 +70,9 @@ class AgentOptions:
 
     command: tuple[str, ...] = ()
     url: str = ""
+    polls: bool = False
+    workers: int = 2
+    silence_s: float = 120.0
     reward: RewardFrom = "verifier"
     sandbox: Literal["none", "bubblewrap"] = "none"
     timeout_s: float = 600.0
@@ -77,6 +84,8 @@ class AgentOptions:
     public_host: str = ""
     """What other hosts call this one; empty: `host`."""
     key_prefix: str = ""
+    address_file: str = ""
+    """Where services find the gateway's address and their key; empty: nowhere."""
     folder: str = "."
     """Where programs run: that of the run file."""
 
@@ -90,6 +99,7 @@ class AgentWorkflow:
         self._runner: web.AppRunner | None = None
         self._http: aiohttp.ClientSession | None = None
         self._form: ToolForm | None = None
+        self._workers: list[asyncio.Task[None]] = []
         self.url = ""
         """Of the gateway, once it serves."""
 
@@ -110,9 +120,18 @@ class AgentWorkflow:
         port = self._runner.addresses[0][1]
         host = of.public_host or (socket.gethostname() if of.host in ("0.0.0.0", "::") else of.host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        if of.address_file:
+            told = {"base_url": self.url, "tasks_key": self.gateway.service_key}
+            write_private(Path(of.address_file), msgspec.json.encode(told))
+        if of.polls and of.command:
+            self._workers = [asyncio.ensure_future(self._kept()) for _ in range(of.workers)]  # noqa: TID251 -- see close
 
     async def close(self) -> None:
         """Stop serving. Rollouts have ended before."""
+        for one in self._workers:
+            one.cancel()
+        if self._workers:
+            await asyncio.wait(self._workers)
         if self._http is not None:
             await self._http.close()
         if self._runner is not None:
@@ -155,7 +174,7 @@ class AgentWorkflow:
             "session_id": ctx.session_id,
             "attempt": ctx.attempt,
         }
-        if self._options.command:
+        if self._options.command and not self._options.polls:
             await self._programmed(task, one, key)
         else:
             await self._served(task, one, key)
@@ -230,6 +249,7 @@ class AgentWorkflow:
             "MYXA_TASK_FILE": f"{scratch}/task.json",
             "MYXA_REWARD_FILE": f"{scratch}/reward.json",
             "MYXA_SCRATCH": scratch,
+            **({"MYXA_TASKS_KEY": self.gateway.service_key} if self._options.polls else {}),
             "HOME": scratch,
             "TMPDIR": scratch,
         }
@@ -254,11 +274,26 @@ class AgentWorkflow:
     # -- a service
 
     async def _served(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
-        """Offer the task until it is taken, then wait for its end. The service may answer at once with the end."""
-        offer = {**task, "key": key, "base_url": self.url, "openai_base_url": f"{self.url}/v1", "model": MODEL}
+        """Offer the task until it is taken, then wait for its end."""
+        whole = {**task, "key": key, "base_url": self.url, "openai_base_url": f"{self.url}/v1", "model": MODEL}
+        if self._options.polls:
+            await self.gateway.offer(whole, key).taken.wait()
+        else:
+            await self._pushed(whole, one, key)
+        loop, silence_s = asyncio.get_running_loop(), self._options.silence_s
+        one.heard_s = loop.time()
+        while not one.ended.is_set():
+            silent_s = 0.0 if one.num_under_way else loop.time() - one.heard_s
+            if silent_s >= silence_s:
+                raise _failed(f"nothing was heard of the agent for {silence_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(silence_s - silent_s):
+                    await one.ended.wait()
+
+    async def _pushed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         self._http = self._http or client_session(keepalive_s=15.0)
-        body = msgspec.json.encode(offer)
+        body = msgspec.json.encode(task)
         while not one.ended.is_set():
             try:
                 status, reply = await post_bounded(
@@ -268,14 +303,28 @@ class AgentWorkflow:
             except NoAnswer:
                 await asyncio.sleep(RETRY_S)  # it is absent: rollout.timeout_s bounds how long
                 continue
-            if status in (429, 502, 503, 504):
-                await asyncio.sleep(RETRY_S)
-                continue
-            if not 200 <= status < 300:
+            if 200 <= status < 300:
+                return
+            if status not in (429, 502, 503, 504):
                 words = reply[-TAIL_BYTES:].decode(errors="replace")
                 raise _failed(f"the agent service refused the task with status {status}: {words}", "network")
-            break
-        await one.ended.wait()
+            await asyncio.sleep(RETRY_S)
+
+    async def _kept(self) -> None:
+        """A program that polls, started again whenever it ends."""
+        while True:
+            with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
+                scratch = Path(name)
+                with (scratch / "output.log").open("wb") as output:
+                    try:
+                        how = _ending(await self._ran(scratch, output.fileno(), ""))
+                    except MemberFailed as failed:
+                        how = failed.message
+                tail = (scratch / "output.log").read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
+            _log.warning(
+                "an agent program that polls ended with %s, and is started again: %s", how, tail or "(no output)"
+            )
+            await asyncio.sleep(RETRY_S)
 
 
 def _failed(words: str, kind: FailureKind = "environment") -> MemberFailed:

@@ -32,6 +32,8 @@ BODY_S = 60.0
 """For a client to send its body."""
 READ_S = 60.0
 """For a client to take a part of a stream."""
+POLL_S = 25.0
+"""For a service that polls to be told that there is no task."""
 MAX_ENDED = 10_000
 """Keys of ended sessions that are remembered."""
 MAX_UNDER_WAY = 64
@@ -68,6 +70,17 @@ class OpenSession:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """The client has said that it is over."""
     num_under_way: int = 0
+    heard_s: float = 0.0
+    """When its client asked for something last, or got it; monotonic."""
+
+
+class Offer:
+    """A task that waits for a service."""
+
+    def __init__(self, task: dict[str, Any], key: str) -> None:
+        self.task = task
+        self.key = key
+        self.taken = asyncio.Event()
 
 
 class Gateway:
@@ -76,6 +89,9 @@ class Gateway:
     def __init__(self) -> None:
         self._open: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self.service_key = f"sk-myxa-tasks-{secrets.token_urlsafe(24)}"
+        """Of services that poll."""
+        self._offered: asyncio.Queue[Offer] = asyncio.Queue()
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_dialect])
         for path in PATHS:
             self.app.router.add_post(path, self._answer)
@@ -84,6 +100,7 @@ class Gateway:
         self.app.router.add_get("/v1/session", self._task)
         self.app.router.add_post("/v1/session/reward", self._reward)
         self.app.router.add_post("/v1/session/end", self._end)
+        self.app.router.add_post("/v1/tasks/next", self._next_task)
         self.app.router.add_get("/health", _health)
 
     def open(self, one: OpenSession, prefix: str = "") -> str:
@@ -101,12 +118,30 @@ class Gateway:
         if one is not None:
             await one.session.close()
 
+    def offer(self, task: dict[str, Any], key: str) -> Offer:
+        """Put a task where services that poll get it."""
+        one = Offer(task, key)
+        self._offered.put_nowait(one)
+        return one
+
+    async def _next_task(self, request: web.Request) -> web.Response:
+        if not secrets.compare_digest(_key(request).encode(), self.service_key.encode()):
+            raise RequestFault("auth", "tasks are given for the service key alone")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                while True:
+                    offer = await self._offered.get()
+                    if offer.key in self._open:  # else its rollout has ended
+                        offer.taken.set()
+                        return _json(offer.task)
+        return web.Response(status=204)
+
     def _session(self, request: web.Request) -> OpenSession:
         """Raises RequestFault."""
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        key = _key(request)
         found = self._open.get(key)
         if found is not None:
+            found.heard_s = asyncio.get_running_loop().time()
             return found
         if key in self._ended:
             raise RequestFault("auth", "the session of this key has ended")
@@ -132,6 +167,7 @@ class Gateway:
             return response
         finally:
             one.num_under_way -= 1
+            one.heard_s = asyncio.get_running_loop().time()
 
     async def _count(self, request: web.Request) -> web.Response:
         return _json(num_tokens(await _body(request), self._session(request).session))
@@ -173,6 +209,11 @@ class Gateway:
         one.end = end
         one.ended.set()
         return _json({"ok": True})
+
+
+def _key(request: web.Request) -> str:
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _check_reward(reward: float) -> None:

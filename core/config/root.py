@@ -169,7 +169,7 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _agent_conflicts(config: RunConfig) -> Iterator[Conflict]:
     agent, is_asked = config.agent, config.rollout.workflow == AGENT_WORKFLOW
     return clashes(
-        (is_asked and not (agent.command or agent.url), "agent.command rollout.workflow",
+        (is_asked and not (agent.command or agent.url or agent.polls), "agent.command rollout.workflow",
          f'is empty, and agent.url too: rollout.workflow = "{AGENT_WORKFLOW}" needs a program or a service'),
         (not is_asked and agent != AgentSettings(dir=agent.dir), "rollout.workflow agent",
          f'must be "{AGENT_WORKFLOW}" for the table [agent] to matter'),

@@ -447,6 +447,12 @@ class AgentSettings(Section, frozen=True):
     """The folder that it starts in; left out: that of the run file."""
     url: Annotated[str, AfterValidator(_router)] = ""
     """Or a service that gets each task by POST, with the key of its session."""
+    polls: bool = False
+    """Or services that poll POST /v1/tasks/next. With `command`: `workers` of it are started once, and poll."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 2
+    """Programs that poll, per rollout actor."""
+    silence_s: PositiveFloat = 120.0
+    """Seconds after which a service that asks for nothing is given up; its sample is tried again."""
     reward: Literal["verifier", "exit", "file"] = "verifier"
     """Where nothing was sent to /v1/session/reward: verifier (the run's reward function), exit (1 for status 0, else
     0) or file (what the program wrote into $MYXA_REWARD_FILE)."""
@@ -463,8 +469,9 @@ class AgentSettings(Section, frozen=True):
         """Both ways at once; a service has no exit status."""
         return clashes(
             (self.command and self.url, "command url", "is there as well: use one of them"),
-            (self.url and self.reward != "verifier", "reward url",
-             f'must be "verifier": a service has no {self.reward}; it sends rewards to /v1/session/reward'),
+            (self.polls and self.url, "polls url", "is true: a service polls, or gets tasks at its url"),
+            ((self.url or self.polls) and self.reward != "verifier", "reward",
+             'must be "verifier": a service has no exit status and no file; it posts to /v1/session/reward'),
         )  # fmt: skip
 
 

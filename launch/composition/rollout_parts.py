@@ -63,6 +63,9 @@ def agent_workflow(spec: ActorSpec, config: RunConfig) -> AgentWorkflow:
     options = AgentOptions(
         command=split_command(agent.command),
         url=agent.url,
+        polls=agent.polls,
+        workers=agent.workers,
+        silence_s=agent.silence_s,
         reward=agent.reward,
         sandbox=agent.sandbox,
         timeout_s=config.rollout.timeout_s,

@@ -202,3 +202,39 @@ async def test_a_service_that_refuses_the_task() -> None:
         with pytest.raises(MemberFailed, match="what is a task") as caught:
             await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
     assert caught.value.kind == "network"
+
+
+POLLS = """
+import json, os, sys, urllib.error, urllib.request
+def post(path, body, key):
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["MYXA_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    answer = urllib.request.urlopen(request)
+    return json.load(answer) if answer.status == 200 else None
+while True:
+    task = post("/v1/tasks/next", {}, os.environ["MYXA_TASKS_KEY"])
+    if task is None:
+        continue
+    post("/v1/chat/completions", {"messages": task["messages"]}, task["key"])
+    if not os.path.exists("died"):
+        open("died", "w").close()
+        sys.exit(1)
+    post("/v1/session/end", {"reward": 0.5}, task["key"])
+"""
+
+
+async def test_programs_that_poll_are_started_again_and_a_task_that_they_leave_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(POLLS)
+    more: dict[str, Any] = {"polls": True, "workers": 1, "silence_s": 2.0}
+    says = Says(QWEN3, lambda prompt: "hello")
+    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), **more) as workflow:
+        with pytest.raises(MemberFailed, match="nothing was heard"):
+            await workflow(context(says), ROW)
+        (sample,) = await workflow(context(says), ROW)
+    assert sample.reward == 0.5
+
+
+async def test_tasks_are_for_the_service_key_alone() -> None:
+    async with running(polls=True) as workflow, httpx.AsyncClient(base_url=workflow.url) as client:
+        refused = await client.post("/v1/tasks/next", headers={"Authorization": "Bearer sk-other"})
+    assert refused.status_code == 401
