@@ -282,7 +282,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     if spec.kind == "recorded":
         workflow = RecordedAnswers(config)
     elif config.rollout.workflow == AGENT_WORKFLOW:
-        workflow = agent_workflow(spec, config)
+        workflow = agent_workflow(spec, config, run_dir)
     else:
         workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.

@@ -36,6 +36,7 @@ import msgspec
 from aiohttp import web
 
 from ...core.errors import ConfigError, FailureKind, MemberFailed
+from ...core.files import write_durably
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
 from ..workflows.episode import WorkflowContext
@@ -121,8 +122,8 @@ class AgentWorkflow:
         host = of.public_host or (socket.gethostname() if of.host in ("0.0.0.0", "::") else of.host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if of.address_file:
-            told = {"base_url": self.url, "tasks_key": self.gateway.service_key}
-            write_private(Path(of.address_file), msgspec.json.encode(told))
+            told = {"base_url": self.url, "tasks_key": self.gateway.add_service()}
+            write_durably(Path(of.address_file), msgspec.json.encode(told), 0o600)
         if of.polls and of.command:
             self._workers = [asyncio.ensure_future(self._kept()) for _ in range(of.workers)]  # noqa: TID251 -- see close
 
@@ -249,7 +250,7 @@ class AgentWorkflow:
             "MYXA_TASK_FILE": f"{scratch}/task.json",
             "MYXA_REWARD_FILE": f"{scratch}/reward.json",
             "MYXA_SCRATCH": scratch,
-            **({"MYXA_TASKS_KEY": self.gateway.service_key} if self._options.polls else {}),
+            **({"MYXA_TASKS_KEY": key} if self._options.polls else {}),
             "HOME": scratch,
             "TMPDIR": scratch,
         }

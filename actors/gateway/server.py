@@ -89,8 +89,8 @@ class Gateway:
     def __init__(self) -> None:
         self._open: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self.service_key = f"sk-myxa-tasks-{secrets.token_urlsafe(24)}"
-        """Of services that poll."""
+        self._services: dict[str, set[str]] = {}
+        """Keys of services that poll; with the keys of the sessions that each has taken."""
         self._offered: asyncio.Queue[Offer] = asyncio.Queue()
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_dialect])
         for path in PATHS:
@@ -112,6 +112,8 @@ class Gateway:
     async def close(self, key: str) -> None:
         """Its key is refused from now on; its turns under way end."""
         one = self._open.pop(key, None)
+        for taken in self._services.values():
+            taken.discard(key)
         self._ended[key] = None
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
@@ -124,15 +126,30 @@ class Gateway:
         self._offered.put_nowait(one)
         return one
 
+    def add_service(self) -> str:
+        """The key of a service that polls."""
+        key = f"sk-myxa-tasks-{secrets.token_urlsafe(24)}"
+        self._services[key] = set()
+        return key
+
+    def drop_service(self, key: str, why: str) -> None:
+        """It has ended: what it has taken fails."""
+        for taken in self._services.pop(key):
+            if (one := self._open.get(taken)) is not None and not one.ended.is_set():
+                one.end = End(failure=why)
+                one.ended.set()
+
     async def _next_task(self, request: web.Request) -> web.Response:
-        if not secrets.compare_digest(_key(request).encode(), self.service_key.encode()):
-            raise RequestFault("auth", "tasks are given for the service key alone")
+        key = _key(request)
+        if key not in self._services:
+            raise RequestFault("auth", "tasks are given for the key of a service alone")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
                 while True:
                     offer = await self._offered.get()
                     if offer.key in self._open:  # else its rollout has ended
                         offer.taken.set()
+                        self._services.get(key, set()).add(offer.key)
                         return _json(offer.task)
         return web.Response(status=204)
 

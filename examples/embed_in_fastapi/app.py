@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 
 from myxa.launch.embed import EmbeddedStatus, rollout_in
 
-RUN_DIR = Path(os.environ.get("MYXA_RUN", "runs/latest"))  # noqa: TID251 - this program is its own launcher
+RUN_DIR = Path(os.environ.get("MYXA_RUN", "runs/latest"))
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ built.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...actors.engines.sglang.server_args import SglangNeeds
@@ -55,7 +56,7 @@ def sglang_needs(config: RunConfig) -> SglangNeeds:
     return SglangNeeds(tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic)
 
 
-def agent_workflow(spec: ActorSpec, config: RunConfig) -> AgentWorkflow:
+def agent_workflow(spec: ActorSpec, config: RunConfig, run_dir: Path) -> AgentWorkflow:
     """The gateway of this actor, and what it starts for each rollout."""
     from ...actors.gateway.agent import AgentOptions, AgentWorkflow, split_command
 
@@ -72,6 +73,7 @@ def agent_workflow(spec: ActorSpec, config: RunConfig) -> AgentWorkflow:
         environ=os.environ,
         env=agent.env,
         folder=agent.dir,
+        address_file=str(run_dir / f"agents.{spec.index}.json"),
         host=agent.host,
         port=agent.port + spec.index if agent.port else 0,
         key_prefix=f"r{spec.index}-",

@@ -223,12 +223,12 @@ while True:
 """
 
 
-async def test_programs_that_poll_are_started_again_and_a_task_that_they_leave_is_given_up(tmp_path: Path) -> None:
+async def test_a_program_that_polls_is_started_again_and_what_it_had_taken_fails(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(POLLS)
-    more: dict[str, Any] = {"polls": True, "workers": 1, "silence_s": 2.0}
+    more: dict[str, Any] = {"polls": True, "workers": 1}
     says = Says(QWEN3, lambda prompt: "hello")
     async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), **more) as workflow:
-        with pytest.raises(MemberFailed, match="nothing was heard"):
+        with pytest.raises(MemberFailed, match="ended with exit status 1"):
             await workflow(context(says), ROW)
         (sample,) = await workflow(context(says), ROW)
     assert sample.reward == 0.5
@@ -238,3 +238,12 @@ async def test_tasks_are_for_the_service_key_alone() -> None:
     async with running(polls=True) as workflow, httpx.AsyncClient(base_url=workflow.url) as client:
         refused = await client.post("/v1/tasks/next", headers={"Authorization": "Bearer sk-other"})
     assert refused.status_code == 401
+
+
+async def test_a_service_that_falls_silent_is_given_up() -> None:
+    async def take(task: dict[str, Any]) -> web.Response:
+        return web.Response(status=202)
+
+    async with service(take) as url, running(url=url, silence_s=0.5) as workflow:
+        with pytest.raises(MemberFailed, match="nothing was heard"):
+            await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
