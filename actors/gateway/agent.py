@@ -314,17 +314,18 @@ class AgentWorkflow:
     async def _kept(self) -> None:
         """A program that polls, started again whenever it ends."""
         while True:
+            key = self.gateway.add_service()
             with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
                 scratch = Path(name)
                 with (scratch / "output.log").open("wb") as output:
                     try:
-                        how = _ending(await self._ran(scratch, output.fileno(), ""))
+                        how = f"ended with {_ending(await self._ran(scratch, output.fileno(), key))}"
                     except MemberFailed as failed:
                         how = failed.message
                 tail = (scratch / "output.log").read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
-            _log.warning(
-                "an agent program that polls ended with %s, and is started again: %s", how, tail or "(no output)"
-            )
+            why = f"the agent's program {how}: {tail or '(no output)'}"
+            _log.warning("%s; it is started again", why)
+            self.gateway.drop_service(key, why)
             await asyncio.sleep(RETRY_S)
 
 
