@@ -565,6 +565,16 @@ class Episode:
         return self.sample(loss="sft", loss_weight=loss_weight)
 
 
+class Clients(Protocol):
+    """SDKs' clients of one rollout, and what was told to them."""
+
+    def openai(self, *, is_async: bool) -> Any: ...
+
+    def anthropic(self, *, is_async: bool) -> Any: ...
+
+    def samples(self, reward: float | None = None) -> tuple[Sample, ...]: ...
+
+
 class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
     """Handed to a workflow for one rollout."""
 
@@ -579,10 +589,36 @@ class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """How often this member was begun before, as far as the run knows: its actor died, or its environment failed."""
 
+    clients: Clients | None = None
+    is_plain: bool = False
+    """It is handed to a plain `def`: clients are those that wait."""
+
     @property
     def is_replay(self) -> bool:
         """Whether an earlier attempt may have had side effects already."""
         return self.attempt > 0
+
+    @property
+    def openai(self) -> Any:
+        """A client of the `openai` package that talks to the policy, without a network: `AsyncOpenAI`, or `OpenAI` for
+        a plain `def`. What it is told is recorded; `samples` gives it. Raises UserCodeError without the package."""
+        return self._clients.openai(is_async=not self.is_plain)
+
+    @property
+    def anthropic(self) -> Any:
+        """The same of the `anthropic` package."""
+        return self._clients.anthropic(is_async=not self.is_plain)
+
+    def samples(self, reward: float | None = None) -> tuple[Sample, ...]:
+        """What a workflow returns that used `openai` or `anthropic`: a sample of each line of turns. `reward`: of the
+        rollout. Raises UserCodeError before the first turn."""
+        return self._clients.samples(reward)
+
+    @property
+    def _clients(self) -> Clients:
+        if self.clients is None:
+            raise UserCodeError("workflow: this context has no clients", remedy="use ctx.episode")
+        return self.clients
 
 
 Workflow = Callable[[WorkflowContext, Prompt], Awaitable[Sample | Sequence[Sample]]]

@@ -22,6 +22,7 @@ from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest
 from ...core.samples import FinishReason, Message, Sample
+from ..gateway.clients import SessionClients, preload
 from ..models.tokenizer import load_tokenizer
 from ..user_code.functions import is_async, what_was_raised
 from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder, run_worker
@@ -56,6 +57,7 @@ class Worker(SharedLoop["Play"]):
         self.spec = spec = spec_decoder.decode(first)
         super().__init__(spec.max_block_s, outgoing, to_worker)
         self.workflow = load_workflow(spec.workflow, spec.args)
+        preload(self.workflow.fn)
         self.tokenizer = load_tokenizer(spec.model_path, spec)
         self.renderer = TurnRenderer(self.tokenizer)
 
@@ -99,6 +101,7 @@ class Play(UserCall):
         self.turns: set[Future[Any]] = set()
         """Of threads that wait for a turn of the model."""
         self.is_over = False
+        self._clients: SessionClients | None = None
 
     async def ask(
         self, so_far: Sample, request: GenerateRequest, start: TokenSegment, params: SamplingParams
@@ -137,6 +140,8 @@ class Play(UserCall):
         except BaseException as error:  # noqa: BLE001 -- any error is reported to the actor
             end = self._failed(error)
         self.is_over = True
+        if self._clients is not None:
+            await self._clients.close()
         for turn in self.turns:
             turn.cancel()
         teardown = ""
@@ -171,6 +176,7 @@ class Play(UserCall):
     async def _phases(self) -> EpisodeDone:
         start, limits, workflow = self._start, self._start.limits, self._worker.workflow
         episode, prompt = self._episode(), start.prompt
+        self._clients = SessionClients(episode, self._worker.tokenizer, self._worker.loop)
         context = WorkflowContext(
             episode=episode,
             tokenizer=self._worker.tokenizer,
@@ -178,6 +184,7 @@ class Play(UserCall):
             index=start.index,
             session_id=start.session_id,
             attempt=start.attempt,
+            clients=self._clients,
         )
         if workflow.is_class:  # what makes its object may block too
             self._methods = await self._in_time("setup", asyncio.to_thread(workflow.made), limits.setup_s)
@@ -217,7 +224,7 @@ class Play(UserCall):
 
     def _plain(self, context: WorkflowContext) -> WorkflowContext:
         episode = PlainEpisode(self, context.episode, self._worker.loop)
-        return msgspec.structs.replace(context, episode=cast("Episode", episode))
+        return msgspec.structs.replace(context, episode=cast("Episode", episode), is_plain=True)
 
     async def _in_time(self, name: str, call: Awaitable[T], limit_s: float) -> T:
         try:
@@ -278,8 +285,8 @@ class PlainEpisode:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._episode, name)
 
-    def branch(self) -> PlainEpisode:
-        return PlainEpisode(self._play, self._episode.branch(), self._loop)
+    def branch(self, num_turns: int | None = None) -> PlainEpisode:
+        return PlainEpisode(self._play, self._episode.branch(num_turns), self._loop)
 
     def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PlainEpisode:
         return PlainEpisode(self._play, self._episode.session(messages, tools), self._loop)

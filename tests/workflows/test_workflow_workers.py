@@ -64,6 +64,19 @@ def sync(ctx, prompt):
     other.generate(), own.generate(), ctx.episode.generate()
     return [other.sample(), own.sample(), ctx.episode.sample(reward=0.25, metadata={"pid": os.getpid()})]
 
+async def by_sdk(ctx, prompt):
+    messages = [{"role": "user", "content": "hello"}]
+    async with ctx.openai as client:
+        for _ in range(2):
+            chat = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [chat.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "again"}]
+    return ctx.samples(reward=1.0)
+
+def by_plain_sdk(ctx, prompt):
+    with ctx.openai as client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+    return ctx.samples(reward=1.0)
+
 class Env:
     async def step(self, mode):
         if mode == "block": time.sleep(60)
@@ -299,6 +312,15 @@ async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
     last = [one for one in group.samples if one.branch == 0]
     assert len(group.samples) == 24 and [(one.reward, one.num_turns) for one in last] == [(0.25, 2)] * 8
     assert len({one.metadata["pid"] for one in last}) == 1 and late[0] < 1.0
+
+
+async def test_workflows_with_the_openai_sdk(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "by_sdk") as made:
+        group = await made.run(4)
+        assert [(one.reward, one.num_turns) for one in group.samples] == [(1.0, 2)] * 4
+    async with bench(flows, model, "by_plain_sdk") as made:
+        group = await made.run(4)
+        assert [(one.reward, one.num_turns) for one in group.samples] == [(1.0, 1)] * 4
 
 
 async def test_d01_plain_phases_that_hang_cost_their_worker_only_after_the_others(flows: Path, model: Path) -> None:

@@ -1,0 +1,150 @@
+"""`ctx.openai` and `ctx.anthropic`: the SDKs' own clients, whose requests never leave the process.
+
+An SDK is given a transport that answers from the rollout's session. What agents say to it is recorded as at the
+gateway's door, and `ctx.samples()` gives the samples. The packages `openai` and `anthropic` are the user's to install.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...core.errors import UserCodeError
+from ...core.protocols import Tokenizer
+from ...core.samples import Sample
+from ..workflows.episode import Episode
+from .answering import COUNT_PATH, MODELS_PATH, Answering, fault_body, models, num_tokens, read_exchange
+from .exchange import STATUS
+from .session import RequestFault, Session, written_form
+from .turn_text import ToolForm
+
+ADDRESS = "http://policy"
+KEY = "rollout"
+SDKS = ("openai", "anthropic")
+_forms: dict[int, ToolForm] = {}
+"""By the identity of a tokenizer; a process has one or two."""
+
+
+@dataclass(slots=True)
+class SessionClients:
+    """Of one rollout. `loop`: where the session lives; for clients of other threads."""
+
+    episode: Episode
+    tokenizer: Tokenizer
+    loop: asyncio.AbstractEventLoop
+    _session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """Begun when it is asked for first."""
+        if self._session is None:
+            form = _forms.setdefault(id(self.tokenizer), written_form(self.tokenizer))
+            self._session = Session(self.episode, self.tokenizer, form)
+        return self._session
+
+    def openai(self, *, is_async: bool) -> Any:
+        """An `openai.AsyncOpenAI` or `openai.OpenAI`. Raises UserCodeError where the package is missing."""
+        sdk = _package("openai")
+        kind = sdk.AsyncOpenAI if is_async else sdk.OpenAI
+        http = self._http(_http_package(sdk), is_async=is_async)
+        return kind(base_url=f"{ADDRESS}/v1", api_key=KEY, max_retries=0, http_client=http)
+
+    def anthropic(self, *, is_async: bool) -> Any:
+        """An `anthropic.AsyncAnthropic` or `anthropic.Anthropic`. Raises UserCodeError where the package is missing."""
+        sdk = _package("anthropic")
+        kind = sdk.AsyncAnthropic if is_async else sdk.Anthropic
+        http = self._http(_http_package(sdk), is_async=is_async)
+        return kind(base_url=ADDRESS, api_key=KEY, max_retries=0, http_client=http)
+
+    def samples(self, reward: float | None = None) -> tuple[Sample, ...]:
+        """Of all conversations that had a turn. Raises UserCodeError where none had."""
+        found = self.session.samples(reward)
+        if not found:
+            raise UserCodeError(
+                "workflow: ctx.samples() before any turn", remedy="ask ctx.openai or ctx.anthropic for one first"
+            )
+        return found
+
+    async def close(self) -> None:
+        """End the turns under way."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _http(self, httpx: Any, *, is_async: bool) -> Any:
+        """A client of that HTTP package, whose requests are answered here."""
+        answered, loop = self._answered, self.loop
+
+        class Transport(httpx.AsyncBaseTransport):
+            async def handle_async_request(self, request: Any) -> Any:
+                return await answered(httpx, request, await request.aread())
+
+        class PlainTransport(httpx.BaseTransport):
+            def handle_request(self, request: Any) -> Any:
+                async def whole(body: bytes) -> Any:
+                    answer = await answered(httpx, request, body)
+                    await answer.aread()  # of a stream: all its events
+                    return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+                return asyncio.run_coroutine_threadsafe(whole(request.read()), loop).result()
+
+        return httpx.AsyncClient(transport=Transport()) if is_async else httpx.Client(transport=PlainTransport())
+
+    async def _answered(self, httpx: Any, request: Any, body: bytes) -> Any:
+        """The answer; of a stream, its beginning."""
+
+        class Events(httpx.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                async for text in answering.events():
+                    yield text.encode()
+                answering.delivered()
+
+        path, status = request.url.path, 200
+        try:
+            if path == MODELS_PATH:
+                data = models("anthropic-version" in request.headers)
+            elif path == COUNT_PATH:
+                data = num_tokens(body, self.session)
+            else:
+                exchange = read_exchange(path, body, self.session, request.headers.get("Idempotency-Key", ""))
+                answering = Answering(exchange, self.session)
+                if exchange.is_stream:
+                    return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Events())
+                data = await answering.whole()
+                answering.delivered()
+        except RequestFault as fault:
+            data, status = fault_body(path, fault), STATUS[fault.kind]
+        head = {"Content-Type": "application/json"}
+        return httpx.Response(status, headers=head, content=msgspec.json.encode(data))
+
+
+def _http_package(sdk: Any) -> Any:
+    """The HTTP package that this version of an SDK uses."""
+    base = next(one for one in sdk.DefaultAsyncHttpxClient.__mro__[1:] if one.__name__ == "AsyncClient")
+    return importlib.import_module(base.__module__.partition(".")[0])
+
+
+def preload(fn: Any) -> None:
+    """Import the SDKs that the file of a workflow speaks of: seconds that would hold the loop of its worker later."""
+    with contextlib.suppress(OSError, TypeError):
+        source = Path(inspect.getfile(fn)).read_text(encoding="utf-8", errors="replace")
+        for name in SDKS:
+            if f".{name}" in source:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserCodeError(
+            f"workflow: ctx.{name} needs the package {name}", remedy=f"pip install {name}, where workflows run"
+        ) from error
