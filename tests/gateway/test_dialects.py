@@ -6,10 +6,11 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator
+from importlib.util import find_spec
 from typing import Any
 
 import anthropic
-import httpx
+import httpx2 as httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -174,6 +175,7 @@ print(json.dumps([call.function.name, text]))
 """
 
 
+@pytest.mark.skipif(find_spec("litellm") is None, reason="LITELLM IS NOT INSTALLED: pip install litellm")
 async def test_litellm(door: Door) -> None:
     out = await output_of(sys.executable, "-c", LITELLM, door.url, door.key, json.dumps(CHAT_TOOLS), json.dumps(ASKS))
     assert json.loads(out.splitlines()[-1]) == ["weather", TOLD]
