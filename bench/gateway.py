@@ -28,7 +28,7 @@ from aiohttp import web
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.gateway.server import Gateway, OpenSession
-from myxa.actors.gateway.session import Session, written_form
+from myxa.actors.gateway.session import AgentSession, written_form
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
@@ -83,7 +83,7 @@ class World:
         self.num += 1
         prompt = Prompt(group_id=self.num, row=0, pass_index=0, messages=(Message(role="user", content="hello"),))
         episode = Episode(prompt=prompt, index=0, tokenizer=self.tokenizer, model=self.access)
-        return OpenSession(Session(episode, self.tokenizer, self.form), prompt)
+        return OpenSession(AgentSession(episode, self.tokenizer, self.form), prompt)
 
     async def call(self, turns: int) -> list[float]:
         """A rollout without the gateway."""

@@ -42,7 +42,7 @@ from ..http_client import NoAnswer, client_session, post_bounded
 from ..workflows.episode import WorkflowContext
 from .exchange import MODEL
 from .server import Gateway, OpenSession
-from .session import RequestFault, Session, written_form
+from .session import AgentSession, RequestFault, written_form
 from .turn_text import ToolForm
 
 TAIL_BYTES = 2000
@@ -66,7 +66,7 @@ class FileReward(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class AgentOptions:
+class OutsideAgentOptions:
     """Plain settings; see `[agent]`."""
 
     command: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class AgentOptions:
 class AgentWorkflow:
     """One per rollout actor: its gateway, and what is started for each rollout."""
 
-    def __init__(self, options: AgentOptions) -> None:
+    def __init__(self, options: OutsideAgentOptions) -> None:
         self._options = options
         self.gateway = Gateway()
         self._runner: web.AppRunner | None = None
@@ -141,7 +141,7 @@ class AgentWorkflow:
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
         self._form = self._form or written_form(ctx.tokenizer)
-        session = Session(ctx.episode, ctx.tokenizer, self._form)
+        session = AgentSession(ctx.episode, ctx.tokenizer, self._form)
         one = OpenSession(session, prompt, is_replay=ctx.is_replay)
         key = self.gateway.open(one, self._options.key_prefix)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below

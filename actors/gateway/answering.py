@@ -13,7 +13,7 @@ from .anthropic_messages import AnthropicMessage, anthropic_fault
 from .exchange import MODEL, Exchange, event, fingerprint
 from .openai_chat import ChatCompletion, TextCompletion, openai_fault
 from .openai_responses import Response
-from .session import Answer, ComingTurn, RequestFault, Session
+from .session import AgentSession, Answer, ComingTurn, RequestFault
 from .turn_text import TurnText
 
 PATHS = (ChatCompletion.path, TextCompletion.path, Response.path, AnthropicMessage.path)
@@ -34,7 +34,7 @@ def models(is_anthropic: bool) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "myxa"}]}
 
 
-def read_exchange(path: str, body: bytes, session: Session, retry_key: str = "") -> Exchange:
+def read_exchange(path: str, body: bytes, session: AgentSession, retry_key: str = "") -> Exchange:
     """Raises RequestFault."""
     key = fingerprint(path, body, retry_key)
     if path == Response.path:
@@ -50,7 +50,7 @@ def read_exchange(path: str, body: bytes, session: Session, retry_key: str = "")
     return exchange
 
 
-def num_tokens(body: bytes, session: Session) -> dict[str, int]:
+def num_tokens(body: bytes, session: AgentSession) -> dict[str, int]:
     """What Anthropic's `count_tokens` answers. Raises RequestFault."""
     table = read_table(body)
     asked = AnthropicMessage(msgspec.json.encode({"max_tokens": 1, **table}), b"").asked
@@ -68,7 +68,7 @@ def read_table(body: bytes) -> dict[str, Any]:
 class Answering:
     """The turns that answer one request."""
 
-    def __init__(self, exchange: Exchange, session: Session) -> None:
+    def __init__(self, exchange: Exchange, session: AgentSession) -> None:
         """Begins them. Raises RequestFault."""
         self._exchange = exchange
         self._turns: list[ComingTurn] = []

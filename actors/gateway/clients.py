@@ -13,17 +13,19 @@ import inspect
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from ...core.errors import UserCodeError
 from ...core.protocols import Tokenizer
 from ...core.samples import Sample
+from ..user_code.process import run_worker
 from ..workflows.episode import Episode
+from ..workflows.worker import WorkflowWorker
 from .answering import COUNT_PATH, MODELS_PATH, Answering, fault_body, models, num_tokens, read_exchange
 from .exchange import STATUS
-from .session import RequestFault, Session, written_form
+from .session import AgentSession, RequestFault, written_form
 from .turn_text import ToolForm
 
 ADDRESS = "http://policy"
@@ -40,14 +42,14 @@ class SessionClients:
     episode: Episode
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
-    _session: Session | None = None
+    _session: AgentSession | None = None
 
     @property
-    def session(self) -> Session:
+    def session(self) -> AgentSession:
         """Begun when it is asked for first."""
         if self._session is None:
             form = _forms.setdefault(id(self.tokenizer), written_form(self.tokenizer))
-            self._session = Session(self.episode, self.tokenizer, form)
+            self._session = AgentSession(self.episode, self.tokenizer, form)
         return self._session
 
     def openai(self, *, is_async: bool) -> Any:
@@ -82,11 +84,11 @@ class SessionClients:
         """A client of that HTTP package, whose requests are answered here."""
         answered, loop = self._answered, self.loop
 
-        class Transport(httpx.AsyncBaseTransport):
+        class SessionTransport(httpx.AsyncBaseTransport):
             async def handle_async_request(self, request: Any) -> Any:
                 return await answered(httpx, request, await request.aread())
 
-        class PlainTransport(httpx.BaseTransport):
+        class WaitingTransport(httpx.BaseTransport):
             def handle_request(self, request: Any) -> Any:
                 async def whole(body: bytes) -> Any:
                     answer = await answered(httpx, request, body)
@@ -95,7 +97,9 @@ class SessionClients:
 
                 return asyncio.run_coroutine_threadsafe(whole(request.read()), loop).result()
 
-        return httpx.AsyncClient(transport=Transport()) if is_async else httpx.Client(transport=PlainTransport())
+        return (
+            httpx.AsyncClient(transport=SessionTransport()) if is_async else httpx.Client(transport=WaitingTransport())
+        )
 
     async def _answered(self, httpx: Any, request: Any, body: bytes) -> Any:
         """The answer; of a stream, its beginning."""
@@ -129,6 +133,22 @@ def _http_package(sdk: Any) -> Any:
     """The HTTP package that this version of an SDK uses."""
     base = next(one for one in sdk.DefaultAsyncHttpxClient.__mro__[1:] if one.__name__ == "AsyncClient")
     return importlib.import_module(base.__module__.partition(".")[0])
+
+
+def main() -> None:
+    """A worker process: load what the first frame names, then run episodes until the input ends."""
+    run_worker(SdkWorker)
+
+
+class SdkWorker(WorkflowWorker):
+    """One whose workflows may use the SDKs."""
+
+    def __init__(self, first: bytes, outgoing: BinaryIO) -> None:
+        super().__init__(first, outgoing)
+        preload(self.workflow.fn)
+
+    def clients(self, episode: Episode) -> SessionClients:
+        return SessionClients(episode, self.tokenizer, self.loop)
 
 
 def preload(fn: Any) -> None:

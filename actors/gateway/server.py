@@ -25,7 +25,7 @@ from ...core.errors import FailureKind
 from ...core.samples import Prompt
 from .answering import COUNT_PATH, MODELS_PATH, PATHS, Answering, fault_body, models, num_tokens, read_exchange
 from .exchange import STATUS, read_body
-from .session import RequestFault, Session
+from .session import AgentSession, RequestFault
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
@@ -48,7 +48,7 @@ class Reward(msgspec.Struct, forbid_unknown_fields=True):
     answer: str | None = None
 
 
-class End(msgspec.Struct, forbid_unknown_fields=True):
+class SessionEnd(msgspec.Struct, forbid_unknown_fields=True):
     """How a rollout ended."""
 
     reward: float | None = None
@@ -61,12 +61,12 @@ class End(msgspec.Struct, forbid_unknown_fields=True):
 class OpenSession:
     """A rollout that clients talk to."""
 
-    session: Session
+    session: AgentSession
     prompt: Prompt
     is_replay: bool = False
     """Turns that an earlier attempt recorded are answered from the record."""
     reward: float | None = None
-    end: End | None = None
+    end: SessionEnd | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """The client has said that it is over."""
     num_under_way: int = 0
@@ -136,7 +136,7 @@ class Gateway:
         """It has ended: what it has taken fails."""
         for taken in self._services.pop(key):
             if (one := self._open.get(taken)) is not None and not one.ended.is_set():
-                one.end = End(failure=why)
+                one.end = SessionEnd(failure=why)
                 one.ended.set()
 
     async def _next_task(self, request: web.Request) -> web.Response:
@@ -219,7 +219,7 @@ class Gateway:
 
     async def _end(self, request: web.Request) -> web.Response:
         one = self._session(request)
-        end = read_body(await _body(request) or b"{}", End)
+        end = read_body(await _body(request) or b"{}", SessionEnd)
         if end.reward is not None:
             _check_reward(end.reward)
             one.reward = end.reward

@@ -162,7 +162,7 @@ class _Place:
     """Of the line, up to there."""
 
 
-class Session:
+class AgentSession:
     """The conversations of one rollout. See the module's head. Used by one loop."""
 
     def __init__(self, episode: Episode, tokenizer: Tokenizer, form: ToolForm) -> None:

@@ -574,6 +574,8 @@ class Clients(Protocol):
 
     def samples(self, reward: float | None = None) -> tuple[Sample, ...]: ...
 
+    async def close(self) -> None: ...
+
 
 class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
     """Handed to a workflow for one rollout."""

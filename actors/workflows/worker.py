@@ -1,4 +1,4 @@
-"""A worker process for a user's workflows. `actors/subreaper.py` starts it, `pool.py` talks to it.
+"""A worker process for a user's workflows. `gateway/clients.py` begins it, `pool.py` talks to it.
 
 Async phases of all episodes run in its loop (`actors/user_code/process.py`), each phase that is a plain `def` in a
 thread. Code that holds the loop longer than `rollout.max_block_s` is interrupted: that episode fails.
@@ -22,11 +22,10 @@ from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest
 from ...core.samples import FinishReason, Message, Sample
-from ..gateway.clients import SessionClients, preload
 from ..models.tokenizer import load_tokenizer
 from ..user_code.functions import is_async, what_was_raised
-from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder, run_worker
-from .episode import Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
+from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder
+from .episode import Clients, Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
 from .failures import kind_of
 from .named import load_workflow
 from .turn_renderer import TurnRenderer
@@ -45,19 +44,13 @@ T = TypeVar("T")
 FRAME_SLACK_BYTES = 1 << 16
 
 
-def main() -> None:
-    """Load what the first frame names, then run episodes until the input ends."""
-    run_worker(Worker)
-
-
-class Worker(SharedLoop["Play"]):
+class WorkflowWorker(SharedLoop["Play"]):
     """The episodes of this process."""
 
     def __init__(self, first: bytes, outgoing: BinaryIO) -> None:
         self.spec = spec = spec_decoder.decode(first)
         super().__init__(spec.max_block_s, outgoing, to_worker)
         self.workflow = load_workflow(spec.workflow, spec.args)
-        preload(self.workflow.fn)
         self.tokenizer = load_tokenizer(spec.model_path, spec)
         self.renderer = TurnRenderer(self.tokenizer)
 
@@ -66,6 +59,10 @@ class Worker(SharedLoop["Play"]):
             self.calls[message.call] = Play(self, message)
         elif (play := self.calls.get(message.call)) is not None:
             play.drawn(message)
+
+    def clients(self, episode: Episode) -> Clients | None:
+        """What `ctx.openai` and `ctx.anthropic` are made of."""
+        return None
 
     def place(self) -> str:
         waiting = [play for play in self.calls.values() if not play.waits_for_model]
@@ -86,7 +83,7 @@ class _Late(Exception):
 class Play(UserCall):
     """One episode: setup, run, finalize, score, and teardown whatever became of the others."""
 
-    def __init__(self, worker: Worker, start: StartEpisode) -> None:
+    def __init__(self, worker: WorkflowWorker, start: StartEpisode) -> None:
         super().__init__(worker.loop)
         self._worker = worker
         self._start = start
@@ -101,7 +98,7 @@ class Play(UserCall):
         self.turns: set[Future[Any]] = set()
         """Of threads that wait for a turn of the model."""
         self.is_over = False
-        self._clients: SessionClients | None = None
+        self._clients: Clients | None = None
 
     async def ask(
         self, so_far: Sample, request: GenerateRequest, start: TokenSegment, params: SamplingParams
@@ -176,7 +173,7 @@ class Play(UserCall):
     async def _phases(self) -> EpisodeDone:
         start, limits, workflow = self._start, self._start.limits, self._worker.workflow
         episode, prompt = self._episode(), start.prompt
-        self._clients = SessionClients(episode, self._worker.tokenizer, self._worker.loop)
+        self._clients = self._worker.clients(episode)
         context = WorkflowContext(
             episode=episode,
             tokenizer=self._worker.tokenizer,

@@ -58,10 +58,10 @@ def sglang_needs(config: RunConfig) -> SglangNeeds:
 
 def agent_workflow(spec: ActorSpec, config: RunConfig, run_dir: Path) -> AgentWorkflow:
     """The gateway of this actor, and what it starts for each rollout."""
-    from ...actors.gateway.agent import AgentOptions, AgentWorkflow, split_command
+    from ...actors.gateway.agent import AgentWorkflow, OutsideAgentOptions, split_command
 
     agent = config.agent
-    options = AgentOptions(
+    options = OutsideAgentOptions(
         command=split_command(agent.command),
         url=agent.url,
         polls=agent.polls,

@@ -17,7 +17,7 @@ from aiohttp import web
 from tests.gateway.scripted import SAMPLING, Says
 from tests.workflows.chat_models import QWEN3
 
-from myxa.actors.gateway.agent import AgentOptions, AgentWorkflow
+from myxa.actors.gateway.agent import AgentWorkflow, OutsideAgentOptions
 from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
 from myxa.core.errors import ConfigError, EngineError, FailureKind, MemberFailed
 from myxa.core.samples import Message, Prompt, Sample
@@ -48,7 +48,7 @@ def context(says: Says, recorded: tuple[Sample, ...] = (), attempt: int = 0) -> 
 
 @asynccontextmanager
 async def running(**options: Any) -> AsyncGenerator[AgentWorkflow]:
-    workflow = AgentWorkflow(AgentOptions(**options))
+    workflow = AgentWorkflow(OutsideAgentOptions(**options))
     await workflow.start()
     try:
         yield workflow
@@ -149,7 +149,7 @@ async def test_a_second_attempt_replays_the_turns_that_were_recorded(tmp_path: P
 async def test_a_sandbox_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="bwrap"):
-        await AgentWorkflow(AgentOptions(sandbox="bubblewrap")).start()
+        await AgentWorkflow(OutsideAgentOptions(sandbox="bubblewrap")).start()
 
 
 Taken = Callable[[dict[str, Any]], Awaitable[web.Response]]

@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.scripted import CALL, Says, session_of
 from tests.workflows.chat_models import GLM4, LLAMA3, QWEN2_5, QWEN3, ChatModel
 
-from myxa.actors.gateway.session import Answer, Asked, RequestFault, Session
+from myxa.actors.gateway.session import AgentSession, Answer, Asked, RequestFault
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Message, Sample
 
@@ -22,7 +22,7 @@ def user(text: str) -> Message:
     return Message(role="user", content=text)
 
 
-async def told(session: Session, *messages: Message, mark: str = "", **more: Any) -> Answer:
+async def told(session: AgentSession, *messages: Message, mark: str = "", **more: Any) -> Answer:
     """The answer, taken as a client does that got it."""
     asked = Asked(messages=messages, fingerprint=repr((messages, mark, more)).encode(), **more)
     coming = session.ask(asked)
