@@ -56,7 +56,7 @@ class TagReport(Record, frozen=True):
 
 
 class TenantReport(Record, frozen=True):
-    """All that a manager needs to know of a tenant; in the answer to each command, and when somebody asks."""
+    """All that a manager needs to know of a tenant; in the answer to each command, and when it is asked for."""
 
     tenant: str
     epoch: int

@@ -87,7 +87,7 @@ class RoleSpec:
     is_gang: bool = False
     """All restart together, as one attempt, from one budget; none joins or leaves alone."""
     max_restarts: int = 3
-    """Of each child, or of the gang; they begin anew once it has been at work for `WORK_S`."""
+    """Of each child, or of the gang; they are counted from 0 once it has been at work for `WORK_S`."""
     quorum: int = 0
     """So many are enough: one that may not be restarted is given up while that many are left. 0: as many as it began
     with."""
@@ -172,7 +172,7 @@ a new series."""
 
 
 class RestartBudget:
-    """`max_restarts`, which begin anew once what was restarted has been at work for `WORK_S`. To answer is not enough:
+    """`max_restarts`, which are counted from 0 once what was restarted has been at work for `WORK_S`. To answer is not enough:
     attempts that take long to fail, and never come to work, would follow each other for ever."""
 
     def __init__(self, max_restarts: int) -> None:

@@ -102,7 +102,7 @@ def check_port(place: str, host: str, port: int, remedy: str) -> None:
 
 
 PORTS = range(10_000, 30_000)
-"""Below the range that Linux gives to connections unless it is told otherwise."""
+"""Below the range that Linux gives to connections unless it is set otherwise."""
 NUM_TRIES = 100
 
 

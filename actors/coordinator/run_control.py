@@ -2,7 +2,7 @@
 
 The buffer pauses and resumes, and keeps that: while it is paused, nothing is drawn or claimed, a claimed step is
 trained to its end, and the trainer waits before the next. What the audit log does not take is not done. What it took
-is: the buffer is told until it obeys. A deed that has begun completes, even if its caller is gone. The buffer is asked
+is: the buffer gets it again until it obeys. A deed that has begun completes, even if its caller is gone. The buffer is asked
 what it holds back after a restart of either side.
 """
 
@@ -138,7 +138,7 @@ class RunControl:
                 self._ctx.spawn(self._insist(wanted), name="pause-told-again")
                 raise NotToldYet(
                     f"{deed.verb} is decided and recorded, but the buffer has not obeyed yet: {error.message}",
-                    remedy="it is told again until it does; `myxa ps` shows what it waits for",
+                    remedy="it gets the order again until it does; `myxa ps` shows what it waits for",
                 ) from error
 
     async def _told(self, wanted: PauseState) -> int:

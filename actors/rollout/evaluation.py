@@ -1,4 +1,4 @@
-"""Held-out prompts answered and judged by one engine. The ledger knows nothing of them."""
+"""Held-out prompts answered and judged by one engine. They are not in the ledger."""
 
 from __future__ import annotations
 

@@ -566,7 +566,7 @@ class Episode:
 
 
 class Clients(Protocol):
-    """SDKs' clients of one rollout, and what was told to them."""
+    """SDKs' clients of one rollout, and what they recorded."""
 
     def openai(self, *, is_async: bool) -> Any: ...
 
@@ -603,7 +603,7 @@ class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def openai(self) -> Any:
         """A client of the `openai` package that talks to the policy, without a network: `AsyncOpenAI`, or `OpenAI` for
-        a plain `def`. What it is told is recorded; `samples` gives it. Raises UserCodeError without the package."""
+        a plain `def`. What is asked of it is recorded; `samples` gives it. Raises UserCodeError without the package."""
         return self._clients.openai(is_async=not self.is_plain)
 
     @property

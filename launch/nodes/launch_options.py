@@ -63,7 +63,7 @@ def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node
 def fork_server_of(
     config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int, folder: Path
 ) -> ForkServer | None:
-    """Of a node, which begins with its imports when it is told; None: no actor is forked. `folder`: for its log."""
+    """Of a node, which begins with its imports on that order; None: no actor is forked. `folder`: for its log."""
     modules = preloaded(config, program, [actor for actor in actors if actor.node == node], os.environ)
     if not modules or not adopts_orphans():  # in a program that hosts us a forked process would not become our child
         return None

@@ -90,7 +90,7 @@ class RunSetup:
     num_nodes: int
     plan: RunDescription
     config: str = ""
-    """What all nodes are told before they join, as TOML; `plan` may name other files in it."""
+    """What all nodes get before they join, as TOML; `plan` may name other files in it."""
     program: str = DEFAULT_PROGRAM
     run: RunConfig | None = None
     """The configuration from which late nodes get their actors; None: no node may join late."""

@@ -94,7 +94,7 @@ class Reason(Record, frozen=True):
 
 
 def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0, target: str = "") -> Reason:
-    """Over whatever window the shares are of. `target`: an actor or a role, whose time is told before that of the run.
+    """Over whatever window the shares are of. `target`: an actor or a role, whose time comes before that of the run.
     Raises ConfigError for one that was not measured."""
     reason = msgspec.structs.replace(judge(shares, facts), window_s=window_s)
     left = {name: without_start(kinds) for name, kinds in shares.items()}

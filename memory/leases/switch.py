@@ -165,7 +165,7 @@ class Leases:
 
 
 class _Stopped(Exception):
-    """The plan cannot go on, and why."""
+    """The plan cannot continue, and why."""
 
 
 class _Lost(Exception):

@@ -106,7 +106,7 @@ class Calls:
 
     def on_blip(self, link: Link) -> None:
         """A connection broke and is there again: what was under way on it may be lost. A call that may be lost waits
-        for its deadline; for what nobody waits for any more, the credit is asked back."""
+        for its deadline; for what has no waiter any more, the credit is asked back."""
         for window in link.windows:
             for corr in window.unanswered:
                 if corr not in link.pending:

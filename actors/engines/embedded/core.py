@@ -260,7 +260,7 @@ class EngineCore:
         if len(failed) == len(asked):
             try:
                 self.check_logits()
-            except Exception:  # noqa: BLE001 -- it serves nobody
+            except Exception:  # noqa: BLE001 -- it serves no one
                 raise err from None
         for one, again in failed:
             self._forget(one, self._request_failed(one, again))

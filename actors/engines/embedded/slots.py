@@ -160,7 +160,7 @@ class DrawnTokens(NamedTuple):
     logprobs: F32
     is_finite: Flags
     kept: dict[int, I32]
-    """Row -> the tokens that were left, where some were cut and that is told."""
+    """Row -> the tokens that were left, where some were cut and the engine tells them."""
 
 
 def draw(logits: Tensor, rows: Records, numbers: F64, *, tells_kept: bool = False) -> DrawnTokens:

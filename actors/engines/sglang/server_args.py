@@ -1,7 +1,7 @@
 """The command line of a launched server, and what a run asks of servers that depends on how they were started.
 
 Names in `[sglang]` are those of ServerArgs. The preflight check compares them with the installed SGLang's source
-(`launch/checks/node.py`); SGLang's own parser judges the values, and its words are told.
+(`launch/checks/node.py`); SGLang's own parser judges the values, and its words are shown.
 """
 
 from __future__ import annotations
