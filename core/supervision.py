@@ -172,7 +172,7 @@ a new series."""
 
 
 class RestartBudget:
-    """`max_restarts`, which are counted from 0 once what was restarted has been at work for `WORK_S`. To answer is not enough:
+    """`max_restarts`, counted from 0 once what was restarted has been at work for `WORK_S`. To answer is not enough:
     attempts that take long to fail, and never come to work, would follow each other for ever."""
 
     def __init__(self, max_restarts: int) -> None:

@@ -2,7 +2,7 @@
 
 The buffer pauses and resumes, and keeps that: while it is paused, nothing is drawn or claimed, a claimed step is
 trained to its end, and the trainer waits before the next. What the audit log does not take is not done. What it took
-is: the buffer gets it again until it obeys. A deed that has begun completes, even if its caller is gone. The buffer is asked
+is: the buffer gets it until it obeys. A deed that has begun completes, even if its caller is gone. The buffer is asked
 what it holds back after a restart of either side.
 """
 

@@ -282,7 +282,7 @@ class AgentSession:
         return line
 
     def _continued(self, place: _Place, params: SamplingParams) -> _Line:
-        """The line that continues from there: the same one, or a new one where that has continued, or is drawn at another
+        """The line that continues from there: the same one, or a new one where that is longer, or is drawn at another
         temperature."""
         line = place.line
         if line.num_turns == place.num_turns and not line.is_busy and line.episode.temperature == params.temperature:
