@@ -1,8 +1,8 @@
 """The channels by which rank 0 writes what engines read, in the memory of a host or in folders.
 
     shm     each version is an anonymous memory file (`memfd_create`), written once and sealed, so a
-            reader sees it unchanged. It has no name, so nothing is ever left in /dev/shm, and the kernel frees it with its last holder.
-            Others open it through `/proc/<pid>/fd/<n>`, which the same user may do. Linux
+            reader sees it unchanged. It has no name, so nothing is ever left in /dev/shm, and the kernel frees it with
+            its last holder. Others open it through `/proc/<pid>/fd/<n>`, which the same user may do. Linux
     disk    each version is a HuggingFace folder, so any server that takes a model path can load it:
             `models/hf_folder.py` writes and reads it
 
