@@ -67,11 +67,11 @@ from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger
 from ..telemetry import REPORT_S, report_forever
 from ..weights.engine_versions import ServedWeights
+from .cursor import Sources
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups, SampleLog
 from .groups import Groups
 from .knobs import BufferKnobs, BufferLimits, BufferValues
-from .sources import Sources
 
 DEADLINE_SHARE = 0.9
 """A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""

@@ -23,14 +23,12 @@ from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, Gr
 from ...core.protocols import PromptData
 from ...core.samples import NO_VERSION, Group, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
-from ..ledger.states import LEFTOVER, OPEN, STALE, Row, State, encode
+from ..ledger.file import LEFTOVER, OPEN, STALE, Row, State, encode
 from ..weights.engine_versions import EngineVersions, JudgedVersion, Rewind, ServedWeights
-from .cursor import PromptCursor
+from .cursor import POISON, PoisonTracker, PromptCursor, Quarantine, Sources
 from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
 from .finished_groups import INVALID, FinishedGroups, num_tokens_of, wrong_in_group, wrong_in_partial
 from .knobs import BufferKnobs, BufferLimits
-from .quarantine import POISON, PoisonTracker, Quarantine
-from .sources import Sources
 
 NUM_BATCHES = 20
 """A complaint is due after so many batches' worth of groups."""

@@ -17,10 +17,9 @@ from ...core.errors import ConfigError
 from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
 from ...core.messages import PauseState, Record, SamplingParams
 from ..knobs.owner import Knob, KnobOwner
+from ..ledger.file import Terms
 from ..ledger.ledger import Ledger
-from ..ledger.states import Terms
-from .cursor import NO_WINDOW, Window
-from .sources import mix_text, parse_mix
+from .cursor import NO_WINDOW, Window, mix_text, parse_mix
 
 _PAUSED = "paused"
 NO_IDS = "none"

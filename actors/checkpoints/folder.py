@@ -4,7 +4,7 @@
         rank-00000.safetensors   weights, optimizer state and RNG state of rank 0 (its shards)
         rank-00001.safetensors   ... (other trainers keep other files here)
         manifest.json            written last: names, sizes and digests of the files, model, counters, `extra`
-        ledger.sqlite, run.json  added by the run (`run_part.py`)
+        ledger.sqlite, run.json  added by the run (`RunPart`)
     .partial-2.0-version_00000040/   grows: of life 2 of the run, attempt 0 of its gang
 
 A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has its own hidden names: a
@@ -35,8 +35,86 @@ import msgspec
 
 from ...core.errors import TornCheckpoint, TrainError
 from ...core.files import FileEntry, describe_file, locked_folder, sync_folder, write_durably
+from ..ledger.file import LEDGER
 from ..models.model_config import ModelConfig
-from .run_part import writing_run
+
+RUN_FILE = "run.json"
+RUN_PART_FORMAT = 2
+MAX_BYTES = 64 << 20
+_REMEDY = "use an older checkpoint, or the run's own ledger"
+
+
+class RunPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What run.json says."""
+
+    format: int = RUN_PART_FORMAT
+    run: str
+    """Name of the run directory that wrote it."""
+    version: int
+    ledger: FileEntry
+    is_kept: bool = False
+    """Whether it stays for ever (`trainer.keep_every`)."""
+
+
+def write_run_part(folder: Path, part: RunPart, ledger: Path) -> None:
+    """Move the copy of the ledger, which `part.ledger` describes, into the folder, and write run.json. Raises
+    TrainError if the disk refuses."""
+    try:
+        ledger.replace(folder / LEDGER)
+        write_durably(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(part), indent=2))
+    except OSError as error:
+        raise TrainError(
+            f"cannot write the run's part of checkpoint {folder}: {error}", remedy="check disk and rights"
+        ) from error
+
+
+def read_run_part(folder: Path) -> RunPart:
+    """What the folder's run.json says. Raises TrainError if there is none, or it cannot be read."""
+    path = folder / RUN_FILE
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise TrainError(f"{path} is larger than any honest one", remedy=_REMEDY)
+        part = msgspec.json.decode(path.read_bytes(), type=RunPart)
+    except FileNotFoundError as error:
+        raise TrainError(f"{folder} has no {RUN_FILE}: the run ended while it was written", remedy=_REMEDY) from error
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TrainError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
+    if part.format != RUN_PART_FORMAT:
+        raise TrainError(
+            f"{path} has format {part.format}, this program reads {RUN_PART_FORMAT}", remedy="use what wrote it"
+        )
+    return part
+
+
+def ledger_in(folder: Path) -> Path:
+    """The checkpoint's copy of the ledger, every byte as it was written. Raises TrainError saying what is wrong."""
+    entry, path = read_run_part(folder).ledger, folder / LEDGER
+    try:
+        found = describe_file(path)
+    except OSError as error:
+        raise TrainError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
+    if found != entry:
+        raise TrainError(
+            f"{path} has changed: {found.num_bytes} bytes instead of {entry.num_bytes}, or others", remedy=_REMEDY
+        )
+    return path
+
+
+def writing_run(folder: Path) -> str:
+    """Name of the run that wrote it; empty if the folder does not say."""
+    try:
+        return read_run_part(folder).run
+    except TrainError:
+        return ""
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether the folder says that it stays for ever. One that cannot be read does not."""
+    try:
+        return read_run_part(folder).is_kept
+    except TrainError:
+        return False
+
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 64 << 20

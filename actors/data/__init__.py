@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .layout import RowLayout
-from .prompts import Dataset, PromptDataset, open_data
-from .row_set import RowSet
+from .prompts import Dataset, PromptDataset, RowSet, open_data
 
 __all__ = ["RowLayout", "Dataset", "PromptDataset", "RowSet", "open_data"]

@@ -25,20 +25,25 @@ from msgspec.structs import replace
 from ...core.errors import LedgerError
 from ...core.files import refusal
 from ...core.samples import Group, Sample
-from .file import COLUMNS, FORMAT, LIVE, SCHEMA, LedgerReader, lock_ledger
-from .states import (
+from .file import (
+    COLUMNS,
+    FORMAT,
     LEFTOVER,
+    LIVE,
     OPEN,
     PASSED_OVER,
     REWIND,
+    SCHEMA,
     STALE,
     TRANSITIONS,
+    LedgerReader,
     Row,
     State,
     Terms,
     check_path,
     decode_group,
     decode_partial,
+    lock_ledger,
 )
 
 TRAINED_LENGTH = "trained"

@@ -3,7 +3,7 @@
     begin      all ranks copy what they will write
     written    each rank's files are on its disk, and a copy of the ledger beside them, whenever that is
     finish     between two steps, or while training waits for data (unless engines have the devices meanwhile), all
-               ranks: the folder appears, then the run's part of it (`checkpoints/run_part.py`), and only then does the
+               ranks: the folder appears, then the run's part of it (`checkpoints/folder.py`), and only then does the
                buffer get "durable"
 
 One at a time: the next checkpoint first settles the one before. A checkpoint that lacks a later decision about knobs is
@@ -32,7 +32,9 @@ from ...core.refs import ActorGroup
 from ...core.timeouts import TIMEOUTS
 from ..checkpoints.folder import (
     CheckpointInfo,
+    RunPart,
     Writer,
+    is_kept,
     list_checkpoints,
     look_at,
     partial_of,
@@ -40,8 +42,8 @@ from ..checkpoints.folder import (
     sweep,
     take_away,
     version_in,
+    write_run_part,
 )
-from ..checkpoints.run_part import RunPart, is_kept, write_run_part
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..ledger.file import LEDGER
 

@@ -42,7 +42,7 @@ from ...core.samples import Group, TrainShard
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner, pull
-from ..ledger.states import State
+from ..ledger.file import State
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import Publisher, max_unreleased
 from .checkpoints import AskUntilAnswered, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide

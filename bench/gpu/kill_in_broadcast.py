@@ -39,7 +39,7 @@ from reverse_task import write_data
 from run_figures import lines, newest_run, read_run
 from trial_runs import HERE, cpu_overrides, ends_of_logs, stage
 
-from myxa.actors.ledger.states import decode_group
+from myxa.actors.ledger.file import decode_group
 from myxa.actors.models.tiny import PRESETS
 
 SPARED, VICTIM = "rollout/0", "rollout/1"

@@ -19,9 +19,8 @@ from ...actors.backends.megatron.layout import ParallelLayout, check_routing
 from ...actors.checkpoints.folder import check_model, read_manifest
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
 from ...actors.data.layout import RowLayout
-from ...actors.data.prompts import held_out_layout, layout_of, open_data
+from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, layout_of, open_data
 from ...actors.data.row_file import Row, RowError
-from ...actors.data.row_set import chosen_rows, encode_prompt
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, dataset_of, is_in_use
 from ...actors.models.hf_folder import check_critic, check_second_model, check_values, open_weights, read_config

@@ -31,11 +31,12 @@ import msgspec
 
 from ...actors.checkpoints.folder import (
     forget_writer,
+    ledger_in,
     list_checkpoints,
     partial_of,
     read_manifest,
+    writing_run,
 )
-from ...actors.checkpoints.run_part import ledger_in, writing_run
 from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledger, floor_of, is_in_use, lock_ledger
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, LedgerError, MyxaError

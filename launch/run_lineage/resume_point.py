@@ -18,10 +18,11 @@ from ...actors.checkpoints.folder import (
     OLD,
     CheckpointInfo,
     find_checkpoint,
+    is_kept,
+    ledger_in,
     look_at,
     whole_ones,
 )
-from ...actors.checkpoints.run_part import is_kept, ledger_in
 from ...actors.ledger.file import LEDGER, LedgerFacts, is_in_use, read_facts
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, LedgerError, TrainError

@@ -13,9 +13,8 @@ from tests.actors.data_floor import GateEngine, data_floor
 from tests.harness.waiting import until
 from tests.harness.waits import waits
 
-from myxa.actors.buffer.quarantine import POISON
-from myxa.actors.ledger.file import whole_groups
-from myxa.actors.ledger.states import Row, decode_partial
+from myxa.actors.buffer.cursor import POISON
+from myxa.actors.ledger.file import Row, decode_partial, whole_groups
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
 from myxa.core.samples import Group

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from tests.buffer.conftest import NumberedRows
 
-from myxa.actors.buffer.cursor import PromptCursor
-from myxa.actors.buffer.quarantine import Quarantine
-from myxa.actors.buffer.sources import Sources
+from myxa.actors.buffer.cursor import PromptCursor, Quarantine, Sources
 from myxa.actors.data.prompts import RowOrder
+from myxa.actors.ledger.file import Row
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row
 from myxa.core.samples import Prompt
 
 

@@ -16,7 +16,7 @@ from tests.harness.ledger_audit import audit_ledger
 from tests.harness.waiting import until
 
 from myxa.actors.contracts import BufferContract
-from myxa.actors.ledger.states import STALE
+from myxa.actors.ledger.file import STALE
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
 from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError

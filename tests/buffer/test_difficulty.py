@@ -11,7 +11,7 @@ from tests.buffer.mixed_rows import Desk, ShuffledRows, mixed
 from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.buffer.cursor import NO_WINDOW, SKIPS, Window
-from myxa.actors.ledger.states import OUT_OF_WINDOW, STALE, Row
+from myxa.actors.ledger.file import OUT_OF_WINDOW, STALE, Row
 
 HALF = Window(0.2, 0.8)
 EASY, HARD, GOOD = 1.0, 0.0, 0.5

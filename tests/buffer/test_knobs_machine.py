@@ -23,8 +23,8 @@ from myxa.actors.buffer.finished_groups import FinishedGroups
 from myxa.actors.buffer.groups import Groups
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues
 from myxa.actors.coordinator.knob_decisions import Decisions, OwnerStates, draft_change
+from myxa.actors.ledger.file import OPEN, State
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import OPEN, State
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.errors import ConfigError

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.ledger.file import read_facts
+from myxa.actors.ledger.file import STALE, Row, read_facts
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import STALE, Row
 from myxa.core.errors import LedgerError
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.ledger.file import floor_of
+from myxa.actors.ledger.file import LEFTOVER, STALE, Row, State, floor_of
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import LEFTOVER, STALE, Row, State
 from myxa.core.errors import LedgerError
 
 REASONS = ("zero-variance", STALE, LEFTOVER)

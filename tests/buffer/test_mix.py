@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.actors.buffer.sources import mix_text, next_source, parse_mix, shares_of
+from myxa.actors.buffer.cursor import mix_text, next_source, parse_mix, shares_of
 
 NAMES = ("code", "math")
 weights = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 10**6)), min_size=1, max_size=6).filter(any)

@@ -14,7 +14,7 @@ from tests.buffer.mixed_rows import Desk, mixed
 from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.buffer.cursor import Window
-from myxa.actors.ledger.states import OUT_OF_WINDOW, PASSED_OVER, STALE, Row
+from myxa.actors.ledger.file import OUT_OF_WINDOW, PASSED_OVER, STALE, Row
 
 WINDOWS = (Window(), Window(0.2, 0.8), Window(0.4, 1.0))
 numbers = st.integers(0, 4)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.data.opened import open_prompts
 
-from myxa.actors.data import prompts, row_file, row_set
+from myxa.actors.data import prompts, row_file
 from myxa.actors.rollout.rollout import DRAW_AT_ONCE
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
@@ -119,9 +119,9 @@ def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits = FrameLimits().body - (8 << 20)  # the rest is room for what surrounds them
-    assert fits >= DRAW_AT_ONCE * row_set.MAX_ROW_BYTES
+    assert fits >= DRAW_AT_ONCE * prompts.MAX_ROW_BYTES
     assert fits >= prompts.MAX_HELD_OUT_BYTES
-    monkeypatch.setattr(row_set, "MAX_ROW_BYTES", 200)
+    monkeypatch.setattr(prompts, "MAX_ROW_BYTES", 200)
     monkeypatch.setattr(prompts, "MAX_HELD_OUT_BYTES", 500)
     large = f'{{"prompt": "a", "label": "b", "metadata": {{"tests": "{"x" * 200}"}}}}'
     assert failure(tmp_path, f"{GOOD}\n{large}\n").startswith("t.jsonl:2: prompt, label and metadata come to 253 bytes")

@@ -160,12 +160,12 @@ def test_f7_an_arrow_file_that_is_cut_is_refused(tmp_path: Path) -> None:
 def test_f7_rows_are_kept_where_tmpdir_says_and_a_full_disk_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from myxa.actors.data import row_set
+    from myxa.actors.data import prompts
 
     def full(*_: Any, **__: Any) -> Any:
         return Path("/dev/full").open("r+b", buffering=0)
 
-    monkeypatch.setattr(row_set.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(prompts.tempfile, "TemporaryFile", full)
     with pytest.raises(
         DataError, match=r"cannot be kept in .*: No space left on device -- make room there, or .*TMPDIR"
     ):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.faults.depot import DepotContract, pair
 
+from myxa.actors.ledger.file import State
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import State
 from myxa.core.errors import RemoteError
 from myxa.transport.session.serving import Serving
 
@@ -35,7 +35,7 @@ LEDGER = """
 import json, resource, sys
 from pathlib import Path
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row, State
+from myxa.actors.ledger.file import Row, State
 from myxa.core.errors import LedgerError
 
 ledger = Ledger(Path(sys.argv[1]), run="full", fingerprint="d", wall=lambda: 0.0)

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from myxa.actors.ledger.states import AT_REST, REWIND, STALE, TRANSITIONS, State
+from myxa.actors.ledger.file import AT_REST, REWIND, STALE, TRANSITIONS, State
 from myxa.core.errors import LedgerError
 
 _DONE = (State.TRAINED, State.DURABLE)

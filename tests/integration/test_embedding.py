@@ -29,7 +29,7 @@ from tests.harness.run_job import Job, audit, events, make_job, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.actors.contracts import BufferContract, RolloutContract
-from myxa.actors.ledger.states import decode_partial
+from myxa.actors.ledger.file import decode_partial
 from myxa.core.errors import LaunchError
 from myxa.launch.control.client import ControlClient
 from myxa.launch.embed import EmbeddedRollout, rollout_in

@@ -18,8 +18,7 @@ from tests.harness.run_job import Job, audit, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.file import whole_groups
-from myxa.actors.ledger.states import State
+from myxa.actors.ledger.file import State, whole_groups
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import make_rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, RolloutOptions

@@ -17,8 +17,8 @@ from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues
 from myxa.actors.contracts import CoordinatorContract, RolloutContract
 from myxa.actors.coordinator.audit import read_audit
 from myxa.actors.knobs.owner import OwnsKnobs
+from myxa.actors.ledger.file import Terms
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Terms
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
 from myxa.core.errors import LedgerError

@@ -10,11 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file, writer_of
-from myxa.actors.checkpoints.run_part import RunPart, write_run_part
-from myxa.actors.ledger.file import LEDGER, copy_ledger
+from myxa.actors.checkpoints.folder import Manifest, RunPart, begin, commit, rank_file, write_run_part, writer_of
+from myxa.actors.ledger.file import LEDGER, Row, copy_ledger
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row
 from myxa.core.files import describe_file
 
 BATCH = 2

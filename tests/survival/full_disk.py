@@ -25,7 +25,7 @@ from tests.harness.waiting import wait_until
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, check_each_once, make_lives
 
 from myxa.actors.coordinator.run_state import CoordinatorJournal, RunState
-from myxa.actors.ledger.states import STALE
+from myxa.actors.ledger.file import STALE
 from myxa.core.errors import LedgerError
 from myxa.core.files import refusal, until_written
 

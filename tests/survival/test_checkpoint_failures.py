@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.survival.checkpoint_room import CheckpointRoom, refused
 
-from myxa.actors.checkpoints.run_part import RUN_FILE, read_run_part
+from myxa.actors.checkpoints.folder import RUN_FILE, read_run_part
 from myxa.actors.trainer import checkpoints as module
 from myxa.core.errors import CallError, DeadlineExceeded, GatherError, LedgerError, MyxaError, TrainError
 from myxa.core.knobs import LiveKnobs

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.harness.ledger_audit import audit_ledger
 
+from myxa.actors.ledger.file import Row
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row
 
 
 def made_ledger(path: Path) -> Ledger:

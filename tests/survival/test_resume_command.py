@@ -13,8 +13,7 @@ from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import BATCH, events, metrics
 from tests.harness.waiting import wait_until
 
-from myxa.actors.checkpoints.folder import look_at
-from myxa.actors.checkpoints.run_part import ledger_in, read_run_part
+from myxa.actors.checkpoints.folder import ledger_in, look_at, read_run_part
 from myxa.actors.ledger.file import read_facts
 from myxa.core.config import load_config
 from myxa.launch.run_lineage.origin import RunOrigin

@@ -16,8 +16,7 @@ import pytest
 from tests.survival.checkpoint_maker import DATASET, RunOnDisk, flip, garble, halve, make_checkpoint, remove, states
 
 from myxa.actors.checkpoints import folder
-from myxa.actors.checkpoints.folder import look_at, newest_whole, take_away
-from myxa.actors.checkpoints.run_part import RUN_FILE
+from myxa.actors.checkpoints.folder import RUN_FILE, look_at, newest_whole, take_away
 from myxa.actors.ledger.file import LEDGER, lock_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.core.errors import LaunchError, LedgerError

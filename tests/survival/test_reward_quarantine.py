@@ -15,12 +15,9 @@ from tests.harness.inside import inside
 from tests.harness.run_job import audit, events, make_job, metrics
 
 from myxa.actors.buffer import cursor as buffer_cursor
-from myxa.actors.buffer.cursor import PromptCursor
-from myxa.actors.buffer.quarantine import Quarantine
-from myxa.actors.buffer.sources import Sources
-from myxa.actors.ledger.file import begin_life
+from myxa.actors.buffer.cursor import PromptCursor, Quarantine, Sources
+from myxa.actors.ledger.file import QUARANTINED, Row, State, begin_life
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import QUARANTINED, Row, State
 from myxa.core.errors import DataError
 from myxa.core.messages import RunStatus
 

@@ -14,7 +14,7 @@ from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import Job, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
-from myxa.actors.ledger.states import decode_group
+from myxa.actors.ledger.file import decode_group
 
 pytestmark = pytest.mark.timeout(240)
 

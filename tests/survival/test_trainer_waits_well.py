@@ -13,7 +13,7 @@ from tests.harness.waiting import until
 from tests.harness.waits import waits
 from tests.integration.trainer_room import BATCH, Conductor, Room, make_group, trainer_room
 
-from myxa.actors.checkpoints.run_part import RUN_FILE
+from myxa.actors.checkpoints.folder import RUN_FILE
 from myxa.actors.contracts import TrainerContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer import train_loop as leader_module

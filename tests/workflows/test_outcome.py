@@ -12,7 +12,7 @@ import pytest
 from tests.harness.group_runner import runner_of
 from tests.workflows.chat_models import QWEN3, Drawn
 
-from myxa.actors.ledger.states import decode_group, encode
+from myxa.actors.ledger.file import decode_group, encode
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import Partial, drop_reason
 from myxa.actors.stream_checks import checked_rollout
