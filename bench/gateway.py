@@ -29,6 +29,7 @@ from aiohttp import web
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.gateway.server import Gateway, OpenSession
 from myxa.actors.gateway.session import AgentSession, written_form
+from myxa.actors.gateway.turn_text import ToolForm
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
@@ -73,7 +74,7 @@ class World:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.tokenizer = load_tokenizer(folder)
-        self.form = written_form(self.tokenizer)
+        self.form: ToolForm = written_form(self.tokenizer)
         self.engine = EmbeddedEngine(str(folder), EmbeddedOptions(max_running=256, context_length=2048))
         self.sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
         self.access = ModelAccess(generate=self.engine.generate, sampling=self.sampling, context_length=2048)
@@ -87,7 +88,7 @@ class World:
 
     async def call(self, turns: int) -> list[float]:
         """A rollout without the gateway."""
-        episode, took = self.session().session._root, []  # pyright: ignore[reportPrivateUsage]
+        episode, took = self.session().session._root, []
         for _ in range(turns):
             began = time.perf_counter()
             await episode.generate()

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from gpu.make_model import qwen3_config
 
 from myxa.actors.models.hf_folder import write_folder
-from myxa.actors.models.tiny import Preset, init_weights, qwen3_config, write_tokenizer
+from myxa.actors.models.tiny import Preset, init_weights, write_tokenizer
 from myxa.launch.worker_spec import SPEC_VARIABLE, WORKER_MODULE
 
 SMALLEST = Preset(hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=64)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.data.opened import open_prompts
 
-from myxa.actors.data import PromptDataset, row_file
+from myxa.actors.data import row_file
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError, MyxaError
 
@@ -87,7 +87,7 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
-def opened(path: Path | str, **data: Any) -> PromptDataset:
+def opened(path: Path | str, **data: Any) -> Any:
     raw = {"model": {"path": "m"}, "data": {"train": str(path), "shuffle": False, **data}}
     return open_prompts(RunConfig.model_validate(raw))
 

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from tests.data.opened import open_prompts
 
-from myxa.actors.data import PromptDataset
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.samples import Message, Prompt
@@ -33,13 +32,13 @@ def stored(folder: Path, rows: list[Row], kind: str = "jsonl") -> str:
     return str(path)
 
 
-def opened(train: str | list[str], **sections: Any) -> PromptDataset:
+def opened(train: str | list[str], **sections: Any) -> Any:
     raw = {"model": {"path": "m"}, **sections}
     raw["data"] = {"train": train, "shuffle": False, **sections.get("data", {})}
     return open_prompts(RunConfig.model_validate(raw))
 
 
-def prompts(dataset: PromptDataset) -> list[Prompt]:
+def prompts(dataset: Any) -> list[Prompt]:
     return [prompt for draw in range(len(dataset)) if (prompt := dataset.prompt(draw)) is not None]
 
 

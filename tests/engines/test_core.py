@@ -10,7 +10,7 @@ import torch
 from tests.engines.contract import Result, ask
 
 from myxa.actors.engines.embedded import core as embedded_core
-from myxa.actors.engines.embedded.attention import PrefillAttention
+from myxa.actors.engines.embedded.model import PrefillAttention
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import SamplingParams

@@ -184,7 +184,7 @@ async def test_each_source_of_prompts_may_have_its_function(tmp_path: Path) -> N
     data = open_data(config)
     made = make_rewarder(config)
     for name in ("sums", "prose"):
-        prompt = data.by_name[name].prompt(0)  # pyright: ignore[reportAttributeAccessIssue]
+        prompt = data.by_name[name].prompt(0)
         assert prompt is not None
         outcome = await made.score(judged("5.0", prompt.label, **prompt.metadata))
         assert outcome.parts.keys() == {name}

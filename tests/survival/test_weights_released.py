@@ -59,7 +59,7 @@ class Gang:
         for staged in self.staged.values():
             staged.intersection_update(unreleased)
             staged.add(version)
-        return {name: WeightManifest(version, "nccl", name, 0, 1, (), "aa", "") for name in RANKS}
+        return {name: WeightManifest(version, "nccl", name, 0, (), "aa", "", 1) for name in RANKS}
 
     async def _tell_other(self, method: Callable[..., Any], version: int) -> None:
         await self.may_hear.wait()
