@@ -35,7 +35,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of a running generation, in order and without gaps; the last one carries `finish`."""
+    """New tokens of a running generation, in order and without gaps; the last one carries `finish`. Also a whole turn,
+    or a reply."""
 
     output_ids: I32
     """int32 [k]"""
@@ -50,6 +51,19 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Token that stopped it, when finish == "stop". It is the last of the output ids."""
     matched_text: str = ""
     """Stop string that stopped it, if that did. The last of the output ids completes it."""
+    is_model: bool = True
+    """The model drew them; otherwise they are a reply, which is not learnt."""
+
+    def first(self, num_tokens: int) -> Delta:
+        """Its beginning."""
+        part = slice(num_tokens)
+        return Delta(
+            output_ids=self.output_ids[part],
+            logprobs=self.logprobs[part],
+            versions=self.versions[part],
+            kept=None if self.kept is None else self.kept[part],
+            is_model=self.is_model,
+        )
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

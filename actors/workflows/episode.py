@@ -32,70 +32,49 @@ from .demonstrated import demonstrate
 from .turn_renderer import TurnRenderer
 
 
-class TokenSegment(msgspec.Struct, frozen=True):
-    """A model turn (mask 1) or a reply (mask 0)."""
-
-    ids: I32
-    logprobs: F32
-    versions: I32
-    is_model: bool
-    kept: I32 | None = None
-    """What each was drawn from (`Sample.kept`)."""
-
-    def first(self, num_tokens: int) -> TokenSegment:
-        """Its beginning."""
-        part = slice(num_tokens)
-        kept = None if self.kept is None else self.kept[part]
-        return TokenSegment(self.ids[part], self.logprobs[part], self.versions[part], self.is_model, kept)
-
-
-def unstamped(ids: Sequence[int] | I32, *, is_model: bool) -> TokenSegment:
+def unstamped(ids: Sequence[int] | I32, *, is_model: bool) -> Delta:
     """Tokens that no engine generated."""
     array = np.asarray(ids, dtype=np.int32)
-    return TokenSegment(array, np.zeros(len(array), np.float32), np.full(len(array), NO_VERSION, np.int32), is_model)
+    logprobs, versions = np.zeros(len(array), np.float32), np.full(len(array), NO_VERSION, np.int32)
+    return Delta(output_ids=array, logprobs=logprobs, versions=versions, is_model=is_model)
 
 
 NOTHING = unstamped((), is_model=True)
 
 
-def split(sample: Sample) -> list[TokenSegment]:
+def split(sample: Sample) -> list[Delta]:
     """Cut a recorded sample into runs of equal loss mask."""
     mask, kept = sample.loss_mask, sample.kept_rows
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [
-        TokenSegment(
-            sample.response_ids[a:b],
-            sample.logprobs[a:b],
-            sample.versions[a:b],
-            bool(mask[a]),
-            None if kept is None else kept[a:b],
+        Delta(
+            output_ids=sample.response_ids[a:b],
+            logprobs=sample.logprobs[a:b],
+            versions=sample.versions[a:b],
+            is_model=bool(mask[a]),
+            kept=None if kept is None else kept[a:b],
         )
         for a, b in pairwise(cuts)
         if b > a
     ]
 
 
-def joined(parts: Sequence[TokenSegment]) -> TokenSegment:
+def joined(parts: Sequence[Delta]) -> Delta:
     """One run of tokens from its parts; of the model's, where there are none."""
-    parts = [part for part in parts if part.ids.size]
+    parts = [part for part in parts if part.output_ids.size]
     if not parts:
         return NOTHING
-    ids, logprobs, versions = (parts[0].ids, parts[0].logprobs, parts[0].versions)
+    ids, logprobs, versions = (parts[0].output_ids, parts[0].logprobs, parts[0].versions)
     if len(parts) > 1:
-        ids = np.concatenate([part.ids for part in parts])
+        ids = np.concatenate([part.output_ids for part in parts])
         logprobs = np.concatenate([part.logprobs for part in parts])
         versions = np.concatenate([part.versions for part in parts])
-    return TokenSegment(
-        ids.astype(np.int32, copy=False),
-        logprobs.astype(np.float32, copy=False),
-        versions.astype(np.int32, copy=False),
-        is_model=True,
-        kept=joined_kept([(part.kept, len(part.ids)) for part in parts]),
+    return Delta(
+        output_ids=ids.astype(np.int32, copy=False),
+        logprobs=logprobs.astype(np.float32, copy=False),
+        versions=versions.astype(np.int32, copy=False),
+        kept=joined_kept([(part.kept, len(part.output_ids)) for part in parts]),
     )
-
-
-def _of(delta: Delta) -> TokenSegment:
-    return TokenSegment(delta.output_ids, delta.logprobs, delta.versions, is_model=True, kept=delta.kept)
 
 
 async def closed(stream: AsyncIterator[Delta]) -> None:
@@ -115,7 +94,7 @@ def turn_seed(seed: int, draw: int, member: str, turn: int) -> int:
 
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]
-Draw = Callable[[Sample, GenerateRequest, TokenSegment, SamplingParams], Awaitable[tuple[TokenSegment, FinishReason]]]
+Draw = Callable[[Sample, GenerateRequest, Delta, SamplingParams], Awaitable[tuple[Delta, FinishReason]]]
 """From what an episode has, what it asks for and the turn so far to the whole turn."""
 
 
@@ -161,18 +140,18 @@ async def drawn(
     generate: Generate,
     request: GenerateRequest,
     stops: StopStrings,
-    under_way: list[TokenSegment],
+    under_way: list[Delta],
     on_tokens: Callable[[], None] | None = None,
-) -> tuple[TokenSegment, FinishReason]:
+) -> tuple[Delta, FinishReason]:
     """Stream one turn from the engine: its tokens, up to the end of a stop string, and why they end. `under_way`: what
     the turn has already; grows while it comes. `on_tokens`: called each time that it has grown. Raises EngineError for
     a stream that breaks off."""
     finish: FinishReason | None = None
-    ids: list[int] = joined(under_way).ids.tolist() if stops else []
+    ids: list[int] = joined(under_way).output_ids.tolist() if stops else []
     stream = generate(request)
     try:
         async for delta in stream:
-            under_way.append(_of(delta))
+            under_way.append(delta)
             finish = delta.finish
             if on_tokens is not None:
                 on_tokens()
@@ -225,8 +204,8 @@ class Episode:
                 f"the engine's context is {context_length}",
                 remedy="shorten or filter the row, or raise engine.context_length",
             )
-        self._segments: list[TokenSegment] = []
-        self._under_way: list[TokenSegment] = []
+        self._segments: list[Delta] = []
+        self._under_way: list[Delta] = []
         self._turns: list[str] = []
         self._replies: list[tuple[Message, ...]] = []
         self._before = NOTHING
@@ -237,7 +216,7 @@ class Episode:
         self._recorded: dict[int, Sample] = {one.branch: one for one in recorded} if of is None else of._recorded
         mine = self._recorded.get(self._branch)
         self._recorded_at = 1.0 if mine is None else mine.temperature
-        self._replay: list[TokenSegment] = []
+        self._replay: list[Delta] = []
         if mine is not None and np.array_equal(mine.prompt_ids, self._prompt_ids):
             self._replay = split(mine)
         self.on_tokens: Callable[[], None] | None = None
@@ -258,7 +237,7 @@ class Episode:
         `num_turns` (1: its first). The tokens up to there are its prompt: they are learnt once, in this episode."""
         ends = [at for at, one in enumerate(self._segments, 1) if one.is_model]
         kept = self._segments if num_turns is None else self._segments[: ends[num_turns - 1]]
-        other = self._another(self._prompt, _whole([self._prompt_ids, *(one.ids for one in kept)]))
+        other = self._another(self._prompt, _whole([self._prompt_ids, *(one.output_ids for one in kept)]))
         other._before = (kept or [self._before])[-1]
         other._finish = self._finish if len(kept) == len(self._segments) else "stop"
         left_out = [one.is_model for one in self._segments[len(kept) :]]
@@ -301,10 +280,10 @@ class Episode:
     @property
     def under_way(self) -> list[int]:
         """Token ids of the turn that comes, so far."""
-        return joined(self._under_way).ids.tolist()
+        return joined(self._under_way).output_ids.tolist()
 
     @property
-    def last_turn(self) -> TokenSegment:
+    def last_turn(self) -> Delta:
         """The tokens of the last turn of the model, with log-probs and versions."""
         return next((one for one in reversed(self._segments) if one.is_model), NOTHING)
 
@@ -321,7 +300,7 @@ class Episode:
     @property
     def token_ids(self) -> list[int]:
         """Of the prompt and all that follows."""
-        return _whole([self._prompt_ids, *(one.ids for one in self._segments)]).tolist()
+        return _whole([self._prompt_ids, *(one.output_ids for one in self._segments)]).tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -335,7 +314,7 @@ class Episode:
 
     @property
     def room(self) -> int:
-        return self._model.context_length - len(self._prompt_ids) - sum(len(one.ids) for one in self._segments)
+        return self._model.context_length - len(self._prompt_ids) - sum(len(one.output_ids) for one in self._segments)
 
     async def generate(self, sampling: SamplingParams | None = None) -> Turn:
         """The model's next turn. Raises Interrupted when the engine had to abort, EngineError when it fails,
@@ -350,15 +329,15 @@ class Episode:
         if done is not None and (end := self._stopped_at(done, params)):
             return self._close_turn(done.first(end), "stop")
         start = NOTHING if done is None else done
-        limit = min(params.max_new_tokens - len(start.ids), self.room - len(start.ids))
+        limit = min(params.max_new_tokens - len(start.output_ids), self.room - len(start.output_ids))
         if limit <= 0:
             return self._close_turn(start, "length")
         is_seeded = self._model.sampling.seed is not None
         if is_seeded:
-            start, limit = NOTHING, limit + len(start.ids)
+            start, limit = NOTHING, limit + len(start.output_ids)
         segment, finish = await self._ask(start, params, limit)
         while finish == "abort" and self._model.goes_on():
-            left = limit + len(start.ids) - len(segment.ids)
+            left = limit + len(start.output_ids) - len(segment.output_ids)
             if left <= 0:
                 return self._close_turn(segment, "length")
             if is_seeded:
@@ -383,12 +362,12 @@ class Episode:
                 remedy="draw all turns of a sample at one temperature",
             )
 
-    async def _ask(self, start: TokenSegment, params: SamplingParams, limit: int) -> tuple[TokenSegment, FinishReason]:
+    async def _ask(self, start: Delta, params: SamplingParams, limit: int) -> tuple[Delta, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._member}.{len(self._turns)}",
-            input_ids=_whole([self._prompt_ids, *(one.ids for one in self._segments), start.ids]),
-            sampling=replace(params.for_rest(num_done=len(start.ids), limit=limit), seed=self._seed(params)),
+            input_ids=_whole([self._prompt_ids, *(one.output_ids for one in self._segments), start.output_ids]),
+            sampling=replace(params.for_rest(num_done=len(start.output_ids), limit=limit), seed=self._seed(params)),
             source=self._prompt.source,
             row=self._prompt.row,
             index=self._index,
@@ -398,9 +377,7 @@ class Episode:
             finish = "stop"
         return whole, finish
 
-    async def _draw(
-        self, request: GenerateRequest, start: TokenSegment, params: SamplingParams
-    ) -> tuple[TokenSegment, FinishReason]:
+    async def _draw(self, request: GenerateRequest, start: Delta, params: SamplingParams) -> tuple[Delta, FinishReason]:
         if self._draws is not None:
             return await self._draws(self.sample(), request, start, params)
         self._under_way = [start]
@@ -420,9 +397,9 @@ class Episode:
         number = self._prompt.group_id if self._prompt.draw < 0 else self._prompt.draw
         return turn_seed(run, number, self._member, len(self._turns))
 
-    def _stopped_at(self, done: TokenSegment, params: SamplingParams) -> int:
+    def _stopped_at(self, done: Delta, params: SamplingParams) -> int:
         """Tokens after which a recorded turn is over; 0: it continues."""
-        ids: list[int] = done.ids.tolist()
+        ids: list[int] = done.output_ids.tolist()
         if match := self._stops(params).match(ids):
             return match.end
         ends = frozenset(() if params.ignore_eos else (*self._tokenizer.eos_token_ids, *params.stop_token_ids))
@@ -431,16 +408,16 @@ class Episode:
     def _stops(self, params: SamplingParams) -> StopStrings:
         return stops_of(params.stop, self._tokenizer)
 
-    def _next_recorded(self, *, is_model: bool) -> TokenSegment | None:
+    def _next_recorded(self, *, is_model: bool) -> Delta | None:
         if not self._replay or self._replay[0].is_model is not is_model:
             self._replay = []
             return None
         return self._replay.pop(0)
 
-    def _close_turn(self, segment: TokenSegment, finish: FinishReason) -> Turn:
+    def _close_turn(self, segment: Delta, finish: FinishReason) -> Turn:
         self._segments.append(segment)
         self._finish = finish
-        ids: list[int] = segment.ids.tolist()
+        ids: list[int] = segment.output_ids.tolist()
         text = self._tokenizer.decode(ids)
         self._turns.append(text)
         return Turn(text=text, token_ids=tuple(ids), finish=finish)
@@ -459,14 +436,14 @@ class Episode:
                 f"workflow: reply() for row {self._prompt.row} without a model turn before it",
                 remedy="call `await episode.generate()` first, and reply with all messages at once",
             )
-        last = before.ids
+        last = before.output_ids
         ended_by = int(last[-1]) if self._finish == "stop" and last.size else None
         ids = self._renderer.reply(messages, ended_by=ended_by, tools=self._prompt.tools)
         if len(ids) >= self.room:
             self._finish = "length"
             return False
         recorded = self._next_recorded(is_model=False)
-        if recorded is not None and not np.array_equal(recorded.ids, ids):
+        if recorded is not None and not np.array_equal(recorded.output_ids, ids):
             self._replay = []
         self._segments.append(unstamped(ids, is_model=False))
         self._replies.append(messages)
@@ -500,8 +477,8 @@ class Episode:
         )
 
     def _token_rewards(self, turn_rewards: Sequence[float], size: int) -> F32 | None:
-        ends = [end for end, one in zip(accumulate(len(o.ids) for o in self._segments), self._segments, strict=True)
-                if one.is_model]  # fmt: skip
+        sizes = accumulate(len(one.output_ids) for one in self._segments)
+        ends = [end for end, one in zip(sizes, self._segments, strict=True) if one.is_model]
         if len(turn_rewards) != len(ends):
             raise UserCodeError(
                 f"workflow: {len(turn_rewards)} turn_rewards for the {len(ends)} turns of row {self._prompt.row}",
@@ -522,15 +499,15 @@ class Episode:
         rest = [joined(self._under_way)] if self._under_way else self._replay
         return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
 
-    def _sample(self, segments: Sequence[TokenSegment], finish: FinishReason) -> Sample:
+    def _sample(self, segments: Sequence[Delta], finish: FinishReason) -> Sample:
         whole = joined(segments)
-        mask = [np.full(len(one.ids), one.is_model, np.uint8) for one in segments]
+        mask = [np.full(len(one.output_ids), one.is_model, np.uint8) for one in segments]
         return Sample(
             group_id=self._prompt.group_id,
             index=self._index,
             branch=self._branch,
             prompt_ids=self._prompt_ids,
-            response_ids=whole.ids,
+            response_ids=whole.output_ids,
             logprobs=whole.logprobs,
             loss_mask=np.concatenate(mask) if mask else np.zeros(0, np.uint8),
             versions=whole.versions,

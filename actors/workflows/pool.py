@@ -17,10 +17,10 @@ import numpy as np
 from ...core import errors
 from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
-from ...core.protocols import Tokenizer
+from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Sample, joined_kept
 from ..user_code.process import Call, Lost, WorkerPool
-from .episode import Interrupted, ModelAccess, TokenSegment, drawn, joined, stops_of
+from .episode import Interrupted, ModelAccess, drawn, joined, stops_of
 from .worker_messages import (
     AskModel,
     DrawnTurn,
@@ -46,7 +46,7 @@ class TokensSoFar:
 
     def __init__(self, recorded: Sequence[Sample]) -> None:
         self._closed = {one.branch: one for one in recorded}
-        self.under_way: dict[int, list[TokenSegment]] = {}
+        self.under_way: dict[int, list[Delta]] = {}
         """Turns behind those samples, by their numbers."""
 
     def asked(self, ask: AskModel) -> None:
@@ -62,12 +62,12 @@ class TokensSoFar:
         if before.branch not in self.under_way:
             return before
         turn = joined(self.under_way[before.branch])
-        kept = joined_kept([(before.kept_rows, len(before.response_ids)), (turn.kept, len(turn.ids))])
+        kept = joined_kept([(before.kept_rows, len(before.response_ids)), (turn.kept, len(turn.output_ids))])
         return msgspec.structs.replace(
             before,
-            response_ids=np.concatenate([before.response_ids, turn.ids]).astype(np.int32, copy=False),
+            response_ids=np.concatenate([before.response_ids, turn.output_ids]).astype(np.int32, copy=False),
             logprobs=np.concatenate([before.logprobs, turn.logprobs]).astype(np.float32, copy=False),
-            loss_mask=np.concatenate([before.loss_mask, np.ones(len(turn.ids), np.uint8)]),
+            loss_mask=np.concatenate([before.loss_mask, np.ones(len(turn.output_ids), np.uint8)]),
             versions=np.concatenate([before.versions, turn.versions]).astype(np.int32, copy=False),
             kept=None if kept is None else kept.ravel(),
             finish="abort",

@@ -20,12 +20,12 @@ import msgspec
 
 from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
-from ...core.protocols import GenerateRequest
+from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import FinishReason, Message, Sample
 from ..models.tokenizer import load_tokenizer
 from ..user_code.functions import is_async, what_was_raised
 from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder
-from .episode import Clients, Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
+from .episode import Clients, Episode, ModelAccess, Turn, WorkflowContext
 from .failures import kind_of
 from .named import load_workflow
 from .turn_renderer import TurnRenderer
@@ -101,8 +101,8 @@ class Play(UserCall):
         self._clients: Clients | None = None
 
     async def ask(
-        self, so_far: Sample, request: GenerateRequest, start: TokenSegment, params: SamplingParams
-    ) -> tuple[TokenSegment, FinishReason]:
+        self, so_far: Sample, request: GenerateRequest, start: Delta, params: SamplingParams
+    ) -> tuple[Delta, FinishReason]:
         """The next turn of a sample. Raises UserCodeError while another one of it is drawn."""
         if so_far.branch in self._drawing:
             raise UserCodeError(

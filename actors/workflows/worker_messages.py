@@ -17,10 +17,9 @@ import msgspec
 
 from ...core.errors import FailureKind
 from ...core.messages import SamplingParams
-from ...core.protocols import GenerateRequest
+from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import I32, FinishReason, Prompt, Sample
 from ..user_code.process import Cancel, Ended, Stuck, Waits, array_in
-from .episode import TokenSegment
 
 
 class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +72,7 @@ class DrawnTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
     call: int
     turn: int
     """`AskModel.turn`."""
-    segment: TokenSegment
+    segment: Delta
     finish: FinishReason
 
 
@@ -86,7 +85,7 @@ class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     request: GenerateRequest
     so_far: Sample
     """The sample without the turn that is asked for."""
-    start: TokenSegment
+    start: Delta
     """What that turn has already."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.harness.group_runner import delta
 
-from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess, TokenSegment, joined, unstamped
+from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess, joined, unstamped
 from myxa.core.errors import EngineError, PromptTooLong, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -255,9 +255,11 @@ async def test_each_turn_has_a_seed_of_its_own_that_every_attempt_has_again() ->
 
 
 def test_what_tokens_were_drawn_from_stays_beside_them() -> None:
-    def turn(token: int, *kept: int) -> TokenSegment:
+    def turn(token: int, *kept: int) -> Delta:
         one = np.asarray([token], np.int32)
-        return TokenSegment(one, np.zeros(1, np.float32), one * 0, is_model=True, kept=np.asarray([kept], np.int32))
+        return Delta(
+            output_ids=one, logprobs=np.zeros(1, np.float32), versions=one * 0, kept=np.asarray([kept], np.int32)
+        )
 
     found = joined([turn(1, 1, 4), unstamped([7, 8], is_model=False), turn(2, 2), unstamped([9], is_model=True)])
     assert found.kept is not None
