@@ -164,8 +164,9 @@ class _Layers:
             self.is_whole = False
             return
         _resolve(table, file.absolute().parent)
-        if (agent := as_table(table.get("agent"))) is not None:
-            agent.setdefault("dir", str(file.absolute().parent))
+        agent = as_table(table.get("agent")) or {}
+        if agent.get("command") and not agent.get("dir"):
+            agent["dir"] = str(file.absolute().parent)
         _merge(self.table, table)
         for key, line in key_lines(text, table).items():
             self.origins.by_path[key] = KeyOrigin(str(file), line)

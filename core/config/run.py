@@ -443,8 +443,8 @@ class AgentSettings(Section, frozen=True):
     command: str = ""
     """A program that is started for each rollout, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
     ANTHROPIC_API_KEY, MYXA_TASK_FILE and others in its environment."""
-    dir: PathText = "."
-    """The folder that it starts in; left out: that of the run file."""
+    dir: PathText = ""
+    """The folder that it starts in; empty: that of the run file."""
     url: Annotated[str, AfterValidator(_router)] = ""
     """Or a service that gets each task by POST, with the key of its session."""
     polls: bool = False

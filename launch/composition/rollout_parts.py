@@ -72,7 +72,7 @@ def agent_workflow(spec: ActorSpec, config: RunConfig, run_dir: Path) -> AgentWo
         timeout_s=config.rollout.timeout_s,
         environ=os.environ,
         env=agent.env,
-        folder=agent.dir,
+        folder=agent.dir or ".",
         address_file=str(run_dir / f"agents.{spec.index}.json"),
         host=agent.host,
         port=agent.port + spec.index if agent.port else 0,

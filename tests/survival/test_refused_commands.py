@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_e02_a_refused_start_leaves_every_byte(
     [
         (["nowhere"], "there is no run directory"),
         (["data"], "is no run directory"),
-        ([], "does not answer"),
+        ([], "does not answer|one that is over is named"),  # its sockets are there, or removed already
         (["{run}", "--run", "data"], "which run"),
     ],
 )
@@ -113,7 +114,7 @@ def test_a_run_that_is_not_named_is_not_guessed(
     killed: Lives, words: list[str], cause: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [word.replace("{run}", str(killed.run_dir)) for word in words]
-    assert cause in refused(["resume", *words], killed, capsys, monkeypatch)
+    assert re.search(cause, refused(["resume", *words], killed, capsys, monkeypatch))
 
 
 def test_e02_a_run_that_a_launcher_has_is_refused(
