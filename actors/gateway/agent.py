@@ -41,7 +41,7 @@ from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
 from ..workflows.episode import WorkflowContext
 from .exchange import MODEL
-from .server import Gateway, OpenSession
+from .server import Gateway, OpenSession, task_of
 from .session import AgentSession, RequestFault, written_form
 from .turn_text import ToolForm
 
@@ -167,10 +167,7 @@ class AgentWorkflow:
 
     async def _acted(self, ctx: WorkflowContext, prompt: Prompt, one: OpenSession, key: str) -> None:
         task = {
-            "messages": [message.as_template_sees() for message in prompt.messages],
-            "tools": list(prompt.tools),
-            "label": prompt.label,
-            "metadata": prompt.metadata,
+            **task_of(prompt),
             "is_replay": ctx.is_replay,
             "session_id": ctx.session_id,
             "attempt": ctx.attempt,
@@ -189,19 +186,26 @@ class AgentWorkflow:
         with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
             scratch = Path(name)
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
-            with (scratch / "output.log").open("wb") as output:
-                status = await self._ran(scratch, output.fileno(), key)
-            tail = (scratch / "output.log").read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
+            status, told = await self._ran(scratch, key)
             if of.reward == "exit":
                 one.reward = float(status == 0) if one.reward is None else one.reward
                 return
             if status != 0 and (one.end is None or one.end.failure is None):
-                raise _failed(f"the agent's program ended with {_ending(status)}: {tail or '(no output)'}")
+                raise _failed(told)
             if of.reward == "file":
                 self._read_reward(scratch / "reward.json", one)
 
-    async def _ran(self, scratch: Path, output: int, key: str) -> int:
-        """The program's exit status, negative for a signal. It ends with this call, and all that it started."""
+    async def _ran(self, scratch: Path, key: str) -> tuple[int, str]:
+        """The program's exit status, negative for a signal, and how it ended, in words with the end of its output. It
+        ends with this call, and all that it started. Raises MemberFailed if it cannot be started."""
+        with (scratch / "output.log").open("w+b") as output:
+            status = await self._exit_status(scratch, output.fileno(), key)
+            output.seek(max(output.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+            tail = output.read().decode(errors="replace").strip()
+        ending = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        return status, f"the agent's program ended with {ending}: {tail or '(no output)'}"
+
+    async def _exit_status(self, scratch: Path, output: int, key: str) -> int:
         of = self._options
         grace = ("-m", "myxa.actors.subreaper", str(os.getpid()), "0")
         env = {**of.environ, **of.env, **self._environment(key, str(scratch)), "PYTHONUNBUFFERED": "1"}
@@ -316,14 +320,10 @@ class AgentWorkflow:
         while True:
             key = self.gateway.add_service()
             with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
-                scratch = Path(name)
-                with (scratch / "output.log").open("wb") as output:
-                    try:
-                        how = f"ended with {_ending(await self._ran(scratch, output.fileno(), key))}"
-                    except MemberFailed as failed:
-                        how = failed.message
-                tail = (scratch / "output.log").read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
-            why = f"the agent's program {how}: {tail or '(no output)'}"
+                try:
+                    _, why = await self._ran(Path(name), key)
+                except MemberFailed as failed:
+                    why = failed.message
             _log.warning("%s; it is started again", why)
             self.gateway.drop_service(key, why)
             await asyncio.sleep(RETRY_S)
@@ -336,7 +336,3 @@ def _failed(words: str, kind: FailureKind = "environment") -> MemberFailed:
 def split_command(command: str) -> tuple[str, ...]:
     """A command line as a shell would split it. Raises ValueError."""
     return tuple(shlex.split(command))
-
-
-def _ending(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"

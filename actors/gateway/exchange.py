@@ -134,6 +134,13 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {"type": "object"}}}
 
 
+def check_tool_choice(choice: object) -> None:
+    """Raises RequestFault for a call that is forced."""
+    if choice not in (None, "auto", "none"):
+        words = "tool_choice must be auto or none: a call that is forced is none of the model's own"
+        raise RequestFault("invalid", words, param="tool_choice")
+
+
 def sampling_of(**said: object) -> dict[str, Any]:
     """What a client says, without what it leaves out."""
     return {name: value for name, value in said.items() if value is not None}

@@ -13,6 +13,7 @@ from .exchange import (
     MODEL,
     Exchange,
     call_table,
+    check_tool_choice,
     checked_messages,
     event,
     facts_of,
@@ -166,9 +167,7 @@ def read_message(said: ChatMessage, place: str) -> Message:
 
 def read_tools(tools: Sequence[ChatTool] | None, choice: str | dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
     """As chat templates know them. Raises RequestFault for a call that is forced."""
-    if choice not in (None, "auto", "none"):
-        words = "tool_choice must be auto or none: a call that is forced is none of the model's own"
-        raise RequestFault("invalid", words, param="tool_choice")
+    check_tool_choice(choice)
     return tuple(
         function_tool(one.function.name, one.function.description, one.function.parameters) for one in tools or ()
     )

@@ -12,6 +12,7 @@ from .exchange import (
     MODEL,
     Exchange,
     call_table,
+    check_tool_choice,
     checked_messages,
     event,
     facts_of,
@@ -121,9 +122,7 @@ class Response(Exchange):
         """`earlier`: conversations up to each answer, by its id; this one's is added by `whole` and `close`."""
         super().__init__()
         self._body = body = read_body(raw, ResponseBody)
-        if body.tool_choice not in (None, "auto", "none"):
-            words = "tool_choice must be auto or none: a call that is forced is none of the model's own"
-            raise RequestFault("invalid", words, param="tool_choice")
+        check_tool_choice(body.tool_choice)
         if body.text is not None and body.text.format.type != "text":
             raise RequestFault("invalid", "text.format must be text: no grammar is applied", param="text.format")
         before: tuple[Message, ...] = ()

@@ -195,13 +195,9 @@ class Gateway:
 
     async def _task(self, request: web.Request) -> web.Response:
         one = self._session(request)
-        prompt = one.prompt
         return _json(
             {
-                "messages": [message.as_template_sees() for message in prompt.messages],
-                "tools": list(prompt.tools),
-                "label": prompt.label,
-                "metadata": prompt.metadata,
+                **task_of(one.prompt),
                 "is_replay": one.is_replay,
                 "reward": one.reward,
                 "counts": dict(one.session.counts),
@@ -226,6 +222,16 @@ class Gateway:
         one.end = end
         one.ended.set()
         return _json({"ok": True})
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """What an agent is told of its row."""
+    return {
+        "messages": [message.as_template_sees() for message in prompt.messages],
+        "tools": list(prompt.tools),
+        "label": prompt.label,
+        "metadata": prompt.metadata,
+    }
 
 
 def _key(request: web.Request) -> str:

@@ -23,19 +23,17 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from ...algos.rewards.extraction import opens_thought
 from ...core.errors import DataError, PromptTooLong, TemplateError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Tokenizer
 from ...core.samples import Message, Prompt, Sample
 from ...core.sampling import sampling_fault
 from ..workflows.episode import Episode
+from ..workflows.turn_renderer import begins_in_thought
 from .turn_text import ToolForm, TurnText, form_of, read_turn
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to."""
-MARK_IDS = 16
-"""The mark that opens a thought, and the white space behind it, are no longer."""
 MAX_KEPT_REQUESTS = 256
 
 FaultKind = Literal["invalid", "auth", "not-found", "too-large", "too-long", "busy", "engine"]
@@ -298,7 +296,7 @@ class AgentSession:
     ) -> None:
         episode = line.episode
         form = self._form if asked.may_call and asked.tools else None
-        begins_inside = opens_thought(self._tokenizer.decode(episode.token_ids[-MARK_IDS:], skip_special=False))
+        begins_inside = begins_in_thought(self._tokenizer, episode.token_ids)
         num_prompt = episode.num_tokens
 
         def grown() -> None:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from ...algos.rewards.extraction import opens_thought
 from ...algos.rewards.outcome import RewardOutcome
 from ...core.activity import Hop
 from ...core.clock import Clock
@@ -46,7 +45,7 @@ from ..stream_checks import checked_rollout
 from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext, closed
 from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import TokensSoFar, WorkflowPool
-from ..workflows.turn_renderer import TurnRenderer
+from ..workflows.turn_renderer import MARK_IDS, TurnRenderer, begins_in_thought
 from ..workflows.worker_messages import StartEpisode
 
 T = TypeVar("T")
@@ -56,8 +55,6 @@ Rollout = tuple[Sample, ...]
 """The samples of one member of a group; the last one is judged."""
 MAX_LOST = 10
 """Processes that a member may lose to others."""
-MARK_IDS = 16
-"""The mark that opens a thought, and the white space behind it, are no longer."""
 
 
 def no_engine(request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -487,7 +484,7 @@ class GroupRunner:
         mask = sample.loss_mask.tobytes()
         start = mask.rfind(0, 0, mask.rfind(1) + 1) + 1
         given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
-        return opens_thought(self._tokenizer.decode(given[-MARK_IDS:].tolist(), skip_special=False))
+        return begins_in_thought(self._tokenizer, given.tolist())
 
     async def _rewarded(self, scoring: Awaitable[T], group: RunningGroup) -> T:
         began_s = self._clock.monotonic()

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ...algos.rewards.extraction import opens_thought
 from ...core.errors import DataError, TemplateError
 from ...core.protocols import Tokenizer
 from ...core.samples import I32, Message, Prompt
@@ -104,6 +105,15 @@ class _Joint:
     mark: int | None
     is_own: bool
     """The mark belongs to the turn; otherwise it is the next role's."""
+
+
+MARK_IDS = 16
+"""The mark that opens a thought, and the white space behind it, are no longer."""
+
+
+def begins_in_thought(tokenizer: Tokenizer, given: Sequence[int]) -> bool:
+    """Whether the last of the ids that the model was given open a thought."""
+    return opens_thought(tokenizer.decode(given[-MARK_IDS:], skip_special=False))
 
 
 class TurnRenderer:
