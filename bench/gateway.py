@@ -1,11 +1,12 @@
 """What a turn costs more through the gateway than by a call: milliseconds alone, tokens a second with many sessions.
 
     python bench/gateway.py [--sessions 1000] [--turns 2] [--tokens 32] [--rounds 3] [--preset 1m]
+                            [--attach URL --model FOLDER]
 
-One embedded engine in one process. Sessions of `--turns` turns each, all begun at once: their turns asked for by calls
-in that process, then by HTTP from a client process that keeps one connection for each session. Rounds alternate. Every
-session has to end with as many samples and learnt tokens as were drawn: what is missing is lost. Goals: at most 3 ms a
-turn, throughput at least 0.97 of the engine alone, nothing lost.
+One embedded engine in one process, or the client of an SGLang server that runs. Sessions of `--turns` turns each, all
+begun at once: their turns asked for by calls in that process, then by HTTP from a client process that keeps one
+connection for each session. Rounds alternate. Every session has to end with as many samples and learnt tokens as were
+drawn: what is missing is lost. Goals: at most 3 ms a turn, throughput at least 0.97 of the engine alone, nothing lost.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import aiohttp
 from aiohttp import web
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.gateway.server import Gateway, OpenSession
 from myxa.actors.gateway.session import AgentSession, written_form
 from myxa.actors.gateway.turn_text import ToolForm
+from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
@@ -75,9 +78,17 @@ class World:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.form: ToolForm = written_form(self.tokenizer)
-        self.engine = EmbeddedEngine(str(folder), EmbeddedOptions(max_running=256, context_length=2048))
+        length = 2048
+        if options.attach:
+            config = read_config(folder)
+            length = config.context_length
+            self.engine = SglangEngine(
+                options.attach, SglangOptions(vocab_size=config.vocab_size, context_length=length)
+            )
+        else:
+            self.engine = EmbeddedEngine(str(folder), EmbeddedOptions(max_running=256, context_length=length))
         self.sampling = SamplingParams(max_new_tokens=options.tokens, ignore_eos=True)
-        self.access = ModelAccess(generate=self.engine.generate, sampling=self.sampling, context_length=2048)
+        self.access = ModelAccess(generate=self.engine.generate, sampling=self.sampling, context_length=length)
         self.num = 0
 
     def session(self) -> OpenSession:
@@ -166,10 +177,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--preset", default="1m")
+    parser.add_argument("--attach", default="", metavar="URL", help="of a server of SGLang")
+    parser.add_argument("--model", type=Path, help="its folder")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
         asyncio.run(be_client())
+        return
+    if options.attach:
+        asyncio.run(measure(options, options.model))
         return
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder), preset=options.preset, seed=0)

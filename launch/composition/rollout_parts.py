@@ -7,6 +7,7 @@ built.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ def agent_workflow(spec: ActorSpec, config: RunConfig, run_dir: Path) -> AgentWo
         reward=agent.reward,
         sandbox=agent.sandbox,
         timeout_s=config.rollout.timeout_s,
-        environ=os.environ,
+        environ={**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))},
         env=agent.env,
         folder=agent.dir or ".",
         address_file=str(run_dir / f"agents.{spec.index}.json"),
