@@ -6,7 +6,7 @@ Every number stands beside a memcpy (numpy.copyto, warm, one thread) of the same
 because the machine's other users come and go; ratios are medians over rounds in shuffled order. CPU is user + system
 of both processes against the memcpy's.
 
-    ipc   chunks of 1 MiB over ZeroMQ
+    ipc   chunks over ZeroMQ
     tcp   the same with CURVE
 """
 

@@ -1,6 +1,6 @@
 """What a call costs: our transport, our typed actor call, and other actor systems, each beside raw pyzmq.
 
-    python bench/calls.py [--quick] [--rounds 7] [--seconds 0.4] [--peers ray,xoscar] [--seed 0]
+    python bench/calls.py [--quick] [--rounds 7] [--seconds 0.4] [--peers ray,xoscar] [--seed 0] [--bulk]
 
 Every process is measured by the kernel's own clock of it, client and server (and daemons) together. Each round runs all
 modes in another order, and before each of them its reference at the same depth: raw blocking pyzmq (DEALER, ROUTER,
@@ -29,6 +29,7 @@ from processes import Child, Figures, Herd  # pyright: ignore[reportMissingImpor
 
 DEPTHS = (1, 64, 1024)
 RAW, BARE, TRANSPORT, CALL = "raw pyzmq", "a bare asyncio call", "our transport", "our typed call"
+BESIDE_BULK = "our typed call beside bulk"
 PEERS = {
     "ray": (("Ray, ray.get of a list", "ray_actor.py", "get"), ("Ray, async actor, awaited", "ray_actor.py", "await")),
     "xoscar": (("xoscar", "xoscar_actor.py", ""),),
@@ -53,6 +54,7 @@ class Goal:
         return f"| {self.text} | {sign} {self.limit:g} | {ratio:.2f} | {'met' if is_met else f'missed by {off:.0%}'} |"
 
 
+BULK_GOAL = Goal("typed call p50 while bulk saturates the same process / idle", BESIDE_BULK, 1, "p50_us", 1.5, True)
 OWN_GOALS = (
     Goal("transport round trip p50 / raw", TRANSPORT, 1, "p50_us", 1.5, True),
     Goal("typed call p50 / raw", CALL, 1, "p50_us", 3, True),
@@ -182,6 +184,20 @@ def peer_part(peer: str, python: str, args: argparse.Namespace) -> list[str]:
     return [*rows, "", *_goal_table(goals), "", f"Processes left: {len(survivors)}.", ""]
 
 
+def bulk_part(args: argparse.Namespace) -> list[str]:
+    """Our typed call while arrays of 16 MiB follow one another to the same process, beside the same call when idle."""
+    book = Book()
+    with tempfile.TemporaryDirectory(prefix="b-") as folder, Herd() as herd:
+        ours = start_call(herd, folder)
+        for _ in range(args.rounds):
+            idle = ours.measure(depth=1, seconds=args.seconds)
+            book.note(BESIDE_BULK, 1, ours.measure(depth=1, seconds=args.seconds, bulk=1), idle)
+        survivors = herd.end_all()
+    goal = BULK_GOAL.verdict(statistics.median(book.ratios(BESIDE_BULK, 1, "p50_us")))
+    figures = f"p50 {book.cell(BESIDE_BULK, 1, 'p50_us')} us; idle {book.reference(BESIDE_BULK, 1, 'p50_us'):.1f} us"
+    return [f"{BESIDE_BULK}: {figures}", "", *_goal_table([goal]), "", f"Processes left: {len(survivors)}.", ""]
+
+
 def _head(reference: str) -> list[str]:
     titles = (f"in brackets: x {reference}; range", "p50 us, 1 in flight", "CPU us a call, 64 in flight",
               "CPU us a call, 1024", "calls/s, 64", "calls/s, 1024")  # fmt: skip
@@ -206,6 +222,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.4, help="of one measurement")
     parser.add_argument("--quick", action="store_true", help="3 rounds of 0.25 s")
+    parser.add_argument("--bulk", action="store_true", help="only what a call takes while bulk saturates its process")
     parser.add_argument("--peers", default="", help="comma-separated: ray, xoscar")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
     args = parser.parse_args()
@@ -221,7 +238,7 @@ def main() -> None:
         raise SystemExit(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
     print(f"seed {args.seed}, {args.rounds} rounds of {args.seconds:g} s; Python {platform.python_version()}, "
           f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start\n")  # fmt: skip
-    print("\n".join(own_part(args)), flush=True)
+    print("\n".join((bulk_part if args.bulk else own_part)(args)), flush=True)
     python = python_with(peers) if peers else ""
     for peer in peers:
         print("\n".join(peer_part(peer, python, args)), flush=True)

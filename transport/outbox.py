@@ -12,7 +12,6 @@ as much as several of ours. Large ones go in chunks, one per turn.
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 import time
 from collections import deque
@@ -174,8 +173,10 @@ class Outbox:
     def _wait(self, pause_s: float = 0.0) -> None:
         if not self._is_waiting and self._socket is not None:
             self._is_waiting = True
-            call = functools.partial(self._go_on, self._socket)
-            self._loop.call_later(pause_s, call) if pause_s else self._loop.call_soon(call)
+            if pause_s:
+                self._loop.call_later(pause_s, self._go_on, self._socket)
+            else:
+                self._loop.call_soon(self._go_on, self._socket)
 
     def _go_on(self, socket: Socket) -> None:
         if self._socket is socket:

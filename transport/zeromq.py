@@ -153,8 +153,10 @@ _log = logging.getLogger("myxa.transport")
 class Pump:
     """Calls `take` for a socket until it says that there is nothing more, whenever there may be something."""
 
-    def __init__(self, socket: Socket, take: Callable[[], bool]) -> None:
+    def __init__(self, socket: Socket, take: Callable[[], bool], turn_s: float = TURN_S) -> None:
+        """`turn_s`: so long it takes before the loop's other work gets its turn; 0: one message."""
         self._take = take
+        self._turn_s = turn_s
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_stopped = False
@@ -180,7 +182,7 @@ class Pump:
 
     def _drain(self) -> None:
         self._is_due = False
-        until = time.monotonic() + TURN_S
+        until = time.monotonic() + self._turn_s
         try:
             while not self._is_stopped and self._take():
                 if time.monotonic() >= until:
@@ -217,7 +219,7 @@ class Inbox:
     def start(self, sink: InboundSink) -> None:
         self._sink = sink
         if self._pump is None:
-            self._pump = Pump(self._socket, self._take)
+            self._pump = Pump(self._socket, self._take, 0.0 if self._lane is Lane.BULK else TURN_S)
 
     def listen_again(self, endpoint: str) -> None:
         """Its file is gone: newcomers come in by a new one. The old listener goes with the socket: ZeroMQ would remove

@@ -99,13 +99,17 @@ def blocking_client(once: Callable[[], None], flood: Callable[[int, float], int]
         say(result.line(num_calls, taken))
 
 
-async def async_client(once: Callable[[], Awaitable[Any]], pids: Pids) -> None:
-    """For clients on a loop: `depth` tasks, each of which makes one call after the other."""
+async def async_client(
+    once: Callable[[], Awaitable[Any]], pids: Pids, bulk: Callable[[], Awaitable[Any]] | None = None
+) -> None:
+    """For clients on a loop: `depth` tasks, each of which makes one call after the other. `bulk`: one large call; a
+    command with "bulk" has two tasks that make nothing else meanwhile."""
     say("ready")
     loop = asyncio.get_running_loop()
     while text := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(text)
         depth, seconds = command["depth"], command["seconds"]
+        floods = [asyncio.ensure_future(_for_ever(bulk)) for _ in range(2 if bulk and command.get("bulk") else 0)]
         await _flood(once, depth, WARM_UP_S)
         result = Result(pids())
         taken: list[int] = []
@@ -118,7 +122,16 @@ async def async_client(once: Callable[[], Awaitable[Any]], pids: Pids) -> None:
             num_calls = len(taken)
         else:
             num_calls = await _flood(once, depth, seconds)
+        for flood in floods:
+            flood.cancel()
+        if floods:
+            await asyncio.wait(floods)
         say(result.line(num_calls, taken))
+
+
+async def _for_ever(work: Callable[[], Awaitable[Any]]) -> None:
+    while True:
+        await work()
 
 
 async def _flood(once: Callable[[], Awaitable[Any]], depth: int, seconds: float) -> int:

@@ -11,12 +11,17 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import uvloop
 from meter import PAYLOAD, as_our_workers, async_client, say
 
 from myxa.core.actor import Actor
 from myxa.core.handlers import call
-from myxa.transport.node import Node, Rendezvous
+from myxa.transport.node import Node, Rendezvous, keep_freed_memory
+
+LARGE_BYTES = 16 << 20
+"""Of one call of the flood beside which small ones are measured."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +41,10 @@ class EchoContract(Actor):
     async def echo(self, report: Report) -> Report:
         raise NotImplementedError
 
+    @call(deadline=30, reentrant=True)
+    async def take(self, data: npt.NDArray[np.uint8]) -> int:
+        raise NotImplementedError
+
 
 class Echo(EchoContract):
     """Answers with what it was given."""
@@ -44,6 +53,9 @@ class Echo(EchoContract):
 
     async def echo(self, report: Report) -> Report:
         return report
+
+    async def take(self, data: npt.NDArray[np.uint8]) -> int:
+        return data.nbytes
 
 
 async def server(rendezvous: str, name: str) -> None:
@@ -68,12 +80,14 @@ async def client(rendezvous: str, server_pid: int) -> None:
         await ref.echo(report)
 
     await once()
-    await async_client(once, lambda: [os.getpid(), server_pid])
+    large = np.ones(LARGE_BYTES, np.uint8)
+    await async_client(once, lambda: [os.getpid(), server_pid], lambda: ref.take(large))
     await node.close()
 
 
 if __name__ == "__main__":
     as_our_workers()
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "server":
             runner.run(server(sys.argv[2], sys.argv[3]))

@@ -1,8 +1,8 @@
 """The wire: envelopes, batches of them, chunks of large ones. Sans-IO; decoding never raises on input.
 
     envelope   header (48 bytes, little endian) | frame lengths | body | aligned raw frames
-    batch      'B' count lengths envelopes        what leaves for one peer in one turn of the loop
-    chunk      'C' offset total bytes             a large envelope in pieces of 1 MiB; one at a time per connection
+    batch      ('B' left length envelope)...     what leaves for one peer in one turn of the loop
+    chunk      'C' offset total bytes             a large envelope in pieces of 128 KiB; one at a time per connection
 
 Routing, expiry and staleness are decided from the header before any body is read. `struct` was preferred to msgpack
 because exact lengths make every disagreement visible. ZeroMQ multipart was considered for raw frames: it costs a
@@ -19,7 +19,6 @@ import os
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -28,16 +27,17 @@ from ..wire import InboundSink, Lane
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"my"
-VERSION = 4
+VERSION = 5
 NO_TTL = 0xFFFFFFFF
 
 _MAGIC = int.from_bytes(MAGIC, "little")  # a number costs less than two bytes, to make and to compare
 _HEADER = struct.Struct("<HBBHHIQIIIIII4x")
-_BATCH = struct.Struct("<cBH")
+_PIECE = struct.Struct("<cBHI")
 _CHUNK = struct.Struct("<c7xQQ")
 
 HEADER_BYTES = _HEADER.size
 CHUNK_HEADER_BYTES = _CHUNK.size
+_PIECE_BYTES, _CHUNK_TAG = _PIECE.size, ord("C")
 
 
 class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +47,8 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Larger envelopes travel on the bulk lane."""
     control_message: int = 1 << 20
     """Message (a batch) on the control lane."""
-    chunk: int = 1 << 20
-    """Piece of a large envelope on the bulk lane."""
+    chunk: int = 128 * 1024
+    """Piece of a large envelope on the bulk lane. Both loops handle one a turn, so a small call waits for little."""
     control_body: int = 1 << 20
     """Body of an envelope on the control lane. Senders put everything larger than `bulk_from` on the other lane."""
     body: int = 64 << 20
@@ -196,9 +196,12 @@ def _objection(version: int, is_known: bool, flags: int, size: int, body_len: in
 
 
 def batch(envelopes: Sequence[bytes | bytearray]) -> bytes:
-    count = len(envelopes)
-    lengths = struct.pack(f"<{count}I", *map(len, envelopes))
-    return b"".join([_BATCH.pack(b"B", VERSION, count), lengths, *envelopes])
+    left = len(envelopes)
+    parts: list[bytes | bytearray] = []
+    for envelope in envelopes:
+        parts += _PIECE.pack(b"B", VERSION, left, len(envelope)), envelope
+        left -= 1
+    return b"".join(parts)
 
 
 def chunk_header(offset: int, total: int) -> bytes:
@@ -206,19 +209,18 @@ def chunk_header(offset: int, total: int) -> bytes:
 
 
 def split(data: memoryview, limits: FrameLimits = LIMITS) -> list[memoryview] | EnvelopeChunk | Malformed:
-    tag = bytes(data[:1])
-    if tag == b"C":
+    size, place, left = len(data), 0, 0
+    if size and data[0] == _CHUNK_TAG:
         return _read_chunk(data, limits)
-    if tag != b"B" or len(data) < _BATCH.size:
-        return Malformed(reason="neither batch nor chunk")
-    _, version, count = _BATCH.unpack_from(data)
-    offset = _BATCH.size + 4 * count
-    if version != VERSION or not 1 <= count <= limits.batch or offset > len(data):
-        return Malformed(reason=f"batch of {count}, version {version}")
-    places = list(accumulate(struct.unpack_from(f"<{count}I", data, _BATCH.size), initial=offset))
-    if places[-1] != len(data):
-        return Malformed(reason="lengths in the batch do not add up")
-    return [data[start:end] for start, end in pairwise(places)]
+    envelopes: list[memoryview] = []
+    while place + _PIECE_BYTES <= size:
+        tag, version, left, length = _PIECE.unpack_from(data, place)
+        start = place + _PIECE_BYTES
+        place = start + length
+        if tag != b"B" or version != VERSION or place > size or len(envelopes) >= limits.batch:
+            return Malformed(reason=f"neither batch nor chunk, or of version {version}")
+        envelopes.append(data[start:place])
+    return envelopes if place == size and left == 1 else Malformed(reason="lengths in the batch do not add up")
 
 
 def _read_chunk(data: memoryview, limits: FrameLimits) -> EnvelopeChunk | Malformed:
