@@ -22,7 +22,7 @@ import functools
 import math
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -224,6 +224,8 @@ class TelemetryBuffer:
         self._last_step = -1
         self._num_dropped = 0
         self._flows = FlowSampler()
+        self.more_seconds: Callable[[], Mapping[str, float]] = dict
+        """Further sums of seconds to tell with those of the meter, which they are no part of: by name, with a "/"."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -318,7 +320,8 @@ class TelemetryBuffer:
         if now >= self._next_time_s:
             self._next_time_s = now + self._time_every_s
             values = {f"time/{kind}": seconds for kind, seconds in self.meter.totals().items()}
-            values |= {f"time/{name}": seconds for name, seconds in self.meter.named_totals().items()}
+            named = {**self.meter.named_totals(), **self.more_seconds()}
+            values |= {f"time/{name}": seconds for name, seconds in named.items()}
             if self._flows.num_skipped:
                 values["trace/hops_skipped"] = float(self._flows.num_skipped)
             wall_s = self._clock.wall()

@@ -32,6 +32,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     row: int = -1
     index: int = 0
     """Which rollout of its group wants it."""
+    branch: int = 0
+    """Which sample of that rollout."""
+    turn: int = 0
+    """Which turn of that sample, from 1."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ from ...core.errors import ConfigError, FailureKind, MemberFailed
 from ...core.files import write_durably
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
-from ..workflows.episode import WorkflowContext
+from ..workflows.episode import Episode, WorkflowContext
 from .exchange import MODEL
 from .server import Gateway, OpenSession, task_of
 from .session import AgentSession, RequestFault, written_form
@@ -173,9 +173,10 @@ class AgentWorkflow:
             "attempt": ctx.attempt,
         }
         if self._options.command and not self._options.polls:
-            await self._programmed(task, one, key)
+            with ctx.episode.waits_for("agent"):
+                await self._programmed(task, one, key)
         else:
-            await self._served(task, one, key)
+            await self._served(ctx.episode, task, one, key)
         if one.end is not None and one.end.failure is not None:
             raise _failed(one.end.failure, one.end.kind)
 
@@ -278,13 +279,18 @@ class AgentWorkflow:
 
     # -- a service
 
-    async def _served(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
+    async def _served(self, episode: Episode, task: dict[str, Any], one: OpenSession, key: str) -> None:
         """Offer the task until it is taken, then wait for its end."""
         whole = {**task, "key": key, "base_url": self.url, "openai_base_url": f"{self.url}/v1", "model": MODEL}
-        if self._options.polls:
-            await self.gateway.offer(whole, key).taken.wait()
-        else:
-            await self._pushed(whole, one, key)
+        with episode.waits_for("agent", "to take its task"):
+            if self._options.polls:
+                await self.gateway.offer(whole, key).taken.wait()
+            else:
+                await self._pushed(whole, one, key)
+        with episode.waits_for("agent"):
+            await self._until_ended(one)
+
+    async def _until_ended(self, one: OpenSession) -> None:
         loop, silence_s = asyncio.get_running_loop(), self._options.silence_s
         one.heard_s = loop.time()
         while not one.ended.is_set():

@@ -8,10 +8,12 @@ of a `WorkflowPool`; what they return is checked.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +44,10 @@ from ...core.samples import I32, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
 from ..rewards.guard import Reference, Scorer
 from ..stream_checks import checked_rollout
-from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext, closed
+from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext
 from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import TokensSoFar, WorkflowPool
+from ..workflows.timeline import DOINGS, OUTSIDE, Doing, RolloutSpan, Timeline
 from ..workflows.turn_renderer import MARK_IDS, TurnRenderer, begins_in_thought
 from ..workflows.worker_messages import StartEpisode
 
@@ -55,6 +58,7 @@ Rollout = tuple[Sample, ...]
 """The samples of one member of a group; the last one is judged."""
 MAX_LOST = 10
 """Processes that a member may lose to others."""
+MAX_LASTED = 1000
 
 
 def no_engine(request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -101,12 +105,41 @@ class RolloutOptions:
 class GroupLoad:
     """What an actor's groups are doing, for the time accounting: who is waited for."""
 
-    generating: int = 0
-    rewarding: int = 0
-    waiting: int = 0
-    """Samples whose workflow does anything but wait for the model."""
-    place: str = ""
-    """The workflow; function and file where one of these waits, once it is known."""
+    kinds: Counter[Doing] = field(default_factory=Counter[Doing])
+    """Rollouts by what they do."""
+    labels: Counter[str] = field(default_factory=Counter[str])
+    """Those outside of the engine, by what they wait for."""
+    function: str = ""
+    """The workflow; function and file where one of them waits, once it is known."""
+
+    @property
+    def generating(self) -> int:
+        return self.kinds["generate"] + self.kinds["engine"]
+
+    @property
+    def rewarding(self) -> int:
+        return self.kinds["reward"]
+
+    @property
+    def waiting(self) -> int:
+        """For an environment, a tool, an agent, a judge or the workflow's code."""
+        return sum(self.kinds[kind] for kind in OUTSIDE)
+
+    @property
+    def place(self) -> str:
+        """What most of these wait for."""
+        label = max(self.labels, key=lambda name: self.labels[name], default="workflow")
+        return self.function if label == "workflow" else label
+
+    def move(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
+        """A rollout does something else."""
+        for one, count in ((before, -1), (after, 1)):
+            if one is not None:
+                self.kinds[one.kind] += count
+                if one.kind in OUTSIDE:
+                    self.labels[one.label] += count
+                    if not self.labels[one.label]:
+                        del self.labels[one.label]
 
 
 @dataclass(slots=True)
@@ -124,6 +157,7 @@ class GroupMember:
 
     group: RunningGroup
     index: int
+    timeline: Timeline
     recorded: Rollout
     """What an earlier attempt left."""
     num_retries: int = 0
@@ -156,14 +190,24 @@ class RunningGroup:
     """What there is of a group at any moment, for another actor that must continue it; and when its first and last
     member reached each stage, for the trace."""
 
-    def __init__(self, assignment: Assignment, prompt_ids: I32, clock: Clock) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        prompt_ids: I32,
+        clock: Clock,
+        on_change: Callable[[RolloutSpan | None, RolloutSpan | None], None],
+    ) -> None:
+        """`on_change`: see `Timeline`."""
         self.assignment = assignment
         self.prompt = assignment.prompt
         self.prompt_ids = prompt_ids
         recorded = defaultdict[int, list[Sample]](list)
         for sample in assignment.partial:
             recorded[sample.index].append(sample)
-        self.members = [GroupMember(self, index, tuple(recorded[index])) for index in range(assignment.num_samples)]
+        self.members = [
+            GroupMember(self, index, Timeline(clock.monotonic, on_change), tuple(recorded[index]))
+            for index in range(assignment.num_samples)
+        ]
         self.stretches: dict[Hop, tuple[float, float]] = {}
         """Hop -> begin of the first member and end of the last, on the monotonic clock."""
         self._clock = clock
@@ -194,12 +238,10 @@ class GroupRunner:
         clock: Clock,
         options: RolloutOptions,
         on_load: Callable[[GroupLoad], None] = lambda load: None,
-        on_hop: Callable[[Hop, int, float, float], None] = lambda hop, group_id, began_s, lasted_s: None,
         vocab_size: int | None = None,
     ) -> None:
         """`workflow`: one that never holds the loop, or the processes that run it. `model.sampling` is replaced by what
-        each assignment asks for. `on_hop(hop, group, began, lasted)`: all of a group was generated, or rewarded;
-        seconds, the first of the wall clock."""
+        each assignment asks for."""
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
@@ -208,22 +250,27 @@ class GroupRunner:
         self._clock = clock
         self.options = options
         self._on_load = on_load
-        self._on_hop = on_hop
         self._vocab_size = vocab_size
         self.reference: Reference | None = None
         """Gives the log-probs of every finished sample; None: they are not needed."""
         self.on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
         """Called for each failure of a workflow: its kind, and in words what becomes of the member."""
+        self.on_end: Callable[[RunningGroup], None] = lambda group: None
+        """Called for each group that does not run any more."""
         names = (*(f"failures/{kind}" for kind in FAILURE_KINDS), "num_retried", "num_masked")
         self.failures = Counter[str]({f"rollout/{name}": 0 for name in names})
         """Of workflows, since the actor began, by the names of their gauges."""
         self._load = GroupLoad()
         self._running: dict[int, RunningGroup] = {}
         self.sums = defaultdict[str, float](float)
-        """Since they were cleared last: tokens, samples, truncated, reward_s; env_s that workflows took beside waiting
-        for the model, and max_env_s of one sample."""
+        """Since they were cleared last: tokens, samples, truncated, reward_s; env_s that rollouts took beside waiting
+        for the model, and max_env_s of one."""
+        self._seconds = dict[Doing, float].fromkeys(DOINGS, 0.0)
+        """Of rollouts that are over, by what they did."""
+        self._lasted: dict[Doing, deque[float]] = {kind: deque(maxlen=MAX_LASTED) for kind in DOINGS}
+        """Seconds of the newest stretches."""
         if isinstance(workflow, WorkflowPool):
-            self._load.place = workflow.name
+            self._load.function = workflow.name
             workflow.on_waits = self._hear_place
 
     def judged_by(self, scorer: Scorer) -> GroupRunner:
@@ -245,7 +292,7 @@ class GroupRunner:
         no member is left or the policy made one fail, RequestRefused for a request that no engine can serve."""
         group_id = assignment.prompt.group_id
         group = self._running[group_id] = RunningGroup(
-            assignment, self._renderer.prompt(assignment.prompt), self._clock
+            assignment, self._renderer.prompt(assignment.prompt), self._clock, self._moved
         )
         try:
             ends = await all_or_first_error([self._ran(member) for member in group.members])
@@ -263,9 +310,8 @@ class GroupRunner:
         finally:
             if self._running.get(group_id) is group:  # held-out prompts may be answered twice at a time
                 del self._running[group_id]
-            wall_s = self._clock.wall() - self._clock.monotonic()
-            for hop, (began_s, ended_s) in group.stretches.items():
-                self._on_hop(hop, group_id, wall_s + began_s, ended_s - began_s)
+            self._count_time(group)
+            self.on_end(group)
         judged = [(sample, one.outcome) for one in finished if one.outcome is not None for sample in one.finished]
         last = {id(member.finished[-1]) for member in finished}
         return Group(
@@ -281,7 +327,8 @@ class GroupRunner:
         """Generate a member, and judge it unless the group is judged at once. Returns why it is not finished."""
         began_s = self._clock.monotonic()
         try:
-            member.finished = await self._tried(member)
+            with member.timeline.during("workflow" if isinstance(self._workflow, WorkflowPool) else "engine"):
+                member.finished = await self._tried(member)
         except Interrupted as interrupted:
             member.again(interrupted.partial)
             return interrupted
@@ -299,7 +346,7 @@ class GroupRunner:
             member.finished = await self._referenced(self.reference, member)
         if not self._scorer.judges_groups and member.outcome is None:
             completion = self._completion(member.group.prompt, member.finished[-1])
-            member.outcome = await self._rewarded(self._scorer.score(completion), member.group)
+            member.outcome = await self._rewarded(self._scorer.score(completion), [member])
         return None
 
     async def _tried(self, member: GroupMember) -> Rollout:
@@ -349,31 +396,35 @@ class GroupRunner:
     async def _referenced(self, reference: Reference, member: GroupMember) -> Rollout:
         """With the log-probs of the reference model."""
         began_s = self._clock.monotonic()
-        self._note(rewarding=1)
         try:
-            asking = [reference.judged(member.group.prompt, one) for one in member.finished]
-            return tuple(await all_or_first_error(asking))
+            with member.timeline.during("reward", "reference"):
+                asking = [reference.judged(member.group.prompt, one) for one in member.finished]
+                return tuple(await all_or_first_error(asking))
         finally:
             member.group.reached("reward", began_s)
-            self._note(rewarding=-1)
 
     async def _judge_together(self, group: RunningGroup, members: Sequence[GroupMember]) -> None:
         """Of all members that have no outcome of their own."""
         if self._scorer.judges_groups:
             scoring = self._scorer.score_group([self._completion(group.prompt, one.finished[-1]) for one in members])
-            for member, outcome in zip(members, await self._rewarded(scoring, group), strict=True):
+            for member, outcome in zip(members, await self._rewarded(scoring, members), strict=True):
                 member.outcome = member.outcome or outcome
 
     async def _produce(self, member: GroupMember) -> Rollout:
         assignment, number = member.group.assignment, member.num_before
         model = replace(
             self.model,
+            generate=partial(member.timeline.watched, self.model.generate),
+            on_wait=member.timeline.note,
             sampling=assignment.sampling,
             request_prefix=f"{self.model.request_prefix}a{assignment.attempt}.{f'r{number}.' if number else ''}",
         )
-        if isinstance(self._workflow, WorkflowPool):
-            return await self._in_worker(self._workflow, member, model)
-        return await self._in_loop(self._workflow, member, model)
+        try:
+            if isinstance(self._workflow, WorkflowPool):
+                return await self._in_worker(self._workflow, member, model)
+            return await self._in_loop(self._workflow, member, model)
+        finally:
+            member.timeline.forget_waits()
 
     async def _in_loop(self, workflow: Workflow, member: GroupMember, model: ModelAccess) -> Rollout:
         prompt = member.group.prompt
@@ -391,7 +442,6 @@ class GroupRunner:
             episode=episode, tokenizer=self._tokenizer, max_turns=self.options.max_turns, index=member.index
         )
         timeout_s = self.options.workflow_timeout_s
-        self._note(generating=1)
         try:
             async with asyncio.timeout(timeout_s):
                 made = await workflow(context, prompt)
@@ -400,25 +450,10 @@ class GroupRunner:
             raise UserCodeError(
                 f"workflow did not finish within {timeout_s:g} s {member.where}", remedy="raise rollout.timeout_s"
             ) from late
-        finally:
-            self._note(generating=-1)
 
     async def _in_worker(self, pool: WorkflowPool, member: GroupMember, model: ModelAccess) -> Rollout:
-        record, began_s, model_s = TokensSoFar(member.recorded), self._clock.monotonic(), 0.0
+        record = TokensSoFar(member.recorded)
         member.so_far = record.so_far
-
-        async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
-            nonlocal model_s
-            asked_s, deltas = self._clock.monotonic(), model.generate(request)
-            self._note(generating=1, waiting=-1)
-            try:
-                async for delta in deltas:
-                    yield delta
-            finally:
-                await closed(deltas)
-                model_s += self._clock.monotonic() - asked_s
-                self._note(generating=-1, waiting=1)
-
         assignment, prompt = member.group.assignment, member.group.prompt
         kind = "" if assignment.attempt >= 0 else f"eval{-assignment.attempt}."
         start = StartEpisode(
@@ -432,10 +467,9 @@ class GroupRunner:
             attempt=max(assignment.attempt - 1, 0) + member.num_before,
             recorded=member.recorded,
         )
-        self._note(waiting=1)
         try:
-            access, run_s = replace(model, generate=generate), self.options.workflow_timeout_s
-            samples, temperatures = await pool.play(start, run_s, access, record)
+            run_s = self.options.workflow_timeout_s
+            samples, temperatures = await pool.play(start, run_s, model, record)
         except MemberFailed as failed:
             words = f"{failed.message} {member.where}"
             raise MemberFailed(
@@ -443,11 +477,6 @@ class GroupRunner:
             ) from failed
         except UserCodeError as error:
             raise UserCodeError(f"{error.message} {member.where}", remedy=error.remedy) from error
-        finally:
-            self._note(waiting=-1)
-            env_s = self._clock.monotonic() - began_s - model_s
-            self.sums["env_s"] += env_s
-            self.sums["max_env_s"] = max(self.sums["max_env_s"], env_s)
         return checked_rollout(
             samples,
             prompt,
@@ -458,8 +487,42 @@ class GroupRunner:
         )
 
     def _hear_place(self, place: str) -> None:
-        self._load.place = place
+        self._load.function = place
         self._on_load(self._load)
+
+    def _moved(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
+        self._load.move(before, after)
+        self._on_load(self._load)
+
+    def _count_time(self, group: RunningGroup) -> None:
+        for member in group.members:
+            seconds = member.timeline.seconds()
+            for kind, spent_s in seconds.items():
+                self._seconds[kind] += spent_s
+            env_s = sum(seconds[kind] for kind in OUTSIDE)
+            self.sums["env_s"] += env_s
+            self.sums["max_env_s"] = max(self.sums["max_env_s"], env_s)
+            for one in member.timeline.stretches:
+                self._lasted[one.kind].append(one.ended_s - one.began_s)
+
+    def seconds(self) -> dict[str, float]:
+        """Of all rollouts since the actor began, by what they did: "rollouts/generate" and so on."""
+        whole = dict(self._seconds)
+        for group in self._running.values():
+            for member in group.members:
+                for kind, spent_s in member.timeline.seconds().items():
+                    whole[kind] += spent_s
+        return {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()}
+
+    def lengths(self) -> dict[str, float]:
+        """Metrics: how long the newest stretches of each kind lasted, in seconds."""
+        found: dict[str, float] = {}
+        for kind, lasted in self._lasted.items():
+            if lasted:
+                values = np.quantile(np.asarray(lasted), (0.5, 0.95, 1.0)).tolist()
+                names = (f"rollout/{kind}_s_{which}" for which in ("p50", "p95", "max"))
+                found |= dict(zip(names, values, strict=True))
+        return found
 
     def _completion(self, prompt: Prompt, sample: Sample) -> Completion:
         return Completion(
@@ -486,24 +549,19 @@ class GroupRunner:
         given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
         return begins_in_thought(self._tokenizer, given.tolist())
 
-    async def _rewarded(self, scoring: Awaitable[T], group: RunningGroup) -> T:
+    async def _rewarded(self, scoring: Awaitable[T], members: Sequence[GroupMember]) -> T:
         began_s = self._clock.monotonic()
-        self._note(rewarding=1)
         try:
-            return await scoring
+            with ExitStack() as waiting:
+                for member in members:
+                    waiting.enter_context(member.timeline.during("reward"))
+                return await scoring
         except RewardError:
             raise
         except UserCodeError as err:
             raise RewardError(err.message, remedy=err.remedy) from err
         finally:
-            self.sums["reward_s"] += group.reached("reward", began_s) - began_s
-            self._note(rewarding=-1)
-
-    def _note(self, *, generating: int = 0, rewarding: int = 0, waiting: int = 0) -> None:
-        self._load.generating += generating
-        self._load.rewarding += rewarding
-        self._load.waiting += waiting
-        self._on_load(self._load)
+            self.sums["reward_s"] += members[0].group.reached("reward", began_s) - began_s
 
 
 async def all_or_first_error(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

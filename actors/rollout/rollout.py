@@ -13,7 +13,7 @@ errors.
 
 How the time of the actor is booked:
 
-most samples wait for their environment    wait-env, function and file
+most rollouts wait for something else      wait-env, what most of those wait for: a tool, an agent, function and file
 generating                                 compute, "generate"; "generate at limit" while the actor is full
 only rewards                               wait-data, "reward"
 only handing over                          wait-data, "hand over"
@@ -33,7 +33,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.activity import ActivityMeter, FlowSampler, TelemetryBuffer
 from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
@@ -74,14 +74,17 @@ from ..weights.engine_versions import ALWAYS_NEWEST
 from ..weights.receive import EngineWeights
 from ..workflows.episode import Generate, Lasting, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
+from ..workflows.timeline import ACTIVITIES, rows
 from .evaluation import Evaluation
-from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, drop_reason, no_engine
+from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, RunningGroup, drop_reason, no_engine
 from .knobs import rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
 
 COORDINATOR = "coordinator"
 SAVING_SHARE = 0.05
 """Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
+GROUPS_TRACED_PER_S = 5.0
+"""About so many groups have what their rollouts did in the trace."""
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 
@@ -159,6 +162,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._has_turn = tenancy is None
         """The engine has its device now."""
         self._load = GroupLoad()
+        self._traced = FlowSampler(GROUPS_TRACED_PER_S)
         self._is_at_work = False
         self._broke: EngineError | None = None
         """What a group was failed with since that was judged last."""
@@ -233,10 +237,10 @@ class Rollout(OwnsKnobs, RolloutContract):
             clock=self._clock,
             options=self._options,
             on_load=self._note_load,
-            on_hop=lambda hop, group_id, began_s, took_s: self._telemetry.hop(hop, (group_id,), began_s, took_s),
             vocab_size=vocab_size,
         )
-        runner.reference, runner.on_failure = self._reference, self._tell_failure
+        runner.reference, runner.on_failure, runner.on_end = self._reference, self._tell_failure, self._trace
+        self._telemetry.more_seconds = runner.seconds
         if self._engine is None:
             self._version = ALWAYS_NEWEST
             self._serving.set()
@@ -396,6 +400,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 **{name: float(count) for name, count in runner.failures.items()},
                 **self._judges.gauges(),
                 **load.usage.rates_since(usage),
+                **runner.lengths(),
             }
             usage = load.usage
             if num_samples := sums["samples"]:
@@ -419,6 +424,24 @@ class Rollout(OwnsKnobs, RolloutContract):
         """What the groups are doing."""
         self._load = load
         self._book()
+
+    def _trace(self, group: RunningGroup) -> None:
+        """What a group and its rollouts did, for the trace."""
+        wall_s, group_id = self._clock.wall() - self._clock.monotonic(), group.prompt.group_id
+        for hop, (began_s, ended_s) in group.stretches.items():
+            self._telemetry.hop(hop, (group_id,), wall_s + began_s, ended_s - began_s)
+        if not self._traced.pick("generate", (group_id,), self._clock.monotonic()):
+            return
+        for member in group.members:
+            told = {"group": group_id, "member": member.index, "row": group.prompt.row, "source": group.prompt.source}
+            for row in rows(member.timeline.stretches):
+                branch, began_s, ended_s = row[0].branch, row[0].began_s, row[-1].ended_s
+                parts = [(one.label, ACTIVITIES[one.kind], one.began_s - began_s, one.ended_s - one.began_s, one.turn)
+                         for one in row]  # fmt: skip
+                self._telemetry.span(
+                    f"{group_id}.{member.index}", "other", wall_s + began_s, ended_s - began_s,
+                    track="rollout", **told, branch=branch, parts=parts,
+                )  # fmt: skip
 
     def _note_turn(self, has_turn: bool) -> None:
         """The device was given to, or taken from, the engine."""

@@ -158,11 +158,14 @@ class ChromeTraceSink:
     def _from_span(self, span: Span) -> Iterator[dict[str, Any]]:
         start_us, end_us = _us(span.start_wall_s), _us(span.start_wall_s + span.duration_s)
         track: str | None = span.track
-        if "hop" in span.args:
+        if "hop" in span.args or "parts" in span.args:
             track = self._lanes.take(span.source, span.track, start_us, max(end_us, start_us + 1))
         if track is None:  # more at once than there are rows
             return
         row = self._pid(span.source), self._tid(span.source, track)
+        if "parts" in span.args:
+            yield from self._parts(span, row)
+            return
         before_us = self._row_ends_us.get(row, 0)
         if 0 < before_us - start_us <= _ROUNDING_US:  # neighbours whose times were rounded apart touch again
             start_us = before_us
@@ -171,6 +174,15 @@ class ChromeTraceSink:
         yield {"ph": "X", "name": span.name, "cat": span.activity, **place, "dur": end_us - start_us, "args": span.args}
         for flow in _flows_of(span):
             yield flow | place
+
+    def _parts(self, span: Span, row: tuple[int, int]) -> Iterator[dict[str, Any]]:
+        """What a rollout did, one thing after another: (label, activity, seconds after its begin, seconds, turn)."""
+        told = {name: value for name, value in span.args.items() if name != "parts"}
+        for label, activity, after_s, lasted_s, turn in span.args["parts"]:
+            start_us = max(_us(span.start_wall_s + after_s), self._row_ends_us.get(row, 0))
+            self._row_ends_us[row] = end_us = max(_us(span.start_wall_s + after_s + lasted_s), start_us + 1)
+            place = {"pid": row[0], "tid": row[1], "ts": start_us, "dur": end_us - start_us}
+            yield {"ph": "X", "name": label, "cat": activity, **place, "args": {**told, "turn": turn}}
 
     def _from_event(self, event: Event) -> dict[str, Any]:
         pid, ts = self._pid(event.source), _us(event.wall_s)

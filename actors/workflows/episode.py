@@ -15,6 +15,7 @@ recorded one ends the replay.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +30,7 @@ from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import F32, I32, NO_VERSION, FinishReason, LossPart, Message, Prompt, Sample, joined_kept
 from ...core.sampling import StopStrings, sampling_fault
 from .demonstrated import demonstrate
+from .timeline import WaitKind, WaitNote, waiting
 from .turn_renderer import TurnRenderer
 
 
@@ -126,6 +128,8 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
     goes_on: Callable[[], bool] = lambda: False
     """Asked when the engine aborts a turn: True continues it at once with the tokens it has (weights were swapped with
     pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
+    on_wait: Callable[[WaitNote], None] = lambda note: None
+    """Told what the workflow waits for beside the model."""
 
 
 NO_STOPS = StopStrings((), lambda ids: "")
@@ -349,6 +353,12 @@ class Episode:
             raise Interrupted(self.so_far())
         return self._close_turn(segment, finish)
 
+    def waits_for(self, kind: WaitKind, name: str = "") -> AbstractContextManager[None]:
+        """Inside `with episode.waits_for("tool", "search"):` the rollout waits for that, as the trace, `myxa why` and
+        metrics show. Kinds: "environment", "tool", "agent", "judge"; UserCodeError for another one. May be used by any
+        thread, and in coroutines."""
+        return waiting(self._model.on_wait, kind, name, self._branch)
+
     def _keep_to(self, temperature: float) -> None:
         """One sample has one temperature, since it is scored with it; tokens recorded at another one are not used."""
         if self._temperature is None:
@@ -371,6 +381,8 @@ class Episode:
             source=self._prompt.source,
             row=self._prompt.row,
             index=self._index,
+            branch=self._branch,
+            turn=len(self._turns) + 1,
         )
         whole, finish = await self._draw(request, start, params)
         if finish == "length" and self._stopped_at(whole, params):  # SGLang reports the limit where both are met

@@ -21,6 +21,7 @@ from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Sample, joined_kept
 from ..user_code.process import Call, Lost, WorkerPool
 from .episode import Interrupted, ModelAccess, drawn, joined, stops_of
+from .timeline import WaitNote
 from .worker_messages import (
     AskModel,
     DrawnTurn,
@@ -122,13 +123,15 @@ class WorkflowPool(WorkerPool):
         drawing: dict[int, asyncio.Task[None]] = {}  # by the numbers of samples
         try:
             while True:
-                event: AskModel | EpisodeDone | EpisodeFailed | Exception = await call.inbox.get()
+                event: AskModel | WaitNote | EpisodeDone | EpisodeFailed | Exception = await call.inbox.get()
                 if isinstance(event, AskModel):
                     branch = event.so_far.branch
                     await _cancelled(drawing.pop(branch, None))  # given up by the workflow
                     record.asked(event)
                     turn = self._draw(event, call, model, record)
                     drawing[branch] = asyncio.ensure_future(turn)  # noqa: TID251 -- ended below
+                elif isinstance(event, WaitNote):
+                    model.on_wait(event)
                 elif isinstance(event, Exception):
                     raise event
                 else:

@@ -28,6 +28,7 @@ from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLon
 from .episode import Clients, Episode, ModelAccess, Turn, WorkflowContext
 from .failures import kind_of
 from .named import load_workflow
+from .timeline import WaitKind, WaitNote, waiting
 from .turn_renderer import TurnRenderer
 from .worker_messages import (
     AskModel,
@@ -42,6 +43,10 @@ from .worker_messages import (
 T = TypeVar("T")
 
 FRAME_SLACK_BYTES = 1 << 16
+PHASE_WAITS: Mapping[str, WaitKind] = {
+    "setup": "environment", "finalize": "environment", "teardown": "environment", "score": "judge",
+}  # fmt: skip
+"""What an episode waits for in its phases."""
 
 
 class WorkflowWorker(SharedLoop["Play"]):
@@ -158,6 +163,7 @@ class Play(UserCall):
             context_length=start.context_length,
             request_prefix=start.request_prefix,
             goes_on=lambda: True,
+            on_wait=self._tell_wait,
         )
         return Episode(
             prompt=start.prompt,
@@ -169,6 +175,9 @@ class Play(UserCall):
             recorded=start.recorded,
             draw=self.ask,
         )
+
+    def _tell_wait(self, note: WaitNote) -> None:
+        self._worker.put(msgspec.structs.replace(note, call=self._start.call))
 
     async def _phases(self) -> EpisodeDone:
         start, limits, workflow = self._start, self._start.limits, self._worker.workflow
@@ -210,7 +219,10 @@ class Play(UserCall):
     async def _phase(self, name: str, limit_s: float, *args: object) -> Any:
         if (method := self._methods.get(name)) is None:
             return None
-        return await self._in_time(name, self._called(method, args), limit_s)
+        if (kind := PHASE_WAITS.get(name)) is None:
+            return await self._in_time(name, self._called(method, args), limit_s)
+        with waiting(self._tell_wait, kind, name, 0):
+            return await self._in_time(name, self._called(method, args), limit_s)
 
     async def _called(self, method: Callable[..., Any], args: Sequence[object]) -> Any:
         if is_async(method):

@@ -5,6 +5,7 @@
     StartEpisode(prompt, limits, ...)     ->    the workflow begins
                                           <-    AskModel(request, so_far): the model's next turn
     DrawnTurn(tokens, finish)             ->
+                                          <-    WaitNote(kind, name): the workflow waits for that, or no longer
                                           <-    EpisodeDone(sample) | EpisodeFailed(kind, words)
     Cancel(call)                          ->    ends it; its teardown runs, then EpisodeFailed
 """
@@ -20,6 +21,7 @@ from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import I32, FinishReason, Prompt, Sample
 from ..user_code.process import Cancel, Ended, Stuck, Waits, array_in
+from .timeline import WaitNote
 
 
 class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,7 @@ class EpisodeFailed(Ended, frozen=True, kw_only=True, tag=True):
 
 
 ToWorker = StartEpisode | DrawnTurn | Cancel
-FromWorker = AskModel | EpisodeDone | EpisodeFailed | Waits | Stuck
+FromWorker = AskModel | EpisodeDone | EpisodeFailed | WaitNote | Waits | Stuck
 
 spec_decoder = msgspec.msgpack.Decoder(WorkflowSpec)
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker, dec_hook=array_in)

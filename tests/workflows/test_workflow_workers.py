@@ -27,6 +27,7 @@ from myxa.actors.rollout.group_runner import GroupLoad, Partial
 from myxa.actors.user_code import process
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.actors.workflows.pool import WorkflowPool
+from myxa.actors.workflows.timeline import Timeline
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
 from myxa.core.config import RewardSettings
 from myxa.core.errors import FailureKind, MemberFailed, PromptTooLong, UserCodeError
@@ -63,6 +64,28 @@ def sync(ctx, prompt):
     own = ctx.episode.session(prompt.messages)
     other.generate(), own.generate(), ctx.episode.generate()
     return [other.sample(), own.sample(), ctx.episode.sample(reward=0.25, metadata={"pid": os.getpid()})]
+
+async def searches(ctx, prompt):
+    await ctx.episode.generate()
+    with ctx.episode.waits_for("tool", "search"):
+        await asyncio.sleep(0.1)
+    other = ctx.episode.branch()
+    with other.waits_for("environment", "step"):
+        await asyncio.sleep(0.05)
+    ctx.episode.reply("user", "again")
+    await ctx.episode.generate()
+    return ctx.episode.sample(reward=1.0)
+
+class Scored:
+    def setup(self, ctx, prompt): time.sleep(0.02)
+    def run(self, ctx, prompt):
+        ctx.episode.generate()
+        with ctx.episode.waits_for("tool", "x" * 1000): time.sleep(0.05)
+        if prompt.metadata["modes"]:
+            with ctx.episode.waits_for("weather"): pass
+    def score(self, ctx, sample):
+        time.sleep(0.02)
+        return 1.0
 
 async def by_sdk(ctx, prompt):
     messages = [{"role": "user", "content": "hello"}]
@@ -312,6 +335,36 @@ async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
     last = [one for one in group.samples if one.branch == 0]
     assert len(group.samples) == 24 and [(one.reward, one.num_turns) for one in last] == [(0.25, 2)] * 8
     assert len({one.metadata["pid"] for one in last}) == 1 and late[0] < 1.0
+
+
+async def test_what_an_episode_waits_for_is_told_with_its_turn(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "searches") as made:
+        seen: list[Timeline] = []
+        made.runner.on_end = lambda group: seen.extend(member.timeline for member in group.members)
+        await made.run(2)
+        for timeline in seen:
+            own = [(one.label, one.turn) for one in timeline.stretches if one.branch == 0 and one.kind != "workflow"][
+                :5
+            ]
+            assert own == [("engine", 1), ("generate", 1), ("tool search", 1), ("engine", 2), ("generate", 2)]
+            spent = timeline.seconds()
+            assert spent["tool"] > 0.07 and spent["environment"] > 0.03 and spent["judge"] == 0
+            whole_s = max(one.ended_s for one in timeline.stretches) - timeline.began_s
+            assert sum(spent.values()) == pytest.approx(whole_s, abs=0.02), "one thing at a time"
+            assert timeline.doing is None
+        assert ("tool search" in {place for _, _, place in made.loads}) and made.loads[-1][:2] == (0, 0)
+        assert made.runner.lengths()["rollout/tool_s_max"] > 0.07
+        assert made.runner.seconds()["rollouts/tool"] > 0.14
+
+
+async def test_phases_of_a_workflow_are_waits_and_an_unknown_kind_is_refused(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "Scored") as made:
+        await made.run(2)
+        spent = made.runner.seconds()
+        assert min(spent["rollouts/environment"], spent["rollouts/judge"]) > 0.02 < spent["rollouts/tool"]
+        with pytest.raises(UserCodeError, match="waits_for.'weather'"):
+            await made.run(1, modes=["x"])
+        assert made.loads[-1][:2] == (0, 0)
 
 
 async def test_workflows_with_the_openai_sdk(flows: Path, model: Path) -> None:

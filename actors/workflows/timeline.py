@@ -1,0 +1,217 @@
+"""What a rollout does when: it waits for the engine, generates, or waits for an environment, a tool, an agent, a judge.
+
+Turns of the model are noted where they come from the engine (`Timeline.watched`), in the rollout actor. What a workflow
+waits for is noted by itself, with `Episode.waits_for`; from a worker process the notes come through its pipe.
+
+A sample of a rollout does one thing at a time: what it began last. So does the rollout: it generates or waits for the
+engine if any of its samples does, else it waits for what began last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import msgspec
+
+from ...core.errors import UserCodeError
+from ...core.messages import ActivityKind
+from ...core.protocols import Delta, GenerateRequest
+from ...core.suggestion import suggest
+
+WaitKind = Literal["environment", "tool", "agent", "judge"]
+"""What a workflow may say that it waits for."""
+Doing = Literal["engine", "generate", "environment", "tool", "agent", "judge", "workflow", "reward"]
+"""engine: it waits for the first token of a turn. workflow: its code, which does not say what it waits for. reward: the
+reward function of the run."""
+DOINGS: tuple[Doing, ...] = get_args(Doing)
+OUTSIDE: frozenset[Doing] = frozenset({"environment", "tool", "agent", "judge", "workflow"})
+"""What a rollout does that is neither the engine's nor the reward function's."""
+ACTIVITIES: dict[Doing, ActivityKind] = {
+    "engine": "wait-capacity", "generate": "compute", "reward": "wait-data", **dict.fromkeys(OUTSIDE, "wait-env"),
+}  # fmt: skip
+"""For the trace."""
+MAX_STRETCHES = 512
+"""Of one rollout that are kept; all are counted."""
+MAX_OPEN = 64
+"""Waits of one rollout at a time."""
+MAX_NAME = 80
+
+
+class WaitNote(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A wait of a workflow begins or ends."""
+
+    call: int = 0
+    """Of the worker process."""
+    number: int
+    """Of the wait, the same at its end."""
+    kind: WaitKind | None = None
+    """None: it ends."""
+    name: str = ""
+    branch: int = 0
+    """Number of the sample in its rollout."""
+
+
+_numbers = itertools.count(1)
+
+
+@contextmanager
+def waiting(tell: Callable[[WaitNote], None], kind: WaitKind, name: str, branch: int) -> Generator[None]:
+    """Tell the begin and the end of a wait. Raises UserCodeError for a kind that does not exist."""
+    if kind not in get_args(WaitKind):
+        raise UserCodeError(
+            f"workflow: waits_for({kind!r}): there is no such kind of wait",
+            remedy=suggest(str(kind), get_args(WaitKind)),
+        )
+    number = next(_numbers)
+    tell(WaitNote(number=number, kind=kind, name=str(name)[:MAX_NAME], branch=branch))
+    try:
+        yield
+    finally:
+        tell(WaitNote(number=number))
+
+
+@dataclass(slots=True)
+class RolloutSpan:
+    """One thing that a sample did for some time."""
+
+    kind: Doing
+    name: str
+    branch: int
+    turn: int
+    """The turn that came, or the last one before it; 0: none yet."""
+    since_s: float
+    """When it began, on the monotonic clock."""
+    began_s: float
+    """The same; later where something else came between."""
+    ended_s: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.name}".strip()
+
+
+class Timeline:
+    """Of one rollout. Used by one loop."""
+
+    def __init__(
+        self, now: Callable[[], float], on_change: Callable[[RolloutSpan | None, RolloutSpan | None], None]
+    ) -> None:
+        """`now`: the monotonic clock. `on_change`: what the rollout did and does; None: nothing."""
+        self._now = now
+        self._on_change = on_change
+        self._open: dict[int, RolloutSpan] = {}
+        self._turns: dict[int, int] = {}
+        self._numbers = itertools.count(-1, -1)
+        self._doing: RolloutSpan | None = None
+        self._settled_s = self.began_s = now()
+        self._seconds = dict[Doing, float].fromkeys(DOINGS, 0.0)
+        self.stretches: list[RolloutSpan] = []
+        """Those that are over, in the order of their ends."""
+
+    @property
+    def doing(self) -> RolloutSpan | None:
+        """What it does now."""
+        return self._doing
+
+    @property
+    def turn(self) -> int:
+        """The newest of any of its samples."""
+        return max(self._turns.values(), default=0)
+
+    def seconds(self) -> dict[Doing, float]:
+        """By what it did, up to now."""
+        now_s = self._now()
+        if self._doing is not None:
+            self._seconds[self._doing.kind] += now_s - self._settled_s
+        self._settled_s = now_s
+        return self._seconds
+
+    def note(self, note: WaitNote) -> None:
+        """A workflow says that it waits."""
+        if note.kind is None:
+            self._end(note.number)
+        elif len(self._open) < MAX_OPEN:
+            self._begin(note.number, note.kind, note.name[:MAX_NAME], note.branch)
+
+    def forget_waits(self) -> None:
+        """The workflow is over, whatever it has not said."""
+        for number in [number for number in self._open if number > 0]:
+            self._end(number)
+
+    @contextmanager
+    def during(self, kind: Doing, name: str = "") -> Generator[None]:
+        number = next(self._numbers)
+        self._begin(number, kind, name, 0)
+        try:
+            yield
+        finally:
+            self._end(number)
+
+    async def watched(
+        self, generate: Callable[[GenerateRequest], AsyncIterator[Delta]], request: GenerateRequest
+    ) -> AsyncIterator[Delta]:
+        """The engine's stream, its wait and its generation noted."""
+        number, deltas = next(self._numbers), generate(request)
+        self._turns[request.branch] = request.turn
+        self._begin(number, "engine", "", request.branch)
+        has_begun = False
+        try:
+            async for delta in deltas:
+                if not has_begun:
+                    has_begun = True
+                    self._end(number)
+                    self._begin(number, "generate", "", request.branch)
+                yield delta
+        finally:
+            close = getattr(deltas, "aclose", None)
+            if close is not None:
+                await close()
+            self._end(number)
+
+    def _begin(self, number: int, kind: Doing, name: str, branch: int) -> None:
+        now_s = self._now()
+        if (last := self._last(branch)) is not None:
+            self._cut(last, now_s)
+        self._open[number] = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), now_s, now_s)
+        self._changed()
+
+    def _end(self, number: int) -> None:
+        if (one := self._open.get(number)) is None:
+            return
+        now_s, was_last = self._now(), self._last(one.branch) is one
+        del self._open[number]
+        if was_last:
+            self._cut(one, now_s)
+            if (before := self._last(one.branch)) is not None:
+                before.began_s, before.turn = now_s, self._turns.get(one.branch, 0)
+        self._changed()
+
+    def _last(self, branch: int) -> RolloutSpan | None:
+        return next((one for one in reversed(self._open.values()) if one.branch == branch), None)
+
+    def _cut(self, one: RolloutSpan, now_s: float) -> None:
+        """What it was doing up to now is one stretch."""
+        if now_s > one.began_s and len(self.stretches) < MAX_STRETCHES:
+            self.stretches.append(
+                RolloutSpan(one.kind, one.name, one.branch, one.turn, one.since_s, one.began_s, now_s)
+            )
+
+    def _changed(self) -> None:
+        rank = {"generate": 2, "engine": 1}
+        doing = max(reversed(self._open.values()), key=lambda one: rank.get(one.kind, 0), default=None)
+        if doing is not self._doing:
+            before, _ = self._doing, self.seconds()
+            self._doing = doing
+            self._on_change(before, doing)
+
+
+def rows(stretches: Sequence[RolloutSpan]) -> list[list[RolloutSpan]]:
+    """Of each sample what it did, in order."""
+    found: dict[int, list[RolloutSpan]] = {}
+    for one in stretches:
+        found.setdefault(one.branch, []).append(one)
+    return [sorted(found[branch], key=lambda one: one.began_s) for branch in sorted(found)]
