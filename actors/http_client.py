@@ -8,13 +8,24 @@ continues, and its waiters wait for ever. `asyncio.timeout` distinguishes the tw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 import aiohttp
+
+from ..core.errors import ConfigError
+
+T = TypeVar("T")
+MAX_PAUSE_S = 30.0
+MAX_RETRY_AFTER_S = 120.0
 
 
 class NoAnswer(Exception):
     """None came in time; the text says of whom, and why."""
+
+    retry_after_s: float = 0.0
+    """What the server asked for, at most MAX_RETRY_AFTER_S."""
 
 
 class AnswerTooLong(Exception):
@@ -42,8 +53,9 @@ async def post_bounded(
     within_s: float,
     max_bytes: int,
     name: str,
-) -> tuple[int, bytes]:
-    """Status and body of the answer. `name`: of the server, for messages. Raises NoAnswer and AnswerTooLong."""
+) -> tuple[int, bytes, float]:
+    """Status and body of the answer, and the seconds of its Retry-After. `name`: of the server, for messages. Raises
+    NoAnswer and AnswerTooLong."""
     try:
         async with (
             asyncio.timeout(within_s),
@@ -54,8 +66,39 @@ async def post_bounded(
                 raw += chunk
                 if len(raw) > max_bytes:
                     raise AnswerTooLong(f"{name} answered with more than {max_bytes} bytes")
-            return answer.status, bytes(raw)
+            return answer.status, bytes(raw), _seconds(answer.headers.get("Retry-After", ""))
     except TimeoutError as late:
         raise NoAnswer(f"{name} did not answer within {within_s:g} s") from late
     except aiohttp.ClientError as error:
         raise NoAnswer(f"{name} cannot be asked: {type(error).__name__}: {error}") from error
+
+
+def _seconds(text: str) -> float:
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdecimal() else 0.0
+
+
+async def tried(once: Callable[[], Awaitable[T]], *, tries: int, backoff_s: float) -> T:
+    """What `once` returns, called again after a pause when it raises NoAnswer. Raises that of the last try, with their
+    number. `backoff_s`: of the first pause, doubled for each further one, and up to half as long or longer by chance.
+    """
+    for number in range(1, tries + 1):
+        try:
+            return await once()
+        except NoAnswer as failed:
+            if number == tries:
+                raise NoAnswer(f"{failed}, the last of {tries} tries" if tries > 1 else str(failed)) from failed
+            pause_s = max(min(backoff_s, MAX_PAUSE_S) * random.uniform(0.5, 1.5), failed.retry_after_s)
+        await asyncio.sleep(pause_s)
+        backoff_s *= 2
+    raise AssertionError("there is at least one try")
+
+
+def key_from(environment: Mapping[str, str], name: str, place: str) -> str:
+    """The key that the variable holds; empty without a name. `place`: the key of the run file that names it. Raises
+    ConfigError if it is not set."""
+    if name and not environment.get(name):
+        raise ConfigError(
+            f'{place} = "{name}": that variable is not set where the rollout actors run',
+            remedy="set it in the environment of `myxa up`",
+        )
+    return environment.get(name, "") if name else ""

@@ -19,7 +19,7 @@ from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
 from ..core.config.run import AGENT_WORKFLOW
-from ..core.errors import ConfigError, ModelError
+from ..core.errors import ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
 from .actor_spec import ActorSpec
@@ -37,6 +37,7 @@ from .composition.rollout_parts import (
     eval_rewarders,
     eval_sampling,
     eval_sets,
+    make_judges,
     served_reference,
     sglang_needs,
     train_sampling,
@@ -277,7 +278,8 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
     model = read_config(config.model.path)
     senders = TrainerSenders()
-    scorer = make_rewarder(config)
+    judges = make_judges(config)
+    scorer = make_rewarder(config, judges)
     tokenizer = load_tokenizer(config.model.path, config.data)
     if spec.kind == "recorded":
         workflow = RecordedAnswers(config)
@@ -293,7 +295,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         tokenizer=tokenizer,
         engine=engine,
         tenancy=rollout_tenancy(spec, config, engine),
-        evaluation=Evaluation(eval_rewarders(config), num_shown=config.monitor.samples_per_step),
+        evaluation=Evaluation(eval_rewarders(config, judges), num_shown=config.monitor.samples_per_step),
         reference=served_reference(config, tokenizer, clock),
         options=RolloutOptions(
             concurrency=config.rollout.max_groups,
@@ -319,6 +321,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     """Its own server, or one that runs already."""
     from ..actors.engines.sglang.engine import SglangEngine, SglangOptions
     from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
+    from ..actors.http_client import key_from
     from ..actors.models.hf_folder import read_eos_token_ids
 
     engine, url = config.engine, server_of(spec, config)
@@ -330,7 +333,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         max_running=engine.max_running,
         pause_mode=config.rollout.pause_mode,
         start_s=engine.start_s,
-        admin_key=_attach_key(config),
+        admin_key=key_from(os.environ, engine.key_env, "engine.key_env"),
         generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),
         needs=sglang_needs(config),
@@ -353,16 +356,6 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         )
         return LaunchedSglang(launch, options, routes)
     return SglangEngine(url, options, routes, saves_memory=takes_turns(config))
-
-
-def _attach_key(config: RunConfig) -> str:
-    name = config.engine.key_env
-    if name and not os.environ.get(name):
-        raise ConfigError(
-            f'engine.key_env = "{name}": that variable is not set where the rollout actors run',
-            remedy="set it in the environment of `myxa up`",
-        )
-    return os.environ.get(name, "") if name else ""
 
 
 def _engine_seed(spec: ActorSpec, config: RunConfig) -> int:

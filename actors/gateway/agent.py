@@ -307,7 +307,7 @@ class AgentWorkflow:
         body = msgspec.json.encode(task)
         while not one.ended.is_set():
             try:
-                status, reply = await post_bounded(
+                status, reply, _ = await post_bounded(
                     self._http, self._options.url, body, headers,
                     within_s=OFFER_S, max_bytes=MAX_REPLY_BYTES, name=f"the agent service at {self._options.url}",
                 )  # fmt: skip

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,7 +287,7 @@ class ReferenceServers:
         """Raises NoScore, CallFailed for tokens that it refuses, ConfigError for a wrong key."""
         is_checked = not server.is_known or int(wanted.ids.max()) > int(self._probes.wanted.ids.max())
         try:
-            status, raw = await post_bounded(
+            status, raw, _ = await post_bounded(
                 self._open(), f"{server.url}/generate",
                 question(wanted, with_texts=with_texts, is_checked=is_checked), self._headers,
                 within_s=self._timeout_s, max_bytes=len(wanted.ids) * BYTES_PER_TOKEN + SPARE_BYTES, name=server.url,
@@ -315,16 +315,6 @@ class ReferenceServers:
         self._is_closed = True
         if self._session is not None:
             await self._session.close()
-
-
-def key_from(environment: Mapping[str, str], name: str) -> str:
-    """The key that the variable holds; empty without a name. Raises ConfigError if it is not set."""
-    if name and not environment.get(name):
-        raise ConfigError(
-            f'algo.ref_key_env = "{name}": that variable is not set where the rollout actors run',
-            remedy="set it in the environment of `myxa up`",
-        )
-    return environment.get(name, "") if name else ""
 
 
 REMEDY = "start or mend the servers of algo.ref_urls; reward.max_error_rate says how many failures a run bears"

@@ -24,6 +24,8 @@ Answers = tuple[Completion, ...]
 Outcomes = tuple[RewardOutcome, ...]
 REMOTE = "remote"
 """The built-in that is no function: a service is asked, see `remote.py`."""
+JUDGE = "judge"
+"""Another one: a language model is asked, see `judge.py`."""
 
 
 class RewardKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -207,12 +207,13 @@ WORST = frozenset({"reward/error_rate", "reward/is_paused"})
 class CallGuard(Guarded):
     """Of one thing that is called, in one rollout actor, on its loop."""
 
-    def __init__(self, settings: RewardSettings, what: str, kind: str = "reward") -> None:
-        """`what` is called; `kind`: first word of its events and gauges."""
+    def __init__(self, settings: RewardSettings, what: str, kind: str = "reward", *, masks: bool = False) -> None:
+        """`what` is called; `kind`: first word of its events and gauges. `masks`: a failure costs its sample alone."""
         super().__init__()
         self._settings = settings
         self._what = what
         self._kind = kind
+        self._masks = masks
         self._budget = ErrorBudget(settings.max_error_rate)
         self._groups = ErrorBudget(settings.max_error_rate)
         self._is_reward = kind == "reward"
@@ -276,7 +277,7 @@ class CallGuard(Guarded):
 
     def _book(self, group_id: int, *, has_failed: bool) -> None:
         self._budget.note(has_failed=has_failed)
-        if self._is_reward and self._settings.on_error == "drop":
+        if self._is_reward and self._settings.on_error == "drop" and not self._masks:
             self._groups.note(has_failed=has_failed, group_id=group_id)
 
     def _is_well(self, begun_s: float) -> None:
@@ -332,7 +333,9 @@ class CallGuard(Guarded):
         if not self._is_reward or number != 10 ** (len(str(number)) - 1):
             return
         so_far = f"; {number} such failures so far" if number > 1 else ""
-        lost = "its group is lost" if self._settings.on_error == "drop" else "its answer gets 0"
+        lost = "its answer gets 0"
+        if self._settings.on_error == "drop":
+            lost = "its sample is masked" if self._masks else "its group is lost"
         then = "it waits" if is_for_later else lost
         self._tell(f"{self._kind}-failed", f"{self._what} {cause} (group {group_id}): {then}{so_far}")
 

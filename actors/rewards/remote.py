@@ -10,7 +10,6 @@ refusal is an error at once. The rewarder decides what a failure means.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,10 @@ from ...algos.arguments import bind
 from ...core.completions import Completion
 from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
-from ..http_client import AnswerTooLong, NoAnswer, client_session, post_bounded
+from ..http_client import MAX_PAUSE_S, AnswerTooLong, NoAnswer, client_session, post_bounded, tried
 from .call import Answers, CallFailed, Outcomes, judged
 
 MAX_ANSWER_BYTES = 1 << 20
-MAX_PAUSE_S = 30.0
 KEEPALIVE_S = 2.0
 """An idle connection is not used again after so long: servers close them, some after 5 s."""
 SHOWN_BYTES = 200
@@ -66,28 +64,79 @@ def remote_options(args: Mapping[str, Any], key: str = "reward.args") -> RemoteO
     return options
 
 
+class Posts:
+    """POSTs JSON to one address. Used from one loop."""
+
+    def __init__(self, url: str, *, timeout_s: float, max_calls: int, key: str = "") -> None:
+        """`timeout_s`: for each try. `key`: sent as bearer; empty: none."""
+        self._url = url
+        self._timeout_s = timeout_s
+        self._max_calls = max_calls
+        self._headers = JSON_HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
+
+    async def post(self, body: bytes) -> bytes:
+        """The body of an answer with status 200. Raises NoAnswer for what may be over soon, else CallFailed."""
+        url = self._url
+        try:
+            status, raw, retry_after_s = await post_bounded(
+                self._connected(), url, body, self._headers,
+                within_s=self._timeout_s, max_bytes=MAX_ANSWER_BYTES, name=url,
+            )  # fmt: skip
+        except AnswerTooLong as long:
+            raise CallFailed(str(long)) from long
+        said = f"{url} answered {status}: {shown(raw)}"
+        if status in WORTH_REPEATING or status >= 500:
+            busy = NoAnswer(said)
+            busy.retry_after_s = retry_after_s
+            raise busy
+        if status != 200:
+            raise CallFailed(said)
+        return raw
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise CallFailed("was called after the rewarder was closed")
+        if self._session is None:
+            self._session = client_session(keepalive_s=KEEPALIVE_S, max_connections=self._max_calls)
+        return self._session
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+
+def shown(raw: bytes) -> str:
+    """The beginning of an answer, for messages."""
+    return raw[:SHOWN_BYTES].decode(errors="replace")
+
+
 class RemoteReward:
     """One service. Used from one loop."""
 
     def __init__(self, options: RemoteOptions, *, timeout_s: float, takes_group: bool) -> None:
         """`timeout_s`: for each try."""
         self._options = options
-        self._timeout_s = timeout_s
+        self._posts = Posts(options.url, timeout_s=timeout_s, max_calls=options.max_calls)
         self._takes_group = takes_group
         self._room = asyncio.Semaphore(options.max_calls)
-        self._session: aiohttp.ClientSession | None = None
-        self._is_closed = False
 
     async def ask(self, answers: Answers) -> Outcomes:
-        body = self._body(answers)
+        of, body = self._options, self._body(answers)
         async with self._room:
-            value = await self._with_patience(body)
+            try:
+                value = await tried(lambda: self._try(body), tries=of.tries, backoff_s=of.backoff_s)
+            except NoAnswer as failed:
+                raise CallFailed(str(failed)) from failed
         return judged(value, len(answers) if self._takes_group else None)
 
+    def gauges(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None:
-        self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
+        await self._posts.close()
 
     def _body(self, answers: Answers) -> bytes:
         bodies = [_body_of(one) for one in answers]
@@ -96,44 +145,12 @@ class RemoteReward:
         except (TypeError, ValueError) as error:
             raise CallFailed(f"cannot be sent its answers: {error}") from error
 
-    async def _with_patience(self, body: bytes) -> Any:
-        pause_s, tries = self._options.backoff_s, self._options.tries
-        for number in range(1, tries + 1):
-            try:
-                return await self._try(body)
-            except NoAnswer as failed:
-                if number == tries:
-                    more = f", the last of {tries} tries" if tries > 1 else ""
-                    raise CallFailed(f"{failed}{more}") from failed
-            await asyncio.sleep(min(pause_s, MAX_PAUSE_S) * random.uniform(0.5, 1.5))
-            pause_s *= 2
-        raise AssertionError("there is at least one try")
-
     async def _try(self, body: bytes) -> Any:
-        url = self._options.url
-        try:
-            status, raw = await post_bounded(
-                self._connected(), url, body, JSON_HEADERS,
-                within_s=self._timeout_s, max_bytes=MAX_ANSWER_BYTES, name=url,
-            )  # fmt: skip
-        except AnswerTooLong as long:
-            raise CallFailed(str(long)) from long
-        shown = raw[:SHOWN_BYTES].decode(errors="replace")
-        if status in WORTH_REPEATING or status >= 500:
-            raise NoAnswer(f"{url} answered {status}: {shown}")
-        if status != 200:
-            raise CallFailed(f"{url} answered {status}: {shown}")
+        raw = await self._posts.post(body)
         try:
             return msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CallFailed(f"{url} answered with what is no JSON: {shown!r}") from error
-
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._is_closed:
-            raise CallFailed("was called after the rewarder was closed")
-        if self._session is None:
-            self._session = client_session(keepalive_s=KEEPALIVE_S, max_connections=self._options.max_calls)
-        return self._session
+            raise CallFailed(f"{self._options.url} answered with what is no JSON: {shown(raw)!r}") from error
 
 
 def _body_of(one: Completion) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 | function | `reward.workers = 0` | `reward.workers = n` |
 |---|---|---|
 | exact, numeric, format without a pattern | in the loop | n processes |
-| remote | in the loop | - |
+| remote, judge | in the loop | - |
 | regex, format with a pattern | up to 4 processes | n processes |
 | math | 1 process | n processes |
 | your own `async def` | 1 process, side by side | n processes |
@@ -17,18 +17,19 @@ functions by weight, or calls the one that the row names; each has its own worke
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...algos.rewards.builtin import BUILTINS, bind_builtin
 from ...algos.rewards.outcome import SCALAR_KEY, RewardOutcome, overlong_penalty
 from ...core.completions import Completion
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import OVERLONG
-from ...core.errors import DeadlyReward, UserCodeError
+from ...core.errors import ConfigError, DeadlyReward, MemberFailed, UserCodeError
 from .call import (
     ALONE,
+    JUDGE,
     REMOTE,
     Answers,
     CallFailed,
@@ -44,6 +45,7 @@ from .guard import CallGuard, Scorer, all_ended
 from .pool import RewardPool
 
 if TYPE_CHECKING:
+    from .judge import JudgeReward, Judges
     from .remote import RemoteReward
 
 
@@ -69,12 +71,12 @@ REMEDY = "mend the function or the row; reward.max_error_rate says how many fail
 class Rewarder(Scorer):
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
-    def __init__(self, settings: RewardSettings, keys: RewardKeys = ALONE) -> None:
+    def __init__(self, settings: RewardSettings, keys: RewardKeys = ALONE, judges: Judges | None = None) -> None:
         """Load the function. `keys`: of the run file, that say so. Raises ConfigError or UserCodeError."""
         self._settings = settings
         self.judges_groups = settings.scope == "group"
         """Whether the function gets all answers of a group at once."""
-        self._remote = _remote(settings, keys)
+        self._remote = _remote(settings, keys, judges)
         self._pool: RewardPool | None = None
         spec = RewardSpec(
             fn=settings.fn,
@@ -86,7 +88,8 @@ class Rewarder(Scorer):
             max_block_s=settings.max_block_s,
         )
         self._reward = RewardFn(settings.fn, self._remote.ask) if self._remote is not None else load_reward(spec)
-        self._guard = CallGuard(settings, f'reward function "{self._reward.name}"')
+        masks = settings.fn == JUDGE
+        self._guard = CallGuard(settings, f'reward function "{self._reward.name}"', masks=masks)
         super().__init__(self._guard)
         self.run = self._way_to_run(spec)
 
@@ -130,11 +133,14 @@ class Rewarder(Scorer):
             if self._settings.on_error == "zero" and not self.too_many_errors:
                 return tuple(RewardOutcome(0.0) for _ in answers)
             place = f"group {answers[0].group_id}" + ("" if self.judges_groups else f", sample {answers[0].index}")
+            if self._settings.fn == JUDGE:  # the answer may be as good as any: its sample is left out
+                raise MemberFailed(f"the judge {bad} ({place})", remedy="see the judge's log, and [judge]") from bad
             kind = DeadlyReward if bad.is_deadly else UserCodeError
             raise kind(f'reward function "{self._reward.name}" {bad} ({place})', remedy=REMEDY) from bad
 
     def gauges(self) -> dict[str, float]:
-        return {**super().gauges(), "reward/workers": float(len(self.worker_pids))}
+        more = self._remote.gauges() if self._remote is not None else {}
+        return {**super().gauges(), "reward/workers": float(len(self.worker_pids)), **more}
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -147,7 +153,11 @@ class Rewarder(Scorer):
             await self._pool.close()
 
 
-def _remote(settings: RewardSettings, keys: RewardKeys) -> RemoteReward | None:
+def _remote(settings: RewardSettings, keys: RewardKeys, judges: Judges | None) -> RemoteReward | JudgeReward | None:
+    if settings.fn == JUDGE:
+        if judges is None:
+            raise ConfigError(f'{keys.fn} = "judge": there is no judge here', remedy="make it by make_rewarder")
+        return judges.made(settings.args, keys.args, strips=settings.strip_thinking)
     if settings.fn != REMOTE:
         return None
     from .remote import RemoteReward, remote_options  # a client for HTTP, which no other reward needs
@@ -156,23 +166,28 @@ def _remote(settings: RewardSettings, keys: RewardKeys) -> RemoteReward | None:
     return RemoteReward(remote_options(settings.args, keys.args), timeout_s=settings.timeout_s, takes_group=takes_group)
 
 
-def check_args(name: str, *, pattern: str, args: Mapping[str, Any], keys: RewardKeys = ALONE) -> None:
-    """Whether a built-in takes these arguments; nothing of a function of the user's. Raises ConfigError."""
-    if name == REMOTE:
+def check_args(of: RewardSettings, config: RunConfig, keys: RewardKeys = ALONE) -> None:
+    """Whether a built-in takes its arguments; nothing of a function of the user's. Raises ConfigError."""
+    if of.fn == REMOTE:
         from .remote import remote_options  # a client for HTTP, which no other reward needs
 
-        remote_options(args, keys.args)
-    elif name in BUILTINS:
-        bind_builtin(name, pattern=pattern, args=args, key=keys.args)
+        remote_options(of.args, keys.args)
+    elif of.fn == JUDGE:
+        from .judge import Judges
+
+        Judges(config.judge).settings_with(of.args, keys.args)
+    elif of.fn in BUILTINS:
+        bind_builtin(of.fn, pattern=of.pattern, args=of.args, key=keys.args)
 
 
 class SeveralRewards(Scorer):
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(self, settings: RewardSettings, judges: Judges | None = None) -> None:
         """Load all functions. Raises ConfigError or UserCodeError."""
         self._settings = settings
-        self._by_name = {name: Rewarder(part, RewardKeys.of_one(name)) for name, part in settings.parts().items()}
+        parts = settings.parts().items()
+        self._by_name = {name: Rewarder(part, RewardKeys.of_one(name), judges) for name, part in parts}
         super().__init__(*self._by_name.values())
         self.judges_groups = any(one.judges_groups for one in self._by_name.values())
         """Whether a function gets all answers of a group at once."""
@@ -227,8 +242,8 @@ class FixedReward(Scorer):
         return tuple(self._outcome for _ in completions)
 
 
-def make_rewarder(config: RunConfig) -> Rewarder | SeveralRewards | FixedReward:
+def make_rewarder(config: RunConfig, judges: Judges | None = None) -> Rewarder | SeveralRewards | FixedReward:
     """What judges the samples of this run. Raises ConfigError or UserCodeError when a function cannot be loaded."""
     if config.algo.kind == "sft":
         return FixedReward()
-    return SeveralRewards(config.reward) if config.reward.functions else Rewarder(config.reward)
+    return SeveralRewards(config.reward, judges) if config.reward.functions else Rewarder(config.reward, ALONE, judges)

@@ -346,7 +346,12 @@ class GroupRunner:
             member.finished = await self._referenced(self.reference, member)
         if not self._scorer.judges_groups and member.outcome is None:
             completion = self._completion(member.group.prompt, member.finished[-1])
-            member.outcome = await self._rewarded(self._scorer.score(completion), [member])
+            try:
+                member.outcome = await self._rewarded(self._scorer.score(completion), [member])
+            except MemberFailed as failed:  # its judge gave no score
+                member.finished = ()
+                self._settle(member, failed)
+                return failed
         return None
 
     async def _tried(self, member: GroupMember) -> Rollout:

@@ -543,6 +543,9 @@ class Rollout(OwnsKnobs, RolloutContract):
             if isinstance(err, CallError):
                 raise
             await self._drop(assignment, err)
+        else:
+            if text := self._judges.too_many_errors:  # of samples that were masked
+                raise UserCodeError(text, remedy="mend the judge; reward.max_error_rate says what a run bears")
         finally:
             self._held.pop(assignment.prompt.group_id, None)
             self._book()

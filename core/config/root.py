@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from pydantic import Field, model_validator
 
-from .data import DataSettings, EvalSettings, RewardSettings, plain_conflicts
+from .data import DataSettings, EvalSettings, JudgeSettings, RewardSettings, plain_conflicts
 from .learning import (
     RECORDED_REFERENCE,
     AlgoConfig,
@@ -51,6 +51,7 @@ class RunConfig(Section, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     agent: AgentSettings = AgentSettings()
     reward: RewardSettings = RewardSettings()
+    judge: JudgeSettings = JudgeSettings()
     algo: AlgoConfig = AlgoConfig()
     critic: CriticConfig = CriticConfig()
     asynchrony: AsyncSettings = Field(default=AsyncSettings(), alias="async")
@@ -72,6 +73,11 @@ class RunConfig(Section, frozen=True):
         for name, part in self.data.parts().items():
             yield self.data.key_of(name), part.train
         yield from self.eval.files().values()
+
+    def named_rewards(self) -> Iterator[tuple[str, str]]:
+        """Every key that names a reward function, and what it says."""
+        yield from self.reward.named_functions()
+        yield from self.eval.named_functions()
 
     @model_validator(mode="before")
     @classmethod
@@ -143,7 +149,7 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (is_single and not compares and config.algo.group_filter == "zero_variance",
          "algo.group_filter rollout.num_samples", 'would leave out every group of one sample; use "none"'),
     )  # fmt: skip
-    for key, fn in (*config.reward.named_functions(), *config.eval.named_functions()):
+    for key, fn in config.named_rewards():
         is_silent = fn == "workflow" and rollout.workflow in WORKFLOW_BUILTINS
         cause = f'needs a workflow of your own: rollout.workflow = "{rollout.workflow}" says no reward'
         yield from clashes((is_silent, f"{key} rollout.workflow", cause))
@@ -176,6 +182,12 @@ def _agent_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (is_asked and agent.reward != "verifier" and config.reward.fn != "workflow", "reward.fn agent.reward",
          f'must be "workflow": agent.reward = "{agent.reward}" says the reward'),
     )  # fmt: skip
+
+
+def _judge_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    is_asked = any(fn == "judge" for _, fn in config.named_rewards())
+    cause = 'must be "judge", or that of a set or one of several, for the table [judge] to matter'
+    return clashes((config.judge != JudgeSettings() and not is_asked, "reward.fn judge", cause))
 
 
 def _critic_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -489,6 +501,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _exploration_conflicts,
     _reference_conflicts,
     _agent_conflicts,
+    _judge_conflicts,
     _critic_conflicts,
     _eval_conflicts,
     _step_conflicts,

@@ -373,7 +373,7 @@ def function_findings(config: RunConfig, roles: Container[str] = ALL) -> Iterato
         rewards = {RewardKeys.of_one(name) if name else ALONE: part for name, part in config.reward.parts().items()}
         rewards |= {RewardKeys.of_eval_set(name): part for name, part in eval_rewards(config).items()}
         for keys, part in rewards.items():
-            yield from looked(keys.args, check_args, part.fn, pattern=part.pattern, args=part.args, keys=keys)
+            yield from looked(keys.args, check_args, part, config, keys)
     if "buffer" in roles and algo.group_filter in GROUP_FILTERS:
         yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
     if "buffer" in roles and algo.sample_filter in SAMPLE_FILTERS:

@@ -166,7 +166,7 @@ def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
         yield Need("torch", f"which every {actor.role} needs")
     if actor.role == "trainer" and actor.kind == "megatron":
         yield Need("megatron.core", 'which roles.trainer.kind = "megatron" needs', "install megatron-core there")
-    named = (*config.reward.named_functions(), *config.eval.named_functions()) if generates else ()
+    named = config.named_rewards() if generates else ()
     if key := next((key for key, fn in named if fn == "math"), ""):
         yield Need("math_verify", f'which {key} = "math" needs', "install math-verify there (extra math)")
     if actor.role == "buffer":

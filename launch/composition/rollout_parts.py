@@ -23,6 +23,7 @@ from ..actor_spec import ActorSpec
 if TYPE_CHECKING:
     from ...actors.gateway.agent import AgentWorkflow
     from ...actors.rewards.guard import Reference
+    from ...actors.rewards.judge import Judges
     from ...actors.rewards.rewarder import Rewarder
 
 
@@ -97,12 +98,22 @@ def eval_rewards(config: RunConfig) -> dict[str, RewardSettings]:
     }
 
 
-def eval_rewarders(config: RunConfig) -> dict[str, Rewarder]:
+def make_judges(config: RunConfig) -> Judges | None:
+    """What asks language models for rewards; None: no reward does."""
+    if all(fn != "judge" for _, fn in config.named_rewards()):
+        return None
+    from ...actors.rewards.judge import Judges  # a client for HTTP
+
+    return Judges(config.judge, os.environ)
+
+
+def eval_rewarders(config: RunConfig, judges: Judges | None) -> dict[str, Rewarder]:
     """The same, loaded. Raises ConfigError or UserCodeError for a function that cannot be."""
     from ...actors.rewards.call import RewardKeys
     from ...actors.rewards.rewarder import Rewarder
 
-    return {name: Rewarder(settings, RewardKeys.of_eval_set(name)) for name, settings in eval_rewards(config).items()}
+    rewards = eval_rewards(config).items()
+    return {name: Rewarder(settings, RewardKeys.of_eval_set(name), judges) for name, settings in rewards}
 
 
 def served_reference(config: RunConfig, tokenizer: Tokenizer, clock: Clock) -> Reference | None:
@@ -110,13 +121,14 @@ def served_reference(config: RunConfig, tokenizer: Tokenizer, clock: Clock) -> R
     algo = config.algo
     if not algo.ref_urls or algo.ref_urls == RECORDED_REFERENCE:
         return None
-    from ...actors.reference.server import ReferenceServers, ServedReference, key_from  # a client for HTTP
+    from ...actors.http_client import key_from
+    from ...actors.reference.server import ReferenceServers, ServedReference  # a client for HTTP
 
     servers = ReferenceServers(
         algo.ref_urls,
         tokenizer=tokenizer,
         model_path=config.model.path,
         timeout_s=algo.ref_timeout_s,
-        key=key_from(os.environ, algo.ref_key_env),
+        key=key_from(os.environ, algo.ref_key_env, "algo.ref_key_env"),
     )
     return ServedReference(servers, config.reward, clock)

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from tests.harness.waiting import until
 from tests.reference.teachers import Letters, expected, made, only_once_known, out_of_order, teacher
 
+from myxa.actors.http_client import key_from
 from myxa.actors.reference import server as servers_module
-from myxa.actors.reference.server import ReferenceServers, in_response, key_from, wanted_of
+from myxa.actors.reference.server import ReferenceServers, in_response, wanted_of
 from myxa.actors.rewards.call import CallFailed
 from myxa.core.errors import ConfigError
 from myxa.core.samples import Sample
@@ -174,9 +175,9 @@ async def test_a_wrong_key_ends_it() -> None:
 
 def test_the_key_is_that_of_the_variable_and_what_was_not_drawn_is_not_asked_for() -> None:
     assert wanted_of(made("000")) is None and wanted_of(made("")) is None
-    assert (key_from({}, ""), key_from({"K": "sesame"}, "K")) == ("", "sesame")
+    assert (key_from({}, "", "a.key"), key_from({"K": "sesame"}, "K", "a.key")) == ("", "sesame")
     with pytest.raises(ConfigError, match=r'algo.ref_key_env = "K": that variable is not set.* -- set it in'):
-        key_from({"K": ""}, "K")
+        key_from({"K": ""}, "K", "algo.ref_key_env")
 
 
 async def test_a_model_of_another_vocabulary_is_found_out_before_it_is_believed() -> None:

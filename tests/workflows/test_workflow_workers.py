@@ -29,6 +29,8 @@ from myxa.actors.workflows.episode import ModelAccess
 from myxa.actors.workflows.pool import WorkflowPool
 from myxa.actors.workflows.timeline import Timeline
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
+from myxa.algos.rewards.outcome import RewardOutcome
+from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import FailureKind, MemberFailed, PromptTooLong, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
@@ -374,6 +376,23 @@ async def test_workflows_with_the_openai_sdk(flows: Path, model: Path) -> None:
     async with bench(flows, model, "by_plain_sdk") as made:
         group = await made.run(4)
         assert [(one.reward, one.num_turns) for one in group.samples] == [(1.0, 1)] * 4
+
+
+async def test_a_sample_without_a_score_of_its_judge_is_masked_and_the_others_learn(flows: Path, model: Path) -> None:
+    class Strict(Rewarder):
+        async def score(self, completion: Completion) -> RewardOutcome:
+            if completion.index < 2:
+                raise MemberFailed("the judge gave no score", kind="environment")
+            return RewardOutcome(0.5)
+
+    async with bench(flows, model, "plain") as made:
+        runner = made.runner.judged_by(Strict(RewardSettings(fn="workflow")))
+        made.runner = runner
+        group = await made.run(4)
+        assert [one.index for one in group.samples] == [2, 3] and group.num_masked == 2
+        assert group.rewards.tolist() == [0.5, 0.5] and runner.failures["rollout/num_masked"] == 2
+        with pytest.raises(MemberFailed, match="no score"):
+            await made.run(2)
 
 
 async def test_d01_plain_phases_that_hang_cost_their_worker_only_after_the_others(flows: Path, model: Path) -> None:
