@@ -1,7 +1,7 @@
 """How long each role waits, in seconds: one value for each, all in one place. Light: commands import it.
 
 What a user sets is in the run file (`trainer.step_timeout_s`, `rollout.timeout_s`, `weights.transfer_s`, ...).
-Deadlines of calls are in their contracts, limits of the launcher in `RunTimeouts`.
+Deadlines of calls are in their contracts.
 """
 
 from __future__ import annotations
@@ -178,6 +178,28 @@ class MemoryTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class LauncherTimeouts:
+    """Of the launchers of a run; flags of `myxa up` set some."""
+
+    gather_s: float = 300.0
+    """For all nodes to join."""
+    start_s: float = 600.0
+    """For a started process to register; a slow file system under torch is the usual cause of long starts."""
+    finish_s: float = 60.0
+    """For the coordinator to end the run in an orderly way after a request."""
+    end_s: float = 10.0
+    """For a process to end after ORDERLY_END."""
+    lost_s: float = 20.0
+    """For a sign of life of another node's launcher."""
+    over_s: float = 5.0
+    """For a process to end by itself after the registry has ended it, before it is killed."""
+    leave_s: float = 30.0
+    """The same for a process that announced its end: it may have much memory to free, and its exit status says why."""
+    gone_s: float = 60.0
+    """For a process to vanish after SIGKILL; the kernel needs time to free much pinned memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timeouts:
     """One value per role."""
 
@@ -188,6 +210,7 @@ class Timeouts:
     trainer: TrainerTimeouts = TrainerTimeouts()
     monitor: MonitorTimeouts = MonitorTimeouts()
     memory: MemoryTimeouts = MemoryTimeouts()
+    launcher: LauncherTimeouts = LauncherTimeouts()
 
 
 TIMEOUTS = Timeouts()

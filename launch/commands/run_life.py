@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
+from ...core.timeouts import TIMEOUTS, LauncherTimeouts
 from ..control import verbs
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
-from ..supervisor.timeouts import RunTimeouts
 from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, positive, show, table, verb_command
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..run_lineage.resume_point import ResumePoint
 
 
-PATIENCE = RunTimeouts()
+PATIENCE = TIMEOUTS.launcher
 
 
 def add_start_flags(parser: Parser, files: str = "+") -> None:
@@ -60,7 +60,7 @@ def start(options: argparse.Namespace, base: LaunchOptions) -> int:
 
 def chosen_by(options: argparse.Namespace, base: LaunchOptions) -> LaunchOptions:
     """What the flags say of how to launch; the rest as in `base`."""
-    timeouts = RunTimeouts(
+    timeouts = LauncherTimeouts(
         gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s),
         start_s=options.start_timeout,
         finish_s=options.finish_timeout,

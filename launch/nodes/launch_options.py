@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from ... import __version__
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, TrainError
 from ...core.process import adopts_orphans, boot_id
+from ...core.timeouts import TIMEOUTS, LauncherTimeouts
 from ..actor_spec import ActorSpec
 from ..checks.all_checks import check_node
 from ..composition.weight_channels import choose_channel
@@ -22,7 +23,6 @@ from ..contracts import NodeFacts
 from ..node_place import ALONE, NodePlace
 from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
-from ..supervisor.timeouts import RunTimeouts
 from ..worker_spec import DEFAULT_PROGRAM
 from .agent import AgentOptions
 from .fork_server import ForkServer, preloaded
@@ -41,7 +41,7 @@ class LaunchOptions:
     job_key: Path | None = None
     program: str = DEFAULT_PROGRAM
     is_quiet: bool = False
-    timeouts: RunTimeouts = field(default_factory=RunTimeouts)
+    timeouts: LauncherTimeouts = TIMEOUTS.launcher
     run_dir: RunDir | None = None
     """An existing directory, held by the caller, whose configuration names the checkpoint; None: a new one is made."""
     prepare: Callable[[], object] | None = None

@@ -7,9 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ...core.clock import Clock
+from ...core.timeouts import LauncherTimeouts
 from ..first_failure import FirstFailure, RunEnd
 from ..run_watch import RunWatch
-from ..supervisor.run_supervisor import RunSupervisor, RunTimeouts, StopRequest
+from ..supervisor.run_supervisor import RunSupervisor, StopRequest
 from ..views.run_view import RunView
 
 LOOK_EVERY_S = 0.5
@@ -45,7 +46,7 @@ class Lead:
         watch: RunWatch,
         *,
         clock: Clock,
-        timeouts: RunTimeouts,
+        timeouts: LauncherTimeouts,
         show: Callable[[RunView], None],
         tell: Callable[[FirstFailure], None],
     ) -> None:

@@ -1,4 +1,4 @@
-"""Membership of a run: nodes that joined, were refused, come late or leave, and who has been silent for too long.
+"""Membership of a run: nodes that joined, were refused, come late or leave.
 
 Pure but for `gather`, which waits: time is passed in, and the run supervisor acts. A node number is never given twice,
 so delayed messages of a node that left cannot be taken for another node's.
@@ -15,10 +15,8 @@ from msgspec.structs import replace
 from ... import __version__
 from ...core.config import RunConfig
 from ...core.errors import LaunchError
-from ...core.supervision import ChildState, Supervisor
 from ..contracts import SUPERVISOR, EnlistReply, NodeFacts
-from .placement import RunActors, distance_problem, make_spec
-from .timeouts import RunTimeouts
+from .placement import distance_problem, make_spec
 
 _log = logging.getLogger(f"myxa.{SUPERVISOR}")
 
@@ -169,59 +167,3 @@ class Membership:
         for node, _ in free:
             del self._leaving[node]
         return free
-
-
-class SilenceCheck:
-    """Finds nodes without a sign of life, processes that do not register and processes that do not vanish."""
-
-    def __init__(self, actors: RunActors, rules: Supervisor, timeouts: RunTimeouts) -> None:
-        self._actors = actors
-        self._rules = rules
-        self._timeouts = timeouts
-        self._heard_at: dict[int, float] = {}
-        self._since: dict[tuple[str, int, ChildState], float] = {}
-        """Attempts that did not register in time, since this was reported; attempts that have to end, since then."""
-
-    # -- nodes
-
-    def heard(self, node: int, now: float) -> None:
-        """A sign of life of another node's launcher."""
-        self._heard_at[node] = now
-
-    def forget(self, node: int) -> None:
-        self._heard_at.pop(node, None)
-
-    def lost_nodes(self, now: float) -> list[int]:
-        return [node for node, at in self._heard_at.items() if now - at > self._timeouts.lost_s]
-
-    # -- processes
-
-    def unregistered(self, now: float) -> list[str]:
-        """Actors whose process should have registered by now; each attempt is reported once."""
-        late = [
-            key
-            for key in self._in_state("starting")
-            if (member := self._actors[key[0]]).pid
-            and key not in self._since
-            and now - member.started_s > self._timeouts.start_s
-        ]
-        self._since |= dict.fromkeys(late, now)
-        return [name for name, _, _ in late]
-
-    def undead(self, now: float) -> list[str]:
-        """Actors whose process was ended or killed and is still there after its time limit."""
-        ending = self._in_state("ending")
-        present = {*ending, *self._in_state("starting")}
-        self._since = dict.fromkeys(ending, now) | {key: at for key, at in self._since.items() if key in present}
-        found: list[str] = []
-        for (name, _, state), at in self._since.items():
-            member = self._actors[name]
-            # An actor whose start was not answered yet has no process; that call has its own deadline.
-            since = at if state == "starting" else max(at, member.started_s) + self._timeouts.end_s
-            if member.pid and now - since > self._timeouts.gone_s:
-                found.append(name)
-        return found
-
-    def _in_state(self, state: ChildState) -> list[tuple[str, int, ChildState]]:
-        names = [name for name in self._rules.alive if name in self._actors and self._rules.state(name) == state]
-        return [(name, self._rules.attempt(name), state) for name in names]

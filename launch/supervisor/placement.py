@@ -8,6 +8,7 @@ actors at the start; new actors name theirs.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,6 +174,8 @@ class RunActor:
     epoch: int = 0
     started_s: float = 0.0
     started_wall_s: float = 0.0
+    gone_by_s: float = math.inf
+    """When its process, which has to end, must have vanished."""
 
     @property
     def process(self) -> str:

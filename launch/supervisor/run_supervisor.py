@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,7 @@ from ...core.supervision import (
     Supervisor,
     describe_status,
 )
+from ...core.timeouts import LauncherTimeouts
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
     AgentContract,
@@ -62,9 +64,8 @@ from ..first_failure import CAUSE, Failures
 from ..host import quiet_port
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM
-from .membership import Membership, SilenceCheck
+from .membership import Membership
 from .placement import ActorStatus, Present, RunActor, RunActors, staff_node
-from .timeouts import RunTimeouts
 
 SEEN_IN_STATUS = frozenset({"coordinator", "trainer", "rollout"})
 """Roles whose work the run's status shows; the others are at work when they have registered."""
@@ -113,7 +114,7 @@ class StopRequest:
 class RunSupervisor(SupervisorContract):
     """The launcher of node 0 hosts it and calls `gather`, `start_all` and `stop_all` directly."""
 
-    def __init__(self, setup: RunSetup, *, jitter: Callable[[], float], timeouts: RunTimeouts) -> None:
+    def __init__(self, setup: RunSetup, *, jitter: Callable[[], float], timeouts: LauncherTimeouts) -> None:
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
         self.stop_requested: asyncio.Future[StopRequest] = asyncio.get_running_loop().create_future()
@@ -130,7 +131,8 @@ class RunSupervisor(SupervisorContract):
         self._stopping: asyncio.Task[None] | None = None
         self._work = WorkSeen()
         self._has_started = False
-        self._silent = SilenceCheck(self.actors, self._rules, timeouts)
+        self._heard_at: dict[int, float] = {}
+        """Newest sign of life of each other node."""
         ranks = [(spec.rank.gang, spec.node) for spec in setup.actors if spec.rank is not None]
         self._gang_hosts = dict(reversed(ranks))
         self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
@@ -348,7 +350,7 @@ class RunSupervisor(SupervisorContract):
         if reason or not is_new:
             return reason
         if facts.node:
-            self._silent.heard(facts.node, self._now())
+            self._heard_at[facts.node] = self._now()
         if facts.is_late:
             self._others[agent_name(facts.node)] = facts.node
             self.ctx.spawn(self._welcome(facts.node), name=f"welcome node {facts.node}")
@@ -375,7 +377,7 @@ class RunSupervisor(SupervisorContract):
     async def ping(self, node: int) -> bool:
         if node not in self.membership.nodes:
             return False
-        self._silent.heard(node, self._now())
+        self._heard_at[node] = self._now()
         return True
 
     async def stop_run(self, reason: str, signal_number: int) -> None:
@@ -435,7 +437,7 @@ class RunSupervisor(SupervisorContract):
         return [name for name in self.actors.on_node(node) if self._rules.state(name) not in OVER]
 
     def _forget_node(self, node: int) -> bool:
-        self._silent.forget(node)
+        self._heard_at.pop(node, None)
         return self.membership.lose(node)
 
     async def _order_leave(self, node: int, exit_code: int, reason: str) -> None:
@@ -465,7 +467,7 @@ class RunSupervisor(SupervisorContract):
         if name not in self.actors:
             return  # it left before
         actor = self.actors[name]
-        actor.pid = 0
+        actor.pid, actor.gone_by_s = 0, math.inf
         reply = await self._order_start(actor.spec, attempt)
         actor.pid = reply.pid
         actor.started_s, actor.started_wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
@@ -594,16 +596,27 @@ class RunSupervisor(SupervisorContract):
         while True:
             await asyncio.sleep(1.0)
             now = self._now()
-            for name in self._silent.unregistered(now):
-                self.ctx.log.error("%s did not register within %g s and is killed", name, self._timeouts.start_s)
-                why = f"the launcher, since it did not register within {self._timeouts.start_s:g} s"
-                self._note_kill(name, why)
-                self._kill(name)
-            for name in self._silent.undead(now):
-                if name in self.actors:  # it may have left with the previous one
-                    self._lose_actor(name)
-            for node in self._silent.lost_nodes(now):
+            for name in self._rules.alive:
+                if name in self.actors and self.actors[name].pid:  # it may have left with another
+                    self._check_process(name, self.actors[name], now)
+            for node in [node for node, at in self._heard_at.items() if now - at > self._timeouts.lost_s]:
                 self._lose_node(node, f"no sign of life for {self._timeouts.lost_s:g} s")
+
+    def _check_process(self, name: str, member: RunActor, now: float) -> None:
+        limits, state = self._timeouts, self._rules.state(name)
+        if state not in ("starting", "ending"):
+            member.gone_by_s = math.inf
+        elif now > member.gone_by_s:
+            self._lose_actor(name)
+        elif member.gone_by_s < math.inf:
+            return
+        elif state == "ending":
+            member.gone_by_s = now + limits.end_s + limits.gone_s
+        elif now - member.started_s > limits.start_s:
+            member.gone_by_s = now + limits.gone_s
+            self.ctx.log.error("%s did not register within %g s and is killed", name, limits.start_s)
+            self._note_kill(name, f"the launcher, since it did not register within {limits.start_s:g} s")
+            self._kill(name)
 
     def _kill(self, name: str) -> None:
         self.ctx.spawn(self._end_all((name,)), name=f"kill {name}")

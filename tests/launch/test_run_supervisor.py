@@ -17,6 +17,7 @@ from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.errors import ConfigError, DataError, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
 from myxa.core.supervision import ChildState
+from myxa.core.timeouts import LauncherTimeouts
 from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
 from myxa.launch.contracts import (
     SUPERVISOR,
@@ -30,10 +31,9 @@ from myxa.launch.contracts import (
     agent_name,
 )
 from myxa.launch.supervisor.run_supervisor import RunSetup, RunSupervisor, WorkSeen
-from myxa.launch.supervisor.timeouts import RunTimeouts
 from myxa.transport.node import Node
 
-TIMEOUTS = RunTimeouts(start_s=60.0, end_s=5.0, lost_s=20.0, gone_s=30.0)
+TIMEOUTS = LauncherTimeouts(start_s=60.0, end_s=5.0, lost_s=20.0, gone_s=30.0)
 SIGKILL = -9
 
 
@@ -163,7 +163,7 @@ class Stage:
 
 def staged(
     body: Callable[[Stage], Awaitable[Any]], *actors: ActorSpec, num_nodes: int = 1, at_once: bool = True,
-    timeouts: RunTimeouts = TIMEOUTS,
+    timeouts: LauncherTimeouts = TIMEOUTS,
 ) -> Any:  # fmt: skip
     """Run `body` on a run of these actors; `at_once`: with all of them started."""
 
