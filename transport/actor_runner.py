@@ -12,8 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
-from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -28,26 +27,15 @@ from .session.serving import Serving
 T = TypeVar("T")
 
 
-class RunnerState(Enum):
-    """State of an actor."""
-
-    NEW = "new"
-    STARTING = "starting"
-    RUNNING = "running"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-
-
+RunnerState = Literal["new", "starting", "running", "draining", "stopped"]
 NEXT: dict[RunnerState, tuple[RunnerState, ...]] = {
-    RunnerState.NEW: (RunnerState.STARTING,),
-    RunnerState.STARTING: (RunnerState.RUNNING, RunnerState.STOPPED),
-    RunnerState.RUNNING: (RunnerState.DRAINING, RunnerState.STOPPED),
-    RunnerState.DRAINING: (RunnerState.STOPPED,),
-    RunnerState.STOPPED: (),
+    "new": ("starting",),
+    "starting": ("running", "stopped"),
+    "running": ("draining", "stopped"),
+    "draining": ("stopped",),
+    "stopped": (),
 }
-
-
-_TAKES = (RunnerState.RUNNING, RunnerState.DRAINING)
+_TAKES = ("running", "draining")
 _as_arguments = msgspec.structs.astuple
 
 OnFailed = Callable[["ActorRunner", BaseException], None]
@@ -62,7 +50,7 @@ class ActorRunner:
         self.name = name
         self.table = handlers_of(type(actor))
         self.codecs = tuple(codecs_of(spec) for spec in self.table.specs)
-        self.state = RunnerState.NEW
+        self.state: RunnerState = "new"
         self.error: BaseException | None = None
         self._log = log
         self._on_failed = on_failed
@@ -82,7 +70,7 @@ class ActorRunner:
 
     async def start(self) -> None:
         """Run `on_start`; what it raises (or what failed the actor meanwhile) passes through and the actor is gone."""
-        self._become(RunnerState.STARTING)
+        self._become("starting")
         task = asyncio.get_running_loop().create_task(
             self.actor.on_start(), name=f"{self.name}: on_start", context=fresh_context()
         )
@@ -92,15 +80,15 @@ class ActorRunner:
             task.cancel()
             await self._end(f"on_start failed: {error}", has_started=False)
             raise
-        if self.state is not RunnerState.STARTING:
+        if self.state != "starting":
             raise self.error or Draining(f"{self.name} was stopped while it started")
-        self._become(RunnerState.RUNNING)
+        self._become("running")
         self._next()
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new messages, finish those accepted; False if `grace_s` was not enough."""
-        if self.state is RunnerState.RUNNING:
-            self._become(RunnerState.DRAINING)
+        if self.state == "running":
+            self._become("draining")
         self._quiet.clear()
         self._note_quiet()
         try:
@@ -115,14 +103,14 @@ class ActorRunner:
     async def stop(self, why: str) -> None:
         """Cancel what runs, refuse what waits, call `on_stop`. Never raises; a second call waits for the first one's
         end, so that closing the node does not cut an actor's `on_stop` short."""
-        if self.state is RunnerState.STOPPED:
+        if self.state == "stopped":
             await self._has_ended.wait()
-        elif self.state is not RunnerState.NEW:
+        elif self.state != "new":
             await self._end(why)
 
     def fail(self, error: BaseException) -> None:
         """The actor cannot continue; its node hears of it once and stops it."""
-        if self.error is not None or self.state is RunnerState.STOPPED:
+        if self.error is not None or self.state == "stopped":
             return
         self.error = error
         self._log.error("%s failed: %s", self.name, error, exc_info=error)
@@ -130,11 +118,11 @@ class ActorRunner:
 
     def _become(self, state: RunnerState) -> None:
         if state not in NEXT[self.state]:
-            raise RuntimeError(f"{self.name}: an actor that is {self.state.value} cannot become {state.value}")
+            raise RuntimeError(f"{self.name}: an actor that is {self.state} cannot become {state}")
         self.state = state
 
     async def _end(self, why: str, *, has_started: bool = True) -> None:
-        self._become(RunnerState.STOPPED)
+        self._become("stopped")
         try:
             await self._wind_up(why, has_started=has_started)
         finally:
@@ -169,7 +157,7 @@ class ActorRunner:
     # -- background tasks
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        if self.state is RunnerState.STOPPED:
+        if self.state == "stopped":
             coro.close()
             raise Draining(f"{self.name} has stopped; it starts no task {name!r}")
         loop = asyncio.get_running_loop()
@@ -189,7 +177,7 @@ class ActorRunner:
         """Take a message; raises Draining or Overloaded and then will not touch it again."""
         spec = _spec(inbound)
         is_serial = not spec.declaration.is_reentrant
-        if self.state in (RunnerState.DRAINING, RunnerState.STOPPED):
+        if self.state in ("draining", "stopped"):
             raise Draining(f"{self.name} is shutting down and takes no {spec.name}")
         if self.num_held >= self.actor.mailbox_size:
             raise Overloaded(
@@ -197,7 +185,7 @@ class ActorRunner:
                 remedy="come back later, or give its class a larger mailbox_size",
             )
         self.num_held += 1
-        if is_serial or self.state is not RunnerState.RUNNING:
+        if is_serial or self.state != "running":
             self._waiting.append(inbound)
             self._next()
         else:
@@ -205,7 +193,7 @@ class ActorRunner:
 
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused before the actor stops."""
-        if self.state in (RunnerState.STARTING, RunnerState.RUNNING):
+        if self.state in ("starting", "running"):
             self._waiting.append(event)
             self._next()
 

@@ -49,7 +49,7 @@ _log = logging.getLogger("myxa.transport")
 
 
 class Node:
-    """Use `await Node.attach(...)`; the constructor is internal."""
+    """Use `await Node.attach(...)`; the constructor is internal. Implements `SessionHost`."""
 
     def __init__(self, *, name: str, key: PeerKey, rdzv: Rendezvous, transport: Transport, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
@@ -61,10 +61,14 @@ class Node:
         self.epoch = key.epoch
         self._key = key
         self._transport = transport
-        self._hosting = Hosting(self)
-        self._session = Session(own=key, name=name, transport=transport, host=self._hosting, clock=clock)
-        self._hosting.session = self._session
-        self._mirror = Mirror(rdzv, self._session, clock, self._hosting.tell, self.node_failed)
+        self._cells: dict[int, ActorRunner] = {}
+        self._next_index = 0
+        self._watched: list[tuple[str, ActorRunner]] = []
+        self._is_draining = False
+        """This process is shutting down: calls of others are refused."""
+        self.fenced = self.crashed = self.node_failed
+        self._session = Session(own=key, name=name, transport=transport, host=self, clock=clock)
+        self._mirror = Mirror(rdzv, self._session, clock, self._tell_actors, self.node_failed)
         self._mirror.on_update = lambda directory: transport.follow(keys_of(directory.nodes()))
         self._registry: RegistryActor | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order: a simulated run repeats itself
@@ -148,9 +152,9 @@ class Node:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for cell in self._hosting.cells():
+        for cell in tuple(self._cells.values()):
             await cell.stop("shutdown")
-            self._hosting.remove(cell)
+            self._remove(cell)
         if self._timer is not None:
             self._timer.cancel()
         self._session.close()
@@ -161,12 +165,12 @@ class Node:
         if self._endings:
             await asyncio.wait(self._endings, timeout=grace_s + TIMEOUTS.wire.stop_s)
         if self._registry is None:  # of that one the others still take their leave
-            self._hosting.is_draining = True
-        for cell in reversed(self._hosting.cells()):
+            self._is_draining = True
+        for cell in reversed(tuple(self._cells.values())):
             if cell.name != REGISTRY:
                 await cell.drain(max(0.0, give_up_at - self.clock.monotonic()))
                 await cell.stop("shutdown")
-                self._hosting.remove(cell)
+                self._remove(cell)
 
     async def _leave(self) -> None:
         try:
@@ -185,19 +189,19 @@ class Node:
         log = logging.getLogger(f"myxa.{name.replace('/', '.')}")
         cell = ActorRunner(actor, check_name(name), self._session.serving, log, self._on_failed)
         actor.ctx = NodeContext(self, cell, log)
-        self._hosting.add(cell)
+        self._add(cell)
         try:
             await cell.start()
             await self._announce()
         except BaseException:
             await cell.stop("it did not start")
-            self._hosting.remove(cell)
+            self._remove(cell)
             raise
         return make_ref(self._mirror, type(actor), name)
 
     async def stop(self, name: str, why: str = "stopped", grace_s: float = 5.0) -> None:
         """Stop one actor cleanly. Raises NoSuchActor if it is not here."""
-        cell = next((c for c in self._hosting.cells() if c.name == name), None)
+        cell = next((c for c in self._cells.values() if c.name == name), None)
         if cell is None:
             raise NoSuchActor(f"{self.name} hosts no actor {name!r}")
         await cell.drain(grace_s)
@@ -212,7 +216,10 @@ class Node:
 
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}
-        await self._mirror.announce(self.name, self._key.epoch, self._hosting.records(), reasons)
+        hosted = tuple(
+            HostedActor(name=cell.name, index=index, handlers=cell.table.names) for index, cell in self._cells.items()
+        )
+        await self._mirror.announce(self.name, self._key.epoch, hosted, reasons)
 
     def _on_failed(self, cell: ActorRunner, error: BaseException) -> None:
         self._report(error)
@@ -221,7 +228,7 @@ class Node:
 
     async def _retire(self, cell: ActorRunner, why: str) -> None:
         await cell.stop(why)
-        self._hosting.remove(cell)
+        self._remove(cell)
         self._reasons[cell.name] = why
         try:
             await self._announce()
@@ -236,9 +243,6 @@ class Node:
 
     def peers(self, prefix: str) -> tuple[str, ...]:
         return self._mirror.directory.names(prefix)
-
-    def watch(self, cell: ActorRunner, prefix: str) -> None:
-        self._hosting.watch(cell, prefix)
 
     async def wait_for(self, *names: str, timeout_s: float) -> None:
         """Until all these actors are registered; LaunchError naming the missing ones."""
@@ -257,18 +261,18 @@ class Node:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
         return {**self._transport.counters, **self._session.counters}
 
-    def peer_unreachable(self, key: PeerKey, why: str) -> None:
+    def unreachable(self, key: PeerKey, why: str) -> None:
         _log.warning("%s: gave up %s: %s", self.name, key, why)
         if self._registry is not None:
             self._registry.unreachable(key, why)
 
-    def peer_judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
         """One event for each of its actors; before there are any, one with its node's name."""
         record = next((node for node in self._mirror.directory.nodes() if node.key == key), None)
         if record is not None:
             _log.info("%s: %s is %s: %s", self.name, record.name, verdict, reason)
             for name in tuple(actor.name for actor in record.actors) or (record.name,):
-                self._hosting.tell(PeerEvent(verdict, name, key.epoch, reason))
+                self._tell_actors(PeerEvent(verdict, name, key.epoch, reason))
 
     def node_failed(self, error: BaseException) -> None:
         if self._is_closed or (self._is_fenced and isinstance(error, StaleEpoch)):
@@ -280,6 +284,55 @@ class Node:
     def _report(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
+
+    # -- its actors, for the session
+
+    def _add(self, cell: ActorRunner) -> None:
+        """Give an actor a number; it is never given again in this incarnation."""
+        if any(other.name == cell.name for other in self._cells.values()):
+            raise ConfigError(f"there is an actor {cell.name!r} in this process already", remedy="names are unique")
+        self._cells[self._next_index] = cell
+        self._next_index += 1
+
+    def _remove(self, cell: ActorRunner) -> None:
+        self._cells = {index: other for index, other in self._cells.items() if other is not cell}
+        self._watched = [(prefix, other) for prefix, other in self._watched if other is not cell]
+
+    def watch(self, cell: ActorRunner, prefix: str) -> None:
+        if (prefix, cell) not in self._watched:
+            self._watched.append((prefix, cell))
+
+    def _tell_actors(self, event: PeerEvent) -> None:
+        notified: list[ActorRunner] = []
+        for prefix, cell in self._watched:
+            if event.name.startswith(prefix) and cell.name != event.name and cell not in notified:
+                notified.append(cell)
+                cell.post(event)
+
+    def deliver(self, arrival: Arrival) -> None:
+        envelope = arrival.envelope
+        cell = self._cells.get(envelope.actor)
+        if cell is None:
+            raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
+        specs, method = cell.table.specs, envelope.method
+        if method >= len(specs):
+            raise NoSuchMethod(f"{cell.name} has no handler {method}")
+        spec = specs[method]
+        if self._is_draining and arrival.peer != self._session.own:
+            raise Draining(f"{cell.name}: its process is shutting down and takes no {spec.name}")
+        arrival.spec, arrival.callee = spec, cell.name
+        cell.accept(arrival)
+
+    def abandon(self, arrival: Arrival) -> None:
+        cell = self._cells.get(arrival.envelope.actor)
+        if cell is not None:
+            cell.abandon(arrival)
+
+    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
+        asyncio.get_running_loop().call_soon(self._session.received, LOOPBACK, lane, memoryview(data))
+
+    def num_waiting(self) -> int:
+        return sum(cell.num_held for cell in self._cells.values())
 
     # -- time and tasks
 
@@ -301,78 +354,6 @@ class Node:
 
 
 __all__ = ["JobKey", "KeyPair", "Node", "PeerEvent", "Rendezvous"]
-
-
-class Hosting:
-    """The actors of a node. Implements `session.SessionHost`."""
-
-    def __init__(self, node: Node) -> None:
-        self._cells: dict[int, ActorRunner] = {}
-        self._next_index = 0
-        self.session: Session  # set by the node
-        self._watched: list[tuple[str, ActorRunner]] = []
-        self.is_draining = False
-        """This process is shutting down: calls of others are refused."""
-        self.judged, self.unreachable = node.peer_judged, node.peer_unreachable
-        self.fenced = self.crashed = node.node_failed
-
-    def add(self, cell: ActorRunner) -> None:
-        """Give an actor a number; it is never given again in this incarnation."""
-        if any(other.name == cell.name for other in self._cells.values()):
-            raise ConfigError(f"there is an actor {cell.name!r} in this process already", remedy="names are unique")
-        self._cells[self._next_index] = cell
-        self._next_index += 1
-
-    def remove(self, cell: ActorRunner) -> None:
-        self._cells = {index: other for index, other in self._cells.items() if other is not cell}
-        self._watched = [(prefix, other) for prefix, other in self._watched if other is not cell]
-
-    def cells(self) -> tuple[ActorRunner, ...]:
-        return tuple(self._cells.values())
-
-    def records(self) -> tuple[HostedActor, ...]:
-        return tuple(
-            HostedActor(name=cell.name, index=index, handlers=cell.table.names) for index, cell in self._cells.items()
-        )
-
-    def watch(self, cell: ActorRunner, prefix: str) -> None:
-        if (prefix, cell) not in self._watched:
-            self._watched.append((prefix, cell))
-
-    def tell(self, event: PeerEvent) -> None:
-        notified: list[ActorRunner] = []
-        for prefix, cell in self._watched:
-            if event.name.startswith(prefix) and cell.name != event.name and cell not in notified:
-                notified.append(cell)
-                cell.post(event)
-
-    def deliver(self, arrival: Arrival) -> None:
-        envelope = arrival.envelope
-        cell = self._cells.get(envelope.actor)
-        if cell is None:
-            raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
-        specs, method = cell.table.specs, envelope.method
-        if method >= len(specs):
-            raise NoSuchMethod(f"{cell.name} has no handler {method}")
-        spec = specs[method]
-        if self.is_draining and arrival.peer != self.session.own:
-            raise Draining(f"{cell.name}: its process is shutting down and takes no {spec.name}")
-        arrival.spec, arrival.callee = spec, cell.name
-        cell.accept(arrival)
-
-    def abandon(self, arrival: Arrival) -> None:
-        cell = self._cells.get(arrival.envelope.actor)
-        if cell is not None:
-            cell.abandon(arrival)
-
-    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
-        asyncio.get_running_loop().call_soon(self.session.received, LOOPBACK, lane, memoryview(data))
-
-    def num_waiting(self) -> int:
-        return sum(cell.num_held for cell in self._cells.values())
-
-
-T = TypeVar("T")
 
 
 class NodeContext:

@@ -16,7 +16,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
+from typing import Literal
 
 import zmq
 from zmq.backend import Socket as SocketBase
@@ -37,17 +37,9 @@ _send = SocketBase.send
 """Without pyzmq's own layer, which takes as long again: it serves what else can be sent than bytes."""
 
 
-class OutboxState(Enum):
-    """Of the connection."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    BACKOFF = "waiting before the next attempt"
-    CLOSED = "closed"
-
-
+OutboxState = Literal["connecting", "ready", "backoff", "closed"]
+"""Of the connection; backoff: it waits before the next attempt."""
 _CHUNK, _MAX_BATCH = LIMITS.chunk, LIMITS.batch
-_READY = OutboxState.READY  # members of an Enum are looked up in Python
 
 
 class Outbox:
@@ -72,7 +64,7 @@ class Outbox:
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
         self._pump: Pump | None = None
-        self._state = OutboxState.CLOSED
+        self._state: OutboxState = "closed"
         self._queue: deque[Parcel] = deque()
         self._chunked: tuple[Parcel, int] | None = None
         self._scratch = bytearray()
@@ -91,13 +83,13 @@ class Outbox:
 
     def send(self, parcel: Parcel) -> None:
         self._queue.append(parcel)
-        if not self._is_waiting and self._state is _READY:
+        if not self._is_waiting and self._state == "ready":
             self.depart()
             self._wait()
 
     def settle(self, until: float) -> None:
         """Wait, blocking, for a connection that is being made, up to that moment of `time.monotonic`."""
-        while self._state is OutboxState.CONNECTING and (monitor := self._monitor) is not None:
+        while self._state == "connecting" and (monitor := self._monitor) is not None:
             left_ms = int((until - time.monotonic()) * 1000)
             if left_ms < 0 or not monitor.poll(left_ms):
                 return
@@ -105,7 +97,7 @@ class Outbox:
 
     def depart(self) -> None:
         """Send what is queued now, until it has to wait."""
-        if self._state is not _READY:
+        if self._state != "ready":
             return
         queue = self._queue
         while queue or self._chunked is not None:
@@ -185,7 +177,7 @@ class Outbox:
                 self.depart()
 
     def _connect(self) -> None:
-        self._state = OutboxState.CONNECTING
+        self._state = "connecting"
         try:
             self._open()
         except LaunchError as error:  # no descriptors are left, or a drill
@@ -217,7 +209,7 @@ class Outbox:
             self._on_broken("the other side does not admit our key")
         elif event == zmq.EVENT_CLOSED:
             self._on_broken("no process listens there")
-        elif event == zmq.EVENT_DISCONNECTED and self._state is OutboxState.CONNECTING:
+        elif event == zmq.EVENT_DISCONNECTED and self._state == "connecting":
             self._on_broken("the other side ended the handshake; has it another job key?")
         else:
             self._on_broken("the connection broke")
@@ -239,28 +231,28 @@ class Outbox:
         timer = self._timer
         while self._watch():
             pass
-        return self._timer is not timer or self._state is not OutboxState.CONNECTING
+        return self._timer is not timer or self._state != "connecting"
 
     def _on_ready(self) -> None:
-        if self._state is not OutboxState.CONNECTING:
+        if self._state != "connecting":
             return
         self._set_timer(None)
-        self._state = _READY
+        self._state = "ready"
         self._down_since = None
         self._queue.appendleft(Parcel(self._sink_of().greeting(self._peer, self._lane)))
         self._sink_of().connected(self._peer, self._lane)
         self.depart()
 
     def _on_broken(self, why: str) -> None:
-        if self._state not in (OutboxState.CONNECTING, _READY):
+        if self._state not in ("connecting", "ready"):
             return
-        was_ready = self._state is _READY
+        was_ready = self._state == "ready"
         self._set_timer(None)
         self._release(0.0)
         self._chunked, self._is_waiting = None, False
         if was_ready and self._queue and self._queue[0].data[3] == _HELLO:
             self._queue.popleft()
-        self._state = OutboxState.BACKOFF
+        self._state = "backoff"
         now = self._loop.time()
         if self._down_since is None:
             # A connection that broke for want of heartbeats was silent before; one more attempt it has, whatever.
@@ -277,15 +269,15 @@ class Outbox:
 
     def close(self, linger_s: float) -> None:
         """Send what is queued if that takes no longer than `linger_s`, then end. Not if the last attempt failed."""
-        if self._state is OutboxState.CLOSED or self._is_closing:
+        if self._state == "closed" or self._is_closing:
             return
         self._linger_s = linger_s
         self._is_closing = True
-        if linger_s <= 0 or not self._is_unfinished or self._state is OutboxState.BACKOFF:
+        if linger_s <= 0 or not self._is_unfinished or self._state == "backoff":
             self._finish()
             return
         self._loop.call_later(linger_s, self._finish)
-        if self._state is _READY:
+        if self._state == "ready":
             self.depart()
 
     def abort(self) -> None:
@@ -294,9 +286,9 @@ class Outbox:
         self._finish()
 
     def _finish(self) -> None:
-        if self._state is OutboxState.CLOSED:
+        if self._state == "closed":
             return
-        self._state = OutboxState.CLOSED
+        self._state = "closed"
         self._queue.clear()
         self._set_timer(None)
         self._release(self._linger_s)

@@ -128,7 +128,7 @@ async def test_a_process_that_closes_finishes_what_it_has_and_takes_no_more(worl
         while "asleep" not in await ref.seen():
             await asyncio.sleep(0.01)
         closing = asyncio.ensure_future(far.close(grace_s=4.0))
-        while not far._hosting.is_draining:
+        while not far._is_draining:
             await asyncio.sleep(0.01)
     with pytest.raises(Draining, match="shutting down"):
         await ref.ping()

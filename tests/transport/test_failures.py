@@ -129,7 +129,7 @@ async def test_an_actor_that_fails_tells_its_node_and_its_watchers(world, caplog
     pending = asyncio.ensure_future(ref.sleep(20))
     await asyncio.sleep(0.05)
     waiting = asyncio.ensure_future(ref.note("never read, it waits behind the sleeper"))
-    far._hosting.cells()[0].spawn(explode(), "explode")
+    next(iter(far._cells.values())).spawn(explode(), "explode")
     error = await asyncio.wait_for(asyncio.shield(far.failed), 5)
     assert isinstance(error, EngineError)
     for call in (pending, waiting):

@@ -169,27 +169,17 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
     if magic != _MAGIC:
         return Malformed(reason="wrong magic")
     kind = _KINDS.get(number)
-    if version != VERSION or kind is None or flags or size > limits.message or body_len > limits.body:
-        reason = _objection(version, kind is not None, flags, size, body_len)
-        return Malformed(reason=reason, corr=corr, src_node=src_node, src_epoch=src_epoch)
-    if size == HEADER_BYTES + body_len and not num_frames:
-        return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, data[HEADER_BYTES:])
     try:
+        if version != VERSION:
+            raise ValueError(f"wire version {version}, not {VERSION}")
+        if kind is None or flags:
+            raise ValueError(f"unknown kind or flags {flags:#x}")
+        if size > limits.message or body_len > limits.body:
+            raise ValueError(f"{size} bytes with a body of {body_len} are over the limit")
         body, frames = read_parts(data, HEADER_BYTES, num_frames, body_len, LIMITS.arrays)
     except ValueError as error:
         return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
-    return Envelope(
-        kind=kind, src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
-        method=method, ttl_ms=ttl, body=body, frames=frames,
-    )  # fmt: skip
-
-
-def _objection(version: int, is_known: bool, flags: int, size: int, body_len: int) -> str:
-    if version != VERSION:
-        return f"wire version {version}, not {VERSION}"
-    if not is_known or flags:
-        return f"unknown kind or flags {flags:#x}"
-    return f"{size} bytes with a body of {body_len} are over the limit"
+    return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, body, frames)
 
 
 # -- batches and chunks
@@ -245,24 +235,18 @@ def read_parts(
     data: memoryview, offset: int, num_frames: int, body_len: int, max_frames: int
 ) -> tuple[memoryview, tuple[memoryview, ...]]:
     """Body and arrays: views of `data`."""
-    total = len(data)
     start = offset + 4 * num_frames
     end = start + body_len
-    if end > total:
-        raise ValueError("cut short")
-    if num_frames > max_frames:
-        raise ValueError(f"{num_frames} arrays are too many")
+    if num_frames > max_frames or end > len(data):
+        raise ValueError(f"{num_frames} arrays are too many" if num_frames > max_frames else "cut short")
     body = data[start:end]
     frames: list[memoryview] = []
-    if num_frames:
-        for length in struct.unpack_from(f"<{num_frames}I", data, offset):
-            place = aligned(end, length)
-            end = place + length
-            if end > total:
-                raise ValueError("cut short")
-            frames.append(data[place:end])
-    if end != total:
-        raise ValueError(f"{total - end} bytes too many")
+    for length in struct.unpack_from(f"<{num_frames}I", data, offset) if num_frames else ():
+        place = aligned(end, length)
+        end = place + length
+        frames.append(data[place:end])
+    if end != len(data):
+        raise ValueError("cut short" if end > len(data) else f"{len(data) - end} bytes too many")
     return body, tuple(frames)
 
 

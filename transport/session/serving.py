@@ -32,7 +32,6 @@ class Serving:
     def __init__(self, links: Links, host: SessionHost, clock: Clock, counters: Counter[str]) -> None:
         self._links = links
         self._host = host
-        self._clock = clock
         self._now = clock.monotonic
         self._counters = counters
 
@@ -95,21 +94,11 @@ class Serving:
         self._links.send(link, Kind.NACK, corr, encode_fault(error))
 
     def _answer(self, arrival: Arrival, kind: Kind, body: Buffer = b"", frames: tuple[Buffer, ...] = ()) -> None:
-        if not arrival.is_answered and not arrival.link.is_down:
-            self._send(arrival, kind, body, frames)
-        self._settle(arrival)
-
-    def _settle(self, arrival: Arrival) -> None:
+        own, link, corr = self._links.own, arrival.link, arrival.envelope.corr
+        if not arrival.is_answered and not link.is_down:
+            envelope = Envelope(kind, own.node_id, own.epoch, link.key.epoch, corr, body=body, frames=frames)
+            lane = Lane.BULK if encoded_bytes(envelope) > LIMITS.bulk_from else Lane.CONTROL
+            self._links.hand_over(link, lane, envelope)
         arrival.is_answered = True
-        served, corr = arrival.link.served, arrival.envelope.corr
-        if served.get(corr) is arrival:
-            del served[corr]
-
-    def _send(self, arrival: Arrival, kind: Kind, body: Buffer, frames: tuple[Buffer, ...]) -> None:
-        own, link = self._links.own, arrival.link
-        envelope = Envelope(
-            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch,
-            corr=arrival.envelope.corr, body=body, frames=frames,
-        )  # fmt: skip
-        lane = Lane.BULK if encoded_bytes(envelope) > LIMITS.bulk_from else Lane.CONTROL
-        self._links.hand_over(link, lane, envelope)
+        if link.served.get(corr) is arrival:
+            del link.served[corr]
