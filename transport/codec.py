@@ -16,7 +16,7 @@ import math
 import re
 import threading
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -206,9 +206,6 @@ def _wanted_dtype(kind: Any) -> str | None:
     return name if name in _CARRIERS else ""
 
 
-_NO_FRAMES: tuple[memoryview, ...] = ()
-
-
 class Codec:
     """Of one type."""
 
@@ -224,38 +221,24 @@ class Codec:
     def encode(self, value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
         """Body and array frames. Frames are views of the caller's arrays: copy them before returning to it. Raises
         BadRequest naming what cannot travel."""
-        if self._has_arrays:
-            return self._encode_arrays(value)
-        try:
-            body = _encode_plain((value,))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise cannot_travel(value, error) from error
-        if self._may_be_odd and body.find(b"null") >= 0:  # `in` takes twice as long
-            return self._encode_arrays(value)
-        return body, _NO_FRAMES
-
-    def _encode_arrays(self, value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
         lifted: list[memoryview] = []
 
         def hook(item: Any) -> Any:
-            return lift(item, lifted) if self._has_arrays else _scalar(item)
+            if isinstance(item, np.ndarray) and not self._has_arrays:
+                raise TypeError("there is an array where its type declares none")
+            return lift(item, lifted)
 
         try:
             body = msgspec.json.encode((value,), enc_hook=hook)
             if self._may_be_odd and b"null" in body and (odd := nonfinite(value)):
                 lifted.clear()
-                body = msgspec.json.encode((value, odd), enc_hook=lambda item: lift(item, lifted))
+                body = msgspec.json.encode((value, odd), enc_hook=hook)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise cannot_travel(value, error) from error
-        return body, tuple(lifted) if lifted else _NO_FRAMES
+        return body, tuple(lifted)
 
     def decode(self, body: Buffer, frames: tuple[Buffer, ...]) -> Any:
         """The value. Raises UndecodableError; never anything else, whatever the bytes."""
-        if not frames and not self._has_arrays:
-            try:
-                return self._decode(body)[0]
-            except (LookupError, TypeError, ValueError, RecursionError):
-                return decode_value(body, [], self._kind)
         views = [memoryview(frame) for frame in frames]
         reader = _current.reader = ArrayReader(views)
         try:
@@ -269,25 +252,16 @@ class Codec:
         return value
 
 
-class Codecs:
+class Codecs(NamedTuple):
     """Of one handler."""
 
-    __slots__ = ("reply", "request")
-
-    def __init__(self, spec: HandlerSpec) -> None:
-        self.request = Codec(spec.request)
-        self.reply = Codec(spec.reply)
+    request: Codec
+    reply: Codec
 
 
-class _Compiled(dict[HandlerSpec, Codecs]):
-    """A dictionary, because asking it costs less than a call of ours."""
-
-    def __missing__(self, spec: HandlerSpec) -> Codecs:
-        made = self[spec] = Codecs(spec)
-        return made
-
-
-codecs_of = _Compiled().__getitem__
+@functools.cache
+def codecs_of(spec: HandlerSpec) -> Codecs:
+    return Codecs(Codec(spec.request), Codec(spec.reply))
 
 
 def compile_loaded(base: type[Actor] = Actor) -> None:
@@ -319,13 +293,6 @@ def _read_array(kind: Any, item: Any) -> Any:
     return _current.reader.read(kind, item)
 
 
-def _scalar(item: Any) -> Any:
-    if isinstance(item, np.ndarray):
-        raise TypeError("there is an array where its type declares none")
-    return lift(item, [])
-
-
-_encode_plain = msgspec.json.Encoder(enc_hook=_scalar).encode
 _MAY_BE_ODD = (msgspec.inspect.FloatType, msgspec.inspect.AnyType, msgspec.inspect.RawType)
 
 

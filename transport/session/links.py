@@ -72,8 +72,8 @@ class Links:
         self._loop_back = loop_back
         self._links: dict[PeerKey, Link] = {}
         self.find = self._links.get
-        self._newest: dict[int, int] = {}
         self._over: dict[int, int] = {}
+        """Node -> its newest epoch that has ended: that before the one that was heard of, or that itself."""
         self._given_up: dict[PeerKey, Link] = {}
         """Not to be reached when last tried. They may live and still send: what they said of themselves holds."""
         self.is_closed = False
@@ -86,15 +86,11 @@ class Links:
     def all(self) -> list[Link]:
         return list(self._links.values())
 
-    def newest(self, node_id: int) -> int:
-        """Highest epoch heard of for that node; 0: none."""
-        return self._newest.get(node_id, 0)
-
     def heard_of(self, key: PeerKey) -> list[Link]:
         """Note that an incarnation exists; older ones of the same node, which are thereby over, are returned."""
-        if key.epoch <= self.newest(key.node_id):
+        if key.epoch - 1 <= self._over.get(key.node_id, 0):
             return []
-        self._newest[key.node_id] = key.epoch
+        self._over[key.node_id] = key.epoch - 1
         return [link for link in self._links.values() if link.key.node_id == key.node_id and link.key.epoch < key.epoch]
 
     def open(self, key: PeerKey, endpoints: Endpoints) -> Link:
@@ -121,7 +117,7 @@ class Links:
             self._transport.connect(link.key, endpoints)
 
     def is_over(self, key: PeerKey) -> bool:
-        return 0 < key.epoch <= self._over.get(key.node_id, 0) or key.epoch < self.newest(key.node_id)
+        return 0 < key.epoch <= self._over.get(key.node_id, 0)
 
     def note_over(self, key: PeerKey) -> None:
         """It ended for good: nothing is sent to it or taken from it any more."""
