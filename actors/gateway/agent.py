@@ -19,14 +19,10 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import shlex
-import shutil
-import signal
 import socket
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,20 +31,20 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from ...core.config.run import SandboxName
 from ...core.errors import ConfigError, FailureKind, MemberFailed
 from ...core.files import write_durably
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
+from ..user_code.sandbox import Job, Limits, Sandbox, sandbox
 from ..workflows.episode import Episode, WorkflowContext
 from .exchange import MODEL
 from .server import Gateway, OpenSession, task_of
 from .session import AgentSession, RequestFault, written_form
 from .turn_text import ToolForm
 
-TAIL_BYTES = 2000
+TAIL_CHARS = 2000
 """Of a program's output, in errors."""
-TERM_S = 5.0
-"""For a program to end by itself once its time is over."""
 RETRY_S = 1.0
 """Between two offers of a task to a service that does not answer."""
 OFFER_S = 30.0
@@ -75,7 +71,11 @@ class OutsideAgentOptions:
     workers: int = 2
     silence_s: float = 120.0
     reward: RewardFrom = "verifier"
-    sandbox: Literal["none", "bubblewrap"] = "none"
+    sandbox: SandboxName = "none"
+    image: str = ""
+    network: Literal["gateway", "all"] = "gateway"
+    memory_gb: float = 0.0
+    cpu_s: float = 0.0
     timeout_s: float = 600.0
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of this process: what programs get besides."""
@@ -98,6 +98,8 @@ class AgentWorkflow:
         self._options = options
         self.gateway = Gateway()
         self._runner: web.AppRunner | None = None
+        self._sandbox: Sandbox | None = None
+        self._port = 0
         self._http: aiohttp.ClientSession | None = None
         self._form: ToolForm | None = None
         self._workers: list[asyncio.Task[None]] = []
@@ -107,10 +109,7 @@ class AgentWorkflow:
     async def start(self) -> None:
         """Serve. Raises ConfigError where the address is taken, or the sandbox is not there."""
         of = self._options
-        if of.sandbox == "bubblewrap" and shutil.which("bwrap") is None:
-            raise ConfigError(
-                'agent.sandbox = "bubblewrap": there is no bwrap', remedy="install bubblewrap, or use none"
-            )
+        self._sandbox = await asyncio.to_thread(sandbox, of.sandbox, of.image)
         self._runner = web.AppRunner(self.gateway.app, access_log=None)
         await self._runner.setup()
         try:
@@ -118,9 +117,9 @@ class AgentWorkflow:
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"agent.port = {of.port}: {error.strerror}", remedy="use 0: any free port") from error
-        port = self._runner.addresses[0][1]
+        self._port = self._runner.addresses[0][1]
         host = of.public_host or (socket.gethostname() if of.host in ("0.0.0.0", "::") else of.host)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
         if of.address_file:
             told = {"base_url": self.url, "tasks_key": self.gateway.add_service()}
             write_durably(Path(of.address_file), msgspec.json.encode(told), 0o600)
@@ -199,59 +198,43 @@ class AgentWorkflow:
     async def _ran(self, scratch: Path, key: str) -> tuple[int, str]:
         """The program's exit status, negative for a signal, and how it ended, in words with the end of its output. It
         ends with this call, and all that it started. Raises MemberFailed if it cannot be started."""
-        with (scratch / "output.log").open("w+b") as output:
-            status = await self._exit_status(scratch, output.fileno(), key)
-            output.seek(max(output.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
-            tail = output.read().decode(errors="replace").strip()
-        ending = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
-        return status, f"the agent's program ended with {ending}: {tail or '(no output)'}"
-
-    async def _exit_status(self, scratch: Path, output: int, key: str) -> int:
         of = self._options
-        grace = ("-m", "myxa.actors.subreaper", str(os.getpid()), "0")
-        env = {**of.environ, **of.env, **self._environment(key, str(scratch)), "PYTHONUNBUFFERED": "1"}
+        is_inside = of.sandbox != "none" and of.network == "gateway"
+        url = f"http://127.0.0.1:{self._port}" if is_inside else self.url
+        job = Job(
+            command=of.command, scratch=scratch, folder=str(Path(of.folder).resolve()), visible=("/", of.folder),
+            environ=of.environ, env={**of.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
+            limits=Limits(cpu_s=of.cpu_s, memory_gb=of.memory_gb),
+            has_network=not is_inside, port=self._port, serve=self._serving,
+        )  # fmt: skip
+        assert self._sandbox is not None
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, *grace, *self._wrapped(scratch), *of.command,
-                cwd=of.folder, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
+            end = await self._sandbox.run(job)
         except OSError as error:
             raise _failed(f"the agent's program cannot be started: {error}", "sandbox") from error
+        tail = end.output[-TAIL_CHARS:].strip()
+        return end.status, f"the agent's program ended with {end.words}: {tail or '(no output)'}"
+
+    @contextlib.asynccontextmanager
+    async def _serving(self, listening: socket.socket) -> AsyncGenerator[None]:
+        """Meanwhile the gateway answers inside of a sandbox too."""
+        assert self._runner is not None
+        site = web.SockSite(self._runner, listening)
+        await site.start()
         try:
-            return await process.wait()
+            yield
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)  # its subreaper kills all of it
-                await process.wait()
+            await site.stop()
 
-    def _wrapped(self, scratch: Path) -> tuple[str, ...]:
-        """What runs the program where it can write to its scratch folder alone."""
-        if self._options.sandbox == "none":
-            return ()
-        return (
-            *("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
-            *(
-                "--bind",
-                str(scratch),
-                str(scratch),
-                "--unshare-all",
-                "--share-net",
-                "--die-with-parent",
-                "--new-session",
-            ),
-        )
-
-    def _environment(self, key: str, scratch: str) -> dict[str, str]:
+    def _environment(self, key: str, scratch: str, url: str) -> dict[str, str]:
         return {
-            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": MODEL,
-            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
             "ANTHROPIC_MODEL": MODEL,
-            "MYXA_BASE_URL": self.url,
+            "MYXA_BASE_URL": url,
             "MYXA_TASK_FILE": f"{scratch}/task.json",
             "MYXA_REWARD_FILE": f"{scratch}/reward.json",
             "MYXA_SCRATCH": scratch,
@@ -317,7 +300,7 @@ class AgentWorkflow:
             if 200 <= status < 300:
                 return
             if status not in (429, 502, 503, 504):
-                words = reply[-TAIL_BYTES:].decode(errors="replace")
+                words = reply[-TAIL_CHARS:].decode(errors="replace")
                 raise _failed(f"the agent service refused the task with status {status}: {words}", "network")
             await asyncio.sleep(RETRY_S)
 

@@ -95,7 +95,7 @@ def check_length(num: float) -> None:
         raise OverBudget(f"it makes a text or list of more than {MAX_CHARS} characters or entries")
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     """One for each template. `day`: what `strftime_now` says; None: it raises NoDate."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -452,7 +452,7 @@ class _Compiled:
             raise ModelError(f"{place}: the chat template has {len(source)} characters", remedy="use an honest one")
         self.source = source
         try:
-            self.template = Sandbox(day).from_string(source)
+            self.template = TemplateSandbox(day).from_string(source)
         except Exception as err:  # depth, memory and what the compiler of Python says
             why = str(err) or type(err).__name__
             raise ModelError(f"{place}: the chat template does not compile: {why}", remedy="mend the template") from err

@@ -437,6 +437,9 @@ def _router(value: str) -> str:
     return check_urls((value,))[0] if value else value
 
 
+SandboxName = Literal["none", "rlimits", "bubblewrap", "docker"]
+
+
 class AgentSettings(Section, frozen=True):
     """Agents that talk to the policy by HTTP, with `rollout.workflow = "agent"` (docs/agents.md)."""
 
@@ -456,8 +459,17 @@ class AgentSettings(Section, frozen=True):
     reward: Literal["verifier", "exit", "file"] = "verifier"
     """Where nothing was sent to /v1/session/reward: verifier (the run's reward function), exit (1 for status 0, else
     0) or file (what the program wrote into $MYXA_REWARD_FILE)."""
-    sandbox: Literal["none", "bubblewrap"] = "none"
-    """bubblewrap: the program sees all files, and can write to its scratch folder alone."""
+    sandbox: SandboxName = "none"
+    """Where the program runs (docs/agents.md): rlimits or bubblewrap (it reads all files, and writes to its scratch
+    folder alone), docker (in `image`)."""
+    image: str = ""
+    """Of its containers, with docker; it must be on the machine."""
+    network: Literal["gateway", "all"] = "gateway"
+    """What a program in a sandbox reaches: the gateway alone, or all; docker's reach all."""
+    memory_gb: NonNegativeFloat = 0.0
+    """Address space of each of its processes in a sandbox, with docker the memory of all; 0 = any."""
+    cpu_s: NonNegativeFloat = 0.0
+    """CPU time of each of its processes in a sandbox; 0 = any."""
     env: dict[str, str] = {}
     """Further variables of the program's environment."""
     host: str = "127.0.0.1"
@@ -472,6 +484,14 @@ class AgentSettings(Section, frozen=True):
             (self.polls and self.url, "polls url", "is true: a service polls, or gets tasks at its url"),
             ((self.url or self.polls) and self.reward != "verifier", "reward",
              'must be "verifier": a service has no exit status and no file; it posts to /v1/session/reward'),
+            ((self.sandbox == "docker") != bool(self.image), "image sandbox",
+             'is the name of an image, with sandbox = "docker" only'),
+            (self.sandbox == "docker" and self.network == "gateway", "network sandbox",
+             'must be "all" with docker: a container reaches the gateway by the network of its host'),
+            (self.sandbox == "none" and (self.memory_gb or self.cpu_s), "sandbox memory_gb cpu_s",
+             'is "none", which has no limits'),
+            (self.sandbox != "none" and not self.command, "command sandbox",
+             "must be set: a service has its own place"),
         )  # fmt: skip
 
 

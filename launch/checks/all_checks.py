@@ -28,6 +28,7 @@ CHECKS: tuple[Check, ...] = (
     Check("node", node.sinks),
     Check("node", node.attached_servers),
     Check("node", node.listened_ports),
+    Check("node", node.sandboxes),
     Check("node", node.run_folder),
     Check("estimate", run_arithmetic.amount_of_data),
     Check("estimate", run_arithmetic.rarely_meant),

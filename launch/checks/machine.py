@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_with
 from ...core.errors import MyxaError
 from ...core.host_memory import available_bytes
 from ..host import Gpus, free_at, look_at_gpus, nearest_folder
@@ -61,6 +62,8 @@ class MachineFacts:
     addresses: tuple[str, ...]
     """That the hostname resolves to; empty: it does not."""
     env: Mapping[str, str]
+    sandboxes: Mapping[str, str]
+    """What keeps each from being used, of rlimits from having namespaces; empty: nothing."""
 
 
 def gather(folder: str) -> MachineFacts:
@@ -82,6 +85,11 @@ def gather(folder: str) -> MachineFacts:
         hostname=socket.gethostname(),
         addresses=_addresses(),
         env={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        sandboxes={
+            "rlimits": namespaces_trouble(),
+            "bubblewrap": trouble_with("bubblewrap"),
+            "docker": trouble_with("docker"),
+        },
     )
 
 
@@ -244,4 +252,15 @@ def environment(facts: MachineFacts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-MACHINE_CHECKS = (system, packages, environment)
+def sandboxes(facts: MachineFacts) -> Iterator[Finding]:
+    """Where programs can be started that are not trusted."""
+    troubles = {name: why for name, why in facts.sandboxes.items() if why}
+    there = ", ".join(name for name in facts.sandboxes if name not in troubles)
+    missing = "; ".join(f"{name}: {why}" for name, why in troubles.items())
+    yield from first(
+        "sandboxes", there + (f" ({missing})" if missing else ""),
+        ("rlimits" in troubles, "warning", ": rlimits hides neither files nor network", REMEDIES["rlimits"]),
+    )  # fmt: skip
+
+
+MACHINE_CHECKS = (system, packages, environment, sandboxes)

@@ -28,13 +28,15 @@ from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, attach_fault
 from ...actors.sinks.registry import SHIPPED, check_name, make_sink
+from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_with
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
+from ...core.config.run import SandboxName
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
 from ..host import Gpus, check_port, look_at_gpus, nearest_folder
-from .check import CheckedRun, Finding, looked
+from .check import CheckedRun, Finding, looked, warnings
 
 # -- interpreters and packages -----------------------------------------------------------------------------------------
 
@@ -340,6 +342,18 @@ def sinks(run: CheckedRun) -> Iterator[Finding]:
             yield from looked("monitor.sinks", make_sink, name, monitor.options.get(name, {}))
         else:
             yield from looked("monitor.sinks", check_name, name)
+
+
+def sandboxes(run: CheckedRun) -> Iterator[Finding]:
+    """Where this node's rollout actors start programs that are not trusted."""
+    agent = run.config.agent
+    used: list[tuple[str, SandboxName, str]] = [("agent.sandbox", agent.sandbox, agent.image)]
+    for key, name, image in used if run.of("rollout") else ():
+        if trouble := trouble_with(name, image):
+            yield Finding(key, ConfigError(f'{key} = "{name}": {trouble}', remedy=REMEDIES[name]))
+        elif name == "rlimits":
+            weak = "is without namespaces here, so it hides neither files nor network"
+            yield from warnings((namespaces_trouble(), key, f"{weak}: {namespaces_trouble()}", REMEDIES[name]))
 
 
 def listened_ports(run: CheckedRun) -> Iterator[Finding]:

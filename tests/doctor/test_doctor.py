@@ -29,7 +29,7 @@ GOOD = MachineFacts(
     gpus=Gpus((H200,) * 8, "580.159.04"),
     total_bytes=512 * GIB, available_bytes=480 * GIB, shm_bytes=64 * GIB, max_files=1 << 20,
     hostname="gpu07", addresses=("10.0.0.7",), folder="/data/runs", free_bytes=900 * GIB, is_writable=True,
-    file_system="ext4", env={},
+    file_system="ext4", env={}, sandboxes={"rlimits": "", "bubblewrap": "", "docker": "there is no docker"},
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
     "little memory": (but(available_bytes=GIB), "memory", "warning", "limit"),
     "small shm": (but(shm_bytes=64 << 20), "/dev/shm", "warning", "--shm-size"),
     "no shm": (but(shm_bytes=None), "/dev/shm", "warning", "tmpfs"),
+    "no namespaces": (but(sandboxes={"rlimits": "Operation not permitted"}), "sandboxes", "warning", "namespaces"),
     "few files": (but(max_files=512), "open files", "error", "ulimit"),
     "rather few files": (but(max_files=2048), "open files", "warning", "65536"),
     "disk of others": (but(is_writable=False), "disk", "error", "run.dir"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,10 +19,12 @@ from tests.gateway.scripted import SAMPLING, Says
 from tests.workflows.chat_models import QWEN3
 
 from myxa.actors.gateway.agent import AgentWorkflow, OutsideAgentOptions
+from myxa.actors.user_code.sandbox import namespaces_trouble, trouble_with
 from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
 from myxa.core.errors import ConfigError, EngineError, FailureKind, MemberFailed
 from myxa.core.samples import Message, Prompt, Sample
 
+bubblewrap = pytest.mark.skipif(bool(trouble_with("bubblewrap")), reason=trouble_with("bubblewrap"))
 ROW = Prompt(group_id=7, row=3, pass_index=0, messages=(Message(role="user", content="task"),), label="L", source="d")
 ASKS = """
 import json, os, sys, urllib.request
@@ -148,8 +151,44 @@ async def test_a_second_attempt_replays_the_turns_that_were_recorded(tmp_path: P
 
 async def test_a_sandbox_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    trouble_with.cache_clear()
     with pytest.raises(ConfigError, match="bwrap"):
         await AgentWorkflow(OutsideAgentOptions(sandbox="bubblewrap")).start()
+    trouble_with.cache_clear()
+
+
+INSIDE = """
+def can(act, *args):
+    try: act(*args)
+    except OSError: return 0
+    return 1
+import socket, urllib.parse
+told = [
+    can(os.mkdir, "made"), can(open, os.environ["MYXA_SCRATCH"] + "/file", "w"),
+    can(socket.create_connection, ("127.0.0.1", int(open("port").read())), 1),
+]
+json.dump({"reward": sum(n << i for i, n in enumerate(told))}, open(os.environ["MYXA_REWARD_FILE"], "w"))
+"""
+
+
+@pytest.mark.skipif(bool(namespaces_trouble()), reason=f"namespaces: {namespaces_trouble()}")
+@pytest.mark.parametrize(
+    ("options", "can"),
+    [
+        ({"sandbox": "none"}, 7),
+        ({"sandbox": "rlimits"}, 2),
+        ({"sandbox": "rlimits", "network": "all"}, 6),
+        pytest.param({"sandbox": "bubblewrap"}, 2, marks=bubblewrap),
+        pytest.param({"sandbox": "bubblewrap", "network": "all"}, 6, marks=bubblewrap),
+    ],
+)
+async def test_in_a_sandbox_it_reaches_the_gateway_and_its_scratch_folder(
+    tmp_path: Path, options: dict[str, Any], can: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (tmp_path / "port").write_text(str(server.getsockname()[1]))
+        (sample,) = await programmed(tmp_path, INSIDE, reward="file", memory_gb=4.0, cpu_s=60.0, **options)
+    assert sample.reward == can
 
 
 Taken = Callable[[dict[str, Any]], Awaitable[web.Response]]

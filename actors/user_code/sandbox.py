@@ -1,0 +1,357 @@
+"""Sandboxes: where a program runs that is not trusted, such as an agent or what a model wrote.
+
+| name | keeps a program from | needs |
+|---|---|---|
+| none | outliving its end | - |
+| rlimits | the same; memory, CPU time, processes beyond its limits | Linux |
+|         | other processes, other files, the network | namespaces (`confine.py`) |
+| bubblewrap | the same | bwrap, namespaces |
+| docker | the same, in an image of its own | docker and its daemon |
+
+`sandbox(name)` gives one, `trouble_with(name)` says why there is none. To add one: a class with `wrapped`, and its name
+in `core/config/run.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...core.config.run import SandboxName
+from ...core.errors import ConfigError
+from ...core.process import boot_id, start_time
+
+TAIL_BYTES = 1 << 16
+"""Of a program's output, that is kept."""
+KILL_S = 10.0
+"""For the first process of a sandbox to end all of it."""
+MAX_FILE_BYTES = 1 << 30
+MAX_FILES = 4096
+FIRST_USER, NUM_USERS = 61184, 4096
+"""Users without a name, as systemd's dynamic ones. The kernel counts no processes of root's: so each job of root's that
+has such a limit gets one of these."""
+SYSTEM = ("/bin", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/usr")
+HIDDEN = frozenset({"dev", "proc", "sys", "tmp"})
+CONFINE = str(Path(__file__).with_name("confine.py"))
+OWNER = "myxa.owner"
+"""Label of containers: boot, process and its start time, so that what a dead owner left is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of a job; 0: none."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of each process."""
+    memory_gb: float = 0.0
+    """Address space of each process; with docker the memory of all."""
+    num_processes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A command and what it gets."""
+
+    command: tuple[str, ...]
+    scratch: Path
+    """The folder that it may write to: the caller's, with files in and, afterwards, files out."""
+    folder: str = ""
+    """Where it starts; empty: in its scratch folder."""
+    visible: tuple[str, ...] = ()
+    """Files and folders that it may read besides those of the system; "/": all."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of this machine: what a command gets besides, unless it runs in an image."""
+    stdin: bytes = b""
+    limits: Limits = Limits()
+    has_network: bool = False
+    port: int = 0
+    """Of its loopback, at which `serve` answers where it has no network."""
+    serve: Callable[[socket.socket], AbstractAsyncContextManager[object]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended."""
+
+    status: int
+    """Exit status, negative for a signal."""
+    output: str
+    """The last of what it wrote to stdout and stderr."""
+    is_late: bool
+    """Its time was over."""
+
+    @property
+    def words(self) -> str:
+        if self.status >= 0:
+            return f"exit status {self.status}"
+        names = {one.value: one.name for one in signal.Signals}
+        return f"signal {names.get(-self.status, -self.status)}"
+
+
+class Sandbox(Protocol):
+    """Where jobs run. All that a job started has ended when `run` does, or is cancelled, or this process is killed."""
+
+    async def run(self, job: Job) -> JobEnd:
+        """Raises OSError if it cannot be started."""
+        ...
+
+
+class ProcessSandbox:
+    """A sandbox that is a program to start; by itself, one that confines nothing."""
+
+    def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
+        """The command line. `channel`: a socket for that of the gateway, -1: none."""
+        return [*_subreaper(), *job.command]
+
+    def user_of(self, job: Job) -> int:
+        """As whom it runs; its scratch folder is that user's from now on."""
+        return os.getuid()
+
+    async def run(self, job: Job) -> JobEnd:
+        user = self.user_of(job)
+        async with AsyncExitStack() as stack:
+            ours, theirs = (stack.enter_context(one) for one in socket.socketpair())
+            has_door = job.serve is not None and not job.has_network
+            process = await asyncio.create_subprocess_exec(
+                *self.wrapped(job, user, theirs.fileno() if has_door else -1),
+                cwd=job.folder or str(job.scratch), env={**job.environ, **job.env}, start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                pass_fds=[theirs.fileno()] if has_door else (),
+            )  # fmt: skip
+            stack.push_async_callback(_end, process)
+            theirs.close()
+            output, is_late = bytearray(), False
+            with contextlib.suppress(TimeoutError):
+                is_late = True
+                async with asyncio.timeout(job.limits.wall_s or None):
+                    if has_door and job.serve is not None:
+                        listening = await asyncio.to_thread(_received, ours)
+                        if listening is not None:
+                            await stack.enter_async_context(job.serve(listening))
+                    await _talk(process, job.stdin, output)
+                    is_late = False
+            await _end(process)
+        status = process.returncode or 0
+        return JobEnd(128 - status if 128 < status <= 192 else status, output.decode(errors="replace"), is_late)
+
+
+async def _talk(process: asyncio.subprocess.Process, told: bytes, output: bytearray) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(ConnectionError):
+        process.stdin.write(told)
+        await process.stdin.drain()
+    process.stdin.close()
+    while more := await process.stdout.read(1 << 16):
+        output += more
+        del output[:-TAIL_BYTES]
+    await process.wait()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Its first process ends all of it, and then itself."""
+    assert process.stdout is not None
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(KILL_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(KILL_S):
+            await process.stdout.read()  # to its end, or the pipe stays open
+    await process.wait()
+
+
+def _received(channel: socket.socket) -> socket.socket | None:
+    """The socket that a sandbox listens on; None where it ended instead."""
+    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+    return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def _subreaper() -> list[str]:
+    return [sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0"]
+
+
+def _confined(job: Job, user: int, channel: int, *, has_namespaces: bool) -> list[str]:
+    limits = job.limits
+    told: dict[str, Any] = {
+        "namespaces": has_namespaces,
+        "parent": os.getpid(),
+        "network": job.has_network,
+        "scratch": str(job.scratch),
+        "visible": _visible(job),
+        "user": user,
+        "folder": job.folder or str(job.scratch),
+        "gateway": [channel, job.port] if channel >= 0 else None,
+        "limits": {
+            "AS": int(limits.memory_gb * 2**30),
+            "CPU": int(limits.cpu_s + 0.999),
+            "NPROC": limits.num_processes,
+            "FSIZE": MAX_FILE_BYTES,
+            "NOFILE": MAX_FILES,
+        },
+    }
+    return [_interpreter(), "-I", "-S", CONFINE, json.dumps(told), *job.command]
+
+
+def _interpreter() -> str:
+    """The real one: it needs no folder of a virtual environment."""
+    return os.path.realpath(sys.executable)
+
+
+def _visible(job: Job) -> list[str]:
+    """What is there of it, and not in the scratch folder."""
+    named = {*SYSTEM, sys.base_prefix, *job.visible} - {"/"}
+    if "/" in job.visible:
+        named.update(str(path) for path in Path("/").iterdir() if path.name not in HIDDEN)
+    return sorted(path for path in named if os.path.lexists(path) and named.isdisjoint(map(str, Path(path).parents)))
+
+
+class RlimitsSandbox(ProcessSandbox):
+    """Limits, and namespaces where the kernel gives them."""
+
+    def user_of(self, job: Job) -> int:
+        if os.getuid() or not job.limits.num_processes:
+            return os.getuid()
+        user = FIRST_USER + random.randrange(NUM_USERS)
+        for path in (job.scratch, *job.scratch.iterdir()):
+            os.chown(path, user, user)
+        return user
+
+    def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
+        has_namespaces = namespaces_trouble() == ""
+        prefix = [] if has_namespaces else _subreaper()
+        return [*prefix, *_confined(job, user, channel, has_namespaces=has_namespaces)]
+
+
+class BubblewrapSandbox(RlimitsSandbox):
+    """The same by `bwrap`."""
+
+    def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
+        scratch = str(job.scratch)
+        words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+        words += [] if job.has_network else ["--unshare-net"]
+        words += ["--unshare-user"] if os.getuid() else []
+        words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user != os.getuid() else []
+        for path in map(Path, (*_visible(job), CONFINE, scratch)):
+            for parent in (*reversed(path.parents),)[1:]:
+                words += ["--dir", str(parent)]  # else root alone could pass it
+            how = "--symlink" if path.is_symlink() else "--bind" if str(path) == scratch else "--ro-bind"
+            words += [how, str(path.readlink() if path.is_symlink() else path), str(path)]
+        words += ["--dir", "/tmp", "--dev", "/dev", "--proc", "/proc", "--bind", scratch, "/dev/shm"]
+        words += ["--remount-ro", "/", "--"]
+        return [*_subreaper(), *words, *_confined(job, user, channel, has_namespaces=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class DockerSandbox(RlimitsSandbox):
+    """Containers of an image, which are removed at their end, or by the next owner if this one is killed."""
+
+    image: str
+
+    def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
+        limits, scratch = job.limits, str(job.scratch)
+        words = ["docker", "run", "--rm", "--interactive", "--init", "--read-only", "--pull", "never"]
+        words += ["--name", job.scratch.name, "--label", f"{OWNER}={boot_id()}.{os.getpid()}.{start_time(os.getpid())}"]
+        words += ["--network", "host" if job.has_network else "none", "--user", f"{user}:{user}"]
+        words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--volume", f"{scratch}:{scratch}"]
+        words += ["--memory", f"{int(limits.memory_gb * 2**30)}b"] if limits.memory_gb else []
+        words += ["--pids-limit", str(limits.num_processes)] if limits.num_processes else []
+        words += ["--ulimit", f"cpu={int(limits.cpu_s + 0.999)}"] if limits.cpu_s else []
+        for path in {job.folder, *job.visible} - {"", "/"}:
+            words += ["--volume", f"{path}:{path}:ro"]
+        for name, value in job.env.items():
+            words += ["--env", f"{name}={value}"]
+        return [*_subreaper(), *words, "--workdir", job.folder or scratch, self.image, *job.command]
+
+    async def run(self, job: Job) -> JobEnd:
+        try:
+            return await RlimitsSandbox.run(self, job)
+        finally:  # the client's end is not that of its container
+            await asyncio.to_thread(_docker, "rm", "--force", job.scratch.name)
+
+
+def _docker(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(("docker", *words), capture_output=True, text=True, timeout=30, check=False)
+
+
+def remove_containers_of_dead_owners() -> None:
+    """Those of killed processes of this machine since it was booted: others' may be alive."""
+    told = _docker("ps", "--all", "--filter", f"label={OWNER}", "--format", f'{{{{.Names}}}} {{{{.Label "{OWNER}"}}}}')
+    for line in told.stdout.splitlines():
+        name, _, owner = line.partition(" ")
+        boot, pid, started = owner.split(".")
+        if boot == boot_id() and start_time(int(pid)) != int(started):
+            _docker("rm", "--force", name)
+
+
+def sandbox(name: SandboxName, image: str = "") -> Sandbox:
+    """Raises ConfigError where it is not there."""
+    if trouble := trouble_with(name, image):
+        raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=REMEDIES[name])
+    if name == "docker":
+        remove_containers_of_dead_owners()
+    return _made(name, image)
+
+
+def _made(name: SandboxName, image: str) -> ProcessSandbox:
+    plain = {"none": ProcessSandbox, "rlimits": RlimitsSandbox, "bubblewrap": BubblewrapSandbox}
+    return DockerSandbox(image) if name == "docker" else plain[name]()
+
+
+REMEDIES: Mapping[SandboxName, str] = {
+    "none": "",
+    "rlimits": "allow user namespaces, or use docker",
+    "bubblewrap": "install bubblewrap and allow user namespaces, or use rlimits",
+    "docker": "start its daemon and docker pull the image, or use rlimits",
+}
+
+
+@functools.cache
+def trouble_with(name: SandboxName, image: str = "") -> str:
+    """What keeps the sandbox from being used here: it is tried. Empty: nothing."""
+    program = {"bubblewrap": "bwrap", "docker": "docker"}.get(name, sys.executable)
+    if shutil.which(program) is None:
+        return f"there is no {program}"
+    if name == "docker" and not image:
+        return _tried(["docker", "info"])
+    with tempfile.TemporaryDirectory(prefix="myxa-trial-") as scratch:
+        job = Job(command=("true",), scratch=Path(scratch), limits=Limits(num_processes=8))
+        box = _made(name, image)
+        return _tried(box.wrapped(job, box.user_of(job), -1))
+
+
+@functools.cache
+def namespaces_trouble() -> str:
+    """Why the kernel gives this user no namespaces. Empty: it does."""
+    with tempfile.TemporaryDirectory(prefix="myxa-trial-") as scratch:
+        return _tried(_confined(Job(command=("true",), scratch=Path(scratch)), os.getuid(), -1, has_namespaces=True))
+
+
+def _tried(words: list[str]) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    lines = done.stderr.strip().splitlines() or [f"it ends with exit status {done.returncode}"]
+    return "" if not done.returncode else lines[-1 if lines[0].startswith("Traceback") else 0]
