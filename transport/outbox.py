@@ -28,7 +28,8 @@ from .session.frames import LIMITS, batch, fill_chunk
 from .wire import InboundSink, Lane, Parcel
 from .zeromq import MONITORED, Pump, Socket, read_event
 
-BATCH_BYTES = 512 * 1024
+BATCH_BYTES = {Lane.CONTROL: 512 * 1024, Lane.BULK: LIMITS.chunk}
+"""Of several envelopes in one message. The other side drops a connection that sends more than its lane takes."""
 
 _HELLO = 1
 """`frames.Kind.HELLO` in the fourth byte of an envelope."""
@@ -57,7 +58,7 @@ class Outbox:
         """Begins to connect. `sink_of`: whom to report to now; it changes when this process has joined."""
         self._endpoint = endpoint
         self._make_socket = make_socket
-        self._peer, self._lane = peer, lane
+        self._peer, self._lane, self._batch_bytes = peer, lane, BATCH_BYTES[lane]
         self._sink_of = sink_of
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
@@ -114,7 +115,7 @@ class Outbox:
         num_bytes = 0
         while queue:
             size = len(queue[0].data)
-            if parcels and (num_bytes + size > BATCH_BYTES or len(parcels) >= _MAX_BATCH):
+            if parcels and (num_bytes + size > self._batch_bytes or len(parcels) >= _MAX_BATCH):
                 break
             parcel = queue.popleft()
             if not parcel.is_withdrawn:

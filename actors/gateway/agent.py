@@ -47,6 +47,10 @@ TAIL_CHARS = 2000
 """Of a program's output, in errors."""
 RETRY_S = 1.0
 """Between two offers of a task to a service that does not answer."""
+MAX_FRUITLESS = 5
+"""Programs that poll and end without a task, one after the other, until tasks are refused."""
+CLOSE_S = 2.0
+"""For answers under way, when the gateway ends."""
 OFFER_S = 30.0
 """For a service to take a task."""
 MAX_REPLY_BYTES = 1 << 20
@@ -110,7 +114,9 @@ class AgentWorkflow:
         """Serve. Raises ConfigError where the address is taken, or the sandbox is not there."""
         of = self._options
         self._sandbox = await asyncio.to_thread(sandbox, of.sandbox, of.image)
-        self._runner = web.AppRunner(self.gateway.app, access_log=None)
+        self._runner = web.AppRunner(
+            self.gateway.app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
+        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, of.host, of.port, backlog=4096).start()
@@ -306,8 +312,9 @@ class AgentWorkflow:
 
     async def _kept(self) -> None:
         """A program that polls, started again whenever it ends."""
+        num_fruitless = 0
         while True:
-            key = self.gateway.add_service()
+            key, num_taken = self.gateway.add_service(), self.gateway.num_taken
             with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
                 try:
                     _, why = await self._ran(Path(name), key)
@@ -315,6 +322,9 @@ class AgentWorkflow:
                     why = failed.message
             _log.warning("%s; it is started again", why)
             self.gateway.drop_service(key, why)
+            num_fruitless = 0 if self.gateway.num_taken > num_taken else num_fruitless + 1
+            if num_fruitless >= MAX_FRUITLESS:
+                self.gateway.refuse_offers(f"programs end before they take a task: {why}")
             await asyncio.sleep(RETRY_S)
 
 

@@ -92,6 +92,8 @@ class Gateway:
         self._services: dict[str, set[str]] = {}
         """Keys of services that poll; with the keys of the sessions that each has taken."""
         self._offered: asyncio.Queue[Offer] = asyncio.Queue()
+        self.num_taken = 0
+        """Tasks that services took."""
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_dialect])
         for path in PATHS:
             self.app.router.add_post(path, self._answer)
@@ -139,6 +141,15 @@ class Gateway:
                 one.end = SessionEnd(failure=why)
                 one.ended.set()
 
+    def refuse_offers(self, why: str) -> None:
+        """Nothing will ever take the tasks that wait: their rollouts fail."""
+        while not self._offered.empty():
+            offer = self._offered.get_nowait()
+            if (one := self._open.get(offer.key)) is not None:
+                one.end = SessionEnd(failure=why, kind="user-code")
+                one.ended.set()
+                offer.taken.set()
+
     async def _next_task(self, request: web.Request) -> web.Response:
         key = _key(request)
         if key not in self._services:
@@ -149,6 +160,7 @@ class Gateway:
                     offer = await self._offered.get()
                     if offer.key in self._open:  # else its rollout has ended
                         offer.taken.set()
+                        self.num_taken += 1
                         self._services.get(key, set()).add(offer.key)
                         return _json(offer.task)
         return web.Response(status=204)

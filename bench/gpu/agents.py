@@ -37,7 +37,7 @@ from trial_runs import (
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tiny import PRESETS
 
-REWARD = 0.9
+REWARD = 0.8
 HIT_RATE = 0.3
 """Of all prompt tokens: with sessions that change their engine at each turn it is near 0."""
 

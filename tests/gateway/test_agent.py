@@ -286,3 +286,25 @@ async def test_a_service_that_falls_silent_is_given_up() -> None:
     async with service(take) as url, running(url=url, silence_s=0.5) as workflow:
         with pytest.raises(MemberFailed, match="nothing was heard"):
             await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
+
+
+async def test_a_program_that_never_takes_a_task_fails_its_rollouts(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("import no_such_module")
+    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), polls=True, workers=1) as workflow:
+        async with asyncio.timeout(30):
+            with pytest.raises(MemberFailed, match="no_such_module") as caught:
+                await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
+    assert caught.value.kind == "user-code"
+
+
+async def test_a_service_that_waits_for_a_task_does_not_hold_up_the_end() -> None:
+    workflow = AgentWorkflow(OutsideAgentOptions(polls=True))
+    await workflow.start()
+    key = workflow.gateway.add_service()
+    async with httpx.AsyncClient(timeout=60) as http:
+        headers = {"Authorization": f"Bearer {key}"}
+        waits = asyncio.ensure_future(http.post(f"{workflow.url}/v1/tasks/next", headers=headers))
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(8):
+            await workflow.close()
+        await asyncio.wait([waits])

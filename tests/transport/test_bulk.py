@@ -75,3 +75,12 @@ async def test_over_the_limit_is_refused_before_it_is_sent(world, monkeypatch):
     with pytest.raises(MessageTooLarge, match="reply"):
         await ref.echo(Item(name="x" * 60_000, values=np.zeros(1, np.float32)), times=2)
     assert await ref.ping() > 0
+
+
+@pytest.mark.parametrize("size", [100_000, 140_000, 250_000, 270_000, 400_000, 600_000])
+@pytest.mark.parametrize("kind", ["ipc", "tcp"], indirect=True)
+async def test_the_first_message_of_a_connection_arrives_at_any_size(world, size):
+    near, _ = await world.pair(Echo())
+    ref = with_deadline(near.ref(Echo, "callee"), 5)
+    got = await asyncio.gather(*(ref.mirror(np.full(size, i, np.uint8)) for i in range(3)))
+    assert [(back.shape, int(back[0])) for back in got] == [((size,), i) for i in range(3)]
