@@ -16,6 +16,7 @@
 #   reproducible  two runs, one killed: equal to the bit?  1 GPU, SGLang, Megatron, 300 s
 #   repeats_probe trainer and engine of such a run, each alone and twice  1 GPU, SGLang, Megatron, 200 s
 #   agents     programs with the OpenAI SDK learn by the gateway  1 GPU, SGLang, 300 s
+#   peer_trl   TRL at the work of async20                 1 GPU, TRL, 120 s
 #   live       tuned while it goes, through its socket    1 GPU (same GPU) or 2, SGLang, 150 s
 #   memory     all of these that this many GPUs are for; each can also be asked for by its own name:
 #     memory_selfcheck      the driver's calls, the allocator    1 GPU, 30 s
@@ -85,7 +86,7 @@ declare -A script=(
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [learn]=learn.py
   [async20]=async20.py [weights]=weights_latency.py [logprobs]=logprob_gap.py [layouts]=layouts.py
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py [reproducible]=repeats.py
-  [repeats_probe]=repeats_probe.py [agents]=agents.py
+  [repeats_probe]=repeats_probe.py [agents]=agents.py [peer_trl]=trl_step.py
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
   [memory_colocated]=memory_colocated.py [memory_residue]=memory_residue.py
   [memory_colocated_one]=memory_colocated.py [memory_colocated_tp]=memory_colocated.py
@@ -95,14 +96,14 @@ declare -A script=(
 declare -A limit=(
   [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=500 [async20]=330 [weights]=420 [logprobs]=360 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
-  [agents]=580
+  [agents]=580 [peer_trl]=240
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
   [memory_colocated_one]=330 [memory_colocated_tp]=330 [memory_residue]=90 [memory_communicators]=240
   [memory_gang]=170 [memory_gang_training]=270
 )
 declare -A gpus=(
   [facts]=1 [rollout]=1 [train]=1 [train4]=4 [learn]=1 [async20]=1 [weights]=1 [logprobs]=1 [layouts]=2
-  [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1
+  [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
   [memory_colocated_one]=2 [memory_colocated_tp]=2
   [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
@@ -110,7 +111,7 @@ declare -A gpus=(
 declare -A modules=(
   [facts]="" [rollout]=sglang [train]="" [train4]="" [learn]=sglang [async20]=sglang [weights]=sglang [logprobs]=sglang
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
-  [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai"
+  [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
   [memory_colocated]="sglang megatron.core torch_memory_saver" [memory_residue]=megatron.core
   [memory_colocated_one]="sglang megatron.core torch_memory_saver"
@@ -124,7 +125,7 @@ declare -A arguments=(
   [weights]="--placement $placement --backend $backend" [logprobs]="--backends $backend" [layouts]="--ranks $ranks"
   [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
   [chaos]="--placement $dying --backend $backend --ranks $((num_gpus >= 2 ? 2 : 1))"
-  [reproducible]="" [repeats_probe]="" [agents]="--backend $backend"
+  [reproducible]="" [repeats_probe]="" [agents]="--backend $backend" [peer_trl]=""
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]="$turns"
   [memory_colocated_one]="$turns --servers one --part memory_colocated_one"
   [memory_colocated_tp]="$turns --set megatron.tp=2 --part memory_colocated_tp"
@@ -140,6 +141,7 @@ declare -A dry_arguments=(
   [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
   [reproducible]="--steps 12" [repeats_probe]="--part trainer"
   [agents]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
+  [peer_trl]=""
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
   [memory_colocated_one]="--gpus 2 --servers one --part memory_colocated_one"
   [memory_colocated_tp]="--gpus 2 --part memory_colocated_tp"
