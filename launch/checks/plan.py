@@ -21,7 +21,7 @@ from ..supervisor.placement import place, placement_problems
 from .all_checks import CHECKS
 from .check import CheckedRun, Finding, key_of, run_checks
 from .memory_estimate import DeviceLoad, memory, ranges, used_devices
-from .run_arithmetic import BatchPlan, StalenessPlan, batch_plan, staleness_plan
+from .run_arithmetic import StalenessPlan, batch_plan, staleness_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PlannedRun:
     name: str = ""
     problems: tuple[PlanProblem, ...] = ()
     placement: tuple[PlannedNode, ...] = ()
-    batch: BatchPlan | None = None
+    batch: dict[str, float | None] | None = None
     staleness: StalenessPlan | None = None
     memory: tuple[DeviceLoad, ...] = ()
     num_parameters: int | None = None
@@ -232,9 +232,8 @@ def _staleness(plan: StalenessPlan | None) -> Iterator[str]:
     yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
 
 
-def _figures(record: BatchPlan | None) -> Iterator[str]:
+def _figures(figures: dict[str, float | None] | None) -> Iterator[str]:
     """A line for each that is known."""
-    values: dict[str, object] = msgspec.to_builtins(record) if record is not None else {}
-    for name, value in values.items():
+    for name, value in (figures or {}).items():
         if value is not None:
             yield f"{name.replace('_', ' '):<28} {f'{value:,}' if isinstance(value, int) else value}"

@@ -25,34 +25,10 @@ from .files import train_rows
 # -- batch -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """Counts of a run; None where the data or the model cannot be read."""
-
-    num_prompts: int
-    samples_per_prompt: int
-    num_samples: int
-    """Of a step, like the two before."""
-    num_steps: int
-    """0: endless."""
-    updates_per_step: int
-    num_updates: int
-    samples_per_update: int
-    tokens_per_step: int | None
-    """At most, prompts not counted."""
-    num_replicas: int
-    """Data-parallel replicas, each of which trains its own share."""
-    micro_batches_per_replica: int | None
-    """At most."""
-    num_rows: int | None
-    """Of the training data."""
-    num_draws: int | None
-    """Prompts in all passes over all sources that have a weight; None: endless, or not counted."""
-    passes: float | None
-    """At least; None for an endless run."""
-
-
-def batch_plan(run: CheckedRun) -> BatchPlan:
+def batch_plan(run: CheckedRun) -> dict[str, float | None]:
+    """Counts of a run, as `myxa plan` shows them; None where the data or the model cannot be read. Of a step, but for
+    those of the whole run: `num_steps` (0: endless), `num_updates`, `num_rows` and `num_draws` (in all passes over all
+    sources that have a weight; None: endless), `passes` (at least). Tokens and micro-batches are at most."""
     config, model, world_size = run.config, run.model, max(1, len(run.of("trainer")))
     algo, rollout, steps = config.algo, config.rollout, config.run.num_steps
     samples = algo.batch_size * rollout.num_samples
@@ -61,21 +37,21 @@ def batch_plan(run: CheckedRun) -> BatchPlan:
     num_rows = sum(known) if len(known) == len(counts) else None
     parts = {name: part for name, part in config.data.parts().items() if not name or config.data.sources[name].weight}
     draws = [(counts[name] or 0) * part.max_passes for name, part in parts.items()]
-    return BatchPlan(
-        num_prompts=algo.batch_size,
-        num_samples=samples,
-        samples_per_prompt=rollout.num_samples,
-        num_steps=steps,
-        updates_per_step=algo.updates_per_step,
-        num_updates=max(0, steps - config.critic.warmup_steps) * algo.updates_per_step,
-        samples_per_update=samples // algo.minibatches,
-        tokens_per_step=None if model is None else samples * longest_answer(config, model),
-        num_replicas=num_replicas(config, world_size),
-        micro_batches_per_replica=None if model is None else num_micro_batches(config, model, world_size),
-        num_rows=num_rows,
-        num_draws=sum(draws) if all(draws) else None,
-        passes=steps * algo.batch_size / num_rows if num_rows and steps else None,
-    )
+    return {
+        "num_prompts": algo.batch_size,
+        "samples_per_prompt": rollout.num_samples,
+        "num_samples": samples,
+        "num_steps": steps,
+        "updates_per_step": algo.updates_per_step,
+        "num_updates": max(0, steps - config.critic.warmup_steps) * algo.updates_per_step,
+        "samples_per_update": samples // algo.minibatches,
+        "tokens_per_step": None if model is None else samples * longest_answer(config, model),
+        "num_replicas": num_replicas(config, world_size),
+        "micro_batches_per_replica": None if model is None else num_micro_batches(config, model, world_size),
+        "num_rows": num_rows,
+        "num_draws": sum(draws) if all(draws) else None,
+        "passes": steps * algo.batch_size / num_rows if num_rows and steps else None,
+    }
 
 
 def longest_answer(config: RunConfig, model: ModelConfig) -> int:
@@ -110,7 +86,7 @@ def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
     """Data that is less than the run asks for."""
     config, batch = run.config, run.config.algo.batch_size
     plan, num_steps = run.once(batch_plan), config.run.num_steps
-    num_rows, num_draws = plan.num_rows, plan.num_draws
+    num_rows, num_draws = plan["num_rows"], plan["num_draws"]
     if not num_rows:
         return
     key = "data.sources" if config.data.sources else "data.train"

@@ -273,17 +273,12 @@ def _actors(context: VerbContext, view: RunView) -> tuple[ActorFacts, ...]:
     """What the supervisor knows, and what the kernel and the monitor say; blanks where one of them does not."""
     here, shares, disk = socket.gethostname(), view.shares(), view.buffer.disk if view.buffer is not None else ""
     return tuple(
-        msgspec.convert(
-            {
-                **msgspec.to_builtins(actor),
-                "uptime_s": max(0.0, view.now_wall_s - actor.started_wall_s)
-                if actor.pid and actor.started_wall_s
-                else 0.0,
-                "memory_bytes": _resident_bytes(actor.pid) if actor.pid and actor.host in ("", here) else 0,
-                "doing": doing(shares.get(actor.name, {})),
-                "note": disk if actor.name == "buffer" else "",
-            },
-            ActorFacts,
+        msgspec.structs.replace(
+            actor,
+            uptime_s=max(0.0, view.now_wall_s - actor.started_wall_s) if actor.pid and actor.started_wall_s else 0.0,
+            memory_bytes=_resident_bytes(actor.pid) if actor.pid and actor.host in ("", here) else 0,
+            doing=doing(shares.get(actor.name, {})),
+            note=disk if actor.name == "buffer" else "",
         )
         for actor in sorted(context.supervisor.statuses(), key=lambda actor: (actor.node, name_order(actor.name)))
     )

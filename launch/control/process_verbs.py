@@ -11,7 +11,6 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from ...core.config import RoleName
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.refs import with_deadline
@@ -24,7 +23,8 @@ from ..contracts import (
     StackReply,
     process_name,
 )
-from ..supervisor.placement import START_ORDER, ActorStatus, check_leaver, staff
+from ..supervisor.placement import START_ORDER, check_leaver, staff
+from ..views.run_view import ActorFacts
 from . import verbs
 from .server import Handler, VerbContext
 
@@ -37,9 +37,10 @@ BACK_S = 600.0
 
 async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
-    role = _role(arguments.role)
+    if arguments.role not in START_ORDER:
+        raise ConfigError(f"{arguments.role!r} is no role", remedy=suggest(arguments.role, START_ORDER))
     wish = arguments.devices, arguments.attach
-    staffing = staff(context.config, role, arguments.count, supervisor.present(), *wish)
+    staffing = staff(context.config, arguments.role, arguments.count, supervisor.present(), *wish)
     for actor in staffing.joining:
         supervisor.hire(actor)
     for name in staffing.leaving:
@@ -60,13 +61,6 @@ async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Ope
     }
 
 
-def _role(name: str) -> RoleName:
-    for role in START_ORDER:
-        if role == name:
-            return role
-    raise ConfigError(f"{name!r} is no role", remedy=suggest(name, START_ORDER))
-
-
 async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     node = node_of(arguments.target)
@@ -74,8 +68,7 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
     statuses = supervisor.statuses()
     is_empty = is_node and all(record.node != node for record in statuses)
     meant = () if is_empty else find_targets(arguments.target, statuses)
-    roles: set[RoleName] = {record.role for record in meant}
-    for role in roles:
+    for role in {record.role for record in meant}:
         staying = [r for r in supervisor.statuses() if r.role == role and not (r.is_over or r.is_leaving)]
         check_leaver(context.config, role, len({r.name for r in staying} - {r.name for r in meant}))
     names = [record.name for record in meant]
@@ -110,7 +103,7 @@ async def _restart(context: VerbContext, arguments: verbs.DrainArguments, who: O
     return {"restarting": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
-async def _one_by_one(context: VerbContext, meant: Sequence[ActorStatus], reason: str) -> None:
+async def _one_by_one(context: VerbContext, meant: Sequence[ActorFacts], reason: str) -> None:
     """Restarts one after another: the next when the one before is back. A gang restarts as a whole."""
     supervisor = context.supervisor
     gangs: set[str] = set()
@@ -212,7 +205,7 @@ async def _stack(context: VerbContext, arguments: verbs.TargetArguments, who: Op
     return await _of_several(looks, lambda record, why: StackReply(name=record.name, pid=0, text=why, how="refused"))
 
 
-async def _stack_of(context: VerbContext, record: ActorStatus) -> list[StackReply]:
+async def _stack_of(context: VerbContext, record: ActorFacts) -> list[StackReply]:
     try:
         return [await with_deadline(_process(context, record.name), LIVE_S).stacks()]
     except CallError as error:
@@ -221,7 +214,7 @@ async def _stack_of(context: VerbContext, record: ActorStatus) -> list[StackRepl
 
 
 async def _of_several(
-    looks: Sequence[tuple[ActorStatus, Awaitable[list[T]]]], refusal: Callable[[ActorStatus, str], T]
+    looks: Sequence[tuple[ActorFacts, Awaitable[list[T]]]], refusal: Callable[[ActorFacts, str], T]
 ) -> list[T]:
     """Of several, one that refuses says why in its place; raises if all of them do."""
     answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
@@ -244,7 +237,7 @@ async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who:
     )
 
 
-async def _own_profile(context: VerbContext, record: ActorStatus, duration_s: float) -> list[ProfileReply]:
+async def _own_profile(context: VerbContext, record: ActorFacts, duration_s: float) -> list[ProfileReply]:
     ref = with_deadline(_process(context, record.name), duration_s + WRITE_S)
     try:
         return [await ref.profile(duration_s)]
@@ -269,7 +262,7 @@ MAX_SHOWN = 12
 _NODE = re.compile(r"node:(\d{1,6})")
 
 
-def find_targets(target: str, roster: Sequence[ActorStatus]) -> tuple[ActorStatus, ...]:
+def find_targets(target: str, roster: Sequence[ActorFacts]) -> tuple[ActorFacts, ...]:
     """The actors that `target` means, in start order; never none. Raises ConfigError, with the names there are, if
     it names no actor."""
     word = target.strip()
@@ -292,7 +285,7 @@ def node_of(target: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _names_actor(record: ActorStatus, word: str) -> bool:
+def _names_actor(record: ActorFacts, word: str) -> bool:
     if (node := node_of(word)) is not None:
         return record.node == node
     return word in ("all", "*", record.name, record.role, f"{record.role}/*")

@@ -12,17 +12,19 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec.structs import replace
 
 from ...core.config import RoleName, RunConfig
 from ...core.config.run import RoleSettings, RolesSettings, RolloutRole, parse_devices
 from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
-from ...core.supervision import ChildState
 from ..actor_spec import ActorSpec, RankSpec
 from ..composition.weight_channels import choose_channel
+
+if TYPE_CHECKING:
+    from ..views.run_view import ActorFacts
 
 START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "trainer", "rollout")
 """Roles that others need start first. Roles are stopped in reverse order."""
@@ -200,34 +202,6 @@ class RunActors(dict[str, RunActor]):
         return [(node, tuple(name for name in place if place[name] == node)) for node in nodes]
 
 
-class ActorStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Status of one actor of the run."""
-
-    name: str
-    role: RoleName
-    node: int
-    host: str
-    """Host of its node; empty: the node is lost."""
-    state: ChildState
-    attempt: int
-    """0 is the first."""
-    pid: int = 0
-    """Process id on its node; 0: it has no process."""
-    epoch: int = 0
-    """Epoch of the incarnation that registered last; 0: none did."""
-    started_wall_s: float = 0.0
-    """Start of the attempt in seconds since 1970; 0: it was not started."""
-    restarts_left: int = 0
-    """Restarts that its budget allows now."""
-    devices: tuple[int, ...] = ()
-    is_leaving: bool = False
-    """Whether it leaves for good, at an operator's request."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in ("failed", "stopped")
-
-
 WHY_FIXED: dict[str, str] = {
     "trainer": "its ranks form one gang, whose size is part of how parameters and optimizer are divided",
     "memory": "each node with shared devices has one",
@@ -251,7 +225,7 @@ class Present:
     @classmethod
     def of(
         cls,
-        roster: Sequence[ActorStatus],
+        roster: Sequence[ActorFacts],
         specs: Mapping[str, ActorSpec],
         nodes: tuple[int, ...],
         foreign_names: Collection[str] = (),
@@ -277,9 +251,7 @@ class Staffing:
     """Highest number first."""
 
 
-def staff(
-    config: RunConfig, role: RoleName, count: int, present: Present, devices: str = "", attach: str = ""
-) -> Staffing:
+def staff(config: RunConfig, role: str, count: int, present: Present, devices: str = "", attach: str = "") -> Staffing:
     """How to reach `count` actors of the role in the whole run. `devices`: GPUs of each node, beside the role's own,
     that new actors may use. `attach`: servers for new actors, "URL,URL,...". Raises ConfigError with the reason."""
     there = [actor for actor in present.actors if actor.role == role]
@@ -317,7 +289,7 @@ def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
     return ""
 
 
-def check_leaver(config: RunConfig, role: RoleName, num_left: int) -> None:
+def check_leaver(config: RunConfig, role: str, num_left: int) -> None:
     """Check that the role may shrink to that number. Raises ConfigError."""
     settings = config.roles.rollout
     if role != "rollout":

@@ -63,9 +63,10 @@ from ..contracts import (
 from ..first_failure import CAUSE, Failures
 from ..host import quiet_port
 from ..run_dir import RunDir
+from ..views.run_view import ActorFacts
 from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership
-from .placement import ActorStatus, Present, RunActor, RunActors, staff_node
+from .placement import Present, RunActor, RunActors, staff_node
 
 SEEN_IN_STATUS = frozenset({"coordinator", "trainer", "rollout"})
 """Roles whose work the run's status shows; the others are at work when they have registered."""
@@ -248,12 +249,12 @@ class RunSupervisor(SupervisorContract):
 
     # -- for the operator ---------------------------------------------------------------------------------------
 
-    def statuses(self) -> tuple[ActorStatus, ...]:
+    def statuses(self) -> tuple[ActorFacts, ...]:
         return tuple(self._status(name, actor) for name, actor in self.actors.items())
 
-    def _status(self, name: str, actor: RunActor) -> ActorStatus:
+    def _status(self, name: str, actor: RunActor) -> ActorFacts:
         spec, state = actor.spec, self._rules.state(name)
-        return ActorStatus(
+        return ActorFacts(
             name=name,
             role=spec.role,
             node=spec.node,
@@ -315,7 +316,7 @@ class RunSupervisor(SupervisorContract):
         self._rules.on_launch(actor.name)
         self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
-    async def kill(self, meant: Sequence[ActorStatus], who: str) -> None:
+    async def kill(self, meant: Sequence[ActorFacts], who: str) -> None:
         """Kill the processes of these actors and all that they started. `who`: who asked for it, and why, for the
         report if it ends the run."""
         names = [record.name for record in meant]

@@ -49,6 +49,10 @@ class ActorFacts(msgspec.Struct, frozen=True):
     note: str = ""
 
     @property
+    def is_over(self) -> bool:
+        return self.state in ("failed", "stopped")
+
+    @property
     def is_well(self) -> bool:
         """Whether its process is up, or its state is unknown."""
         return self.state in ("up", "ended", "")

@@ -15,7 +15,6 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import EnlistReply, NodeFacts
 from myxa.launch.supervisor.membership import Membership
 from myxa.launch.supervisor.placement import (
-    ActorStatus,
     Present,
     check_leaver,
     distance_problem,
@@ -24,6 +23,7 @@ from myxa.launch.supervisor.placement import (
     staff,
     staff_node,
 )
+from myxa.launch.views.run_view import ActorFacts
 
 GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',
         "roles.rollout.count=2", 'weights.channel="nccl"')  # fmt: skip
@@ -96,7 +96,7 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
 
     def now(*leaving: str, **states: ChildState) -> Present:
         roster = [
-            ActorStatus(name=name, role=spec.role, node=spec.node, host="a", attempt=0, devices=spec.devices,
+            ActorFacts(name=name, role=spec.role, node=spec.node, host="a", attempt=0, devices=spec.devices,
                         state=states.get(name.replace("/", ""), "up"), is_leaving=name in leaving)
             for name, spec in specs.items()
         ]  # fmt: skip

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
-from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
 from myxa.launch.control.process_verbs import find_targets
-from myxa.launch.supervisor.placement import ActorStatus
+from myxa.launch.views.run_view import ActorFacts
 
 ROSTER = tuple(
-    ActorStatus(name=name, role=cast("RoleName", role), node=node, host="h", state="up", attempt=0)
+    ActorFacts(name=name, role=role, node=node, host="h", state="up", attempt=0)
     for name, role, node in [
         ("buffer", "buffer", 0), ("trainer/0", "trainer", 0), ("rollout/0", "rollout", 0),
         ("rollout/1", "rollout", 1), ("rollout/10", "rollout", 1),
