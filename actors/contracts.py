@@ -38,6 +38,7 @@ from ..core.messages import (
     GroupDropped,
     GroupReturned,
     PutResult,
+    RolloutNow,
     RunStatus,
     StepReport,
     Telemetry,
@@ -348,6 +349,11 @@ class RolloutContract(TenantContract, KnobsContract):
 
     @call(deadline=10, reentrant=True)
     async def status(self) -> EngineStatus:
+        raise NotImplementedError
+
+    @call(deadline=5, reentrant=True)
+    async def under_way(self) -> tuple[RolloutNow, ...]:
+        """Rollouts of this actor, at most a hundred: first those that wait longest for other than the engine."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)

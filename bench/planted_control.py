@@ -201,12 +201,21 @@ class PlantedSeat:
 def planted_group(number: int) -> dict[str, Any]:
     """A line of samples.jsonl; number 1000 is hostile."""
     rng, told = random.Random(number), f"\n{HOSTILE}" if number == 1000 else ""
+    turn = {"role": "assistant", "is_model": True, "num_tokens": 24, "num_learnt": 24, "oldest_version": 118,
+            "newest_version": 119}  # fmt: skip
+    call = '<think>It is long.</think><tool_call>{"name": "sort", "arguments": {"words": "b a"}}</tool_call>'
     answers = [
-        {"index": index, "text": f"Let me sort: {' '.join(rng.sample('abcdefghijklmnop', 9))}{told}", "reward": 1.0,
-         "reward_parts": {"exact": 1.0, "format": 0.2}, "num_tokens": 24, "finish": "stop"} for index in range(4)
+        {"index": index, "branch": branch, "reward": 1.0, "reward_parts": {"exact": 1.0, "format": 0.2},
+         "num_tokens": 48, "finish": "stop", "num_shared": branch, "shared_with": branch - 1, "messages": [
+            {**turn, "content": call},
+            {"role": "tool", "name": f"sort{told}", "content": "a b", "call_id": "call-1"},
+            {**turn, "content": f"Let me sort: {' '.join(rng.sample('abcdefghijklmnop', 9))}{told}", "reward": 0.5},
+         ]} for index in range(2) for branch in range(2)
     ]  # fmt: skip
+    prompt = f"Sort: {' '.join(rng.sample('abcdefghijklmnop', 9))}{told}"
     return {
-        "step": 119, "group_id": number, "prompt": f"Sort: {' '.join(rng.sample('abcdefghijklmnop', 9))}{told}",
+        "step": 119, "group_id": number, "messages": [{"role": "user", "content": prompt}],
+        "tools": ['{"name": "sort", "parameters": {"type": "object"}}'],
         "label": "a b c", "outcome": "kept", "reason": "", "source": "rollout/0", "wall_s": time.time(),
         "oldest_version": 118, "newest_version": 119, "answers": answers, "num_answers": 4, "is_held_out": False,
         "eval_set": "",

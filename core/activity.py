@@ -26,6 +26,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from .clock import Clock
 from .messages import ActivityKind, Event, GroupText, MetricPoint, Span, Telemetry
 
@@ -335,11 +337,6 @@ class TelemetryBuffer:
         queue.append(record)
 
 
-def _num_bytes(text: str) -> int:
-    """At most, as JSON: a control character becomes six letters."""
-    return 6 * len(text) if not text.isprintable() else 4 * len(text) if not text.isascii() else 2 * len(text)
-
-
 def _take(queue: deque[Any], budget: int) -> tuple[list[Any], int]:
     taken: list[Any] = []
     while queue and (budget > 0):
@@ -355,8 +352,7 @@ def _size_bytes(record: _Told) -> int:
     if isinstance(record, Event):
         return 120 + len(record.text) + len(repr(record.data))
     if isinstance(record, GroupText):
-        answers = sum(120 + _num_bytes(answer.text) + 60 * len(answer.reward_parts) for answer in record.answers)
-        return 400 + _num_bytes(record.prompt) + _num_bytes(record.label) + answers
+        return len(msgspec.json.encode(record))
     return 180 + len(record.name) + len(repr(record.args))
 
 

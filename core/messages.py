@@ -209,6 +209,29 @@ class EngineStatus(Record, frozen=True):
     usage: EngineUsage = EngineUsage()
 
 
+class RolloutNow(Record, frozen=True):
+    """A rollout that is under way."""
+
+    actor: str
+    group_id: int
+    """Of held-out prompts: their place in their set."""
+    index: int
+    """Which one of its group."""
+    row: int
+    """Of its prompt, in `source`."""
+    source: str
+    is_held_out: bool
+    turn: int
+    """The newest turn of the model that was begun; 0: none yet."""
+    doing: str
+    """"generate", "engine" (it waits for the first token), "tool search", ...; empty: it waits for the others of its
+    group."""
+    since_s: float
+    """For how many seconds."""
+    began_s: float
+    """How many seconds ago it began."""
+
+
 class WeightAck(Record, frozen=True):
     """Answer to prepare or commit."""
 
@@ -337,20 +360,57 @@ class Span(Record, frozen=True):
     args: dict[str, Any] = {}
 
 
-class AnswerText(Record, frozen=True):
-    """One answer, for people."""
+class SaidText(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A message of a conversation, for people."""
+
+    role: str
+    content: str
+    name: str = ""
+    thought: str = ""
+    calls: tuple[str, ...] = ()
+    """Tools that it calls, as JSON; of the model's own turns they are in the content."""
+    call_id: str = ""
+    """The call that it answers."""
+    is_model: bool = False
+    """The model of the run said it. What follows is of its tokens."""
+    num_tokens: int = 0
+    """0: not known."""
+    num_learnt: int = 0
+    """Tokens with a weight in the loss."""
+    oldest_version: int = -1
+    newest_version: int = -1
+    reward: float | None = None
+    """That this turn earned; None: rewards are of the whole rollout."""
+
+
+class AnswerText(Record, frozen=True, kw_only=True):
+    """One sample, for people."""
 
     index: int
-    text: str
+    branch: int = 0
+    """Number of the sample inside its rollout."""
+    messages: tuple[SaidText, ...]
+    """What was said after the group's prompt, or in a conversation of the sample's own."""
+    tools: tuple[str, ...] = ()
+    """Of a conversation of its own."""
+    num_opening: int = 0
+    """The first messages, which are the prompt of a conversation of its own."""
+    num_shared: int = 0
+    """The first turns of the model, which are learnt in another sample of the rollout: `shared_with`."""
+    shared_with: int = -1
+    """Its branch; -1: it is not known."""
     reward: float
     reward_parts: dict[str, float]
     finish: str
     num_tokens: int
-    branch: int = 0
-    """Number of the sample inside its rollout."""
+
+    @property
+    def text(self) -> str:
+        """The model's last turn."""
+        return next((one.content for one in reversed(self.messages) if one.is_model), "")
 
 
-class GroupText(Record, frozen=True):
+class GroupText(Record, frozen=True, kw_only=True):
     """A finished group, for people: a line of `samples.jsonl`."""
 
     step: int
@@ -361,7 +421,10 @@ class GroupText(Record, frozen=True):
     newest_version: int
     group_id: int
     """Of held-out prompts: their place in their set."""
-    prompt: str
+    messages: tuple[SaidText, ...]
+    """The prompt."""
+    tools: tuple[str, ...] = ()
+    """That the prompt offers: declarations as JSON."""
     label: str
     outcome: str
     """"kept", "filtered" or "held-out"."""
@@ -375,6 +438,10 @@ class GroupText(Record, frozen=True):
     answers: tuple[AnswerText, ...]
     num_answers: int
     """Of the group; those beyond the first are left out."""
+
+    @property
+    def prompt(self) -> str:
+        return "\n".join(f"{one.role}: {one.content}" for one in self.messages)
 
 
 class Telemetry(Record, frozen=True):

@@ -127,6 +127,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Text of every model turn."""
     replies: tuple[tuple[Message, ...], ...] = ()
     """What was said to each model turn in order; the last turns may have none."""
+    messages: tuple[Message, ...] = ()
+    """The prompt of a conversation of its own, such as a sub-agent's; (): it begins with the group's prompt."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """That are offered in that conversation."""
     temperature: float = 1.0
     """Temperature that every token was drawn at: the trainer scores the sample with it. 0: greedy."""
     reference_logprobs: F32 | None = None
@@ -277,7 +281,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return int(stamped.min()) if stamped.size else NO_VERSION
 
 
-_TEXTS = ("text", "turns", "replies", "metadata")
+_TEXTS = ("text", "turns", "replies", "messages", "tools", "metadata")
 
 
 class TrainSample(Sample, frozen=True, kw_only=True, forbid_unknown_fields=True):

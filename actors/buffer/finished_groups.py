@@ -19,7 +19,7 @@ import numpy as np
 from ...core.activity import TelemetryBuffer
 from ...core.clock import Clock
 from ...core.samples import Group, Prompt, Sample, check_sample
-from ..telemetry import group_text
+from ..group_text import group_text
 
 KEPT = 256
 """Newest groups, of the run and of each source."""

@@ -14,8 +14,8 @@ from ...algos.rewards.outcome import pass_rates
 from ...core.errors import EngineError
 from ...core.messages import Assignment, EvalRequest, EvalResult, GroupText
 from ...core.samples import Group
+from ..group_text import group_text
 from ..rewards.guard import Scorer, all_ended
-from ..telemetry import group_text
 from .group_runner import GroupRunner
 
 

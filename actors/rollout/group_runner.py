@@ -38,7 +38,7 @@ from ...core.errors import (
     TemplateError,
     UserCodeError,
 )
-from ...core.messages import Assignment, DropReason
+from ...core.messages import Assignment, DropReason, RolloutNow
 from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
 from ...core.samples import I32, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
@@ -59,6 +59,8 @@ Rollout = tuple[Sample, ...]
 MAX_LOST = 10
 """Processes that a member may lose to others."""
 MAX_LASTED = 1000
+MAX_TOLD = 100
+"""Rollouts under way."""
 
 
 def no_engine(request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -518,6 +520,24 @@ class GroupRunner:
                 for kind, spent_s in member.timeline.seconds().items():
                     whole[kind] += spent_s
         return {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()}
+
+    def under_way(self, actor: str) -> tuple[RolloutNow, ...]:
+        """See `RolloutContract.under_way`."""
+        now_s, found = self._clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()
+        for group in self._running.values():
+            prompt, is_held_out = group.prompt, group.assignment.attempt < 0
+            for member in group.members:
+                doing, timeline = member.timeline.doing, member.timeline
+                since_s = 0.0 if doing is None else now_s - doing.began_s
+                now = RolloutNow(
+                    actor=actor, group_id=prompt.group_id, index=member.index, row=prompt.row, source=prompt.source,
+                    is_held_out=is_held_out, turn=timeline.turn, doing="" if doing is None else doing.label,
+                    since_s=since_s, began_s=now_s - timeline.began_s,
+                )  # fmt: skip
+                is_outside = doing is not None and doing.kind not in ("engine", "generate")
+                found.append(((is_outside, since_s), now))
+        found.sort(key=lambda one: one[0], reverse=True)
+        return tuple(now for _, now in found[:MAX_TOLD])
 
     def lengths(self) -> dict[str, float]:
         """Metrics: how long the newest stretches of each kind lasted, in seconds."""

@@ -56,6 +56,7 @@ from ...core.messages import (
     EvalResult,
     GroupDropped,
     GroupReturned,
+    RolloutNow,
     SamplingParams,
     WeightAck,
     WeightManifest,
@@ -351,6 +352,9 @@ class Rollout(OwnsKnobs, RolloutContract):
             return status
         info = await self._engine.info()
         return replace(status, running=info.running, waiting=info.waiting, usage=info.usage)
+
+    async def under_way(self) -> tuple[RolloutNow, ...]:
+        return () if self._runner is None else self._runner.under_way(self.ctx.name)
 
     async def _report(self) -> None:
         """Tell the coordinator that this actor serves, and what it must be handed."""

@@ -512,7 +512,7 @@ class Episode:
         return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
 
     def _sample(self, segments: Sequence[Delta], finish: FinishReason) -> Sample:
-        whole = joined(segments)
+        whole, is_groups = joined(segments), self._prompt is self._rollout[0]._prompt
         mask = [np.full(len(one.output_ids), one.is_model, np.uint8) for one in segments]
         return Sample(
             group_id=self._prompt.group_id,
@@ -529,6 +529,8 @@ class Episode:
             text=self._turns[-1] if self._turns else "",
             turns=tuple(self._turns),
             replies=tuple(self._replies),
+            messages=() if is_groups else self._prompt.messages,
+            tools=() if is_groups else self._prompt.tools,
             temperature=self._recorded_at if self._temperature is None else self._temperature,
         )
 

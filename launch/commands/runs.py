@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,28 +120,12 @@ def _samples(options: argparse.Namespace) -> int:
     return 0
 
 
-def _kept_group(group: dict[str, Any]) -> Iterator[str]:
-    name = f" {group['eval_set']}" if group["eval_set"] else ""
-    why = f" ({group['reason']})" if group["reason"] else ""
-    low, high = group["oldest_version"], group["newest_version"]
-    versions = "no engine" if high < 0 else f"version {high}" if low == high else f"versions {low} to {high}"
-    yield f"step {group['step']}, group {group['group_id']}: {group['outcome']}{name}{why}, {versions}"
-    yield f"  {group['prompt']}"
-    if group["label"]:
-        yield f"  label: {group['label']}"
-    for answer in group["answers"]:
-        parts = "".join(f", {name} {value:g}" for name, value in answer["reward_parts"].items())
-        facts = f"{answer['num_tokens']} tokens ({answer['finish']})"
-        yield f"  [{answer['index']}] reward {answer['reward']:g}{parts}, {facts}"
-        yield f"      {answer['text']}"
-    if group["num_answers"] > len(group["answers"]):
-        yield f"  and {group['num_answers'] - len(group['answers'])} more answers"
-
-
 def _draw(facts: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
-    lines = [line for group in facts["groups"] for line in _kept_group(group)]
+    from ..views.conversation import group_lines
+
+    lines = [line for group in facts["groups"] for line in group_lines(group)]
     return Text("\n".join(lines) or "there is no such group: samples.jsonl keeps monitor.samples_per_step of a step")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from ...actors.contracts import CoordinatorContract, MemoryContract, MonitorContract
+from ...actors.contracts import CoordinatorContract, MemoryContract, MonitorContract, RolloutContract
 from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
 from ...core.config.loading import key_lines
@@ -27,6 +27,7 @@ from ...core.config.section import walk
 from ...core.device_memory import MemoryView
 from ...core.errors import ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
 from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Operator
+from ...core.messages import RolloutNow
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
 from ..composition.memory_parts import manager_name, takes_turns
@@ -35,7 +36,7 @@ from ..views.changes import value_text
 from ..views.numbers import doing, name_order
 from ..views.run_files import CONFIG_FILE
 from ..views.run_view import ActorFacts, RunView
-from ..views.why import Facts, Reason, explain, judge
+from ..views.why import Facts, Reason, explain, judge, slowest
 from . import verbs
 from .process_verbs import PROCESS_HANDLERS
 from .server import Handler, VerbContext, answer_or_none
@@ -234,6 +235,8 @@ async def _history(context: VerbContext, arguments: verbs.HistoryArguments, who:
 
 LOOK_S = 2.0
 SHOWN_RECORDS = 50
+MAX_ASKED = 64
+"""Rollout actors, for what their rollouts do."""
 
 
 async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: Operator) -> RunView:
@@ -242,7 +245,7 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: O
     view = msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
     if not arguments.whole:
         return view
-    table = await _knob_table(context)
+    table, under_way = await asyncio.gather(_knob_table(context), _under_way(context))
     shares = view.shares()
     reason = judge(shares, _facts_of(view))
     told = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
@@ -253,8 +256,16 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: O
         history=await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, SHOWN_RECORDS),
         why=reason.sentence if shares else "",
         remedy=reason.remedy,
+        under_way=slowest(under_way),
         troubles=tuple(f"{name} does not answer" for name, answer in told.items() if answer is None),
     )
+
+
+async def _under_way(context: VerbContext) -> tuple[RolloutNow, ...]:
+    names = [actor.name for actor in context.supervisor.statuses() if actor.role == "rollout"][:MAX_ASKED]
+    refs = [context.node.ref(RolloutContract, name) for name in names if context.node.peers(name)]
+    answers = await asyncio.gather(*(answer_or_none(with_deadline(ref, LOOK_S).under_way()) for ref in refs))
+    return tuple(one for answer in answers if answer is not None for one in answer)
 
 
 async def _knob_table(context: VerbContext) -> KnobTable | None:
@@ -293,12 +304,15 @@ def _resident_bytes(pid: int) -> int:
 
 async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operator) -> Reason:
     monitor = with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.WHY.ask_s)
-    view, shares = await asyncio.gather(
-        RunWatch(context.node, context.node.clock).look(), answer_or_none(monitor.shares(arguments.window_s))
+    view, shares, under_way = await asyncio.gather(
+        RunWatch(context.node, context.node.clock).look(),
+        answer_or_none(monitor.shares(arguments.window_s)),
+        _under_way(context),
     )
     if shares is None:
         raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
-    return explain(shares, _facts_of(view), window_s=arguments.window_s, target=arguments.target)
+    facts = _facts_of(view)
+    return explain(shares, facts, window_s=arguments.window_s, target=arguments.target, under_way=under_way)
 
 
 def _facts_of(view: RunView) -> Facts:

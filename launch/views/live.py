@@ -35,6 +35,7 @@ from .run_view import (
     plain_line,
     queue_rows,
 )
+from .why import words_of
 
 _MAX_WIDTH = 72
 
@@ -128,6 +129,7 @@ class LiveView:
 
 
 _MAX_CHANGES = 3
+_MAX_WAITS = 3
 _MAX_ROWS = 12
 """Of engines, and of actors."""
 
@@ -149,6 +151,8 @@ def render(view: RunView) -> RenderableType:
         more = f", {_MAX_ROWS} of {len(shares)} actors" if len(shares) > _MAX_ROWS else ""
         rows = [(clean(name), shares[name]) for name in sorted(shares, key=name_order)[:_MAX_ROWS]]
         parts += [Text(f"\ntime of the last minute{more}"), _rows(rows)]
+    if waits := [words_of(one) for one in view.under_way[:_MAX_WAITS]]:
+        parts += [Text("\nrollouts that wait longest"), *map(Text, waits)]
     if changes := [change for change in changes_of(view.history) if change.is_done][-_MAX_CHANGES:]:
         words = ("   ".join(filter(None, (one.what, one.who, one.record.reason))) for one in changes)
         rows = [(clock_text(one.record.wall_s), clean(text)) for one, text in zip(changes, words, strict=True)]

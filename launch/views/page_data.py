@@ -17,10 +17,11 @@ from ..run_lineage.origin import RunOrigin
 from .changes import EventRow, stairs, value_text
 from .findings import findings
 from .knob_table import knob_rows, owners_text
-from .numbers import clean, duration, name_order, time_parts
+from .numbers import clean, duration, name_order, percent, time_parts
 from .run_files import SUMMED, RunFiles
 from .run_view import (
     ENGINE_COLUMNS,
+    UNDER_WAY_COLUMNS,
     ActorFacts,
     RunView,
     done_text,
@@ -32,7 +33,9 @@ from .run_view import (
     notice_text,
     outcome,
     queue_rows,
+    under_way_rows,
 )
+from .why import rollout_time
 
 _MAX_ACTORS = 32
 _MAX_KINDS = 30
@@ -65,6 +68,8 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "lagText": lag_text(view),
         "lags": _lags(view, run),
         "engines": {"columns": ENGINE_COLUMNS, "rows": engine_rows(view)},
+        "underWay": {"columns": UNDER_WAY_COLUMNS, "rows": under_way_rows(view)},
+        "rolloutTime": [f"{name} {percent(share)}" for name, share in rollout_time(view.shares()).items()],
         "knobs": _knobs(view),
     }
 

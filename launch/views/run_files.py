@@ -25,6 +25,7 @@ from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
 from ..run_dir import RunDir
 from .changes import EventRow, RunChange, changes_of
+from .conversation import prompt_of, shown, words_of_group
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
@@ -510,20 +511,18 @@ class SampleQuery:
             self.held_out in (None, group.get("is_held_out", False))
             and self.step in (-1, group.get("step"))
             and self.eval_set in ("", group.get("eval_set"))
-            and str(group.get("prompt")).startswith(self.prompt)
-            and (not self.search or self.search.lower() in _words(group))
+            and (not self.prompt or prompt_of(group).startswith(self.prompt))
+            and (not self.search or self.search.lower() in words_of_group(group))
         )
-
-
-def _words(group: dict[str, Any]) -> str:
-    answers: Any = group.get("answers")
-    texts = [str(cast("dict[str, Any]", a).get("text")) for a in answers if isinstance(a, dict)] if answers else []
-    return "\n".join([str(group.get("prompt")), str(group.get("label")), *texts]).lower()
 
 
 def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
     """The newest of those, newest first; of a step that was made again the later ones. Lines that cannot be read are
-    passed over."""
+    passed over. As `conversation.shown` makes them."""
+    return [shown(group) for group in _newest(run_dir, wanted, num_groups)]
+
+
+def _newest(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for group in _groups(run_dir):
         if wanted.takes(group):
@@ -538,15 +537,17 @@ def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[di
 def sample_page(run_dir: Path, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
     """Groups of steps over the whole run, newest first, in at most so many bytes: every step where they fit, else
     every second, third, ... one."""
-    groups = read_samples(run_dir, SampleQuery(held_out=None), 20_000)
-    sizes = [len(orjson.dumps(group)) for group in groups]
+    groups = _newest(run_dir, SampleQuery(held_out=None), 20_000)
+    whole = 2 * sum(len(orjson.dumps(group)) for group in groups)  # as they are shown, about
     steps = sorted({str(group.get("step")) for group in groups}, key=lambda step: int(step) if step.isdecimal() else 0)
-    kept = set(steps[:: -max(1, -(-sum(sizes) // max_bytes))])
+    kept = set(steps[:: -max(1, -(-whole // max_bytes))])
     chosen: list[dict[str, Any]] = []
-    for group, size in zip(groups, sizes, strict=True):
-        if str(group.get("step")) in kept and (size <= max_bytes or not chosen):
-            chosen.append(group)
-            max_bytes -= size
+    for group in groups:
+        if str(group.get("step")) in kept:
+            size = len(orjson.dumps(one := shown(group)))
+            if size <= max_bytes or not chosen:
+                chosen.append(one)
+                max_bytes -= size
     return chosen
 
 

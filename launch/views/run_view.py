@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from ...core.knobs import AuditRecord, KnobTable
-from ...core.messages import BufferStats, RunPhase, RunStatus
+from ...core.messages import BufferStats, RolloutNow, RunPhase, RunStatus
 from .numbers import clean, doing, duration, name_order, percent, short, training_reward
 from .run_files import RunFiles
 from .why import Facts, explain_run, judge
@@ -75,6 +75,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[AuditRecord, ...] = ()
     why: str = ""
     remedy: str = ""
+    under_way: tuple[RolloutNow, ...] = ()
+    """Rollouts, those first that wait longest for something else than the engine."""
     troubles: tuple[str, ...] = ()
     has_ended: bool = False
     """The run is over, or its launcher does not answer any more."""
@@ -351,6 +353,24 @@ def engine_rows(view: RunView) -> list[tuple[str, ...]]:
             "drains" if engine.draining else _load(view, engine.rollout, "tokens_per_s"),
         )
         for engine in sorted(view.status.engines if view.status else (), key=lambda e: name_order(e.rollout))
+    ]
+
+
+UNDER_WAY_COLUMNS = ("actor", "rollout", "row", "turn", "does", "for")
+
+
+def under_way_rows(view: RunView) -> list[tuple[str, ...]]:
+    """Rollouts, those first that wait longest for something else than the engine."""
+    return [
+        (
+            clean(one.actor),
+            f"{'held-out ' * one.is_held_out}{one.group_id}.{one.index}",
+            f"{one.row} of {clean(one.source.rpartition('/')[2])}",
+            str(one.turn),
+            clean(one.doing),
+            duration(one.since_s),
+        )
+        for one in view.under_way
     ]
 
 

@@ -8,7 +8,8 @@ do meanwhile. Start-up is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,9 +18,9 @@ import msgspec
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.files import WAITS
-from ...core.messages import Record
+from ...core.messages import Record, RolloutNow
 from ...core.suggestion import suggest
-from .numbers import name_order, percent, short, time_parts
+from .numbers import clean, duration, name_order, percent, short, time_parts
 from .run_files import NEWEST, RunFiles
 
 Bound = Literal[
@@ -32,6 +33,10 @@ Shares = Mapping[str, Mapping[str, float]]
 NOTABLE = 0.25
 AT_LIMIT = "compute/generate at limit"
 """Rollout actors generate, and may not take more groups at once."""
+ROLLOUTS = "rollouts/"
+"""Prefix of the seconds that rollouts spend, which are no part of their actor's."""
+_ENGINE = ("generate", "engine")
+MAX_UNDER_WAY = 100
 START = "other/start"
 """Prefix of the parts that are start-up and say nothing about the run."""
 FOR_DISK = "/".join(WAITS)
@@ -91,9 +96,40 @@ class Reason(Record, frozen=True):
     window_s: float = 0.0
     shares: dict[str, dict[str, float]] = {}
     """Actor -> kind -> share of its time in the window, start-up left out."""
+    rollouts: dict[str, float] = {}
+    """What rollouts do (`actors/workflows/timeline.py`) -> share of their time in the window, the largest first."""
+    under_way: tuple[RolloutNow, ...] = ()
+    """Of the actors that were asked for, those first that wait longest for something else than the engine; of the whole
+    run the first one."""
 
 
-def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0, target: str = "") -> Reason:
+def slowest(under_way: Sequence[RolloutNow]) -> tuple[RolloutNow, ...]:
+    """Those that wait, the longest first; before all others those that wait for something else than the engine."""
+    waiting = [one for one in under_way if one.doing]
+    return tuple(sorted(waiting, key=lambda one: (one.doing in _ENGINE, -one.since_s))[:MAX_UNDER_WAY])
+
+
+def words_of(one: RolloutNow) -> str:
+    where = f"row {one.row}" + (f" of {clean(one.source.rpartition('/')[2])}" if one.source else "")
+    what = {"generate": "generates", "engine": "waits for the engine"}.get(one.doing, f"waits for {clean(one.doing)}")
+    name = f"{one.actor}, {'held-out prompt' if one.is_held_out else 'group'} {one.group_id}.{one.index} ({where})"
+    return f"{name}: {what} since {duration(one.since_s)}" + (f", at turn {one.turn}" if one.turn else "")
+
+
+def rollout_time(shares: Shares) -> dict[str, float]:
+    """What rollouts do -> share of their time, over all of these actors."""
+    spent = defaultdict[str, float](float)
+    for kinds in shares.values():
+        for name, share in kinds.items():
+            if name.startswith(ROLLOUTS):
+                spent[name.removeprefix(ROLLOUTS)] += share
+    whole = sum(spent.values())
+    return {name: round(spent[name] / whole, 4) for name in sorted(spent, key=lambda name: -spent[name]) if spent[name]}
+
+
+def explain(
+    shares: Shares, facts: Facts, *, window_s: float = 0.0, target: str = "", under_way: Sequence[RolloutNow] = ()
+) -> Reason:
     """Over whatever window the shares are of. `target`: an actor or a role, whose time comes before that of the run.
     Raises ConfigError for one that was not measured."""
     reason = msgspec.structs.replace(judge(shares, facts), window_s=window_s)
@@ -106,7 +142,8 @@ def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0, target: str 
         reason = msgspec.structs.replace(reason, sentence="; ".join([*told, f"the run: {reason.sentence}"]))
     found = {name: {kind: round(kinds.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if kinds else {}
              for name, kinds in left.items()}  # fmt: skip
-    return msgspec.structs.replace(reason, shares=found)
+    now = slowest([one for one in under_way if one.actor in left])[: None if target else 1]
+    return msgspec.structs.replace(reason, shares=found, rollouts=rollout_time(left), under_way=now)
 
 
 def _is_meant(name: str, target: str) -> bool:
@@ -136,7 +173,7 @@ def judge(shares: Shares, facts: Facts) -> Reason:
     if not leader or not rollouts:
         sentence = "nothing can be said yet: no time was measured for the trainer or the rollout actors"
         return Reason(bound="unknown", sentence=sentence)
-    kinds = {kind for actor in rollouts.values() for kind in actor}
+    kinds = {kind for actor in rollouts.values() for kind in actor if not kind.startswith(ROLLOUTS)}
     team = {kind: sum(actor.get(kind, 0.0) for actor in rollouts.values()) / len(rollouts) for kind in kinds}
     who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
     if (share := max(trainer.get("paused", 0.0), team.get("paused", 0.0))) >= 0.5:

@@ -183,6 +183,9 @@ function drawOverview() {
   const edge = lags.findLastIndex((b) => b.isAllowed);
   $("lags").replaceChildren(...lags.map((b, i) => countRow(`lag ${b.lag}`, b.count, most, short(b.count), `${b.isAllowed ? "" : "over"}${i === edge ? " edge" : ""}`)));
   $("engines").replaceChildren(table(state.engines.columns, state.engines.rows));
+  $("rollout-card").hidden = !state.rolloutTime.length;
+  $("rollout-time").textContent = `their time: ${state.rolloutTime.join(" \u00b7 ")}`;
+  $("rollouts").replaceChildren(...(state.underWay.rows.length ? [table(state.underWay.columns, state.underWay.rows.slice(0, 12))] : []));
 }
 
 // Groups by lag over the run, or of the step that was asked for; of a long run, where points are several steps, their mean.
@@ -367,7 +370,7 @@ async function loadSamples() {
   $("prompt-past").replaceChildren();
   if (kept) {
     const fits = (g) => (step === "" || String(g.step) === step) && (set === "all" || Boolean(g.is_held_out) === (set === "held-out"))
-      && (!words || JSON.stringify([g.prompt, g.label, (g.answers ?? []).map((a) => a.text)]).toLowerCase().includes(words.toLowerCase()));
+      && (!words || JSON.stringify([g.prompt, g.label, (g.answers ?? []).map((a) => a.messages?.map((m) => m.text))]).toLowerCase().includes(words.toLowerCase()));
     return setGroups(kept.samples.filter(fits));
   }
   $("more-samples").disabled = true;

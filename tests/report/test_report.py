@@ -155,9 +155,14 @@ def plant_hostile(run_dir: Path) -> Path:
     ]
     (run_dir / "trace.json").write_text("[\n" + ",\n".join(json.dumps(e) for e in (named, *spans)) + "\n]\n")
     (run_dir / "config.toml").write_text(f"[model]\npath = '''{HOSTILE}'''\n")
-    answer = {"index": 0, "text": HOSTILE, "reward": 0.5, "reward_parts": {HOSTILE: 1.0}, "finish": HOSTILE}
-    group = {"step": 3, "group_id": 1, "prompt": f"system: {HOSTILE}\nuser: {HOSTILE}", "label": HOSTILE,
-             "outcome": "kept", "reason": HOSTILE, "source": HOSTILE, "answers": [answer]}  # fmt: skip
+    call = {"role": "assistant", "content": "", "name": HOSTILE, "calls": [json.dumps({"name": HOSTILE})]}
+    said = [{"role": HOSTILE, "content": HOSTILE, "thought": HOSTILE}, call,
+            {"role": "assistant", "is_model": True, "content": f"<tool_call>{HOSTILE}</tool_call>{HOSTILE}"}]  # fmt: skip
+    answer = {"index": 0, "messages": said, "reward": 0.5, "reward_parts": {HOSTILE: 1.0}, "finish": HOSTILE,
+              "num_tokens": 1, "tools": [HOSTILE]}  # fmt: skip
+    group = {"step": 3, "group_id": 1, "messages": [{"role": "system", "content": HOSTILE}], "label": HOSTILE,
+             "outcome": "kept", "reason": HOSTILE, "source": HOSTILE, "answers": [answer], "is_held_out": False,
+             "eval_set": HOSTILE, "wall_s": 1.0, "num_answers": 1, "oldest_version": 1, "newest_version": 2}  # fmt: skip
     (run_dir / "samples.jsonl").write_text(json.dumps(group) + "\n")
     return run_dir
 
@@ -168,7 +173,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert "<" not in report.kept, "no text can end the element"
     assert len(report.scripts) == 4
     assert report.state["notice"] == HOSTILE
-    assert report.samples[0]["answers"][0]["text"] == HOSTILE
+    assert HOSTILE in report.samples[0]["answers"][0]["text"]
 
 
 def test_not_a_run_directory_is_told(tmp_path: Path) -> None:

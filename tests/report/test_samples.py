@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from myxa.actors.group_text import MAX_CHARS, group_text
 from myxa.actors.sinks.jsonl import JsonlSink
-from myxa.actors.telemetry import MAX_CHARS, group_text
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.messages import GroupText, Telemetry
@@ -30,7 +31,7 @@ def group(group_id: int, text: str = "four", version: int = 3) -> Group:
             group_id=group_id, index=index, prompt_ids=np.array([1], dtype=np.int32),
             response_ids=np.array([2, 3], dtype=np.int32), logprobs=np.zeros(2, dtype=np.float32),
             loss_mask=np.ones(2, dtype=np.uint8), versions=np.full(2, version, dtype=np.int32), finish="stop",
-            text=text,
+            text=text, turns=(text,),
         )
         for index in range(2)
     )  # fmt: skip
@@ -61,14 +62,17 @@ def test_f4_any_step_can_be_read_and_held_out_answers_apart(tmp_path: Path) -> N
     assert [g["eval_set"] for g in read_samples(tmp_path, SampleQuery(held_out=True), 10)] == ["aime", "gsm"]
     assert [g["group_id"] for g in read_samples(tmp_path, SampleQuery(4, True, "gsm"), 10)] == [0]
     (first,) = read_samples(tmp_path, SampleQuery(1), 1)
-    assert {**first, "answers": len(first["answers"])} == {
+    assert {**first, "answers": len(first["answers"]), "messages": len(first["messages"])} == {
         "step": 1, "oldest_version": 3, "newest_version": 3, "group_id": 12, "prompt": "user: 2 + 2", "label": "4",
         "outcome": "kept", "reason": "", "is_held_out": False, "eval_set": "", "source": "buffer", "wall_s": 1.0,
-        "answers": 2, "num_answers": 2,
+        "answers": 2, "num_answers": 2, "messages": 1, "tools": [],
     }  # fmt: skip
-    assert first["answers"][1] == {
+    answer = first["answers"][1]
+    (said,) = answer.pop("messages")
+    assert said["text"] == "four" and said["facts"] == ["turn 1", "2 tokens", "version 3"] and said["is_learnt"]
+    assert answer == {
         "index": 1, "text": "four", "reward": 1.0, "reward_parts": {"exact": 1.0}, "finish": "stop", "num_tokens": 2,
-        "branch": 0,
+        "branch": 0, "num_shared": 0, "shared_with": -1, "num_opening": 0, "note": "", "tools": [],
     }  # fmt: skip
 
 
@@ -119,6 +123,79 @@ def test_texts_are_bounded_and_can_be_written(tmp_path: Path) -> None:
     assert long.answers[0].text.endswith("end")
     write(tmp_path, [long, told(2, 2, text="\ud800")])
     assert read_samples(tmp_path, SampleQuery(2), 1)[0]["answers"][0]["text"] == "\\ud800"
+
+
+def rollout_of_several() -> Group:
+    """A turn that calls a tool, then two ways on from there; and a sub-agent with a conversation of its own."""
+    one = group(7).samples[0]
+    call = '<think>hm</think><tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    reply = Message(role="tool", content="\x1b[31mfour\u202e", name="add", tool_call_id="c1")
+    tools = ({"type": "function", "function": {"name": "add", "description": "sums"}},)
+    ids, mask = np.array([2, 3, 9, 4, 5], np.int32), np.array([1, 1, 0, 1, 1], np.uint8)
+    trunk = replace(
+        one, response_ids=ids, loss_mask=mask, logprobs=np.zeros(5, np.float32), turns=(call, "four"), text="four",
+        replies=((reply,),), versions=np.array([3, 4, -1, 5, 5], np.int32),
+        token_rewards=np.array([0, 0.25, 0, 0, 0.75], np.float32),
+    )  # fmt: skip
+    branch = replace(
+        trunk, branch=1, prompt_ids=np.concatenate([one.prompt_ids, ids[:2]]), response_ids=ids[2:], loss_mask=mask[2:],
+        logprobs=np.zeros(3, np.float32), versions=np.array([-1, 5, 5], np.int32), token_rewards=None,
+    )  # fmt: skip
+    agent = replace(
+        one, branch=2, messages=(Message(role="system", content="add!"),), tools=tools, turns=("4",), text="4"
+    )
+    prompt = replace(group(7).prompt, tools=tools)
+    return Group(prompt=prompt, samples=(trunk, branch, agent), rewards=np.ones(3, np.float32))
+
+
+def test_rollouts_of_several_samples_are_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = ended_run(tmp_path)
+    write(run_dir, [group_text(rollout_of_several(), step=9, outcome="kept", wall_s=1.0, source="buffer")])
+    (one,) = read_samples(run_dir, SampleQuery(9), 5)
+    trunk, branch, agent = one["answers"]
+    first, tool, last = trunk["messages"]
+    assert (first["thought"], first["text"], first["calls"]) == ("hm", "", [{"name": "add", "text": '{"a":2}'}])
+    assert first["facts"] == ["turn 1", "2 tokens", "versions 3 to 4", "reward 0.25"]
+    assert last["facts"] == ["turn 2", "2 tokens", "version 5", "reward 0.75"]
+    assert [said["is_learnt"] for said in trunk["messages"]] == [True, False, True]
+    assert (tool["role"], tool["name"], tool["call_id"]) == ("tool", "add", "c1")
+    assert branch["note"] == "shares its first turn with sample 0.0, where they are learnt"
+    assert [said["is_learnt"] for said in branch["messages"]] == [False, False, True]
+    assert (agent["note"], agent["tools"]) == ("a conversation of its own", one["tools"])
+    assert [said["role"] for said in agent["messages"]] == ["system", "assistant"]
+    assert main(["samples", "--step", "9", "--run", str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert 'assistant calls add({"a":2})' in said and "tool add: \\u001b[31mfour\\u202e" in said
+    assert "[0.1] reward 1, 3 tokens (stop), shares its first turn with sample 0.0" in said
+    assert "\x1b" not in said and "\u202e" not in said
+
+
+def test_a_huge_conversation_is_cut_and_can_be_sent() -> None:
+    one = group(7).samples[0]
+    replies = tuple((Message(role="tool", content="\x01" * 50_000),) for _ in range(3000))
+    calls = Message(role="assistant", content="", tool_calls=({"function": {"name": "\x02" * 9000}},) * 99)
+    many = replace(one, turns=("\x03" * 50_000,) * 3000, replies=replies, messages=(calls,) * 500)
+    text = group_text(
+        replace(rollout_of_several(), samples=(many,) * 40, rewards=np.ones(40, np.float32)),
+        step=1, outcome="kept", wall_s=1.0, source="buffer",
+    )  # fmt: skip
+    assert len(msgspec.json.encode(text)) < 1 << 20, "what one message may be"
+    assert (len(text.answers), text.num_answers) == (16, 40)
+
+
+@pytest.mark.parametrize("line", [
+    {"prompt": "user: hi", "answers": [{"text": "yo", "reward": "x", "reward_parts": 3}]},
+    {"messages": 3, "answers": "no"}, {"messages": [{"role": 1}], "newest_version": "x", "answers": [1, {"index": []}]},
+])  # fmt: skip
+def test_lines_of_another_version_are_shown_as_text(
+    line: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = ended_run(tmp_path)
+    (run_dir / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["samples", "--run", str(run_dir)]) == 0, capsys.readouterr().err
+    assert ("yo" in capsys.readouterr().out) == ("prompt" in line)
 
 
 def test_samples_wait_within_bounds_while_the_monitor_is_away() -> None:

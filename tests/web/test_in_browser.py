@@ -122,6 +122,26 @@ async def test_charts_are_filtered_smoothed_zoomed_and_compared(planting, seat, 
         assert page.wrong == []
 
 
+async def test_a_rollout_is_shown_as_a_conversation(planting, seat, page) -> None:
+    async with opened(planting, seat, page):
+        await page.click('nav a[href="#samples"]')
+        await page.says(".prompt .role.user", "user")
+        await page.says(".prompt .offered summary", "1 tool offered: sort")
+        await page.says(".rollout .thought", "It is long.")
+        await page.says(".rollout .call", 'sort {"words":"b a"}')
+        await page.says(".rollout .role.tool", "tool sort")
+        await page.says(".rollout .facts", "turn 1 \u00b7 24 tokens \u00b7 versions 118 to 119")
+        first = "document.querySelectorAll('.group')[1].querySelectorAll('.rollout')"
+        assert await page.run(f"[...{first}].map((node) => node.querySelectorAll('.sample').length)") == [2, 2]
+        assert "shares its first turn with sample 0.0" in await page.run(f"{first}[0].textContent")
+        assert "reward 0.5" in await page.run(f"{first}[0].textContent")
+        assert await page.run(f"[...{first}[0].querySelectorAll('.turn')].map((node) => node.matches('.learnt'))") == [
+            True, False, True, False, False, True
+        ], "the loss mask: a shared turn is learnt once"  # fmt: skip
+        await fits(page)
+        assert page.wrong == []
+
+
 async def test_what_a_model_wrote_stays_text(planting, seat, page) -> None:
     with (seat.run_dir / "events.jsonl").open("a") as file:
         file.write(
