@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / ".bench-venv"
-PINS = {"ray": "ray==2.60.0", "xoscar": "xoscar==0.12.2"}
+PINS = {"ray": "ray==2.60.0", "xoscar": "xoscar==0.12.2", "trl": "trl==1.16.0"}
+WITH = {"trl": ["torch==2.13.0"]}
 
 
 def python_with(peers: list[str]) -> str:
@@ -17,7 +18,9 @@ def python_with(peers: list[str]) -> str:
         subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
     missing = [PINS[peer] for peer in peers if not _has(python, PINS[peer])]
     if missing:
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *missing], check=True)
+        beside = [pin for peer in peers for pin in WITH.get(peer, ())]
+        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *missing, *beside]
+        subprocess.run(install, check=True)
     return str(python)
 
 
