@@ -35,6 +35,7 @@ from ..core.messages import (
     EngineStatus,
     EvalRequest,
     EvalResult,
+    GatewayPlace,
     GroupDropped,
     GroupReturned,
     PutResult,
@@ -324,7 +325,16 @@ class MonitorContract(Actor):
         raise NotImplementedError
 
 
-class RolloutContract(TenantContract, KnobsContract):
+class GatewayContract(Actor):
+    """What serves agents and people by HTTP: each rollout actor, and the gateway role in front of them."""
+
+    @call(deadline=10, reentrant=True)
+    async def gateway_place(self) -> GatewayPlace:
+        """Once it serves."""
+        raise NotImplementedError
+
+
+class RolloutContract(TenantContract, KnobsContract, GatewayContract):
     """One engine and the workflows that use it."""
 
     @call(deadline=120, reentrant=True)

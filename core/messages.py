@@ -232,6 +232,17 @@ class RolloutNow(Record, frozen=True):
     """How many seconds ago it began."""
 
 
+class GatewayPlace(Record, frozen=True):
+    """Where a gateway serves, and the keys that no rollout has; empty: there is none."""
+
+    base_url: str = ""
+    port: int = 0
+    tasks_key: str = ""
+    """For services that poll."""
+    eval_key: str = ""
+    """For requests that are recorded nowhere."""
+
+
 class WeightAck(Record, frozen=True):
     """Answer to prepare or commit."""
 

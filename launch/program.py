@@ -37,6 +37,8 @@ from .composition.rollout_parts import (
     eval_rewarders,
     eval_sampling,
     eval_sets,
+    gateway,
+    gateway_role,
     make_judges,
     served_reference,
     sglang_needs,
@@ -281,10 +283,11 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     judges = make_judges(config)
     scorer = make_rewarder(config, judges)
     tokenizer = load_tokenizer(config.model.path, config.data)
+    own_gateway = gateway(spec, config, run_dir)
     if spec.kind == "recorded":
         workflow = RecordedAnswers(config)
-    elif config.rollout.workflow == AGENT_WORKFLOW:
-        workflow = agent_workflow(spec, config, run_dir)
+    elif own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
+        workflow = agent_workflow(config, own_gateway)
     else:
         workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.
@@ -310,9 +313,12 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             max_retries=config.rollout.max_retries,
             zero_on_error=config.reward.on_error == "zero",
             loss_parts=config.algo.loss_parts,
+            eval_requests=config.gateway.eval_requests or None,
+            eval_sampling=eval_sampling(config),
         ),
         clock=clock,
     )
+    rollout.gateway = own_gateway
     senders.speak_as(rollout)
     return rollout
 
@@ -472,6 +478,7 @@ _BUILDERS: dict[RoleName, Builder] = {
     "buffer": _buffer,
     "monitor": _monitor,
     "memory": lambda spec, config, _, clock: memory_manager(spec, config, clock),
+    "gateway": lambda _, config, run_dir, clock: gateway_role(config, run_dir, clock),
     "rollout": _rollout,
     "trainer": _trainer,
 }

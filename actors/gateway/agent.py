@@ -20,20 +20,17 @@ import contextlib
 import logging
 import math
 import shlex
-import socket
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 import msgspec
-from aiohttp import web
 
 from ...core.config.run import SandboxName
-from ...core.errors import ConfigError, FailureKind, MemberFailed
-from ...core.files import write_durably
+from ...core.errors import FailureKind, MemberFailed
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
 from ..user_code.sandbox import Job, Limits, Sandbox, sandbox
@@ -49,8 +46,6 @@ RETRY_S = 1.0
 """Between two offers of a task to a service that does not answer."""
 MAX_FRUITLESS = 5
 """Programs that poll and end without a task, one after the other, until tasks are refused."""
-CLOSE_S = 2.0
-"""For answers under way, when the gateway ends."""
 OFFER_S = 30.0
 """For a service to take a task."""
 MAX_REPLY_BYTES = 1 << 20
@@ -84,71 +79,44 @@ class OutsideAgentOptions:
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of this process: what programs get besides."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    host: str = "127.0.0.1"
-    port: int = 0
-    public_host: str = ""
-    """What other hosts call this one; empty: `host`."""
-    key_prefix: str = ""
-    address_file: str = ""
-    """Where services find the gateway's address and their key; empty: nowhere."""
     folder: str = "."
     """Where programs run: that of the run file."""
 
 
 class AgentWorkflow:
-    """One per rollout actor: its gateway, and what is started for each rollout."""
+    """One per rollout actor: what is started for each rollout."""
 
-    def __init__(self, options: OutsideAgentOptions) -> None:
+    def __init__(self, options: OutsideAgentOptions, gateway: Gateway) -> None:
+        """`gateway`: of this actor; started and stopped by its owner."""
         self._options = options
-        self.gateway = Gateway()
-        self._runner: web.AppRunner | None = None
+        self.gateway = gateway
         self._sandbox: Sandbox | None = None
-        self._port = 0
         self._http: aiohttp.ClientSession | None = None
         self._form: ToolForm | None = None
         self._workers: list[asyncio.Task[None]] = []
-        self.url = ""
-        """Of the gateway, once it serves."""
 
     async def start(self) -> None:
-        """Serve. Raises ConfigError where the address is taken, or the sandbox is not there."""
+        """Start what polls. Raises ConfigError where the sandbox is not there."""
         of = self._options
         self._sandbox = await asyncio.to_thread(sandbox, of.sandbox, of.image)
-        self._runner = web.AppRunner(
-            self.gateway.app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
-        )
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, of.host, of.port, backlog=4096).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(f"agent.port = {of.port}: {error.strerror}", remedy="use 0: any free port") from error
-        self._port = self._runner.addresses[0][1]
-        host = of.public_host or (socket.gethostname() if of.host in ("0.0.0.0", "::") else of.host)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
-        if of.address_file:
-            told = {"base_url": self.url, "tasks_key": self.gateway.add_service()}
-            write_durably(Path(of.address_file), msgspec.json.encode(told), 0o600)
         if of.polls and of.command:
             self._workers = [asyncio.ensure_future(self._kept()) for _ in range(of.workers)]  # noqa: TID251 -- see close
 
     async def close(self) -> None:
-        """Stop serving. Rollouts have ended before."""
+        """End what polls. Rollouts have ended before."""
         for one in self._workers:
             one.cancel()
         if self._workers:
             await asyncio.wait(self._workers)
         if self._http is not None:
             await self._http.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
 
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
         self._form = self._form or written_form(ctx.tokenizer)
         session = AgentSession(ctx.episode, ctx.tokenizer, self._form)
         one = OpenSession(session, prompt, is_replay=ctx.is_replay)
-        key = self.gateway.open(one, self._options.key_prefix)
+        key = self.gateway.open(one)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below
         acting = asyncio.ensure_future(self._acted(ctx, prompt, one, key))  # noqa: TID251 -- ended below
         try:
@@ -206,12 +174,13 @@ class AgentWorkflow:
         ends with this call, and all that it started. Raises MemberFailed if it cannot be started."""
         of = self._options
         is_inside = of.sandbox != "none" and of.network == "gateway"
-        url = f"http://127.0.0.1:{self._port}" if is_inside else self.url
+        port = (await self.gateway.served()).port
+        url = f"http://127.0.0.1:{port}" if is_inside else await self.gateway.address()
         job = Job(
             command=of.command, scratch=scratch, folder=str(Path(of.folder).resolve()), visible=("/", of.folder),
             environ=of.environ, env={**of.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
             limits=Limits(cpu_s=of.cpu_s, memory_gb=of.memory_gb),
-            has_network=not is_inside, port=self._port, serve=self._serving,
+            has_network=not is_inside, port=port, serve=self.gateway.serving,
         )  # fmt: skip
         assert self._sandbox is not None
         try:
@@ -220,17 +189,6 @@ class AgentWorkflow:
             raise _failed(f"the agent's program cannot be started: {error}", "sandbox") from error
         tail = end.output[-TAIL_CHARS:].strip()
         return end.status, f"the agent's program ended with {end.words}: {tail or '(no output)'}"
-
-    @contextlib.asynccontextmanager
-    async def _serving(self, listening: socket.socket) -> AsyncGenerator[None]:
-        """Meanwhile the gateway answers inside of a sandbox too."""
-        assert self._runner is not None
-        site = web.SockSite(self._runner, listening)
-        await site.start()
-        try:
-            yield
-        finally:
-            await site.stop()
 
     def _environment(self, key: str, scratch: str, url: str) -> dict[str, str]:
         return {
@@ -270,7 +228,8 @@ class AgentWorkflow:
 
     async def _served(self, episode: Episode, task: dict[str, Any], one: OpenSession, key: str) -> None:
         """Offer the task until it is taken, then wait for its end."""
-        whole = {**task, "key": key, "base_url": self.url, "openai_base_url": f"{self.url}/v1", "model": MODEL}
+        url = await self.gateway.address()
+        whole = {**task, "key": key, "base_url": url, "openai_base_url": f"{url}/v1", "model": MODEL}
         with episode.waits_for("agent", "to take its task"):
             if self._options.polls:
                 await self.gateway.offer(whole, key).taken.wait()

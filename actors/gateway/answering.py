@@ -68,12 +68,13 @@ def read_table(body: bytes) -> dict[str, Any]:
 class Answering:
     """The turns that answer one request."""
 
-    def __init__(self, exchange: Exchange, session: AgentSession) -> None:
-        """Begins them. Raises RequestFault."""
+    def __init__(self, exchange: Exchange, session: AgentSession, *, is_retry: bool = False) -> None:
+        """Begins them. `is_retry`: the client says that it asks again. Raises RequestFault."""
         self._exchange = exchange
         self._turns: list[ComingTurn] = []
         for number in range(exchange.num):
-            asked = replace(exchange.asked, fingerprint=exchange.asked.fingerprint + bytes([number]))
+            mark = exchange.asked.fingerprint + bytes([number])
+            asked = replace(exchange.asked, fingerprint=mark, is_retry=is_retry)
             self._turns.append(session.ask(asked))
 
     async def whole(self) -> dict[str, Any]:

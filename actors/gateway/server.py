@@ -4,28 +4,43 @@ POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/mes
 GET  /v1/session            the task: prompt, metadata, label, whether turns are replayed
 POST /v1/session/reward     {"reward": 1.0}, or {"reward": 0.5, "answer": ID} for one turn (`myxa.answers` in an answer)
 POST /v1/session/end        {"reward": 1.0, "failure": "..."}: both may be left out
+POST /v1/tasks/next         for services that poll
+
+The run's own eval key belongs to no rollout: each request with it is a conversation of its own, which is recorded
+nowhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import secrets
+import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
+from msgspec.structs import replace
 
-from ...core.errors import FailureKind
+from ...core.errors import ConfigError, FailureKind
+from ...core.files import write_durably
+from ...core.messages import GatewayPlace
+from ...core.protocols import Tokenizer
 from ...core.samples import Prompt
+from ..http_guard import same
+from ..workflows.episode import Episode, ModelAccess
 from .answering import COUNT_PATH, MODELS_PATH, PATHS, Answering, fault_body, models, num_tokens, read_exchange
 from .exchange import STATUS, read_body
-from .session import AgentSession, RequestFault
+from .session import AgentSession, RequestFault, written_form
+from .turn_text import ToolForm
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
@@ -36,8 +51,10 @@ POLL_S = 25.0
 """For a service that polls to be told that there is no task."""
 MAX_ENDED = 10_000
 """Keys of ended sessions that are remembered."""
-MAX_UNDER_WAY = 64
+MAX_UNDER_WAY = 256
 """Turns of one session that may be drawn at a time."""
+STOP_S = 2.0
+"""For requests under way, once the server stops."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +72,92 @@ class SessionEnd(msgspec.Struct, forbid_unknown_fields=True):
     failure: str | None = None
     """Why it is none: the member is tried again, or masked."""
     kind: FailureKind = "environment"
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """Where a gateway listens, and what is kept of it for one that starts again."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one; that of `file`, if it is free."""
+    key: str = "agent.port"
+    """Of the run file: what says `port`."""
+    file: str = ""
+    """Address and keys as JSON, for its owner alone; empty: nowhere."""
+    has_eval_key: bool = False
+
+
+class Listener:
+    """An HTTP server with an address and keys."""
+
+    def __init__(self, app: web.Application, options: ListenOptions) -> None:
+        self.options = options
+        self.place = GatewayPlace()
+        """Once it is open."""
+        self.is_open = asyncio.Event()
+        # A handler ends with its connection: what its client does not get was not delivered.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
+
+    async def open(self) -> GatewayPlace:
+        """Listen. Raises ConfigError where the address is taken."""
+        of, kept = self.options, GatewayPlace()
+        if of.file:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                kept = msgspec.json.decode(Path(of.file).read_bytes(), type=GatewayPlace)
+        await self._runner.setup()
+        try:
+            await self._listen(of.port or kept.port)
+        except OSError as error:
+            if of.port or not kept.port:
+                await self._runner.cleanup()
+                raise ConfigError(f"{of.key} = {of.port}: {error.strerror}", remedy="use 0: any free port") from error
+            _log.warning("port %d, which this gateway had before, is taken: it gets another one", kept.port)
+            await self._listen(0)
+        port: int = self._runner.addresses[0][1]
+        host = socket.gethostname() if of.host in ("0.0.0.0", "::") else of.host
+        eval_key = (kept.eval_key or _new_key("eval-")) if of.has_eval_key else ""
+        self.place = GatewayPlace(
+            base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            port=port,
+            tasks_key=kept.tasks_key or _new_key("tasks-"),
+            eval_key=eval_key,
+        )
+        if of.file:
+            write_durably(Path(of.file), msgspec.json.encode(self.place), 0o600)
+        self.is_open.set()
+        return self.place
+
+    async def _listen(self, port: int) -> None:
+        await web.TCPSite(self._runner, self.options.host, port, backlog=4096).start()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, listening: socket.socket) -> AsyncGenerator[None]:
+        """Meanwhile it answers there too: inside of a sandbox."""
+        site = web.SockSite(self._runner, listening)
+        await site.start()
+        try:
+            yield
+        finally:
+            await site.stop()
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+
+def _new_key(prefix: str) -> str:
+    return f"sk-myxa-{prefix}{secrets.token_urlsafe(24)}"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalAccess:
+    """How requests with the eval key are answered."""
+
+    tokenizer: Tokenizer
+    model: ModelAccess
+    form: ToolForm
+    limit: Callable[[], int]
+    is_serving: Callable[[], bool]
 
 
 @dataclass(eq=False)
@@ -86,7 +189,16 @@ class Offer:
 class Gateway:
     """The door of one process. Sessions come and go; the server stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: ListenOptions | None = None, *, prefix: str = "", is_behind: bool = False) -> None:
+        """`prefix`: of keys, says which process has the session. `is_behind`: agents are told another address, that of
+        the gateway role."""
+        self._eval: EvalAccess | None = None
+        """None: there is no engine yet."""
+        self._num_eval = 0
+        self._numbers = itertools.count(1)
+        self._prefix = prefix
+        self._address: asyncio.Future[str] | None = None
+        self.is_behind = is_behind
         self._open: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._services: dict[str, set[str]] = {}
@@ -94,7 +206,7 @@ class Gateway:
         self._offered: asyncio.Queue[Offer] = asyncio.Queue()
         self.num_taken = 0
         """Tasks that services took."""
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_dialect])
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[in_dialect])
         for path in PATHS:
             self.app.router.add_post(path, self._answer)
         self.app.router.add_post(COUNT_PATH, self._count)
@@ -104,10 +216,47 @@ class Gateway:
         self.app.router.add_post("/v1/session/end", self._end)
         self.app.router.add_post("/v1/tasks/next", self._next_task)
         self.app.router.add_get("/health", _health)
+        self._listener = Listener(self.app, options or ListenOptions())
+        self.serving = self._listener.serving
 
-    def open(self, one: OpenSession, prefix: str = "") -> str:
-        """The key of a new session. `prefix`: says which process has it."""
-        key = f"sk-myxa-{prefix}{secrets.token_urlsafe(24)}"
+    async def start(self) -> None:
+        """Serve. Raises ConfigError where the address is taken."""
+        place = await self._listener.open()
+        self._services[place.tasks_key] = set()
+        if not self.is_behind:
+            self.found(place.base_url)
+
+    async def stop(self) -> None:
+        """Stop serving."""
+        await self._listener.close()
+
+    def answer_eval(
+        self, tokenizer: Tokenizer, model: ModelAccess, *, limit: Callable[[], int], is_serving: Callable[[], bool]
+    ) -> None:
+        """There is an engine for requests with the eval key. `limit`: so many at a time. `is_serving`: whether it has
+        weights of the run."""
+        self._eval = EvalAccess(tokenizer, model, written_form(tokenizer), limit, is_serving)
+
+    async def served(self) -> GatewayPlace:
+        """Its own address and keys, once it serves."""
+        await self._listener.is_open.wait()
+        return self._listener.place
+
+    def found(self, address: str) -> None:
+        """What agents are told from now on."""
+        if self._address is None or self._address.done():
+            self._address = asyncio.get_running_loop().create_future()
+        self._address.set_result(address)
+
+    async def address(self) -> str:
+        """What agents are told, once it is known."""
+        if self._address is None:
+            self._address = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._address)
+
+    def open(self, one: OpenSession) -> str:
+        """The key of a new session."""
+        key = _new_key(self._prefix)
         self._open[key] = one
         return key
 
@@ -130,7 +279,7 @@ class Gateway:
 
     def add_service(self) -> str:
         """The key of a service that polls."""
-        key = f"sk-myxa-tasks-{secrets.token_urlsafe(24)}"
+        key = _new_key(f"{self._prefix}tasks-")
         self._services[key] = set()
         return key
 
@@ -150,64 +299,109 @@ class Gateway:
                 one.ended.set()
                 offer.taken.set()
 
-    async def _next_task(self, request: web.Request) -> web.Response:
-        key = _key(request)
+    async def _next_task(self, request: web.Request) -> web.StreamResponse:
+        key = key_of(request)
         if key not in self._services:
             raise RequestFault("auth", "tasks are given for the key of a service alone")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
+            async with asyncio.timeout(0.0 if "now" in request.query else POLL_S):
                 while True:
                     offer = await self._offered.get()
                     if offer.key in self._open:  # else its rollout has ended
-                        offer.taken.set()
-                        self.num_taken += 1
-                        self._services.get(key, set()).add(offer.key)
-                        return _json(offer.task)
+                        return await self._given(offer, key, request)
         return web.Response(status=204)
 
-    def _session(self, request: web.Request) -> OpenSession:
+    async def _given(self, offer: Offer, key: str, request: web.Request) -> web.StreamResponse:
+        """Hand the task over; to another service where this one has left."""
+        try:
+            response = await sent(request, json_response(offer.task))
+        except BaseException:
+            self._offered.put_nowait(offer)
+            raise
+        offer.taken.set()
+        self.num_taken += 1
+        self._services.get(key, set()).add(offer.key)
+        return response
+
+    @contextlib.asynccontextmanager
+    async def _session(self, request: web.Request) -> AsyncGenerator[OpenSession]:
+        """Of the request's key. Raises RequestFault."""
+        if self._is_eval(request):
+            async with self._eval_session() as one:
+                yield one
+            return
+        found = self._rollout(request)
+        found.num_under_way += 1
+        try:
+            yield found
+        finally:
+            found.num_under_way -= 1
+            found.heard_s = asyncio.get_running_loop().time()
+
+    def _is_eval(self, request: web.Request) -> bool:
+        eval_key = self._listener.place.eval_key
+        return bool(eval_key) and same(key_of(request), eval_key)
+
+    def _rollout(self, request: web.Request) -> OpenSession:
         """Raises RequestFault."""
-        key = _key(request)
-        found = self._open.get(key)
-        if found is not None:
+        key = key_of(request)
+        if (found := self._open.get(key)) is not None:
             found.heard_s = asyncio.get_running_loop().time()
             return found
+        if self._is_eval(request):
+            raise RequestFault("auth", "the eval key belongs to no rollout: it has no task and earns no reward")
         if key in self._ended:
             raise RequestFault("auth", "the session of this key has ended")
         raise RequestFault("auth", "no session has this key: send the one that the task came with")
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        one = self._session(request)
-        body = await _body(request)
-        if one.num_under_way >= MAX_UNDER_WAY:
-            raise RequestFault("busy", f"this session has {MAX_UNDER_WAY} requests under way: wait for one to end")
-        retry_key = request.headers.get("Idempotency-Key", "")
-        exchange = read_exchange(request.path, body, one.session, retry_key)
-        one.num_under_way += 1
+    @contextlib.asynccontextmanager
+    async def _eval_session(self) -> AsyncGenerator[OpenSession]:
+        """Of one request, which ends with it."""
+        of = self._eval
+        if of is None or not of.is_serving():
+            raise RequestFault("busy", "this engine has no weights of the run yet: ask again in a moment")
+        if self._num_eval >= of.limit():
+            words = f"{self._num_eval} requests with this key are under way, gateway.eval_requests allows no more"
+            raise RequestFault("busy", f"{words}: ask again in a moment")
+        number = next(self._numbers)
+        model = replace(of.model, request_prefix=f"{of.model.request_prefix}eval{number}.")
+        prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
+        root = Episode(prompt=prompt, index=0, tokenizer=of.tokenizer, model=model, prompt_ids=np.zeros(0, np.int32))
+        one = OpenSession(AgentSession(root, of.tokenizer, of.form), prompt)
+        self._num_eval += 1
         try:
-            answering = Answering(exchange, one.session)
+            yield one
+        finally:
+            self._num_eval -= 1
+            await one.session.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        async with self._session(request) as one:
+            body = await body_of(request)
+            exchange = read_exchange(request.path, body, one.session, request.headers.get("Idempotency-Key", ""))
+            if one.session.num_drawing + exchange.num > MAX_UNDER_WAY:
+                raise RequestFault(
+                    "busy", f"this session may draw {MAX_UNDER_WAY} turns at a time: wait for one to end"
+                )
+            answering = Answering(exchange, one.session, is_retry=_is_retry(request))
             if exchange.is_stream:
-                return await _streamed(request, answering)
-            response = _json(await answering.whole())
-            await response.prepare(request)
-            async with asyncio.timeout(READ_S):
-                await response.write_eof()
+                response = await _streamed(request, answering)
+            else:
+                response = await sent(request, json_response(await answering.whole()))
             answering.delivered()
             return response
-        finally:
-            one.num_under_way -= 1
-            one.heard_s = asyncio.get_running_loop().time()
 
     async def _count(self, request: web.Request) -> web.Response:
-        return _json(num_tokens(await _body(request), self._session(request).session))
+        async with self._session(request) as one:
+            return json_response(num_tokens(await body_of(request), one.session))
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
-        return _json(models("anthropic-version" in request.headers))
+        async with self._session(request):
+            return json_response(models("anthropic-version" in request.headers))
 
     async def _task(self, request: web.Request) -> web.Response:
-        one = self._session(request)
-        return _json(
+        one = self._rollout(request)
+        return json_response(
             {
                 **task_of(one.prompt),
                 "is_replay": one.is_replay,
@@ -217,23 +411,23 @@ class Gateway:
         )
 
     async def _reward(self, request: web.Request) -> web.Response:
-        one, said = self._session(request), read_body(await _body(request), Reward)
+        one, said = self._rollout(request), read_body(await body_of(request), Reward)
         _check_reward(said.reward)
         if said.answer is None:
             one.reward = said.reward
         else:
             one.session.reward_turn(said.answer, said.reward)
-        return _json({"ok": True})
+        return json_response({"ok": True})
 
     async def _end(self, request: web.Request) -> web.Response:
-        one = self._session(request)
-        end = read_body(await _body(request) or b"{}", SessionEnd)
+        one = self._rollout(request)
+        end = read_body(await body_of(request) or b"{}", SessionEnd)
         if end.reward is not None:
             _check_reward(end.reward)
             one.reward = end.reward
         one.end = end
         one.ended.set()
-        return _json({"ok": True})
+        return json_response({"ok": True})
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
@@ -246,7 +440,7 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _key(request: web.Request) -> str:
+def key_of(request: web.Request) -> str:
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
@@ -256,23 +450,38 @@ def _check_reward(reward: float) -> None:
         raise RequestFault("invalid", f"reward is {reward}: send a finite number", param="reward")
 
 
+def _is_retry(request: web.Request) -> bool:
+    """SDKs say so."""
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
+
+
 async def _health(request: web.Request) -> web.Response:
-    return _json({"ok": True})
+    return json_response({"ok": True})
 
 
-def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+def json_response(data: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(data), status=status, content_type="application/json")
 
 
-async def _body(request: web.Request) -> bytes:
+async def body_of(request: web.Request) -> bytes:
     """Raises RequestFault."""
     try:
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(max_size=MAX_BODY_BYTES, actual_size=request.content_length or 0)
         async with asyncio.timeout(BODY_S):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise RequestFault("too-large", f"the body is larger than {MAX_BODY_BYTES >> 20} MiB") from None
     except TimeoutError:
         raise RequestFault("invalid", f"the body did not come within {BODY_S:g} s") from None
+
+
+async def sent(request: web.Request, response: web.Response) -> web.Response:
+    """All of it has left. Raises ConnectionError or TimeoutError where its client does not take it."""
+    await response.prepare(request)
+    async with asyncio.timeout(READ_S):
+        await response.write_eof()
+    return response
 
 
 async def _streamed(request: web.Request, answering: Answering) -> web.StreamResponse:
@@ -285,23 +494,26 @@ async def _streamed(request: web.Request, answering: Answering) -> web.StreamRes
                 await response.write(text.encode())
     async with asyncio.timeout(READ_S):
         await response.write_eof()
-    answering.delivered()
     return response
 
 
 @web.middleware
-async def _in_dialect(
+async def in_dialect(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Errors in the form of the dialect that the path belongs to."""
     try:
         return await handler(request)
     except RequestFault as fault:
-        return _json(fault_body(request.path, fault), STATUS[fault.kind])
+        return json_response(fault_body(request.path, fault), STATUS[fault.kind])
     except web.HTTPException as error:
         kind = "not-found" if error.status == 404 else "invalid"
         fault = RequestFault(kind, f"{request.method} {request.path}: {error.reason}")
-        return _json(fault_body(request.path, fault), error.status)
+        return json_response(fault_body(request.path, fault), error.status)
     except (ConnectionError, TimeoutError) as error:
         _log.info("a client of %s left: %s", request.path, error or type(error).__name__)
         raise
+    except Exception as error:  # noqa: BLE001 -- whatever it is, others are served
+        _log.exception("%s %s", request.method, request.path)
+        fault = RequestFault("engine", f"this is a fault of the gateway, see its log: {type(error).__name__}")
+        return json_response(fault_body(request.path, fault), 500)

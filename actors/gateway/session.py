@@ -64,6 +64,8 @@ class Asked:
     """In place of messages: the prompt itself, without a chat template."""
     fingerprint: bytes = b""
     """Equal for requests that ask for the same."""
+    is_retry: bool = False
+    """Its client says that it asks again: it has not got the answer, whatever left here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,11 @@ class AgentSession:
         self.counts = Counter[str]()
         """turns; continued, forked, edited (a turn of the model's came back changed), repeated requests."""
 
+    @property
+    def num_drawing(self) -> int:
+        """Turns under way."""
+        return len(self._drawing)
+
     def decode(self, ids: Sequence[int]) -> str:
         """With special tokens."""
         return self._tokenizer.decode(ids, skip_special=False)
@@ -203,7 +210,7 @@ class AgentSession:
         if self.fault is not None:
             raise RequestFault("busy", f"this rollout was interrupted: {self.fault}")
         known = self._coming.get(asked.fingerprint)
-        if known is not None and not known.is_delivered:
+        if known is not None and (asked.is_retry or not known.is_delivered):
             self.counts["repeated"] += 1
             return known
         params = self._params(asked)

@@ -38,7 +38,7 @@ from ...core.errors import (
     TemplateError,
     UserCodeError,
 )
-from ...core.messages import Assignment, DropReason, RolloutNow
+from ...core.messages import Assignment, DropReason, RolloutNow, SamplingParams
 from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
 from ...core.samples import I32, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
@@ -101,6 +101,10 @@ class RolloutOptions:
     """A member that fails by its policy gets reward 0."""
     loss_parts: tuple[LossPart, ...] = ("algo",)
     """See `AlgoConfig.loss_parts`."""
+    eval_requests: int | None = None
+    """Requests with the eval key under way at a time; None: there is no such key."""
+    eval_sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Of these requests, where they do not say it."""
 
 
 @dataclass(slots=True)

@@ -32,6 +32,9 @@ TUNABLES: tuple[Tunable, ...] = (
           "What the next swap of weights does to running requests: in_place (they keep their KV cache), retract (it is "
           "rebuilt under the new weights), abort (they end and are continued from their tokens).",
           choices=get_args(PauseMode)),
+    _knob("eval_requests", "int", "gateway.eval_requests",
+          "Requests with the run's eval key that a rollout actor answers at a time; further ones are refused as busy.",
+          low=0, high=4096, unit="requests"),
 )
 # fmt: on
 

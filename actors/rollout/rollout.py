@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
@@ -54,6 +54,7 @@ from ...core.messages import (
     EngineUsage,
     EvalRequest,
     EvalResult,
+    GatewayPlace,
     GroupDropped,
     GroupReturned,
     RolloutNow,
@@ -66,7 +67,7 @@ from ...core.retry import until_answered
 from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
-from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
+from ..contracts import BufferContract, CoordinatorContract, GatewayContract, MonitorContract, RolloutContract
 from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer, all_ended
 from ..stream_checks import StreamChecks
@@ -81,7 +82,11 @@ from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, Runni
 from .knobs import rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
 
+if TYPE_CHECKING:
+    from ..gateway.server import Gateway
+
 COORDINATOR = "coordinator"
+GATEWAY = "gateway"
 SAVING_SHARE = 0.05
 """Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
 GROUPS_TRACED_PER_S = 5.0
@@ -137,6 +142,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         reference: Reference | None = None,
     ) -> None:
         """`tenancy`: where the engine shares its device with a trainer in turns."""
+        self.gateway: Gateway | None = None
+        """To be set before the start, if it serves agents or people."""
         self._engine = engine
         self._workflow = workflow
         self._scorer = scorer
@@ -224,17 +231,18 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._checks.vocab_size = info.vocab_size
             generate = self._checks.watch(generate)
             self.ctx.spawn(self._watch(self._engine), name="engine-watch")
+        model = ModelAccess(
+            generate=generate,
+            sampling=SamplingParams(),
+            context_length=context_length,
+            request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
+            goes_on=lambda: not self.is_draining,
+        )
         self._runner = runner = GroupRunner(
             workflow=self._workflow,
             scorer=self._scorer,
             tokenizer=self._tokenizer,
-            model=ModelAccess(
-                generate=generate,
-                sampling=SamplingParams(),
-                context_length=context_length,
-                request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
-                goes_on=lambda: not self.is_draining,
-            ),
+            model=model,
             clock=self._clock,
             options=self._options,
             on_load=self._note_load,
@@ -242,6 +250,13 @@ class Rollout(OwnsKnobs, RolloutContract):
         )
         runner.reference, runner.on_failure, runner.on_end = self._reference, self._tell_failure, self._trace
         self._telemetry.more_seconds = runner.seconds
+        if self.gateway is not None:
+            self.gateway.answer_eval(
+                self._tokenizer,
+                replace(model, sampling=self._options.eval_sampling),
+                limit=lambda: self._options.eval_requests or 0,
+                is_serving=lambda: self._serving.is_set() and not self.is_draining,
+            )
         if self._engine is None:
             self._version = ALWAYS_NEWEST
             self._serving.set()
@@ -255,7 +270,21 @@ class Rollout(OwnsKnobs, RolloutContract):
         await self._serving.wait()
         await self._pull(runner)
 
+    async def gateway_place(self) -> GatewayPlace:
+        return GatewayPlace() if self.gateway is None else await self.gateway.served()
+
+    async def _find_gateway(self, gateway: Gateway) -> None:
+        """The address of the role, which agents are told."""
+        ask = self.ctx.ref(GatewayContract, GATEWAY).gateway_place
+        place = await until_answered(ask, who=GATEWAY, clock=self.ctx.clock, log=self.ctx.log)
+        gateway.found(place.base_url)
+
     async def _start_workers(self) -> None:
+        if self.gateway is not None:
+            await self.gateway.start()
+            if self.gateway.is_behind:
+                self.ctx.watch(GATEWAY)
+                self.ctx.spawn(self._find_gateway(self.gateway), name="find the gateway")
         if isinstance(self._workflow, Lasting):
             await self._workflow.start()
 
@@ -272,6 +301,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._has_reported:
             self.ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
             self.ctx.spawn(self._report(), name=f"report in {event.epoch}")
+        if event.name == GATEWAY and event.kind in ("up", "restarted") and self.gateway is not None:
+            self.ctx.spawn(self._find_gateway(self.gateway), name=f"find gateway {event.epoch}")
 
     async def on_stop(self, why: str) -> None:
         for task in self._end():
@@ -279,6 +310,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         closing = [self._judges.close(), self._evaluation.close()]
         closing += [] if self._engine is None else [self._engine.close()]
         closing += [self._workflow.close()] if isinstance(self._workflow, Lasting) else []
+        closing += [] if self.gateway is None else [self.gateway.stop()]
         await all_ended(closing)
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:

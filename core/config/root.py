@@ -24,6 +24,8 @@ from .run import (
     ChannelName,
     ControlSettings,
     EngineSettings,
+    GatewayRole,
+    GatewaySettings,
     GuardSettings,
     MemorySettings,
     ModelSettings,
@@ -50,6 +52,7 @@ class RunConfig(Section, frozen=True):
     eval: EvalSettings = EvalSettings()
     rollout: RolloutSettings = RolloutSettings()
     agent: AgentSettings = AgentSettings()
+    gateway: GatewaySettings = GatewaySettings()
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()
     algo: AlgoConfig = AlgoConfig()
@@ -174,11 +177,22 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def _agent_conflicts(config: RunConfig) -> Iterator[Conflict]:
     agent, is_asked = config.agent, config.rollout.workflow == AGENT_WORKFLOW
+    role, has_key = config.roles.gateway, config.gateway.eval_requests > 0
+    plain = AgentSettings(dir=agent.dir)
+    if has_key:
+        plain = AgentSettings(dir=agent.dir, host=agent.host, port=agent.port)
+    has_no_engine = config.algo.kind == "sft" or config.roles.rollout.kind == "recorded"
     return clashes(
         (is_asked and not (agent.command or agent.url or agent.polls), "agent.command rollout.workflow",
          f'is empty, and agent.url too: rollout.workflow = "{AGENT_WORKFLOW}" needs a program or a service'),
-        (not is_asked and agent != AgentSettings(dir=agent.dir), "rollout.workflow agent",
+        (not is_asked and agent != plain, "rollout.workflow agent",
          f'must be "{AGENT_WORKFLOW}" for the table [agent] to matter'),
+        (has_key and has_no_engine, "gateway.eval_requests algo.kind roles.rollout.kind",
+         "needs an engine that generates, and this run has none"),
+        (role.count and not (is_asked or has_key), "roles.gateway.count rollout.workflow gateway.eval_requests",
+         f'has nothing to serve: rollout.workflow is not "{AGENT_WORKFLOW}" and gateway.eval_requests is 0'),
+        (not role.count and role != GatewayRole(), "roles.gateway.count roles.gateway",
+         "must be 1 for the table [roles.gateway] to matter"),
         (is_asked and agent.reward != "verifier" and config.reward.fn != "workflow", "reward.fn agent.reward",
          f'must be "workflow": agent.reward = "{agent.reward}" says the reward'),
     )  # fmt: skip

@@ -141,7 +141,7 @@ DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_DEVICES = 64
 
-RoleName = Literal["coordinator", "buffer", "monitor", "memory", "trainer", "rollout"]
+RoleName = Literal["coordinator", "buffer", "monitor", "memory", "gateway", "trainer", "rollout"]
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
@@ -249,6 +249,19 @@ class MemoryRole(RoleSettings, frozen=True):
     """A process whose event loop does not answer: kill (tenants report to the next one what they hold) or wait."""
 
 
+class GatewayRole(SingleRole, frozen=True):
+    """One address for agents and people, in front of those of all rollout actors (docs/agents.md)."""
+
+    count: Annotated[int, Field(ge=0, le=1)] = 0
+    """1, or 0: each rollout actor is asked by an address of its own."""
+    host: str = "127.0.0.1"
+    """Address that it listens on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Its port; 0 = any free one, which it has again when it is started again."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop does not answer: kill (clients ask the next one again) or wait."""
+
+
 class TrainerRole(RoleSettings, frozen=True):
     """The gang of trainer ranks; `count` ranks on each node."""
 
@@ -284,6 +297,7 @@ class RolesSettings(Section, frozen=True):
     buffer: SingleRole = SingleRole()
     monitor: SingleRole = SingleRole()
     memory: MemoryRole = MemoryRole()
+    gateway: GatewayRole = GatewayRole()
     trainer: TrainerRole = TrainerRole()
     rollout: RolloutRole = RolloutRole()
 
@@ -473,7 +487,8 @@ class AgentSettings(Section, frozen=True):
     env: dict[str, str] = {}
     """Further variables of the program's environment."""
     host: str = "127.0.0.1"
-    """Address that each rollout actor listens on for agents."""
+    """Address that each rollout actor listens on, for `gateway.eval_requests` too; it must be within reach of
+    `roles.gateway`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Its port, plus the number of the actor; 0 = any free one."""
 
@@ -493,6 +508,14 @@ class AgentSettings(Section, frozen=True):
             (self.sandbox != "none" and not self.command, "command sandbox",
              "must be set: a service has its own place"),
         )  # fmt: skip
+
+
+class GatewaySettings(Section, frozen=True):
+    """People and programs that ask the policy beside training, with whatever workflow (docs/agents.md)."""
+
+    eval_requests: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Requests with the run's eval key that a rollout actor answers at a time; 0 = there is no such key. They are
+    neither recorded nor trained on."""
 
 
 class EngineSettings(Section, frozen=True):

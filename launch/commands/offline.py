@@ -1,4 +1,4 @@
-"""Commands that need no run: `plan`, `schema`, `doctor`, `convert`, and `render`, which prints a job file."""
+"""Commands that need no run: `plan`, `schema`, `doctor`, `convert`, `engine`, and `render`, which prints a job file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
 from .parser import Command, Parser, add_json_flag, at_least, positive, show
+from .processes import exports
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -148,6 +149,39 @@ CONVERT = Command(
     "convert", "write a checkpoint as a HuggingFace folder", _convert, _add_convert,
     "Write the weights of a checkpoint, of either trainer and any layout, as a HuggingFace folder. Needs no GPU and no "
     "megatron-core. (Trainers load HuggingFace folders by themselves.)",
+)  # fmt: skip
+
+
+def _add_engine(parser: Parser) -> None:
+    parser.add_argument("action", choices=("serve",), help="answer requests until Ctrl-C")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="HuggingFace folder of a model")
+    parser.add_argument("--openai", action="store_true", help="by OpenAI's and Anthropic's API (always)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=0, metavar="PORT", help="its port (any free one)")
+    parser.add_argument("--max-running", type=at_least(1), default=64, metavar="N", help="answers at a time")
+    parser.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="threads for torch (%(default)s)")
+    add_json_flag(parser)
+
+
+def _engine(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from ..composition.rollout_parts import serve_model  # torch is needed here only
+
+    def told(place: dict[str, Any]) -> None:
+        show(options, place, exports)
+
+    work = serve_model(
+        options.folder, told, host=options.host, port=options.port, num=options.max_running, threads=options.threads
+    )
+    asyncio.run(work)
+    return 0
+
+
+ENGINE = Command(
+    "engine", "serve a model folder to any OpenAI or Anthropic client, without a run", _engine, _add_engine,
+    "Serves a folder by the engine that runs on the CPU, as a run's gateway does for its eval key. Prints exports for "
+    "a shell, with the key. (On GPUs use SGLang's own server: python -m sglang.launch_server --model-path FOLDER.)",
 )  # fmt: skip
 
 

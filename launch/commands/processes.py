@@ -1,9 +1,10 @@
-"""Processes of a run: `scale`, `drain`, `restart`, `kill`, `logs`, `stack`, `profile`, `where`."""
+"""Processes of a run: `scale`, `drain`, `restart`, `kill`, `logs`, `stack`, `profile`, `gateway`, `where`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .parser import (
     add_run_flags,
     arguments_of,
     client_or_folder,
+    note_of,
     say_now,
     show,
     verb_command,
@@ -149,6 +151,24 @@ def _where(options: argparse.Namespace) -> int:
     return 0
 
 
+def _gateway(options: argparse.Namespace) -> int:
+    """From the files that gateways write for the run's owner."""
+    folder = note_of(options).run_dir
+    places = [json.loads(path.read_bytes()) for path in sorted(Path(folder).glob("agents*.json"))]
+    if not places:
+        raise ConfigError(f"{folder} has no gateway", remedy="set gateway.eval_requests = 4 for the next run")
+    show(options, places, lambda found: "\n".join(map(exports, found)))
+    return 0
+
+
+def exports(place: dict[str, Any]) -> str:
+    """For a shell: what SDKs look for."""
+    url, key = place["base_url"], place["eval_key"]
+    words = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+    words |= {"OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key} if key else {}
+    return f"export {' '.join(f'{name}={shlex.quote(value)}' for name, value in words.items())}"
+
+
 COMMANDS = (
     verb_command(verbs.SCALE, _scale_words, add=_add_scale, more=_wished, check=_is_done),
     verb_command(verbs.DRAIN, lambda facts: f"leaving: {', '.join(facts['leaving'])}{state_of(facts)}", check=_is_done),
@@ -160,4 +180,9 @@ COMMANDS = (
     verb_command(verbs.STACK, _stack_words),
     verb_command(verbs.PROFILE, _profile_words, check=_is_whole),
 )
+GATEWAY = Command(
+    "gateway", "the addresses at which the policy can be asked, and the eval key", _gateway, add_run_flags,
+    "Prints exports for a shell, with the run's eval key where gateway.eval_requests is set: "
+    'eval "$(myxa gateway)" lets any OpenAI or Anthropic client talk to the policy as it is now.',
+)  # fmt: skip
 WHERE = Command("where", "where the sockets of the run are, for curl", _where, _add_where)

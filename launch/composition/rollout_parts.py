@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ...actors.engines.sglang.server_args import SglangNeeds
+from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import EvalSetSettings
 from ...core.config.learning import RECORDED_REFERENCE
+from ...core.config.run import AGENT_WORKFLOW
 from ...core.messages import SamplingParams
 from ...core.protocols import Tokenizer
 from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
     from ...actors.gateway.agent import AgentWorkflow
+    from ...actors.gateway.server import Gateway
     from ...actors.rewards.guard import Reference
     from ...actors.rewards.judge import Judges
     from ...actors.rewards.rewarder import Rewarder
@@ -58,8 +64,71 @@ def sglang_needs(config: RunConfig) -> SglangNeeds:
     return SglangNeeds(tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic)
 
 
-def agent_workflow(spec: ActorSpec, config: RunConfig, run_dir: Path) -> AgentWorkflow:
-    """The gateway of this actor, and what it starts for each rollout."""
+def gateway(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Gateway | None:
+    """That of a rollout actor; None: nothing is to be served."""
+    if config.rollout.workflow != AGENT_WORKFLOW and not config.gateway.eval_requests:
+        return None
+    from ...actors.gateway.server import Gateway, ListenOptions
+
+    agent, is_behind = config.agent, bool(config.roles.gateway.count)
+    options = ListenOptions(
+        host=agent.host,
+        port=agent.port + spec.index if agent.port else 0,
+        file="" if is_behind else str(run_dir / f"agents.{spec.index}.json"),
+        has_eval_key=config.gateway.eval_requests > 0,
+    )
+    return Gateway(options, prefix=f"r{spec.index}-", is_behind=is_behind)
+
+
+def gateway_role(config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
+    """The one address of a run."""
+    from ...actors.gateway.relay import GatewayRelay
+    from ...actors.gateway.server import ListenOptions
+
+    role = config.roles.gateway
+    options = ListenOptions(
+        host=role.host,
+        port=role.port,
+        key="roles.gateway.port",
+        file=str(run_dir / "agents.json"),
+        has_eval_key=config.gateway.eval_requests > 0,
+    )
+    return GatewayRelay(options, clock)
+
+
+MAX_SERVED = 1000
+"""Requests at a time, without a run; those that the engine does not decode yet wait in it."""
+
+
+async def serve_model(
+    folder: Path, told: Callable[[dict[str, Any]], None], *, host: str, port: int, num: int, threads: int
+) -> None:
+    """Answer requests from a model's folder until the task is cancelled. `told`: gets the address and the key."""
+    from ...actors.engines.embedded.core import EmbeddedOptions
+    from ...actors.engines.embedded.engine import EmbeddedEngine
+    from ...actors.gateway.server import Gateway, ListenOptions
+    from ...actors.models.tokenizer import load_tokenizer
+    from ...actors.workflows.episode import ModelAccess
+
+    engine = EmbeddedEngine(str(folder), EmbeddedOptions(max_running=num, num_threads=threads))
+    gateway = Gateway(ListenOptions(host=host, port=port, key="--port", has_eval_key=True))
+    tokenizer = load_tokenizer(str(folder))
+    try:
+        length = (await engine.start()).context_length
+        model = ModelAccess(
+            generate=engine.generate, sampling=SamplingParams(max_new_tokens=length), context_length=length
+        )
+        gateway.answer_eval(tokenizer, model, limit=lambda: MAX_SERVED, is_serving=lambda: True)
+        await gateway.start()
+        told(msgspec.to_builtins(await gateway.served()))
+        await engine.until_lost()
+    finally:
+        await gateway.stop()
+        await engine.close()
+
+
+def agent_workflow(config: RunConfig, own: Gateway) -> AgentWorkflow:
+    """What is started for each rollout. `own`: the actor's gateway."""
     from ...actors.gateway.agent import AgentWorkflow, OutsideAgentOptions, split_command
 
     agent = config.agent
@@ -79,12 +148,8 @@ def agent_workflow(spec: ActorSpec, config: RunConfig, run_dir: Path) -> AgentWo
         environ={**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))},
         env=agent.env,
         folder=agent.dir or ".",
-        address_file=str(run_dir / f"agents.{spec.index}.json"),
-        host=agent.host,
-        port=agent.port + spec.index if agent.port else 0,
-        key_prefix=f"r{spec.index}-",
     )
-    return AgentWorkflow(options)
+    return AgentWorkflow(options, own)
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:

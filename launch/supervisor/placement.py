@@ -26,7 +26,7 @@ from ..composition.weight_channels import choose_channel
 if TYPE_CHECKING:
     from ..views.run_view import ActorFacts
 
-START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "trainer", "rollout")
+START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "gateway", "trainer", "rollout")
 """Roles that others need start first. Roles are stopped in reverse order."""
 
 NUMBERED: frozenset[RoleName] = frozenset({"memory", "trainer", "rollout"})
@@ -58,7 +58,8 @@ def placement_problems(config: RunConfig, num_nodes: int) -> list[str]:
 
 def started_roles(config: RunConfig) -> tuple[RoleName, ...]:
     """The roles of this run in start order: a memory manager only if memory is shared in turns."""
-    return tuple(role for role in START_ORDER if role != "memory" or config.memory.share == "switch")
+    is_there = {"memory": config.memory.share == "switch", "gateway": bool(config.roles.gateway.count)}
+    return tuple(role for role in START_ORDER if is_there.get(role, True))
 
 
 def _problems(role: RoleName, settings: RoleSettings, num_nodes: int) -> list[str]:

@@ -21,11 +21,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 HEAD = """# The run file
 
-One TOML file describes a run; `myxa up run.toml` starts it. The smallest one names `[model] path` and `[data] train`.
+One TOML file describes a run; `myxa up run.toml` starts it. The smallest one names `[model] path` and `[data] train`. \
 `python -m tests.config.test_reference_page` makes this page from the section classes in `core/config`.
 
-* Several files are merged key by key, later ones win; `--set section.key=value` wins over files (TOML values; a bare
-  word is text). A table given there replaces the files' table.
+* Several files are merged key by key, later ones win; `--set section.key=value` wins over files (TOML values; a bare word is text). \
+A table given there replaces the files' table.
 * An unknown key, a wrong type or a value out of range is an error. All errors of a file are reported at once.
 * A relative path is relative to its file; in `--set`, to the current folder. `~` is the home folder.
 * Durations are in seconds, sizes in tokens, log-probs in nats, unless a key says otherwise.
@@ -35,8 +35,8 @@ One TOML file describes a run; `myxa up run.toml` starts it. The smallest one na
 A line is: key (values; default): meaning.
 """
 
-ROLES = """What differs from `[roles.<role>]`. Coordinator, buffer, monitor and memory manager are one actor each. The
-memory manager runs on the first of `nodes`, with an agent on each other node; without `memory.share` it is absent."""
+ROLES = """What differs from `[roles.<role>]`. All but trainer and rollout are one actor each, the memory manager (absent without \
+`memory.share`) with an agent on each further one of `nodes`."""
 EXPLAINED_BY = {
     "data.sources.NAME": ("data",),
     "eval.sets.NAME": ("data", "eval"),

@@ -36,7 +36,7 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
     assert config.rollout.num_samples == 8
     assert config.optimizer.betas == (0.9, 0.95)
     assert [name for name, _ in config.roles.by_name()] == [
-        "coordinator", "buffer", "monitor", "memory", "trainer", "rollout",
+        "coordinator", "buffer", "monitor", "memory", "gateway", "trainer", "rollout",
     ]  # fmt: skip
     assert config.roles["trainer"] is config.roles.trainer
     assert config.roles.rollout.device_ids == ()

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiohttp import web
 from tests.harness.group_runner import delta
 from tests.workflows.chat_models import QWEN3, ChatModel
 
@@ -59,14 +58,11 @@ def session_of(
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncGenerator[str]:
     """Its address."""
-    runner = web.AppRunner(gateway.app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await gateway.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield (await gateway.served()).base_url
     finally:
-        await runner.cleanup()
+        await gateway.stop()
 
 
 def talk(answer: Callable[[str], str], model: ChatModel = QWEN3) -> tuple[Says, OpenSession, Gateway, str]:

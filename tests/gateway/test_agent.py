@@ -19,6 +19,7 @@ from tests.gateway.scripted import SAMPLING, Says
 from tests.workflows.chat_models import QWEN3
 
 from myxa.actors.gateway.agent import AgentWorkflow, OutsideAgentOptions
+from myxa.actors.gateway.server import Gateway
 from myxa.actors.user_code.sandbox import namespaces_trouble, trouble_with
 from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
 from myxa.core.errors import ConfigError, EngineError, FailureKind, MemberFailed
@@ -51,12 +52,15 @@ def context(says: Says, recorded: tuple[Sample, ...] = (), attempt: int = 0) -> 
 
 @asynccontextmanager
 async def running(**options: Any) -> AsyncGenerator[AgentWorkflow]:
-    workflow = AgentWorkflow(OutsideAgentOptions(**options))
+    gateway = Gateway()
+    workflow = AgentWorkflow(OutsideAgentOptions(**options), gateway)
+    await gateway.start()
     await workflow.start()
     try:
         yield workflow
     finally:
         await workflow.close()
+        await gateway.stop()
 
 
 async def programmed(tmp_path: Path, code: str, says: Says | None = None, **options: Any) -> tuple[Sample, ...]:
@@ -153,7 +157,7 @@ async def test_a_sandbox_that_is_not_installed_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", "/nowhere")
     trouble_with.cache_clear()
     with pytest.raises(ConfigError, match="bwrap"):
-        await AgentWorkflow(OutsideAgentOptions(sandbox="bubblewrap")).start()
+        await AgentWorkflow(OutsideAgentOptions(sandbox="bubblewrap"), Gateway()).start()
     trouble_with.cache_clear()
 
 
@@ -274,8 +278,9 @@ async def test_a_program_that_polls_is_started_again_and_what_it_had_taken_fails
 
 
 async def test_tasks_are_for_the_service_key_alone() -> None:
-    async with running(polls=True) as workflow, httpx.AsyncClient(base_url=workflow.url) as client:
-        refused = await client.post("/v1/tasks/next", headers={"Authorization": "Bearer sk-other"})
+    async with running(polls=True) as workflow, httpx.AsyncClient() as client:
+        url = (await workflow.gateway.served()).base_url
+        refused = await client.post(f"{url}/v1/tasks/next", headers={"Authorization": "Bearer sk-other"})
     assert refused.status_code == 401
 
 
@@ -298,13 +303,13 @@ async def test_a_program_that_never_takes_a_task_fails_its_rollouts(tmp_path: Pa
 
 
 async def test_a_service_that_waits_for_a_task_does_not_hold_up_the_end() -> None:
-    workflow = AgentWorkflow(OutsideAgentOptions(polls=True))
-    await workflow.start()
-    key = workflow.gateway.add_service()
+    gateway = Gateway()
+    await gateway.start()
+    place = await gateway.served()
     async with httpx.AsyncClient(timeout=60) as http:
-        headers = {"Authorization": f"Bearer {key}"}
-        waits = asyncio.ensure_future(http.post(f"{workflow.url}/v1/tasks/next", headers=headers))
+        headers = {"Authorization": f"Bearer {place.tasks_key}"}
+        waits = asyncio.ensure_future(http.post(f"{place.base_url}/v1/tasks/next", headers=headers))
         await asyncio.sleep(0.5)
         async with asyncio.timeout(8):
-            await workflow.close()
+            await gateway.stop()
         await asyncio.wait([waits])
