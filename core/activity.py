@@ -86,28 +86,22 @@ class ActivityMeter:
     def kind(self) -> ActivityKind:
         return self._state.kind
 
-    @contextlib.contextmanager
-    def during(self, kind: ActivityKind, name: str = "", **args: Any) -> Generator[None]:
+    def during(self, kind: ActivityKind, name: str = "", **args: Any) -> contextlib.AbstractContextManager[None]:
         """The block's time counts as `kind`; an inner block takes over until it ends. `args` go into the trace."""
-        block = _State(kind, name, args)
-        self._blocks.append(block)
-        self._update()
-        try:
-            yield
-        finally:
-            _remove(self._blocks, block)
-            self._update()
+        return self._within(self._blocks, _State(kind, name, args))
+
+    def working(self, name: str = "", **args: Any) -> contextlib.AbstractContextManager[None]:
+        """One of many concurrent pieces of work: the actor counts as computing while any is open."""
+        return self._within(self._working, _State("compute", name, args))
 
     @contextlib.contextmanager
-    def working(self, name: str = "", **args: Any) -> Generator[None]:
-        """One of many concurrent pieces of work: the actor counts as computing while any is open."""
-        block = _State("compute", name, args)
-        self._working.append(block)
+    def _within(self, blocks: list[_State], block: _State) -> Generator[None]:
+        blocks.append(block)
         self._update()
         try:
             yield
         finally:
-            _remove(self._working, block)
+            del blocks[max(at for at, one in enumerate(blocks) if one is block)]
             self._update()
 
     def switch(self, kind: ActivityKind, name: str = "", **args: Any) -> None:
@@ -192,13 +186,6 @@ class ActivityMeter:
                 )
             )
         self._span_start_s = self._settled_s
-
-
-def _remove(blocks: list[_State], block: _State) -> None:
-    for index in range(len(blocks) - 1, -1, -1):
-        if blocks[index] is block:
-            del blocks[index]
-            return
 
 
 class TelemetryBuffer:

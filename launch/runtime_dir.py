@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from ..core.errors import LaunchError
 from ..core.files import lock_now, take_lock, write_durably
@@ -65,9 +65,7 @@ class RuntimeDir:
     def __enter__(self) -> RuntimeDir:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
 
     def close(self) -> None:

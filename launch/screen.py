@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -52,11 +51,9 @@ class Screen:
             self._view.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if not self._is_quiet:
-            self._view.__exit__(kind, error, trace)
+            self._view.__exit__(*error)
 
     def show(self, view: RunView) -> None:
         if view.snapshot or self._last is None:

@@ -240,7 +240,7 @@ class Codec:
     def decode(self, body: Buffer, frames: tuple[Buffer, ...]) -> Any:
         """The value. Raises UndecodableError; never anything else, whatever the bytes."""
         views = [memoryview(frame) for frame in frames]
-        reader = _current.reader = ArrayReader(views)
+        reader = _current.reader = ArrayReader(views) if views else _NOBODY
         try:
             value = self._decode(body)[0]
         except (LookupError, TypeError, ValueError, RecursionError):

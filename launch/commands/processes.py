@@ -37,8 +37,7 @@ def _wish(text: str) -> tuple[str, int]:
 
 
 def _wished(options: argparse.Namespace) -> dict[str, Any]:
-    role, count = options.wish
-    return {"role": role, "count": count}
+    return dict(zip(("role", "count"), options.wish, strict=True))
 
 
 def _is_done(options: argparse.Namespace, answer: dict[str, Any]) -> int:
@@ -126,11 +125,6 @@ def _stack_words(stacks: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _is_whole(options: argparse.Namespace, answer: list[dict[str, Any]]) -> int:
-    del options
-    return 1 if any(each["refused"] for each in answer) else 0
-
-
 def _profile_words(replies: list[dict[str, Any]]) -> str:
     lines: list[str] = []
     for each in replies:
@@ -139,10 +133,6 @@ def _profile_words(replies: list[dict[str, Any]]) -> str:
         if not each["refused"] and not each["top"]:
             lines.append("  nothing was seen in that time")
     return "\n".join(lines)
-
-
-def _add_where(parser: Parser) -> None:
-    add_run_flags(parser)
 
 
 def _where(options: argparse.Namespace) -> int:
@@ -178,11 +168,11 @@ COMMANDS = (
     verb_command(verbs.KILL, lambda reply: f"killed: {', '.join(reply['killed'])}"),
     verb_command(verbs.LOGS, _logs_words, add=_add_logs, run=_logs),
     verb_command(verbs.STACK, _stack_words),
-    verb_command(verbs.PROFILE, _profile_words, check=_is_whole),
+    verb_command(verbs.PROFILE, _profile_words, check=lambda _, replies: int(any(each["refused"] for each in replies))),
 )
 GATEWAY = Command(
     "gateway", "the addresses at which the policy can be asked, and the eval key", _gateway, add_run_flags,
     "Prints exports for a shell, with the run's eval key where gateway.eval_requests is set: "
     'eval "$(myxa gateway)" lets any OpenAI or Anthropic client talk to the policy as it is now.',
 )  # fmt: skip
-WHERE = Command("where", "where the sockets of the run are, for curl", _where, _add_where)
+WHERE = Command("where", "where the sockets of the run are, for curl", _where, add_run_flags)

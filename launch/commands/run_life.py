@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
-from ...core.timeouts import TIMEOUTS, LauncherTimeouts
+from ...core.timeouts import TIMEOUTS
 from ..control import verbs
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
@@ -50,30 +50,28 @@ def add_timeout(parser: Parser, name: str, default_s: float, what: str) -> None:
                         help=f"seconds {what} (%(default)g)")  # fmt: skip
 
 
-def start(options: argparse.Namespace, base: LaunchOptions) -> int:
-    from ...core.config import load_config
-    from ..launcher import launch
+def launch_options(options: argparse.Namespace, *, program: str = "", **more: Any) -> LaunchOptions:
+    """What the flags say of how to launch. `program`: where they do not name one; `more`: fields."""
+    from ..launcher import LaunchOptions
+    from ..worker_spec import DEFAULT_PROGRAM
 
-    config = load_config(options.file, options.overrides)
-    return launch(config, chosen_by(options, base)).exit_code
-
-
-def chosen_by(options: argparse.Namespace, base: LaunchOptions) -> LaunchOptions:
-    """What the flags say of how to launch; the rest as in `base`."""
-    timeouts = LauncherTimeouts(
+    timeouts = replace(
+        PATIENCE,
         gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s),
         start_s=options.start_timeout,
         finish_s=options.finish_timeout,
         end_s=options.stop_timeout,
         lost_s=getattr(options, "lost_timeout", PATIENCE.lost_s),
     )
-    return replace(base, program=options.program or base.program, is_quiet=options.quiet, timeouts=timeouts)
+    program = options.program or program or DEFAULT_PROGRAM
+    return LaunchOptions(program=program, is_quiet=options.quiet, timeouts=timeouts, **more)
 
 
-def _up(options: argparse.Namespace) -> int:
-    from ..launcher import LaunchOptions
+def _up(options: argparse.Namespace, **place: Any) -> int:
+    from ...core.config import load_config
+    from ..launcher import launch
 
-    return start(options, LaunchOptions())
+    return launch(load_config(options.file, options.overrides), launch_options(options, **place)).exit_code
 
 
 def _add_launch(parser: Parser) -> None:
@@ -112,32 +110,31 @@ def _num_nodes(text: str) -> tuple[int, int]:
 def _launch(options: argparse.Namespace) -> int:
     if options.join is not None:
         return _join(options)
-    base = options_of_node(options)
-    if base.place.rank:
-        return follow(options, base)
+    place = place_of(options)
+    if place["place"].rank:
+        return follow(options, **place)
     if not options.file:
         raise ConfigError("no run file is given", remedy="name one; only node 0 needs it")
-    return start(options, base)
+    return _up(options, **place)
 
 
-def follow(options: argparse.Namespace, base: LaunchOptions) -> int:
+def follow(options: argparse.Namespace, **place: Any) -> int:
     from ..launcher import launch
 
-    return launch(None, chosen_by(options, base)).exit_code
+    return launch(None, launch_options(options, **place)).exit_code
 
 
-def options_of_node(options: argparse.Namespace) -> LaunchOptions:
-    """What flags, torchrun or Slurm say of this machine. Raises ConfigError for what does not go together."""
-    from ..launcher import LaunchOptions
+def place_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What flags, torchrun or Slurm say of this machine: fields of `LaunchOptions`. Raises ConfigError for what does
+    not go together."""
     from ..node_place import find_place
 
     has_file = options.rdzv_file is not None
     place = find_place(options.nnodes, options.node_rank, options.rdzv, os.environ, has_file=has_file)
-    return LaunchOptions(place=place, rdzv_file=options.rdzv_file, job_key=options.job_key)
+    return {"place": place, "rdzv_file": options.rdzv_file, "job_key": options.job_key}
 
 
 def _join(options: argparse.Namespace) -> int:
-    from ..launcher import LaunchOptions
     from ..nodes.rendezvous import find_late_rendezvous
 
     if is_on_several(options):
@@ -151,7 +148,7 @@ def _join(options: argparse.Namespace) -> int:
             remedy="name the run's directory, HOST:PORT or the rendezvous file",
         )
     place, rdzv_file, job_key = find_late_rendezvous(options.join, options.job_key)
-    return follow(options, LaunchOptions(place=place, rdzv_file=rdzv_file, job_key=job_key, is_late=True))
+    return follow(options, place=place, rdzv_file=rdzv_file, job_key=job_key, is_late=True)
 
 
 def _add_demo(demo: Parser) -> None:
@@ -196,8 +193,8 @@ def _resume(options: argparse.Namespace) -> int:
     named: Path | None = options.run_dir or options.run_path
     if options.run_dir is not None and options.run_path not in (None, options.run_dir):
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
-    if is_on_several(options) and (base := options_of_node(options)).place.rank:
-        return follow(options, base)  # node 0 chooses, and makes the directory ready; it may have started by now
+    if is_on_several(options) and (place := place_of(options))["place"].rank:
+        return follow(options, **place)  # node 0 chooses, and makes the directory ready; it may have started by now
     if named is not None and _is_over(named):
         return start_again(named, options)
     note = find_run(named) if named is not None else _only_live_run(options)
@@ -241,22 +238,19 @@ def _only_live_run(options: argparse.Namespace) -> ControlNote:
 
 def start_again(named: Path, options: argparse.Namespace) -> int:
     """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
-    from ..launcher import LaunchOptions
     from ..run_dir import RunDir
     from ..run_lineage.next_run import no_longer_alive
     from ..run_lineage.resume_point import choose_point
 
-    base = options_of_node(options) if is_on_several(options) else LaunchOptions()
+    place = place_of(options) if is_on_several(options) else {}
     run_dir = RunDir(named.resolve())
     with no_longer_alive(run_dir):
         # a checkpoint that was named is verified in full before newer ones are put away for it
         point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
-        return _resume_launch(run_dir, point, options, base)
+        return _resume_launch(run_dir, point, options, place)
 
 
-def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, base: LaunchOptions) -> int:
-    from dataclasses import replace
-
+def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, where: dict[str, Any]) -> int:
     from ...core.config import load_config
     from ...core.config.loading import toml_value
     from ..launcher import launch
@@ -274,8 +268,8 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namesp
     for text in point.passed_over:
         print(f"passed over: {text}", flush=True)
     print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-    base = replace(base, program=origin.program, run_dir=run_dir, prepare=lambda: begin_next_life(run_dir, point, text))
-    ending = launch(config, chosen_by(options, base))
+    own = {"program": origin.program, "run_dir": run_dir, "prepare": lambda: begin_next_life(run_dir, point, text)}
+    ending = launch(config, launch_options(options, **own, **where))
     came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and ending.version <= point.version
     if came_to_nothing and put_config_back(run_dir):
         print(f"{run_dir.config} is again what it was: nothing was trained with the new values", flush=True)
@@ -293,8 +287,6 @@ def _add_fork(parser: Parser) -> None:
 
 
 def _fork(options: argparse.Namespace) -> int:
-    from datetime import datetime
-
     from ..run_lineage.next_run import fork_run
 
     if is_on_several(options) and not options.no_start:
