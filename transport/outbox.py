@@ -38,6 +38,7 @@ _send = SocketBase.send
 """Without pyzmq's own layer, which takes as long again: it serves what else can be sent than bytes."""
 
 
+_NO_ANSWER = "no answer to the handshake"
 OutboxState = Literal["connecting", "ready", "backoff", "closed"]
 """Of the connection; backoff: it waits before the next attempt."""
 _CHUNK, _MAX_BATCH = LIMITS.chunk, LIMITS.batch
@@ -188,7 +189,7 @@ class Outbox:
         self._socket = self._make_socket()
         self._monitor = self._socket.get_monitor_socket(MONITORED)
         self._pump = Pump(self._monitor, self._watch)
-        self._set_timer(self._loop.call_later(TIMEOUTS.wire.reach_s, self._on_unreached))
+        self._set_timer(self._loop.call_later(TIMEOUTS.wire.reach_s, self._on_late, "its host does not answer"))
         try:
             self._socket.connect(self._endpoint)
         except zmq.ZMQError as error:
@@ -205,7 +206,7 @@ class Outbox:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._on_ready()
         elif event == zmq.EVENT_CONNECTED:
-            self._set_timer(self._loop.call_later(TIMEOUTS.wire.handshake_s, self._on_no_answer))
+            self._set_timer(self._loop.call_later(TIMEOUTS.wire.handshake_s, self._on_late, _NO_ANSWER))
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._on_broken("the other side does not admit our key")
         elif event == zmq.EVENT_CLOSED:
@@ -216,23 +217,16 @@ class Outbox:
             self._on_broken("the connection broke")
         return self._monitor is monitor
 
-    def _on_unreached(self) -> None:
-        if not self._has_moved_on():
-            self._on_broken("its host does not answer")
-
-    def _on_no_answer(self) -> None:
-        # Its kernel takes connections and its process does nothing: stopped or stuck, which is not unreachable. Whether
-        # it hangs is for the loop's heartbeat to say.
-        if not self._has_moved_on():
-            self._down_since = self._loop.time()
-            self._on_broken("no answer to the handshake")
-
-    def _has_moved_on(self) -> bool:
+    def _on_late(self, why: str) -> None:
         """Time is up, but this loop may have been held up longer than the other side: see what has come meanwhile."""
         timer = self._timer
         while self._watch():
             pass
-        return self._timer is not timer or self._state != "connecting"
+        if self._timer is timer and self._state == "connecting":
+            # Its kernel takes connections and its process does nothing: stopped or stuck, which is not unreachable.
+            # Whether it hangs is for the loop's heartbeat to say.
+            self._down_since = self._loop.time() if why is _NO_ANSWER else self._down_since
+            self._on_broken(why)
 
     def _on_ready(self) -> None:
         if self._state != "connecting":

@@ -231,12 +231,9 @@ class Inbox:
     def forget(self, source: bytes) -> None:
         self._assemblies.forget(source)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if self._pump is not None:
             self._pump.stop()
-
-    def close(self) -> None:
-        self.stop()
         self._socket.close(linger=0)
 
     def _take(self) -> bool:
@@ -293,19 +290,15 @@ class HandshakeWatch:
         self._socket = socket
         self._counters = counters
         self._note = note
-        self._monitor: Socket | None = socket.get_monitor_socket(WATCHED)
+        self._monitor = socket.get_monitor_socket(WATCHED)
         self._pump = Pump(self._monitor, self._take)
 
     def close(self) -> None:
         self._pump.stop()
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._monitor = None
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
 
     def _take(self) -> bool:
-        if self._monitor is None:
-            return False
         try:
             event, _, endpoint = read_event(self._monitor)
         except zmq.Again:

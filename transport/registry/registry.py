@@ -188,26 +188,30 @@ class RegistryActor(RegistryContract):
         self._changes = Changes()
 
     async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
-        role = self._to_register(check_name(node), endpoints, current_caller())
+        role = self._to_register(check_name(node), endpoints)
         record = self.state.register(node, endpoints, pid, role)
         self._changes.tell()
         return record
 
     async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
-        self._to_speak_for(node, current_caller())
+        self._to_speak_for(node)
         self.state.announce(node, epoch, actors, reasons)
         self._changes.tell()
         return self.state.version
 
     async def leave(self, node: str, epoch: int, reason: str) -> None:
-        self._to_speak_for(node, current_caller())
+        self._to_speak_for(node)
         self._depart(node, epoch, reason)
 
     async def expect(self, node: str, public_key: str) -> None:
-        self._to_expect(check_name(node), public_key, current_caller())
+        self._to_keep("announce keys")
+        if not is_public_key(public_key):
+            raise self._refusal("that is no public key")
+        if self._guard is not None:
+            self._guard.expect(KeyRights(check_name(node), "node", public_key))
 
     async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
-        self._to_keep("report the end of another process", current_caller())
+        self._to_keep("report the end of another process")
         return self._depart(node, epoch, f"its process ended with {describe_status(status)}", pid)
 
     def unreachable(self, key: PeerKey, why: str) -> None:
@@ -228,10 +232,11 @@ class RegistryActor(RegistryContract):
 
     # -- who may do what: each raises NotPermitted; StaleEpoch for a caller that is over
 
-    def _to_register(self, name: str, endpoints: Endpoints, caller: PeerKey | None) -> str:
+    def _to_register(self, name: str, endpoints: Endpoints) -> str:
         """May that caller join as `name`, listening there? Returns the role that it has then."""
         if self._guard is None:
             return ANYBODY.role
+        caller = current_caller()
         badge = self._guard.stranger(caller) if caller is not None and is_provisional(caller) else None
         if badge is None:
             raise self._refusal("only a process that has not joined yet may register")
@@ -256,32 +261,25 @@ class RegistryActor(RegistryContract):
         if not is_public_key(key) or owner != name:
             raise self._refusal(f"{name} gives a key that is {'no key' if owner == name else f'that of {owner}'}")
 
-    def _to_speak_for(self, name: str, caller: PeerKey | None) -> None:
-        record = self._record(caller)
+    def _to_speak_for(self, name: str) -> None:
+        record = self._record()
         if record is not None and record.role != "keeper" and record.name != name:
             raise self._refusal(f"{record.name} spoke for {name}")
 
-    def _to_keep(self, what: str, caller: PeerKey | None) -> None:
-        record = self._record(caller)
+    def _to_keep(self, what: str) -> None:
+        record = self._record()
         if record is not None and record.role != "keeper":
             raise self._refusal(f"{record.name} may not {what}")
 
-    def _to_expect(self, name: str, public_key: str, caller: PeerKey | None) -> None:
-        """Announce a key; notes it."""
-        self._to_keep("announce keys", caller)
-        if not is_public_key(public_key):
-            raise self._refusal("that is no public key")
-        if self._guard is not None:
-            self._guard.expect(KeyRights(name, "node", public_key))
-
-    def _record(self, caller: PeerKey | None) -> NodeRecord | None:
-        """Of a member; None: within the process. A process that has not joined may only call `register`."""
+    def _record(self) -> NodeRecord | None:
+        """Of the member that calls; None: within the process. One that has not joined may only call `register`."""
+        caller = current_caller()
         if self._guard is None or caller is None:
             return None
-        for record in self.state.nodes():
-            if record.key == caller:
-                return record
-        raise StaleEpoch(f"{caller} is not registered (any more)")
+        found = next((record for record in self.state.nodes() if record.key == caller), None)
+        if found is None:
+            raise StaleEpoch(f"{caller} is not registered (any more)")
+        return found
 
     def _refusal(self, why: str) -> NotPermitted:
         return NotPermitted(why, remedy="a process speaks under its own name and key; launchers hold the job's key")

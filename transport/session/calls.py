@@ -12,20 +12,13 @@ from __future__ import annotations
 from collections import Counter
 
 from ...core.clock import Clock
-from ...core.errors import (
-    CallError,
-    DeadlineExceeded,
-    NotSent,
-    PeerDied,
-)
+from ...core.errors import CallError, DeadlineExceeded, NotSent, PeerDied
 from ...core.timeouts import TIMEOUTS
 from ..wire import Lane
 from .faults import decode_fault
 from .frames import Envelope, Kind
 from .links import Link, Links
 from .pending import Outcome, PendingCall, Route, ttl_ms_of
-
-_REPLY = Kind.REPLY  # members of an Enum are looked up in Python
 
 
 class Calls:
@@ -80,7 +73,7 @@ class Calls:
         self.settle(link, envelope.corr)
         if call is None:
             self._counters["late_answers"] += 1
-        elif envelope.kind is _REPLY:
+        elif envelope.kind is Kind.REPLY:
             self._end(call, envelope)
         else:
             is_refusal = envelope.kind is Kind.NACK
@@ -114,8 +107,7 @@ class Calls:
 
     def on_gone(self, link: Link, why: str) -> None:
         """The incarnation is over."""
-        for call in list(link.pending.values()):
-            self._end_of(call, why)
+        self.fail_all(why, link.pending)
 
     def on_actor_gone(self, target: str, why: str) -> None:
         """An actor ended in a process that continues. It answered what it had; lost answers are not waited for."""
@@ -126,13 +118,11 @@ class Calls:
 
     def _end_of(self, call: PendingCall, why: str) -> None:
         """Its callee is over."""
-        if not call.was_sent:
-            self._end(call, NotSent(f"{call}: {why} before the call was sent"))
-        else:
-            self._end(call, PeerDied(f"{call}: {why} while the call was pending"))
+        died = PeerDied(f"{call}: {why} while the call was pending")
+        self._end(call, died if call.was_sent else NotSent(f"{call}: {why} before the call was sent"))
 
-    def fail_all(self, why: str) -> None:
-        for call in list(self._pending.values()):
+    def fail_all(self, why: str, calls: dict[int, PendingCall] | None = None) -> None:
+        for call in list((self._pending if calls is None else calls).values()):
             self._end_of(call, why)
 
     def _transmit(self, link: Link, call: PendingCall) -> None:

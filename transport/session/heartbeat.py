@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -65,16 +65,15 @@ class _Heart:
         """Its silence up to that moment means nothing."""
         self.silent_from = max(self.silent_from, until)
 
-    def check(self, now: float) -> list[Verdict]:
+    def check(self, now: float) -> Iterator[Verdict]:
         """The states entered by its silence, in order."""
-        silence_s, entered = self.silence_s(now), list[Verdict]()
-        if self.state == "ok" and silence_s >= TIMEOUTS.wire.suspect_s:
+        silence_s, wire = self.silence_s(now), TIMEOUTS.wire
+        if self.state == "ok" and silence_s >= wire.suspect_s:
             self.state = "suspect"
-            entered.append(self.state)
-        if self.state == "suspect" and silence_s >= TIMEOUTS.wire.hung_s:
+            yield self.state
+        if self.state == "suspect" and silence_s >= wire.hung_s:
             self.state = "hung"
-            entered.append(self.state)
-        return entered
+            yield self.state
 
     def heard(self, now: float, vitals: Vitals) -> bool:
         """True if it was suspect or hung until now."""
@@ -146,12 +145,10 @@ class Heartbeat:
         for link in self._links.all():
             if link is self._links.itself:
                 continue
-            heart = self._hearts.get(link.key)
             is_watched = link.has_business or (self.watches_all and self._can_hear(link))
-            if heart is None:
-                if not is_watched:
-                    continue
-                heart = self._heart_of(link.key, now)
+            if not is_watched and link.key not in self._hearts:
+                continue
+            heart = self._heart_of(link.key, now)
             if is_watched and not heart.is_watched:
                 heart.excuse(now)
             heart.is_watched = is_watched
@@ -218,10 +215,7 @@ class Heartbeat:
         return heart.silence_s(self._clock.monotonic()) if heart is not None and heart.is_watched else 0.0
 
     def _heart_of(self, key: PeerKey, now: float) -> _Heart:
-        heart = self._hearts.get(key)
-        if heart is None:
-            heart = self._hearts[key] = _Heart(now)
-        return heart
+        return self._hearts.setdefault(key, _Heart(now))
 
     def _can_hear(self, link: Link) -> bool:
         return link.is_up and link is not self._links.itself

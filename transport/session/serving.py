@@ -23,7 +23,6 @@ from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encoded_bytes
 from .links import Arrival, Link, Links, SessionHost
 
 _WRONG = (BadRequest, NoSuchActor, NoSuchMethod)
-_REPLY = Kind.REPLY  # members of an Enum are looked up in Python
 
 
 class Serving:
@@ -80,7 +79,7 @@ class Serving:
             num_bytes = len(body) + sum(map(len, frames))
             if num_bytes > LIMITS.message - (1 << 20) or len(body) > LIMITS.body:
                 raise MessageTooLarge(f"a reply of {num_bytes} bytes is over the limit", remedy="send it in parts")
-        self._answer(arrival, _REPLY, body, frames)
+        self._answer(arrival, Kind.REPLY, body, frames)
 
     def fail(self, arrival: Arrival, error: BaseException) -> None:
         """It was refused, or the handler raised."""

@@ -26,7 +26,6 @@ from .serving import Serving
 
 LOOPBACK = b"self"
 _LIMITS = LIMITS.of_control(), LIMITS
-_HELLO = Kind.HELLO  # members of an Enum are looked up in Python
 
 Handler = Callable[[Link, Lane, Envelope, int], None]
 """Of one kind of envelope; the number is its length in bytes."""
@@ -75,7 +74,7 @@ class Session:
         if (
             link is None
             or type(envelope) is not Envelope
-            or envelope.kind is _HELLO
+            or envelope.kind is Kind.HELLO
             or envelope.dst_epoch != self._epoch
             or (envelope.src_node, envelope.src_epoch) != link.key
             or (link.is_down and not self._is_back(link, envelope))
@@ -91,7 +90,7 @@ class Session:
             if link is not None and envelope.corr and PeerKey(envelope.src_node, envelope.src_epoch) == link.key:
                 self.serving.refuse_unread(link, envelope.corr, BadRequest(f"malformed: {envelope.reason}"))
             return
-        if envelope.kind is _HELLO:
+        if envelope.kind is Kind.HELLO:
             self._on_hello(source, lane, envelope)
         elif link is None or link.is_down:
             self.counters["before_hello"] += 1
