@@ -30,8 +30,7 @@ from aiohttp import web
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.gateway.server import Gateway, OpenSession
-from myxa.actors.gateway.session import AgentSession, written_form
-from myxa.actors.gateway.turn_text import ToolForm
+from myxa.actors.gateway.session import AgentSession
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -77,7 +76,6 @@ class World:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.tokenizer = load_tokenizer(folder)
-        self.form: ToolForm = written_form(self.tokenizer)
         length = 2048
         if options.attach:
             config = read_config(folder)
@@ -95,7 +93,7 @@ class World:
         self.num += 1
         prompt = Prompt(group_id=self.num, row=0, pass_index=0, messages=(Message(role="user", content="hello"),))
         episode = Episode(prompt=prompt, index=0, tokenizer=self.tokenizer, model=self.access)
-        return OpenSession(AgentSession(episode, self.tokenizer, self.form), prompt)
+        return OpenSession(AgentSession(episode, self.tokenizer), prompt)
 
     async def call(self, turns: int) -> list[float]:
         """A rollout without the gateway."""

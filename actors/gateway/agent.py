@@ -37,8 +37,7 @@ from ..user_code.sandbox import Job, Limits, Sandbox, sandbox
 from ..workflows.episode import Episode, WorkflowContext
 from .exchange import MODEL
 from .server import Gateway, OpenSession, task_of
-from .session import AgentSession, RequestFault, written_form
-from .turn_text import ToolForm
+from .session import AgentSession, RequestFault
 
 TAIL_CHARS = 2000
 """Of a program's output, in errors."""
@@ -92,7 +91,6 @@ class AgentWorkflow:
         self.gateway = gateway
         self._sandbox: Sandbox | None = None
         self._http: aiohttp.ClientSession | None = None
-        self._form: ToolForm | None = None
         self._workers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -113,8 +111,7 @@ class AgentWorkflow:
 
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
-        self._form = self._form or written_form(ctx.tokenizer)
-        session = AgentSession(ctx.episode, ctx.tokenizer, self._form)
+        session = AgentSession(ctx.episode, ctx.tokenizer)
         one = OpenSession(session, prompt, is_replay=ctx.is_replay)
         key = self.gateway.open(one)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below

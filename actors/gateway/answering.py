@@ -38,7 +38,7 @@ def read_exchange(path: str, body: bytes, session: AgentSession, retry_key: str 
     """Raises RequestFault."""
     key = fingerprint(path, body, retry_key)
     if path == Response.path:
-        exchange: Exchange = Response(body, key, session.conversations)
+        exchange: Exchange = Response(body, key, session)
     else:
         kinds: Mapping[str, Callable[[bytes, bytes], Exchange]] = {
             one.path: one for one in (ChatCompletion, TextCompletion, AnthropicMessage)
@@ -72,9 +72,11 @@ class Answering:
         """Begins them. `is_retry`: the client says that it asks again. Raises RequestFault."""
         self._exchange = exchange
         self._turns: list[ComingTurn] = []
+        said = exchange.asked.sampling
         for number in range(exchange.num):
             mark = exchange.asked.fingerprint + bytes([number])
-            asked = replace(exchange.asked, fingerprint=mark, is_retry=is_retry)
+            sampling = {**said, "seed": said["seed"] + number} if "seed" in said else said
+            asked = replace(exchange.asked, sampling=sampling, fingerprint=mark, is_retry=is_retry)
             self._turns.append(session.ask(asked))
 
     async def whole(self) -> dict[str, Any]:
@@ -96,14 +98,13 @@ class Answering:
                 await told.put((index, fault))
 
         yield exchange.begin()
-        async with asyncio.TaskGroup() as group:
-            followers = [group.create_task(follow(index, turn)) for index, turn in enumerate(self._turns)]
+        # no TaskGroup: it makes an error of its own of a generator that is closed, as that of a client that left is
+        followers = [asyncio.ensure_future(follow(index, turn)) for index, turn in enumerate(self._turns)]  # noqa: TID251 -- ended below
+        try:
             while len(answers) < len(self._turns):
                 index, part = await told.get()
                 if isinstance(part, RequestFault):
                     yield event(exchange.fault(part), "error")
-                    for one in followers:
-                        one.cancel()
                     return
                 text = part.text if isinstance(part, Answer) else part
                 before, seen[index] = seen[index], text
@@ -114,9 +115,17 @@ class Answering:
                 if isinstance(part, Answer):
                     answers[index] = part
                     yield exchange.ended(index, part)
+        finally:
+            for one in followers:
+                one.cancel()
         yield exchange.close([answers[index] for index in range(len(self._turns))])
 
     def delivered(self) -> None:
         """The client has all of it: who asks the same again gets another turn."""
         for turn in self._turns:
-            turn.is_delivered = True
+            turn.delivered()
+
+    def left(self) -> None:
+        """The client does not wait any more: who asks the same again, and has not got it, gets this one."""
+        for turn in self._turns:
+            turn.is_awaited = False

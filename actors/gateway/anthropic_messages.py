@@ -169,7 +169,7 @@ class AnthropicMessage(Exchange):
             {"type": "tool_use", "id": number, "name": call.name, "input": call.arguments}
             for number, call in zip(answer.call_ids, text.calls, strict=True)
         ]
-        reasons = {"stop_reason": stop_reason(answer), "stop_sequence": None}
+        reasons = {"stop_reason": stop_reason(answer), "stop_sequence": answer.stop or None}
         more = {"token_ids": list(answer.token_ids), "myxa": facts_of(answers)}
         return {**self._head(answer), "content": blocks, **reasons, **more}
 
@@ -209,14 +209,17 @@ class AnthropicMessage(Exchange):
 
     def close(self, answers: Sequence[Answer]) -> str:
         answer = answers[0]
-        delta = {"stop_reason": stop_reason(answer), "stop_sequence": None}
+        delta = {"stop_reason": stop_reason(answer), "stop_sequence": answer.stop or None}
         usage = {"input_tokens": answer.num_prompt, "output_tokens": len(answer.token_ids)}
-        return _event("message_delta", delta=delta, usage=usage, myxa=facts_of(answers)) + _event("message_stop")
+        more = {"token_ids": list(answer.token_ids), "myxa": facts_of(answers)}
+        return _event("message_delta", delta=delta, usage=usage, **more) + _event("message_stop")
 
 
 def stop_reason(answer: Answer) -> str:
     """Why the turn ended, in Anthropic's words."""
-    return "tool_use" if answer.text.calls else "max_tokens" if answer.finish == "length" else "end_turn"
+    if answer.text.calls:
+        return "tool_use"
+    return "stop_sequence" if answer.stop else "max_tokens" if answer.finish == "length" else "end_turn"
 
 
 def _event(kind: str, **data: Any) -> str:

@@ -25,14 +25,11 @@ from ..workflows.episode import Episode
 from ..workflows.worker import WorkflowWorker
 from .answering import COUNT_PATH, MODELS_PATH, Answering, fault_body, models, num_tokens, read_exchange
 from .exchange import STATUS
-from .session import AgentSession, RequestFault, written_form
-from .turn_text import ToolForm
+from .session import AgentSession, RequestFault
 
 ADDRESS = "http://policy"
 KEY = "rollout"
 SDKS = ("openai", "anthropic")
-_forms: dict[int, ToolForm] = {}
-"""By the identity of a tokenizer; a process has one or two."""
 
 
 @dataclass(slots=True)
@@ -48,8 +45,7 @@ class SessionClients:
     def session(self) -> AgentSession:
         """Begun when it is asked for first."""
         if self._session is None:
-            form = _forms.setdefault(id(self.tokenizer), written_form(self.tokenizer))
-            self._session = AgentSession(self.episode, self.tokenizer, form)
+            self._session = AgentSession(self.episode, self.tokenizer)
         return self._session
 
     def openai(self, *, is_async: bool) -> Any:
@@ -106,9 +102,13 @@ class SessionClients:
 
         class Events(httpx.AsyncByteStream):
             async def __aiter__(self) -> AsyncIterator[bytes]:
-                async for text in answering.events():
-                    yield text.encode()
-                answering.delivered()
+                try:
+                    async with contextlib.aclosing(answering.events()) as events:
+                        async for text in events:
+                            yield text.encode()
+                    answering.delivered()
+                finally:
+                    answering.left()
 
         path, status = request.url.path, 200
         try:
@@ -121,8 +121,11 @@ class SessionClients:
                 answering = Answering(exchange, self.session)
                 if exchange.is_stream:
                     return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Events())
-                data = await answering.whole()
-                answering.delivered()
+                try:
+                    data = await answering.whole()
+                    answering.delivered()
+                finally:
+                    answering.left()
         except RequestFault as fault:
             data, status = fault_body(path, fault), STATUS[fault.kind]
         head = {"Content-Type": "application/json"}

@@ -22,9 +22,10 @@ from .exchange import (
     text_of,
 )
 from .openai_chat import openai_fault, written
-from .session import Answer, Asked, RequestFault
+from .session import AgentSession, Answer, Asked, RequestFault
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
 
 
 class InputItem(msgspec.Struct):
@@ -37,6 +38,7 @@ class InputItem(msgspec.Struct):
     name: str = ""
     arguments: str = "{}"
     output: str | list[dict[str, Any]] = ""
+    summary: list[dict[str, Any]] | None = None
 
 
 class FunctionTool(msgspec.Struct):
@@ -94,16 +96,23 @@ def read_items(items: str | Sequence[InputItem]) -> list[Message]:
     if isinstance(items, str):
         return [Message(role="user", content=items)]
     found: list[Message] = []
+    thought: dict[str, Any] = {}
     for number, item in enumerate(items):
         place = f"input[{number}]"
-        if item.type == "message":
+        if item.type == "reasoning":
+            said = text_of(item.content or item.summary, f"{place}.content", THOUGHT_PARTS)
+            thought = {"reasoning_content": said} if said else {}
+        elif item.type == "message":
             if item.role is None:
                 raise RequestFault("invalid", f"{place} has no role", param=f"{place}.role")
             role = "system" if item.role == "developer" else item.role
-            found.append(Message(role=role, content=text_of(item.content, f"{place}.content", TEXT_PARTS)))
+            text = text_of(item.content, f"{place}.content", TEXT_PARTS)
+            found.append(Message(role=role, content=text, extra=thought if role == "assistant" else {}))
+            thought = {}
         elif item.type == "function_call":
             if not found or found[-1].role != "assistant":
-                found.append(Message(role="assistant", content=""))
+                found.append(Message(role="assistant", content="", extra=thought))
+                thought = {}
             calls = (*found[-1].tool_calls, call_table(item.call_id, item.name, item.arguments))
             found[-1] = msgspec.structs.replace(found[-1], tool_calls=calls)
         elif item.type == "function_call_output":
@@ -118,8 +127,8 @@ class Response(Exchange):
     path: ClassVar[str] = "/v1/responses"
     fault = staticmethod(openai_fault)
 
-    def __init__(self, raw: bytes, key: bytes, earlier: dict[str, tuple[Message, ...]]) -> None:
-        """`earlier`: conversations up to each answer, by its id; this one's is added by `whole` and `close`."""
+    def __init__(self, raw: bytes, key: bytes, session: AgentSession) -> None:
+        """`session`: knows conversations up to earlier answers; this one's is added by `whole` and `close`."""
         super().__init__()
         self._body = body = read_body(raw, ResponseBody)
         check_tool_choice(body.tool_choice)
@@ -127,13 +136,13 @@ class Response(Exchange):
             raise RequestFault("invalid", "text.format must be text: no grammar is applied", param="text.format")
         before: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
-            if body.previous_response_id not in earlier:
+            if body.previous_response_id not in session.conversations:
                 words = f"no response {body.previous_response_id} was given in this session"
                 raise RequestFault("not-found", words, param="previous_response_id")
-            before = earlier[body.previous_response_id]
+            before = session.conversations[body.previous_response_id]
         told = (Message(role="system", content=body.instructions),) if body.instructions else ()
         before = tuple(one for one in before if one.role != "system") if told else before
-        self._earlier, self._messages = earlier, checked_messages([*told, *before, *read_items(body.input)])
+        self._session, self._messages = session, checked_messages([*told, *before, *read_items(body.input)])
         self.asked = Asked(
             messages=self._messages,
             tools=tuple(function_tool(one.name, one.description, one.parameters) for one in body.tools or ()),
@@ -194,7 +203,8 @@ class Response(Exchange):
         return {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": parts, "status": status}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        self._earlier[self._name] = (*self._messages, answers[0].message())
+        if self._body.store is not False:
+            self._session.remember(self._name, (*self._messages, answers[0].message()))
         return self._object(answers[0])
 
     def _event(self, kind: str, **data: Any) -> str:

@@ -39,8 +39,7 @@ from ..http_guard import same
 from ..workflows.episode import Episode, ModelAccess
 from .answering import COUNT_PATH, MODELS_PATH, PATHS, Answering, fault_body, models, num_tokens, read_exchange
 from .exchange import STATUS, read_body
-from .session import AgentSession, RequestFault, written_form
-from .turn_text import ToolForm
+from .session import AgentSession, RequestFault
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
@@ -155,7 +154,6 @@ class EvalAccess:
 
     tokenizer: Tokenizer
     model: ModelAccess
-    form: ToolForm
     limit: Callable[[], int]
     is_serving: Callable[[], bool]
 
@@ -235,7 +233,7 @@ class Gateway:
     ) -> None:
         """There is an engine for requests with the eval key. `limit`: so many at a time. `is_serving`: whether it has
         weights of the run."""
-        self._eval = EvalAccess(tokenizer, model, written_form(tokenizer), limit, is_serving)
+        self._eval = EvalAccess(tokenizer, model, limit, is_serving)
 
     async def served(self) -> GatewayPlace:
         """Its own address and keys, once it serves."""
@@ -367,7 +365,7 @@ class Gateway:
         model = replace(of.model, request_prefix=f"{of.model.request_prefix}eval{number}.")
         prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
         root = Episode(prompt=prompt, index=0, tokenizer=of.tokenizer, model=model, prompt_ids=np.zeros(0, np.int32))
-        one = OpenSession(AgentSession(root, of.tokenizer, of.form), prompt)
+        one = OpenSession(AgentSession(root, of.tokenizer), prompt)
         self._num_eval += 1
         try:
             yield one
@@ -384,11 +382,14 @@ class Gateway:
                     "busy", f"this session may draw {MAX_UNDER_WAY} turns at a time: wait for one to end"
                 )
             answering = Answering(exchange, one.session, is_retry=_is_retry(request))
-            if exchange.is_stream:
-                response = await _streamed(request, answering)
-            else:
-                response = await sent(request, json_response(await answering.whole()))
-            answering.delivered()
+            try:
+                if exchange.is_stream:
+                    response = await _streamed(request, answering)
+                else:
+                    response = await sent(request, json_response(await answering.whole()))
+                answering.delivered()
+            finally:
+                answering.left()
             return response
 
     async def _count(self, request: web.Request) -> web.Response:
@@ -410,8 +411,15 @@ class Gateway:
             }
         )
 
+    async def _told(self, request: web.Request) -> tuple[OpenSession, bytes]:
+        """The rollout of its key, which may end while the body comes, and the body. Raises RequestFault."""
+        self._rollout(request)
+        body = await body_of(request)
+        return self._rollout(request), body
+
     async def _reward(self, request: web.Request) -> web.Response:
-        one, said = self._rollout(request), read_body(await body_of(request), Reward)
+        one, body = await self._told(request)
+        said = read_body(body, Reward)
         _check_reward(said.reward)
         if said.answer is None:
             one.reward = said.reward
@@ -420,8 +428,8 @@ class Gateway:
         return json_response({"ok": True})
 
     async def _end(self, request: web.Request) -> web.Response:
-        one = self._rollout(request)
-        end = read_body(await body_of(request) or b"{}", SessionEnd)
+        one, body = await self._told(request)
+        end = read_body(body or b"{}", SessionEnd)
         if end.reward is not None:
             _check_reward(end.reward)
             one.reward = end.reward
@@ -451,8 +459,8 @@ def _check_reward(reward: float) -> None:
 
 
 def _is_retry(request: web.Request) -> bool:
-    """SDKs say so."""
-    return request.headers.get("x-stainless-retry-count", "0") != "0"
+    """SDKs say so, and clients that mark repetitions by a key."""
+    return "Idempotency-Key" in request.headers or request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -6,7 +6,7 @@ last turn of the model's that it still holds; one that holds none is a conversat
 `Episode`, so each is a sample, and tokens that lines share are learnt once.
 
 A turn is drawn to its end, whether or not its client waits for it. A client that asks the same again, because the
-connection broke, gets that turn; one that got it and asks again gets another one.
+connection broke, gets that turn. One that still waits for it, or has got it, gets another one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -30,11 +31,13 @@ from ...core.samples import Message, Prompt, Sample
 from ...core.sampling import sampling_fault
 from ..workflows.episode import Episode
 from ..workflows.turn_renderer import begins_in_thought
-from .turn_text import ToolForm, TurnText, form_of, read_turn
+from .turn_text import ToolForm, TurnText, cut_at, form_of, read_turn, without_begun
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to."""
-MAX_KEPT_REQUESTS = 256
+MAX_KEPT_REQUESTS = 64
+"""Whose turns are remembered for clients that ask again; those that have been delivered are forgotten first."""
+MAX_KEPT_CONVERSATIONS = 256
 
 FaultKind = Literal["invalid", "auth", "not-found", "too-large", "too-long", "busy", "engine"]
 
@@ -83,6 +86,8 @@ class Answer:
     versions: tuple[int, int]
     """Oldest and newest weight version of its tokens."""
     call_ids: tuple[str, ...] = ()
+    stop: str = ""
+    """The stop string that ended it; the text goes up to there."""
 
     def message(self) -> Message:
         """As a client sends it back."""
@@ -90,7 +95,8 @@ class Answer:
             {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for number, call in zip(self.call_ids, self.text.calls, strict=True)
         )
-        return Message(role="assistant", content=self.text.content, tool_calls=calls)
+        extra = {"reasoning_content": self.text.reasoning} if self.text.reasoning else {}
+        return Message(role="assistant", content=self.text.content, tool_calls=calls, extra=extra)
 
 
 class ComingTurn:
@@ -99,9 +105,18 @@ class ComingTurn:
     def __init__(self) -> None:
         self.is_delivered = False
         """A client has all of it."""
+        self.is_awaited = True
+        """A client waits for it, as far as is known."""
+        self.place: _Place | None = None
+        """Of a turn of a chat that has ended."""
         self._text = TurnText()
         self._answer: Answer | BaseException | None = None
         self._news = asyncio.Event()
+
+    def delivered(self) -> None:
+        self.is_delivered = True
+        if self.place is not None:
+            self.place.is_delivered = True
 
     def grown(self, text: TurnText) -> None:
         self._text = text
@@ -153,31 +168,48 @@ class _Line:
     """Of its turns, by the ids of their answers; in their order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Place:
     """The end of a turn of the model."""
 
     line: _Line
     num_turns: int
     """Of the line, up to there."""
+    thoughts: tuple[str, ...]
+    """Of the conversation's turns of the model, up to there."""
+    is_delivered: bool = False
+    """A client has got the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What of a request was said here."""
+
+    num_messages: int
+    places: Sequence[_Place]
+    """Where they end; several, where turns differ by their thoughts alone."""
+    digest: bytes
+    """Of the whole conversation."""
+    thoughts: tuple[str, ...]
+    """In all of its turns of the model."""
 
 
 class AgentSession:
     """The conversations of one rollout. See the module's head. Used by one loop."""
 
-    def __init__(self, episode: Episode, tokenizer: Tokenizer, form: ToolForm) -> None:
-        """`form`: of tool calls, see `written_form`."""
+    def __init__(self, episode: Episode, tokenizer: Tokenizer) -> None:
         self._root = episode
         self._tokenizer = tokenizer
         self._sampling = episode.sampling
-        self._form: ToolForm = form
+        self._form: ToolForm = written_form(tokenizer)
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._lines: list[_Line] = []
-        self._places: dict[bytes, _Place] = {}
+        self._places: dict[bytes, list[_Place]] = {}
         """By the digest of the conversation up to there."""
         self._coming: dict[bytes, ComingTurn] = {}
         self._drawing: set[asyncio.Task[None]] = set()
         self._num_turns = 0
+        self._is_closed = False
         self.fault: BaseException | None = None
         """Why the rollout cannot continue: the engine failed, or had to stop."""
         self.interrupted = asyncio.Event()
@@ -199,28 +231,37 @@ class AgentSession:
     def num_tokens(self, asked: Asked) -> int:
         """Of the prompt, if nothing of it was said here. Raises RequestFault."""
         try:
-            return len(self._tokenizer.render(asked.messages, add_generation_prompt=True, tools=asked.tools))
+            return len(self._tokenizer.render(self._written(asked), add_generation_prompt=True, tools=asked.tools))
         except (DataError, TemplateError) as error:
             raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
+
+    def _written(self, asked: Asked) -> tuple[Message, ...]:
+        """The messages as the template takes them: without thoughts, if it writes none."""
+        if writes_thoughts(self._tokenizer, bool(asked.tools)):
+            return asked.messages
+        return tuple(replace(one, extra={}) for one in asked.messages)
 
     # -- asking
 
     def ask(self, asked: Asked) -> ComingTurn:
         """Begin the turn that answers this request, or find the one that does. Raises RequestFault."""
+        if self._is_closed:
+            raise RequestFault("auth", "the session of this key has ended")
         if self.fault is not None:
             raise RequestFault("busy", f"this rollout was interrupted: {self.fault}")
-        known = self._coming.get(asked.fingerprint)
-        if known is not None and (asked.is_retry or not known.is_delivered):
+        coming = self._coming.get(asked.fingerprint)
+        if coming is not None and (asked.is_retry or not (coming.is_delivered or coming.is_awaited)):
             self.counts["repeated"] += 1
-            return known
+            coming.is_awaited = True
+            return coming
         params = self._params(asked)
-        line, digest = self._line(asked, params)
+        line, known = self._line(asked, params)
         line.is_busy = True
-        coming = ComingTurn()
-        self._coming[asked.fingerprint] = coming
-        while len(self._coming) > MAX_KEPT_REQUESTS:
-            del self._coming[next(iter(self._coming))]
-        task = asyncio.ensure_future(self._drawn(line, digest, asked, params, coming))  # noqa: TID251 -- ended by close
+        kept = sorted(self._coming, key=lambda mark: not self._coming[mark].is_delivered)
+        for mark in kept[: len(kept) - MAX_KEPT_REQUESTS]:
+            del self._coming[mark]
+        coming = self._coming[asked.fingerprint] = ComingTurn()
+        task = asyncio.ensure_future(self._drawn(line, known, asked, params, coming))  # noqa: TID251 -- ended by close
         self._drawing.add(task)
         task.add_done_callback(self._drawing.discard)
         return coming
@@ -235,44 +276,43 @@ class AgentSession:
             raise RequestFault("invalid", f"{fault}: {remedy}")
         return params
 
-    def _line(self, asked: Asked, params: SamplingParams) -> tuple[_Line, bytes]:
-        """The line that the turn belongs to, with all tokens before it, and the digest of the conversation so far."""
+    def _line(self, asked: Asked, params: SamplingParams) -> tuple[_Line, _Known | None]:
+        """The line that the turn belongs to, with all tokens before it, and the conversation so far."""
         try:
             if asked.text is not None:
-                return self._begun(replace(self._root.prompt, messages=(), tools=()), asked.text), b""
-            num_known, place, digest = self._found(asked)
-            if place is None:
-                return self._begun(replace(self._root.prompt, messages=asked.messages, tools=asked.tools), None), digest
-            rest = asked.messages[num_known:]
-            if not rest:
-                raise RequestFault(
-                    "invalid", "the last message is the model's own turn, which has ended: append one", param="messages"
-                )
+                return self._begun(replace(self._root.prompt, messages=(), tools=()), asked.text), None
+            known, messages = self._known(asked), self._written(asked)
+            rest = messages[known.num_messages :]
+            if known.places and not rest:
+                words = "the last message is the model's own turn, which has ended: append one"
+                raise RequestFault("invalid", words, param="messages")
+            if not known.places or rest[-1].role == "assistant":  # a turn that its client began
+                return self._begun(replace(self._root.prompt, messages=messages, tools=asked.tools), None), known
+            place = max(known.places, key=lambda one: (one.is_delivered, self._is_free(one, params)))
+            ids = place.line.episode.reply_ids(rest, place.num_turns)
+            if ids is None:
+                words = "the conversation leaves no room for an answer in the context"
+                raise RequestFault("too-long", words, param="messages")
             line = self._continued(place, params)
-            if not line.episode.reply_with(*rest):
-                raise RequestFault("too-long", self._too_long(line.episode.num_tokens), param="messages")
+            line.episode.append_reply(rest, ids)
         except PromptTooLong as error:
             raise RequestFault("too-long", error.message, param="messages") from error
         except (DataError, TemplateError, UserCodeError) as error:
             raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
-        return line, digest
+        return line, known
 
-    def _too_long(self, num_tokens: int) -> str:
-        return f"the conversation has {num_tokens} tokens and leaves no room for an answer in the context"
-
-    def _found(self, asked: Asked) -> tuple[int, _Place | None, bytes]:
-        """How many of the messages are known here, where they end, and the digest of all."""
-        digest = _digest(b"", asked.tools)
-        num_known, place, num_turns = 0, None, 0
+    def _known(self, asked: Asked) -> _Known:
+        digest, thoughts = _digest(b"", asked.tools), list[str]()
+        known = _Known(0, (), digest, ())
         for number, message in enumerate(asked.messages, 1):
             digest = _digest(digest, _told(message))
             if message.role == "assistant":
-                num_turns += 1
-                if digest in self._places:
-                    num_known, place = number, self._places[digest]
-        known_turns = sum(message.role == "assistant" for message in asked.messages[:num_known])
-        self.counts["edited"] += num_turns > known_turns and bool(self._places)
-        return num_known, place, digest
+                thoughts.append(str(message.extra.get("reasoning_content", "")).strip())
+                if fits := [one for one in self._places.get(digest, ()) if _agree(thoughts, one.thoughts)]:
+                    known = _Known(number, fits, digest, fits[-1].thoughts)
+        self.counts["edited"] += len(thoughts) > len(known.thoughts) and bool(self._places)
+        whole = (*known.thoughts, *thoughts[len(known.thoughts) :])
+        return _Known(known.num_messages, known.places, digest, whole)
 
     def _begun(self, prompt: Prompt, text: str | None) -> _Line:
         root = self._root
@@ -286,11 +326,15 @@ class AgentSession:
         self._lines.append(line)
         return line
 
-    def _continued(self, place: _Place, params: SamplingParams) -> _Line:
-        """The line that continues from there: the same one, or a new one where that is longer, or is drawn at another
-        temperature."""
+    def _is_free(self, place: _Place, params: SamplingParams) -> bool:
+        """Whether nothing follows it yet, and its turns were drawn as this one shall be."""
         line = place.line
-        if line.num_turns == place.num_turns and not line.is_busy and line.episode.temperature == params.temperature:
+        return line.num_turns == place.num_turns and not line.is_busy and line.episode.temperature == params.temperature
+
+    def _continued(self, place: _Place, params: SamplingParams) -> _Line:
+        """The line that continues from there: the same one, or a new one."""
+        line = place.line
+        if self._is_free(place, params):
             self.counts["continued"] += 1
             return line
         self.counts["forked"] += 1
@@ -299,15 +343,16 @@ class AgentSession:
         return line
 
     async def _drawn(
-        self, line: _Line, digest: bytes, asked: Asked, params: SamplingParams, coming: ComingTurn
+        self, line: _Line, known: _Known | None, asked: Asked, params: SamplingParams, coming: ComingTurn
     ) -> None:
         episode = line.episode
-        form = self._form if asked.may_call and asked.tools else None
+        form: ToolForm | None = self._form if asked.may_call and asked.tools else None
         begins_inside = begins_in_thought(self._tokenizer, episode.token_ids)
         num_prompt = episode.num_tokens
 
         def grown() -> None:
             text = self._tokenizer.decode(self._said(episode.under_way), skip_special=False).rstrip(HALF)
+            text = without_begun(cut_at(text, params.stop)[0], params.stop)
             coming.grown(read_turn(text, form, begins_inside=begins_inside, is_whole=False))
 
         episode.on_tokens = grown
@@ -331,6 +376,7 @@ class AgentSession:
         line.num_turns, line.last = line.num_turns + 1, self._num_turns
         drawn = episode.last_turn
         text = self._tokenizer.decode(self._said(turn.token_ids), skip_special=False)
+        text, stop = cut_at(text, params.stop)
         read = read_turn(text, form, begins_inside=begins_inside)
         answer = Answer(
             id=uuid.uuid4().hex,
@@ -341,10 +387,13 @@ class AgentSession:
             logprobs=tuple(drawn.logprobs.tolist()),
             versions=(int(drawn.versions.min(initial=2**31 - 1)), int(drawn.versions.max(initial=-1))),
             call_ids=tuple(f"call_{uuid.uuid4().hex[:24]}" for _ in read.calls),
+            stop=stop,
         )
         line.rewards[answer.id] = 0.0
-        if digest:
-            self._places[_digest(digest, _told(answer.message()))] = _Place(line, line.num_turns)
+        if known is not None:
+            digest = _digest(known.digest, _told(answer.message()))
+            coming.place = _Place(line, line.num_turns, (*known.thoughts, read.reasoning.strip()))
+            self._places.setdefault(digest, []).append(coming.place)
         coming.ended(answer)
 
     def _said(self, ids: Sequence[int]) -> Sequence[int]:
@@ -363,11 +412,18 @@ class AgentSession:
         raise RequestFault("not-found", f"no answer {answer_id} was given in this session", param="id")
 
     async def close(self) -> None:
-        """End the turns under way."""
+        """End the turns under way; none begins from now on."""
+        self._is_closed = True
         for task in tuple(self._drawing):
             task.cancel()
         if self._drawing:
             await asyncio.wait(set(self._drawing))
+
+    def remember(self, number: str, conversation: tuple[Message, ...]) -> None:
+        """For requests that continue the answer of that id."""
+        self.conversations[number] = conversation
+        while len(self.conversations) > MAX_KEPT_CONVERSATIONS:
+            del self.conversations[next(iter(self.conversations))]
 
     def samples(self, reward: float | None = None) -> tuple[Sample, ...]:
         """Of all lines that have a turn, that with the newest one last. `reward`: of the rollout, on the last one;
@@ -384,6 +440,7 @@ class AgentSession:
         return tuple(samples)
 
 
+ASKED = Message(role="user", content="?")
 CALLED: dict[str, Any] = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -395,16 +452,32 @@ TOOL: dict[str, Any] = {
 }
 
 
+@lru_cache(maxsize=8)
 def written_form(tokenizer: Tokenizer) -> ToolForm:
     """How the chat template writes a tool call."""
-    turns = (Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=(CALLED,)))
     with contextlib.suppress(DataError, TemplateError):
-        return form_of(tokenizer.render_text(turns, add_generation_prompt=False, tools=(TOOL,)))
+        turn = Message(role="assistant", content="", tool_calls=(CALLED,))
+        return form_of(tokenizer.render_text((ASKED, turn), add_generation_prompt=False, tools=(TOOL,)))
     return "hermes"
+
+
+@lru_cache(maxsize=8)
+def writes_thoughts(tokenizer: Tokenizer, has_tools: bool) -> bool:
+    """Whether the chat template takes messages with `reasoning_content`."""
+    with contextlib.suppress(DataError, TemplateError):
+        turn = Message(role="assistant", content=".", extra={"reasoning_content": "."})
+        tokenizer.render_text((ASKED, turn), add_generation_prompt=False, tools=(TOOL,) if has_tools else ())
+        return True
+    return False
 
 
 def _digest(before: bytes, what: object) -> bytes:
     return blake2b(before + msgspec.json.encode(what, order="sorted"), digest_size=16).digest()
+
+
+def _agree(told: Sequence[str], were: Sequence[str]) -> bool:
+    """Whether a client tells the thoughts that were; it may leave any out."""
+    return all(not thought or thought == was for thought, was in zip(told, were, strict=True))
 
 
 def _told(message: Message) -> object:

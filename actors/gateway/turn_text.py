@@ -14,7 +14,7 @@ call that does not parse stays in the words, as the model wrote it, and the turn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,14 +128,14 @@ def read_turn(text: str, form: ToolForm | None, *, begins_inside: bool = False, 
     held back as long as it may be the beginning of a mark."""
     reasoning, said = _thought(text, begins_inside=begins_inside, is_whole=is_whole)
     if form is None:
-        return TurnText(reasoning, said if is_whole else _without_begun(said, (THOUGHT_BEGINS,)))
+        return TurnText(reasoning, said if is_whole else without_begun(said, (THOUGHT_BEGINS,)))
     how = _FORMS[form]
     if form == "llama" and said.lstrip().startswith("{"):
         said = f"{_LLAMA_TAG}{said.lstrip()}"
     marks = (how.begins, *how.wrapping[:1])
     places = [at for mark in marks if (at := said.find(mark)) >= 0]
     if not is_whole:
-        words = said[: min(places)].rstrip() if places else _without_begun(said, (*marks, THOUGHT_BEGINS))
+        words = said[: min(places)].rstrip() if places else without_begun(said, (*marks, THOUGHT_BEGINS))
         return TurnText(reasoning, words)
     if not places:
         return TurnText(reasoning, said)
@@ -165,13 +165,19 @@ def _thought(text: str, *, begins_inside: bool, is_whole: bool) -> tuple[str, st
     inside = text if begins_inside else begun[len(THOUGHT_BEGINS) :]
     thought, ends, rest = inside.partition(THOUGHT_ENDS)
     if not ends:
-        return (thought if is_whole else _without_begun(thought, (THOUGHT_ENDS,))).strip("\n"), ""
+        return (thought if is_whole else without_begun(thought, (THOUGHT_ENDS,))).strip("\n"), ""
     return thought.strip("\n"), rest.lstrip("\n")
 
 
-def _without_begun(text: str, marks: tuple[str, ...]) -> str:
+def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text up to the first stop string in it, and that; empty: there is none."""
+    at, stop = min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=(len(text), ""))
+    return text[:at], stop
+
+
+def without_begun(text: str, marks: Sequence[str]) -> str:
     """The text without an end that may be the beginning of a mark, white space included."""
-    for size in range(max(map(len, marks)) - 1, 0, -1):
+    for size in range(max(map(len, marks), default=1) - 1, 0, -1):
         if any(len(mark) > size and text.endswith(mark[:size]) for mark in marks):
             text = text[:-size]
             break

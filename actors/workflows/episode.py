@@ -239,8 +239,7 @@ class Episode:
     def branch(self, num_turns: int | None = None) -> Episode:
         """A further sample of this rollout, which continues from here, or from the end of this episode's turn number
         `num_turns` (1: its first). The tokens up to there are its prompt: they are learnt once, in this episode."""
-        ends = [at for at, one in enumerate(self._segments, 1) if one.is_model]
-        kept = self._segments if num_turns is None else self._segments[: ends[num_turns - 1]]
+        kept = self._kept(num_turns)
         other = self._another(self._prompt, _whole([self._prompt_ids, *(one.output_ids for one in kept)]))
         other._before = (kept or [self._before])[-1]
         other._finish = self._finish if len(kept) == len(self._segments) else "stop"
@@ -248,6 +247,10 @@ class Episode:
         other._turns = self._turns[: len(self._turns) - left_out.count(True)]
         other._replies = self._replies[: len(self._replies) - left_out.count(False)]
         return other
+
+    def _kept(self, num_turns: int | None) -> list[Delta]:
+        ends = [at for at, one in enumerate(self._segments, 1) if one.is_model]
+        return self._segments if num_turns is None else self._segments[: ends[num_turns - 1]]
 
     def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Episode:
         """A further sample of this rollout, of a conversation of its own: that of a sub-agent, or the history in short.
@@ -442,24 +445,35 @@ class Episode:
 
     def reply_with(self, *messages: Message) -> bool:
         """The same with several messages, such as the answers of all tools that the model called at once."""
-        before = self._segments[-1] if self._segments else self._before
+        ids = self.reply_ids(messages)
+        if ids is None:
+            self._finish = "length"
+            return False
+        self.append_reply(messages, ids)
+        return True
+
+    def reply_ids(self, messages: Sequence[Message], num_turns: int | None = None) -> I32 | None:
+        """Token ids int32 of these messages as a reply after this episode's turn number `num_turns`, the last one
+        where it is None; None: they do not fit into the context. Raises as `reply`."""
+        kept = self._kept(num_turns)
+        before = kept[-1] if kept else self._before
         if not messages or before is NOTHING or not before.is_model:
             raise UserCodeError(
                 f"workflow: reply() for row {self._prompt.row} without a model turn before it",
                 remedy="call `await episode.generate()` first, and reply with all messages at once",
             )
-        last = before.output_ids
-        ended_by = int(last[-1]) if self._finish == "stop" and last.size else None
+        ended_by = int(before.output_ids[-1]) if before.output_ids.size else None
         ids = self._renderer.reply(messages, ended_by=ended_by, tools=self._prompt.tools)
-        if len(ids) >= self.room:
-            self._finish = "length"
-            return False
+        num_before = len(self._prompt_ids) + sum(len(one.output_ids) for one in kept)
+        return ids if num_before + len(ids) < self._model.context_length else None
+
+    def append_reply(self, messages: Sequence[Message], ids: I32) -> None:
+        """Append messages of which `reply_ids` told the ids, for this place."""
         recorded = self._next_recorded(is_model=False)
         if recorded is not None and not np.array_equal(recorded.output_ids, ids):
             self._replay = []
         self._segments.append(unstamped(ids, is_model=False))
-        self._replies.append(messages)
-        return True
+        self._replies.append(tuple(messages))
 
     def sample(
         self,

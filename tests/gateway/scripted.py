@@ -11,7 +11,7 @@ from tests.harness.group_runner import delta
 from tests.workflows.chat_models import QWEN3, ChatModel
 
 from myxa.actors.gateway.server import Gateway, OpenSession
-from myxa.actors.gateway.session import AgentSession, written_form
+from myxa.actors.gateway.session import AgentSession
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -52,7 +52,7 @@ def session_of(
                  metadata={"k": 1}, source="d.jsonl")  # fmt: skip
     access = ModelAccess(generate=says.generate, sampling=sampling, context_length=8192)
     episode = Episode(prompt=row, index=0, tokenizer=says.tokenizer, model=access, recorded=recorded)
-    return OpenSession(AgentSession(episode, says.tokenizer, written_form(says.tokenizer)), row)
+    return OpenSession(AgentSession(episode, says.tokenizer), row)
 
 
 @asynccontextmanager

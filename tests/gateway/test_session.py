@@ -27,7 +27,7 @@ async def told(session: AgentSession, *messages: Message, mark: str = "", **more
     asked = Asked(messages=messages, fingerprint=repr((messages, mark, more)).encode(), **more)
     coming = session.ask(asked)
     answer = await coming.answer()
-    coming.is_delivered = True
+    coming.delivered()
     return answer
 
 
@@ -83,15 +83,79 @@ async def test_the_same_question_again_is_another_turn_once_it_was_answered() ->
     assert len(session.samples()) == 2
 
 
-async def test_the_same_question_before_its_answer_came_is_the_same_turn() -> None:
+@pytest.mark.parametrize(("leaves", "is_retry", "num"), [(False, False, 2), (True, False, 1), (False, True, 1)])
+async def test_the_same_question_before_its_answer_came(leaves: bool, is_retry: bool, num: int) -> None:
+    """Two samples of one question, a connection that broke, a client that says that it asks again."""
     says = Says(QWEN3, lambda prompt: "yes")
     says.may_go.clear()
     session = session_of(says).session
-    asked = Asked(messages=USER, fingerprint=b"1")
-    first, second = session.ask(asked), session.ask(asked)
+    first = session.ask(Asked(messages=USER, fingerprint=b"1"))
+    first.is_awaited = not leaves
+    second = session.ask(Asked(messages=USER, fingerprint=b"1", is_retry=is_retry))
     says.may_go.set()
-    assert (await first.answer()) is (await second.answer())
-    assert len(session.samples()) == 1
+    assert ((await first.answer()) is (await second.answer())) == (num == 1)
+    assert len(session.samples()) == num
+
+
+async def test_a_stop_string_ends_the_text_and_not_the_tokens() -> None:
+    says = Says(QWEN3, lambda prompt: "Look. Observation: 3")
+    session = session_of(says).session
+    first = await told(session, *USER, sampling={"stop": ("Observation", "zz")})
+    assert (first.text.content, first.stop, first.finish) == ("Look. ", "Observation", "stop")
+    await told(session, *USER, first.message(), user("4"))
+    assert says.tokenizer.decode(says.prompts[1], skip_special=False).count("Look. Observation<|im_end|>") == 1
+    assert session.counts["continued"] == 1
+
+
+async def test_what_does_not_fit_is_refused_and_leaves_no_trace() -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    session = session_of(says).session
+    first = await told(session, *USER)
+    for _ in range(2):
+        with pytest.raises(RequestFault, match="no room"):
+            await told(session, *USER, first.message(), user("long" * 3000))
+    await told(session, *USER, first.message(), user("short"))
+    text = says.tokenizer.decode(says.prompts[1], skip_special=False)
+    assert text.count("yes<|im_end|>\n<|im_start|>user\nshort") == 1
+    (sample,) = session.samples()
+    assert sample.finish == "stop"
+
+
+async def test_turns_that_differ_by_their_thoughts_alone_are_told_apart_by_them() -> None:
+    thoughts = iter(("one", "two", "", ""))
+    says = Says(QWEN3, lambda prompt: f"<think>\n{next(thoughts)}\n</think>\n\nyes")
+    session = session_of(says).session
+    first, _ = await told(session, *USER, mark="1"), await told(session, *USER, mark="2")
+    await told(session, *USER, first.message(), user("more"))
+    assert "one" in says.tokenizer.decode(says.prompts[2])
+    other = Message(role="assistant", content="yes", extra={"reasoning_content": "three"})
+    await told(session, *USER, other, user("more"))
+    assert session.counts["edited"] == 1
+
+
+async def test_a_turn_that_its_client_began_is_continued() -> None:
+    says = Says(QWEN2_5, lambda prompt: " and more")
+    session = session_of(says).session
+    first = await told(session, *USER)
+    await told(session, *USER, first.message(), user("go"), Message(role="assistant", content="It is"))
+    assert says.tokenizer.decode(says.prompts[1], skip_special=False).endswith("<|im_start|>assistant\nIt is")
+
+
+async def test_a_session_that_has_ended_begins_no_turn() -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    session = session_of(says).session
+    await session.close()
+    with pytest.raises(RequestFault, match="has ended"):
+        session.ask(Asked(messages=USER))
+    assert says.prompts == []
+
+
+async def test_thoughts_are_left_out_where_the_template_writes_none() -> None:
+    says = Says(LLAMA3, lambda prompt: "yes")
+    session = session_of(says).session
+    thinking = Message(role="assistant", content="so", extra={"reasoning_content": "hm"})
+    await told(session, *USER, thinking, user("go"))
+    assert "hm" not in says.tokenizer.decode(says.prompts[0])
 
 
 async def test_two_questions_at_once_after_one_turn_are_two_samples() -> None:
