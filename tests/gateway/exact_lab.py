@@ -390,7 +390,7 @@ class Talk:
         """Messages up to the last turn of the model that was said so, and tokens that may stand for them."""
         for size in range(len(history), 0, -1):
             key = (has_tools, *(one.key for one in history[:size]))
-            thoughts = [one.thought for one in history[:size] if one.role == "assistant"]
+            thoughts = [one.thought.strip() for one in history[:size] if one.role == "assistant"]
             fits = [
                 ids
                 for had, ids in self.ends.get(key, ())
@@ -443,7 +443,7 @@ class Talk:
         assert not any(stop in answer.said.content for stop in stops)
         said = (*history, answer.said)
         key = (has_tools, *(one.key for one in said))
-        thoughts = tuple(one.thought for one in said if one.role == "assistant")
+        thoughts = tuple(one.thought.strip() for one in said if one.role == "assistant")
         self.ends.setdefault(key, []).append((thoughts, call.prompt + call.ids))
         self.tally.turns += 1
         self.tally.calls += len(answer.said.calls)

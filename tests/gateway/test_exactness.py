@@ -88,7 +88,7 @@ async def conversed(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("num_turns", [60, pytest.param(1500, marks=[pytest.mark.soak, pytest.mark.timeout(1500)])])
+@pytest.mark.parametrize("num_turns", [45, pytest.param(1500, marks=[pytest.mark.soak, pytest.mark.timeout(1500)])])
 async def test_random_conversations_are_learnt_as_they_were_drawn(name: str, num_turns: int, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -127,7 +127,7 @@ async def test_a_pass_of_its_own_finds_the_same_log_probs(tmp_path: Path) -> Non
                 assert float(np.abs(found - np.float32(run[1][done:])).max()) == 0.0
                 num_tokens += len(found)
     print(f"{num_tokens} tokens differ by 0; of one pass all by at most {worst:.1e}")
-    assert num_tokens > 100
+    assert num_tokens > 20
     assert worst < EXACT
 
 
