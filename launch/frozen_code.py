@@ -3,20 +3,32 @@
 What is learnt must not change under a run because a file was edited: the trainer's processes start again, and so does
 the run, hours later. So files that `[algo]` names are copied when the run starts, with the modules beside them that
 they import, and the run's configuration names the copies. They travel to all nodes. Knows source text; runs none of it.
+
+Rows that an environment makes are written likewise, once: `rows/<name>.jsonl`, by the environment's own interpreter.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ..core.config import RunConfig, dump_config
+from ..core.config.data import ENVIRONMENT, parse_sources
+from ..core.config.run import EnvironmentSettings
 from ..core.errors import ConfigError, LaunchError
+from ..core.files import write_durably
 
-CODE = "code"
+CODE, ROWS = "code", "rows"
+ENVIRONMENT_WORKER = Path(__file__).parents[1] / "actors" / "environments" / "worker.py"
+MAX_ROWS_S = 1800.0
+"""For an environment to make all its rows: it may load a data set."""
 KEYS = ("reward_post_process", "advantage_fn", "weight_fn", "loss_fn")
 MAX_BYTES = 256 << 10
 """Of all files together: they go with the order to start."""
@@ -51,7 +63,60 @@ def freeze(config: RunConfig, run_dir: Path) -> Frozen:
             remedy="install what is large as a module",
         )
     whole = {key: f"{run_dir.absolute()}/{name}" for key, name in names.items()}
-    return Frozen(_renamed(config, whole), dump_config(_renamed(config, names)), files)
+    used, told = _renamed(config, whole), _renamed(config, names)
+    environments = {one.environment for _, value in config.data_files() for one in parse_sources(value)} - {""}
+    if environments:
+        for name in sorted(environments):
+            _write_rows(name, config.environments[name], run_dir / ROWS / f"{name}.jsonl")
+        used, told = _with_rows(used, f"{run_dir.absolute()}/{ROWS}/"), _with_rows(told, f"{ROWS}/")
+    return Frozen(used, dump_config(told), files)
+
+
+def _write_rows(name: str, of: EnvironmentSettings, path: Path) -> None:
+    """Unless they are there. Raises ConfigError if the environment gives none."""
+    if path.exists():
+        return
+    command = (of.python or sys.executable, "-P", str(ENVIRONMENT_WORKER), "rows")
+    spec = json.dumps({"name": name, "kind": of.kind, "id": of.id, "args": of.args}).encode()
+    try:
+        done = subprocess.run(
+            command, input=spec, env={**os.environ, **of.env}, capture_output=True, timeout=MAX_ROWS_S, check=False
+        )
+        cause = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] if done.returncode else ""
+        cause = cause or ("" if done.stdout else "it has no rows")
+        rows = done.stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        cause, rows = str(error), b""
+    if cause:
+        remedy = f"try it with {command[0]}: it must have the package of that environment"
+        raise ConfigError(f"environments.{name}: rows cannot be made: {cause}", remedy=remedy)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, rows)
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written: {error.strerror}", remedy="set run.dir") from error
+
+
+def _with_rows(config: RunConfig, folder: str) -> RunConfig:
+    """With the files in place of the environments."""
+
+    def named(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not isinstance(value, str):
+            return tuple(str(named(one)) for one in value)
+        if not value.startswith(ENVIRONMENT):
+            return value
+        name, found, rest = value.removeprefix(ENVIRONMENT).partition("@")
+        return f"{folder}{name}.jsonl{found}{rest}"
+
+    data, held_out = config.data, config.eval
+    sources = {name: one.model_copy(update={"path": named(one.path)}) for name, one in data.sources.items()}
+    sets = {name: one.model_copy(update={"path": named(one.path)}) for name, one in held_out.sets.items()}
+    return config.model_copy(
+        update={
+            "data": data.model_copy(update={"train": named(data.train), "sources": sources}),
+            "eval": held_out.model_copy(update={"data": named(held_out.data), "sets": sets}),
+        }
+    )
 
 
 def _renamed(config: RunConfig, names: Mapping[str, str]) -> RunConfig:

@@ -18,7 +18,7 @@ from ..actors.weights.receive import TrainerSenders
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
-from ..core.config.run import AGENT_WORKFLOW
+from ..core.config.run import AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW
 from ..core.errors import ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
@@ -269,6 +269,7 @@ MLFLOW_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.data.recorded import RecordedAnswers
+    from ..actors.environments.workflow import EnvironmentWorkflow
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
     from ..actors.rewards.rewarder import make_rewarder
@@ -288,6 +289,8 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         workflow = RecordedAnswers(config)
     elif own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
         workflow = agent_workflow(config, own_gateway)
+    elif config.rollout.workflow == ENVIRONMENT_WORKFLOW:
+        workflow = EnvironmentWorkflow(config.environments, max_workers=config.rollout.workers, environ=os.environ)
     else:
         workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.
@@ -311,6 +314,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             run_dir=str(run_dir),
             max_outage_s=config.reward.max_outage_s,
             max_retries=config.rollout.max_retries,
+            workers=config.rollout.workers,
             zero_on_error=config.reward.on_error == "zero",
             loss_parts=config.algo.loss_parts,
             eval_requests=config.gateway.eval_requests or None,

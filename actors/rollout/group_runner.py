@@ -44,7 +44,7 @@ from ...core.samples import I32, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
 from ..rewards.guard import Reference, Scorer
 from ..stream_checks import checked_rollout
-from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext
+from ..workflows.episode import Episode, Interrupted, Lasting, ModelAccess, Workflow, WorkflowContext
 from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import TokensSoFar, WorkflowPool
 from ..workflows.timeline import DOINGS, OUTSIDE, Doing, RolloutSpan, Timeline
@@ -97,6 +97,8 @@ class RolloutOptions:
     """For so long all groups may be lost to their environments."""
     max_retries: int = 2
     """How often a member is tried again whose environment failed."""
+    workers: int | None = None
+    """Processes of its workflow at most, or of each environment; None: it has none."""
     zero_on_error: bool = False
     """A member that fails by its policy gets reward 0."""
     loss_parts: tuple[LossPart, ...] = ("algo",)
@@ -275,6 +277,8 @@ class GroupRunner:
         """Of rollouts that are over, by what they did."""
         self._lasted: dict[Doing, deque[float]] = {kind: deque(maxlen=MAX_LASTED) for kind in DOINGS}
         """Seconds of the newest stretches."""
+        self._is_lasting = isinstance(workflow, Lasting)
+        """It bounds its own phases."""
         if isinstance(workflow, WorkflowPool):
             self._load.function = workflow.name
             workflow.on_waits = self._hear_place
@@ -450,23 +454,33 @@ class GroupRunner:
         )
         member.so_far = episode.so_far
         context = WorkflowContext(
-            episode=episode, tokenizer=self._tokenizer, max_turns=self.options.max_turns, index=member.index
+            episode=episode,
+            tokenizer=self._tokenizer,
+            max_turns=self.options.max_turns,
+            index=member.index,
+            session_id=self._session_id(member),
+            attempt=_attempt(member),
+            run_s=self.options.workflow_timeout_s,
         )
-        timeout_s = self.options.workflow_timeout_s
+        timeout_s = None if self._is_lasting else self.options.workflow_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 made = await workflow(context, prompt)
                 return (made,) if isinstance(made, Sample) else tuple(made)
         except TimeoutError as late:
             raise UserCodeError(
-                f"workflow did not finish within {timeout_s:g} s {member.where}", remedy="raise rollout.timeout_s"
+                f"workflow did not finish within {timeout_s or 0:g} s {member.where}", remedy="raise rollout.timeout_s"
             ) from late
+
+    def _session_id(self, member: GroupMember) -> str:
+        assignment = member.group.assignment
+        kind = "" if assignment.attempt >= 0 else f"eval{-assignment.attempt}."
+        return f"{Path(self.options.run_dir).name}.{kind}{assignment.prompt.group_id}.{member.index}"
 
     async def _in_worker(self, pool: WorkflowPool, member: GroupMember, model: ModelAccess) -> Rollout:
         record = TokensSoFar(member.recorded)
         member.so_far = record.so_far
-        assignment, prompt = member.group.assignment, member.group.prompt
-        kind = "" if assignment.attempt >= 0 else f"eval{-assignment.attempt}."
+        prompt = member.group.prompt
         start = StartEpisode(
             prompt=prompt,
             index=member.index,
@@ -474,8 +488,8 @@ class GroupRunner:
             sampling=model.sampling,
             context_length=model.context_length,
             request_prefix=model.request_prefix,
-            session_id=f"{Path(self.options.run_dir).name}.{kind}{prompt.group_id}.{member.index}",
-            attempt=max(assignment.attempt - 1, 0) + member.num_before,
+            session_id=self._session_id(member),
+            attempt=_attempt(member),
             recorded=member.recorded,
         )
         try:
@@ -591,6 +605,10 @@ class GroupRunner:
             raise RewardError(err.message, remedy=err.remedy) from err
         finally:
             self.sums["reward_s"] += members[0].group.reached("reward", began_s) - began_s
+
+
+def _attempt(member: GroupMember) -> int:
+    return max(member.group.assignment.attempt - 1, 0) + member.num_before
 
 
 async def all_or_first_error(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -25,6 +25,10 @@ TUNABLES: tuple[Tunable, ...] = (
     _knob("workflow_timeout_s", "float", "rollout.timeout_s",
           "How long a workflow may take for one sample; samples that are begun from now on. Code that blocks the event "
           "loop is judged by the run file's value.", low=0.0, is_low_open=True, high=7 * 86400.0, unit="s"),
+    _knob("workers", "int", "rollout.workers",
+          "Worker processes per rollout actor at most, of the workflow or of each environment. Raised, further ones "
+          "start as they are needed; lowered, surplus ones end with what runs in them.",
+          low=1, high=256, unit="processes"),
     _knob("max_error_rate", "float", "reward.max_error_rate",
           "Share of failed reward calls, and of groups lost to workflow or engine, above which the run ends; judged "
           "again with the next failure.", low=0.0, high=1.0),

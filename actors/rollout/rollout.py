@@ -74,7 +74,7 @@ from ..stream_checks import StreamChecks
 from ..telemetry import report_forever
 from ..weights.engine_versions import ALWAYS_NEWEST
 from ..weights.receive import EngineWeights
-from ..workflows.episode import Generate, Lasting, ModelAccess, Workflow
+from ..workflows.episode import Generate, Lasting, ModelAccess, Resizable, Workflow
 from ..workflows.pool import WorkflowPool
 from ..workflows.timeline import ACTIVITIES, rows
 from .evaluation import Evaluation
@@ -152,6 +152,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._tokenizer = tokenizer
         self._options = options = copy(options)
         options.pause_mode = None if engine is None else engine.pause_mode
+        options.workers = options.workers if isinstance(workflow, Resizable) else None
         self._clock = clock
         self._version = NO_VERSION
         self._serving = asyncio.Event()
@@ -208,6 +209,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         """Put the live values where they act. What runs already runs to its end."""
         self._budget.lost.max_rate = self._options.max_error_rate
         self._judges.allow(self._options.max_error_rate)
+        if self._options.workers is not None and isinstance(self._workflow, Resizable):
+            self._workflow.resize(self._options.workers)
         if self._options.pause_mode is not None and self._engine is not None:
             self._engine.pause_mode = self._options.pause_mode
         self._book()

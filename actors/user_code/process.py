@@ -1,8 +1,8 @@
-"""A process that runs a user's code beside an actor, and the pipes to it: length-prefixed msgpack frames, typed on both
-sides.
+"""A process that runs a user's code beside an actor, and the pipes to it: length-prefixed frames, typed on both sides;
+msgpack, or JSON for a program of another interpreter.
 
     actor ── subreaper ── worker    `python -m myxa.actors.subreaper <pid> <grace> :<module>`; `module.main()` is the
-                                    worker
+                                    worker; or a program and its arguments
 
 `WorkerPool` is the actor's side: the workers of one function, a reward's or a workflow's, and which call has which
 worker. `SharedLoop` is the worker's side: an event loop that runs many calls side by side.
@@ -26,7 +26,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
@@ -122,12 +122,12 @@ def array_in(kind: Any, value: Any) -> Any:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_start_decoder = msgspec.msgpack.Decoder(Started)
+json_encoder = msgspec.json.Encoder()
 
 
-def frame(message: object) -> bytes:
+def frame(message: object, encode: Callable[[object], bytes] = encoder.encode) -> bytes:
     """A message with its length in front. Raises ValueError over the limit, TypeError for what cannot be sent."""
-    body = encoder.encode(message)
+    body = encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"{len(body)} bytes are over the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
@@ -136,8 +136,9 @@ def frame(message: object) -> bytes:
 class UserProcess:
     """A worker and its subreaper, seen from the actor. Its pool's task for it waits for its end."""
 
-    def __init__(self, *, is_alone: bool) -> None:
-        """`is_alone`: it is for one call only."""
+    def __init__(self, encode: Callable[[object], bytes], *, is_alone: bool) -> None:
+        """`encode`: what it is told. `is_alone`: it is for one call only."""
+        self._encode = encode
         self.is_alone = is_alone
         self.calls: dict[int, Call] = {}
         self.is_ready = False
@@ -150,11 +151,13 @@ class UserProcess:
         """The call that it was killed for."""
         self._process: Process | None = None
 
-    async def start(self, module: str, grace_s: float) -> None:
+    async def start(self, program: tuple[str, ...], grace_s: float, env: Mapping[str, str] | None) -> None:
         """Have it wait for its first frame. In its own session: what is typed at a terminal is not for it. `grace_s`:
-        what it has to clean up when this process dies."""
-        command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), f":{module}")
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        what it has to clean up when this process dies. `env`: None: this process's."""
+        command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), *program)
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=env
+        )
         if self.is_killed:
             self._process.terminate()
 
@@ -167,7 +170,7 @@ class UserProcess:
         assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
-            self._process.stdin.write(frame(message))
+            self._process.stdin.write(frame(message, self._encode))
             await self._process.stdin.drain()
 
     async def receive(self) -> bytes:
@@ -236,10 +239,10 @@ class WorkerPool:
 
     def __init__(
         self,
-        module: str,
+        program: tuple[str, ...],
         spec: object,
         what: str,
-        decoder: msgspec.msgpack.Decoder[Any],
+        decoder: msgspec.msgpack.Decoder[Any] | msgspec.json.Decoder[Any],
         *,
         max_workers: int,
         max_calls: float,
@@ -247,15 +250,19 @@ class WorkerPool:
         grace_s: float = 0.0,
         max_block_s: float = 0.0,
     ) -> None:
-        """`module`: of the worker. `what` the spec names, for messages. `decoder`: of the worker's messages.
-        `max_calls`: of one worker, before a further one is started; 1: a call that is given up ends its worker.
-        `grace_s`: for the workers to clean up when their input ends, or this process. `max_block_s`: of the workers'
-        loops; 0: they may be silent."""
-        self._module = module
+        """`program`: of a worker, `:module` or a command. `what` the spec names, for messages. `decoder`: of the
+        worker's messages; one of JSON: so is what it is told. `max_calls`: of one worker, before a further one is
+        started; 1: a call that is given up ends its worker. `grace_s`: for the workers to clean up when their input
+        ends, or this process. `max_block_s`: of the workers' loops; 0: they may be silent."""
+        self._program = program
+        self._env: Mapping[str, str] | None = None
         self._spec = spec
         self._what = what
         self._decoder = decoder
-        self._max_workers = max_workers
+        is_json = isinstance(decoder, msgspec.json.Decoder)
+        self._encode = json_encoder.encode if is_json else encoder.encode
+        self._started = (msgspec.json.Decoder if is_json else msgspec.msgpack.Decoder)(Started)
+        self.max_workers = max_workers
         self._max_calls = max_calls
         self._starting = asyncio.Semaphore(starts_at_once)
         self._grace_s = grace_s
@@ -288,6 +295,14 @@ class WorkerPool:
                 await worker.send(Cancel(call.number))
             _mind(worker)
 
+    def resize(self, num: int) -> None:
+        """So many workers at most. Surplus ones get no further calls, and end with those that they have."""
+        self.max_workers = num
+        fit = [one for one in self.workers if one.is_ready and one.is_alive and not (one.is_alone or one.is_retired)]
+        for worker in sorted(fit, key=lambda one: -len(one.calls))[num:]:
+            worker.is_retired = True
+            _mind(worker)
+
     async def take(self, *, is_alone: bool = False) -> UserProcess:
         """The worker for a call, which the caller enters in its `calls` at once."""
         async with self._starting:
@@ -295,11 +310,11 @@ class WorkerPool:
                 one for one in self.workers if one.is_ready and one.is_alive and not one.is_alone and not one.is_retired
             ]
             least = min(fit, key=lambda one: len(one.calls), default=None)
-            if not is_alone and least and (len(least.calls) < self._max_calls or len(fit) >= self._max_workers):
+            if not is_alone and least and (len(least.calls) < self._max_calls or len(fit) >= self.max_workers):
                 return least
             if self.is_closed:
                 raise UserCodeError(f"{self._what} was called after its actor ended")
-            worker, started = UserProcess(is_alone=is_alone), asyncio.get_running_loop().create_future()
+            worker, started = UserProcess(self._encode, is_alone=is_alone), asyncio.get_running_loop().create_future()
             self.workers[worker] = asyncio.ensure_future(self._live(worker, started))  # noqa: TID251 -- ends with it
             try:
                 await started
@@ -311,7 +326,7 @@ class WorkerPool:
     async def _live(self, worker: UserProcess, started: asyncio.Future[None]) -> None:
         try:
             try:
-                await worker.start(self._module, self._grace_s)
+                await worker.start(self._program, self._grace_s, self._env)
                 await self._load(worker)
             except Exception as error:  # noqa: BLE001 -- raised where it is waited for
                 if not started.done():
@@ -336,7 +351,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await worker.send(self._spec)
-                reply = _start_decoder.decode(await worker.receive())
+                reply = self._started.decode(await worker.receive())
         except TimeoutError:
             raise UserCodeError(
                 f"a worker process could not load {self._what} within {START_TIMEOUT_S:g} s",

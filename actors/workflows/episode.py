@@ -14,6 +14,7 @@ recorded one ends the replay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
@@ -596,6 +597,9 @@ class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """How often this member was begun before, as far as the run knows: its actor died, or its environment failed."""
 
+    run_s: float = math.inf
+    """Seconds for all turns."""
+
     clients: Clients | None = None
     is_plain: bool = False
     """It is handed to a plain `def`: clients are those that wait."""
@@ -639,6 +643,13 @@ class Lasting(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """Of a workflow, or the processes that run it, whose number may change."""
+
+    def resize(self, num: int) -> None: ...
 
 
 def _whole(parts: Sequence[I32]) -> I32:

@@ -81,7 +81,7 @@ class WorkflowPool(WorkerPool):
     def __init__(self, spec: WorkflowSpec, limits: PhaseLimits, tokenizer: Tokenizer, *, max_workers: int) -> None:
         """`limits.run_s` is that of each episode's start."""
         super().__init__(
-            "myxa.actors.gateway.clients",
+            (":myxa.actors.gateway.clients",),
             spec,
             f'workflow "{spec.workflow}"',
             from_worker,

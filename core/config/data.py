@@ -36,6 +36,8 @@ from .section import (
     named,
 )
 
+ENVIRONMENT = "environment:"
+"""In place of a path, before the name of an environment that has rows."""
 SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]", re.DOTALL)
 FORM = "a slice must look like file@[10:100], with whole numbers on either side of the colon"
 
@@ -47,6 +49,11 @@ class Source:
     path: str
     start: int | None = None
     stop: int | None = None
+
+    @property
+    def environment(self) -> str:
+        """Whose rows they are, of one of `[environments]`; empty: the file's."""
+        return self.path.removeprefix(ENVIRONMENT) if self.path.startswith(ENVIRONMENT) else ""
 
     def rows(self, num_rows: int) -> range:
         """The chosen rows of a file that has `num_rows`."""
@@ -170,7 +177,7 @@ class DataSettings(RowColumns, frozen=True):
 
     train: SourceText = ""
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99.
-    Folders, patterns and further formats: rewards-and-data.md. Left out where `sources` names several."""
+    Folders, patterns, further formats, `environment:NAME`: rewards-and-data.md. Left out where there are `sources`."""
     sources: dict[str, SourceSettings] = {}
     """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
     preset: Literal["slime", "verl", "chat", "plain", "recorded"] = "slime"

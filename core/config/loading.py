@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails
 
 from ..errors import ConfigError
 from ..suggestion import suggest
+from .data import ENVIRONMENT
 from .root import RunConfig
 from .section import (
     CONFLICTS,
@@ -393,7 +394,7 @@ def _resolve_value(value: Any, meaning: Meaning, folder: Path) -> Any:
         return [_resolve_value(one, meaning, folder) for one in array]
     if names is not None and meaning == "code":
         return {_resolve_value(name, meaning, folder): one for name, one in names.items()}
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or (meaning == "sources" and value.startswith(ENVIRONMENT)):
         return value
     if meaning == "code":
         file, colon, attr = value.rpartition(":")

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 
 from pydantic import Field, model_validator
 
-from .data import DataSettings, EvalSettings, JudgeSettings, RewardSettings, plain_conflicts
+from ..suggestion import nearest
+from .data import (
+    SOURCE_NAME,
+    DataSettings,
+    EvalSettings,
+    JudgeSettings,
+    RewardSettings,
+    parse_sources,
+    plain_conflicts,
+)
 from .learning import (
     RECORDED_REFERENCE,
     AlgoConfig,
@@ -19,11 +28,14 @@ from .learning import (
 )
 from .run import (
     AGENT_WORKFLOW,
+    ENVIRONMENT_WORKFLOW,
+    KINDS_WITH_ROWS,
     WORKFLOW_BUILTINS,
     AgentSettings,
     ChannelName,
     ControlSettings,
     EngineSettings,
+    EnvironmentSettings,
     GatewayRole,
     GatewaySettings,
     GuardSettings,
@@ -53,6 +65,8 @@ class RunConfig(Section, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     agent: AgentSettings = AgentSettings()
     gateway: GatewaySettings = GatewaySettings()
+    environments: dict[str, EnvironmentSettings] = {}
+    """Where rollouts take place, each a table `[environments.NAME]`. A row's metadata `environment` chooses."""
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()
     algo: AlgoConfig = AlgoConfig()
@@ -202,6 +216,31 @@ def _judge_conflicts(config: RunConfig) -> Iterator[Conflict]:
     is_asked = any(fn == "judge" for _, fn in config.named_rewards())
     cause = 'must be "judge", or that of a set or one of several, for the table [judge] to matter'
     return clashes((config.judge != JudgeSettings() and not is_asked, "reward.fn judge", cause))
+
+
+def _environment_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    is_asked, known = config.rollout.workflow == ENVIRONMENT_WORKFLOW, config.environments
+    yield from clashes(
+        (is_asked and not known, "environments rollout.workflow",
+         f'is empty: rollout.workflow = "{ENVIRONMENT_WORKFLOW}" needs a table [environments.NAME]'),
+        (known and not is_asked, "rollout.workflow environments",
+         f'must be "{ENVIRONMENT_WORKFLOW}" for the tables [environments.NAME] to matter'),
+    )  # fmt: skip
+    for name in known:
+        if not SOURCE_NAME.fullmatch(name):
+            cause = "an environment's name is 1 to 64 letters, digits, '_' or '-', no sign first"
+            yield Conflict((f"environments.{name}",), cause)
+    for key, value in config.data_files():
+        for name in filter(None, (source.environment for source in parse_sources(value))):
+            near = nearest(name, known)
+            preset = config.data.preset
+            yield from clashes(
+                (name not in known, f"{key} environments",
+                 f'there is no [environments.{name}]{f"; did you mean {near}?" if near else ""}'),
+                (name in known and known[name].kind not in KINDS_WITH_ROWS, f"{key} environments.{name}.kind",
+                 f'has no rows of its own: name a file; those of {" and ".join(KINDS_WITH_ROWS)} have'),
+                (preset != "slime", f"data.preset {key}", 'must be "slime": rows of an environment are laid out so'),
+            )  # fmt: skip
 
 
 def _critic_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -516,6 +555,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _reference_conflicts,
     _agent_conflicts,
     _judge_conflicts,
+    _environment_conflicts,
     _critic_conflicts,
     _eval_conflicts,
     _step_conflicts,

@@ -348,6 +348,8 @@ class MemorySettings(Section, frozen=True):
 
 WORKFLOW_BUILTINS = ("single_turn", "demonstration")
 AGENT_WORKFLOW = "agent"
+ENVIRONMENT_WORKFLOW = "environment"
+WORKFLOW_NAMES = (*WORKFLOW_BUILTINS, AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW)
 
 
 def _token_ids(value: tuple[int, ...]) -> tuple[int, ...]:
@@ -400,10 +402,10 @@ class RolloutSettings(Section, frozen=True):
     """Whether nothing but the run file decides what is drawn and trained: with `async.max_staleness = 0` two runs are
     equal to the bit (docs/engines.md). Each turn has a seed made of `run.seed`, draw, sample and turn. SGLang needs
     `sglang.enable_deterministic_inference` for it."""
-    workflow: Annotated[CodeName, named(*WORKFLOW_BUILTINS, AGENT_WORKFLOW), Field(min_length=1)] = "single_turn"
+    workflow: Annotated[CodeName, named(*WORKFLOW_NAMES), Field(min_length=1)] = "single_turn"
     """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), agent (a program or service that
-    talks to the policy by HTTP, see `[agent]`), or your own function or class, `module:name` or `file.py:name`, which
-    runs in worker processes."""
+    talks to the policy by HTTP, see `[agent]`), environment (one of `[environments]`), or your own function or class,
+    `module:name` or `file.py:name`, which runs in worker processes."""
     workflow_args: Annotated[Table, AfterValidator(check_json)] = {}
     """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
@@ -424,8 +426,8 @@ class RolloutSettings(Section, frozen=True):
     """Seconds for which an async workflow may hold the loop of its worker process by a call that blocks; then the call
     is interrupted, and the sample fails by its environment."""
     workers: Annotated[int, Field(ge=1, le=256)] = 4
-    """Worker processes per rollout actor at most, for a workflow of your own; a further one is started when each has 32
-    samples."""
+    """Worker processes per rollout actor at most, for a workflow of your own (a further one is started when each has 32
+    samples) or for each environment (when each has `concurrency` sessions)."""
     max_retries: CountInt = 2
     """How often a sample is tried again whose workflow failed by its environment, sandbox or network; then the group
     is finished without it."""
@@ -442,7 +444,7 @@ class RolloutSettings(Section, frozen=True):
         return clashes(
             (self.min_new_tokens > self.max_new_tokens, "min_new_tokens max_new_tokens",
              f"is above max_new_tokens = {self.max_new_tokens}"),
-            (self.workflow_args and self.workflow in (*WORKFLOW_BUILTINS, AGENT_WORKFLOW), "workflow_args workflow",
+            (self.workflow_args and ":" not in self.workflow, "workflow_args workflow",
              f'is for a workflow of your own; "{self.workflow}" takes none'),
         )  # fmt: skip
 
@@ -516,6 +518,53 @@ class GatewaySettings(Section, frozen=True):
     eval_requests: Annotated[int, Field(ge=0, le=4096)] = 0
     """Requests with the run's eval key that a rollout actor answers at a time; 0 = there is no such key. They are
     neither recorded nor trained on."""
+
+
+KINDS_WITH_ROWS = ("verifiers", "reasoning_gym")
+EnvironmentKind = Literal["gym", "verifiers", "reasoning_gym", "openenv", "mcp"]
+
+
+class EnvironmentSettings(Section, frozen=True):
+    """An environment in worker processes of its own, for `rollout.workflow = "environment"` (docs/rewards-and-data.md).
+    `NAME` is its own: letters, digits, `_`, `-`, at most 64."""
+
+    kind: EnvironmentKind
+    """gym (Gymnasium's interface), verifiers, reasoning_gym, openenv (a server of it), or mcp (tools of servers)."""
+    id: CodeName = ""
+    """Which one. gym: `file.py:Class`, `module:Class` or an id that Gymnasium knows; verifiers: the environment's id;
+    reasoning_gym: the task's name; openenv: the server's address; mcp: empty."""
+    args: Annotated[Table, AfterValidator(check_json)] = {}
+    """Its named arguments: JSON values. mcp: `servers`, each with a `command` or a `url`."""
+    python: ProgramName = ""
+    """Interpreter that has its package, Python 3.11 or newer; it needs nothing of myxa. Empty = the rollout actor's."""
+    env: dict[str, str] = {}
+    """Further variables of its workers' environment."""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Sessions that a worker has at a time. `rollout.workers` is the number of workers."""
+    setup_s: PositiveFloat = 120.0
+    """Seconds until its first turn."""
+    step_s: PositiveFloat = 60.0
+    """Seconds from a turn of the model to the next. All turns together have `rollout.timeout_s`."""
+    finalize_s: PositiveFloat = 60.0
+    """Seconds for what it does after the last turn."""
+    score_s: PositiveFloat = 60.0
+    """Seconds to say the reward."""
+    teardown_s: PositiveFloat = 30.0
+    """Seconds to clean up, in whatever way a session ended."""
+    silence_s: PositiveFloat = 30.0
+    """Seconds without a sign of life after which a worker is killed; its sessions are tried again in others."""
+    malformed_reward: float = 0.0
+    """What a turn earns by a tool call that cannot be read, beside what the environment says."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What each kind needs."""
+        return clashes(
+            (self.kind != "mcp" and not self.id, "id kind", f'must be set: kind = "{self.kind}" needs it'),
+            (self.kind == "openenv" and not self.id.startswith(("http://", "https://")), "id kind",
+             "must be the address of a server: http://host:port"),
+            (self.kind == "mcp" and not self.args.get("servers"), "args kind",
+             'must name servers: args = { servers = { NAME = { command = ["..."] } } }, or url = "http://..."'),
+        )  # fmt: skip
 
 
 class EngineSettings(Section, frozen=True):

@@ -60,6 +60,8 @@ def render_reference() -> str:
             parts += _role_parts()
         elif section is not None:
             parts += [_section_part(f"[{key}]", section, keys_of(section)), *_named_parts(key, section)]
+        elif (named := named_section_of(info)) is not None:
+            parts.append(_section_part(f"[{key}.NAME]", named, keys_of(named)))
     return "\n".join(parts)
 
 

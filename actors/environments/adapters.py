@@ -1,0 +1,454 @@
+"""Kinds of environments, each by its package: what a worker process (`worker.py`) does in each phase of a session.
+
+As `worker.py`, this needs the standard library alone; a package is imported by the class that needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import re
+import sys
+import threading
+import types
+import urllib.request
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from .worker import Blamed, Environment, EnvironmentSession, Message, Mistake, NoTurn, Row, words_of
+
+
+def code_named(name: str) -> Any:
+    """`file.py:attr` or `module:attr`."""
+    where, _, attr = name.rpartition(":")
+    if where.endswith(".py"):
+        sys.path.append(str(Path(where).parent))
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        if spec is None or spec.loader is None or not Path(where).is_file():
+            raise Mistake(f"there is no Python file {where}")
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    found: Any = module
+    for part in attr.split("."):
+        if not hasattr(found, part):
+            raise Mistake(f"{where} has no {attr}")
+        found = getattr(found, part)
+    return found
+
+
+def fitting(fn: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the named arguments that a function takes."""
+    takes = inspect.signature(fn).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    return {name: value for name, value in named.items() if takes_all or name in takes}
+
+
+class Game(Environment):
+    """Gymnasium's interface: `reset`, `step`, `close`, and where they are there `tools`, `finalize`, `score`."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        super().__init__(name, args)
+        self.make: Callable[..., Any]
+        if ":" in name:
+            self.make = code_named(name)
+        else:
+            gymnasium = importlib.import_module("gymnasium")
+            gymnasium.spec(name)
+            self.make = partial(gymnasium.make, name)
+
+    async def setup(self, session: EnvironmentSession) -> None:
+        session.env = env = await session.called(self.make, **self.args)
+        row = session.row
+        facts = ("session_id", "attempt", "is_replay")
+        options = {**row, **{name: getattr(session, name) for name in facts}}
+        seed = row["metadata"].get("seed", row["metadata"].get("row", 0))
+        begun: Any = await session.called(env.reset, **fitting(env.reset, {"seed": seed, "options": options}))
+        is_pair = isinstance(begun, tuple) and len(cast("tuple[Any, ...]", begun)) == 2
+        await self._show(session, begun[0] if is_pair else begun)
+
+    async def run(self, session: EnvironmentSession) -> None:
+        env, is_over = session.env, False
+        while not is_over:
+            tools: Any = getattr(env, "tools", ())
+            tools = tools() if callable(tools) else tools
+            message = await session.turn(tools)
+            action = self._action(session, message, has_tools=bool(tools))
+            if action is None:
+                session.heard("That is no action. Answer with one number.")
+                continue
+            observed, reward, is_over, *rest = await session.called(env.step, action)
+            is_over = is_over or (len(rest) > 1 and bool(rest[0]))
+            session.earned(reward)
+            if not is_over:
+                await self._show(session, observed)
+
+    async def _show(self, session: EnvironmentSession, observed: Any) -> None:
+        """An observation: messages, or a text; one that is neither as what `render` draws of it."""
+        if isinstance(observed, list):
+            session.messages += cast("list[Message]", observed)
+            return
+        if not isinstance(observed, str) and getattr(session.env, "render_mode", None) == "ansi":
+            observed = await session.called(session.env.render)
+        session.heard(observed if isinstance(observed, str) else "" if observed is None else str(observed))
+
+    def _action(self, session: EnvironmentSession, message: Message, *, has_tools: bool) -> Any:
+        """A text; a number where actions are numbered; the whole message where there are tools."""
+        if has_tools:
+            return message
+        space: Any = getattr(session.env, "action_space", None)
+        text: str = message.get("content") or ""
+        if (size := getattr(space, "n", None)) is None or not hasattr(space, "start"):
+            return text
+        numbers = [int(one) for one in re.findall(r"-?\d+", text)[-1:]]
+        return next((one for one in numbers if space.start <= one < space.start + size), None)
+
+    async def finalize(self, session: EnvironmentSession) -> None:
+        if (own := getattr(session.env, "finalize", None)) is not None:
+            await session.called(own)
+
+    async def score(self, session: EnvironmentSession) -> None:
+        session.reward = float(sum(session.turn_rewards.values()))
+        if (own := getattr(session.env, "score", None)) is not None:
+            session.reward = float(await session.called(own))
+
+    async def teardown(self, session: EnvironmentSession) -> None:
+        if (close := getattr(session.env, "close", None)) is not None:
+            await session.called(close)
+
+
+class Tools(Environment):
+    """Servers of the Model Context Protocol: the model calls their tools until it answers without."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        super().__init__(name, args)
+        self.mcp = importlib.import_module("mcp")
+        if not hasattr(self.mcp, "Client"):
+            raise Mistake("the package mcp is older than 2.0")
+        servers: Any = self.args.get("servers")
+        if not servers:
+            raise Mistake(
+                'args.servers must name servers, each with a command or a url: { files = { command = ["..."] } }'
+            )
+        self.servers: dict[str, Any] = {one: self._server(one, how) for one, how in servers.items()}
+
+    def _server(self, name: str, how: Mapping[str, Any]) -> Any:
+        if isinstance(how.get("url"), str):
+            return how["url"]
+        command = how.get("command")
+        if not isinstance(command, list) or not command:
+            raise Mistake(f'args.servers.{name} needs command = ["program", ...] or url = "http://..."')
+        stdio = importlib.import_module("mcp.client.stdio")
+        more = {key: how[key] for key in ("env", "cwd") if key in how}
+        return stdio.StdioServerParameters(command=command[0], args=command[1:], **more)
+
+    async def opened(self, stack: contextlib.AsyncExitStack) -> dict[str, Any]:
+        """The tools of all servers, by name, each with its client."""
+        tools: dict[str, Any] = {}
+        for server in self.servers.values():
+            client = await stack.enter_async_context(self.mcp.Client(server))
+            cursor = None
+            while True:
+                listed = await client.list_tools(cursor=cursor)
+                tools.update({tool.name: (client, tool) for tool in listed.tools})
+                if (cursor := listed.next_cursor) is None:
+                    break
+        return tools
+
+    async def setup(self, session: EnvironmentSession) -> None:
+        session.env = await self.opened(session.stack)
+
+    async def run(self, session: EnvironmentSession) -> None:
+        while True:
+            message = await session.turn(listed(session.env))
+            calls: list[dict[str, Any]] = message.get("tool_calls") or []
+            for call in calls:
+                session.heard(await self.call(session.env, call["function"]), call)
+            session.metadata["num_tool_calls"] = session.metadata.get("num_tool_calls", 0) + len(calls)
+            if not calls and not message["is_malformed"]:
+                return
+            if not calls:
+                session.heard("A tool call could not be read. Write it again, in the form that was shown.")
+
+    async def call(self, tools: Mapping[str, Any], function: Mapping[str, Any]) -> str:
+        """What a tool answers, its errors included."""
+        if function["name"] not in tools:
+            return f"there is no tool {function['name']}"
+        client, tool = tools[function["name"]]
+        try:
+            result = await client.call_tool(tool.name, json.loads(function["arguments"] or "{}"))
+        except self.mcp.MCPError as error:
+            if error.code not in MODELS_FAULTS:
+                raise
+            return f"error: {error}"
+        text = "\n".join(getattr(one, "text", None) or str(one) for one in result.content)
+        return f"error: {text}" if result.is_error else text
+
+
+def listed(tools: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """As chat templates know them."""
+    return [function_tool(tool.name, tool.description, tool.input_schema) for _, tool in tools.values()]
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "description": description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+MODELS_FAULTS = (-32601, -32602)
+"""Codes of JSON-RPC: there is no such method; invalid parameters."""
+
+
+class Puzzles(Environment):
+    """`reasoning_gym`: questions made from a seed, one answer each, scored by the task itself."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        super().__init__(name, args)
+        package = importlib.import_module("reasoning_gym")
+        self.extract = importlib.import_module("reasoning_gym.utils").extract_answer
+        self.tasks = package.create_dataset(name, **self.args)
+
+    def rows(self) -> Iterable[Row]:
+        for index, task in enumerate(self.tasks):
+            yield {
+                "prompt": [{"role": "user", "content": task["question"]}],
+                "label": str(task["answer"]),
+                "metadata": {"index": index},
+            }
+
+    async def run(self, session: EnvironmentSession) -> None:
+        session.env = await session.turn()
+
+    async def score(self, session: EnvironmentSession) -> None:
+        text: str = session.env.get("content") or ""
+        answer, task = self.extract(text), self.tasks[session.row["metadata"]["index"]]
+        said = text.strip() if answer is None else answer
+        session.reward = float(await session.called(self.tasks.score_answer, said, task))
+
+
+class OpenEnv(Environment):
+    """A server of OpenEnv. Its tools are called, or an action is the fields of its schema: JSON, or the only field."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        super().__init__(name, args)
+        self.package = importlib.import_module("openenv")
+
+    async def setup(self, session: EnvironmentSession) -> None:
+        client = self.package.GenericEnvClient(base_url=self.name, **self.args.get("client", {}))
+        session.env = await session.stack.enter_async_context(client)
+        schema = (await session.called(_json_at, f"{self.name.rstrip('/')}/schema"))["action"]
+        session.metadata["fields"] = schema.get("required", [])
+        told = await session.env.reset(**{**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})})
+        session.tools = []
+        if schema.get("title") in ("Action", "CallToolAction", "ListToolsAction"):
+            listed = (await session.env.step({"type": "list_tools"})).observation["tools"]
+            session.tools = [function_tool(one["name"], one["description"], one["input_schema"]) for one in listed]
+        session.heard(self._text(told.observation))
+
+    async def run(self, session: EnvironmentSession) -> None:
+        is_over = False
+        while not is_over:
+            message = await session.turn(session.tools)
+            calls: list[dict[str, Any]] = message.get("tool_calls") or []
+            try:
+                actions = [self._call(call["function"]) for call in calls] or [self._action(session, message)]
+            except ValueError as error:
+                session.heard(f"That is no action: {error}")
+                continue
+            for action, call in itertools.zip_longest(actions, calls):
+                told = await session.env.step(action)
+                session.earned(told.reward or 0.0)
+                is_over = is_over or bool(told.done)
+                session.heard(self._text(told.observation), call)
+            is_over = is_over or (bool(session.tools) and not calls)
+
+    def _call(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type": "call_tool", "tool_name": function["name"], "arguments": json.loads(function["arguments"])}
+
+    def _action(self, session: EnvironmentSession, message: Message) -> dict[str, Any]:
+        """Raises ValueError."""
+        text, fields = (message.get("content") or "").strip(), session.metadata["fields"]
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(text), dict):
+                return cast("dict[str, Any]", found)
+        if len(fields) != 1:
+            raise ValueError(f"write a JSON object with the fields {', '.join(fields)}")
+        return {fields[0]: text}
+
+    def _text(self, observation: Any) -> str:
+        """Of an observation: the only text in it, else all of it."""
+        facts = {key: value for key, value in observation.items() if key not in ("done", "reward", "metadata")}
+        texts = [value for value in facts.values() if isinstance(value, str)]
+        return texts[0] if len(texts) == len(facts) == 1 else json.dumps(facts, default=str)
+
+    async def score(self, session: EnvironmentSession) -> None:
+        session.reward = float(sum(session.turn_rewards.values()))
+
+
+def _json_at(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
+
+
+class Verifiers(Environment):
+    """Tasksets and environments of `verifiers`. Their agents get an endpoint of this process; by default a chat loop in
+    it is their harness. `args` are the table `env` of their own configuration."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        super().__init__(name, args)
+        vf = self.vf = importlib.import_module("verifiers.v1")
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        module = sys.modules[CHAT_HARNESS] = types.ModuleType(CHAT_HARNESS)
+        module.__all__, module.ChatLoop = ["ChatLoop"], _chat_loop(vf)  # type: ignore[attr-defined]
+        config = {
+            "interception": {"type": "server"},
+            **self.args,
+            "taskset": {**self.args.get("taskset", {}), "id": name},
+        }
+        kind = loaders.env_config_type(name, config.get("id", ""))
+        seats = [key for key, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+        for seat in seats:
+            config[seat] = {"harness": {"id": CHAT_HARNESS}, "runtime": {"type": "subprocess"}, **config.get(seat, {})}
+        num_rows = config.pop("num_rows", 1000)
+        self.env = loaders.load_environment(loaders.resolve_env_config(config))
+        self.tasks = list(self.env.taskset.take(num_rows))
+        self.sessions: dict[str, EnvironmentSession] = {}
+        """By the ids of their traces."""
+
+    def rows(self) -> Iterable[Row]:
+        for index, task in enumerate(self.tasks):
+            data = task.data
+            prompt = data.prompt if data.prompt is not None else data.name or f"task {index}"
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain_messages(prompt)
+            head = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+            yield {"prompt": [*head, *said], "metadata": {"index": index, "task": data.name or data.id or str(index)}}
+
+    async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        url = stack.enter_context(endpoint(self.sessions, asyncio.get_running_loop()))
+        client = self.vf.EvalClientConfig(base_url=url, api_key_var="MYXA_NO_KEY")
+        self.ctx = self.vf.ModelContext(model="policy", client=client, sampling=self.vf.SamplingConfig())
+        await stack.enter_async_context(self.env.serving())
+
+    async def run(self, session: EnvironmentSession) -> None:
+        def minted(trace: Any) -> None:
+            self.sessions[trace.id] = session
+            traces.append(trace.id)
+
+        traces: list[str] = []
+        task = self.tasks[session.row["metadata"]["index"]]
+        try:
+            episode = await self.env.run_episode(task, self.ctx, on_trace=minted)
+        finally:
+            for one in traces:
+                del self.sessions[one]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors and not session.metadata.get("ended_by"):
+            kind = "sandbox" if errors[0].type == "SandboxError" else "environment"
+            raise Blamed(f"{errors[0].type}: {errors[0].message}", kind)
+        rewards = [trace.reward for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+        session.reward = float(sum(rewards) / max(len(rewards), 1))
+        for trace in episode.traces:
+            session.metadata.update({key: value for key, value in trace.metrics.items() if value is not None})
+            session.metadata.update({key: one.value for key, one in trace.rewards.items() if one is not None})
+
+
+CHAT_HARNESS = "myxa_chat"
+
+
+def plain_messages(messages: Iterable[Any]) -> list[Message]:
+    """Of verifiers."""
+    to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
+    return [to_wire(one) for one in messages]
+
+
+def _chat_loop(vf: Any) -> type:
+    """A harness in this process: the model answers, and calls tools of servers until it answers without."""
+
+    class ChatLoop(vf.Harness[vf.HarnessConfig]):
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
+        EXECUTES_CODE = NEEDS_CONTAINER = False
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+        ) -> Any:
+            system, prompt = self.resolve_prompt(data)
+            messages = [{"role": "system", "content": system}] if system else []
+            messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain_messages(prompt)
+            head = {"Authorization": f"Bearer {secret}"}
+            urls = {name: {"url": url} for name, url in mcp_urls.items()}
+            servers: Any = Tools("", {"servers": urls}) if urls else None
+            async with contextlib.AsyncExitStack() as stack:
+                http = await stack.enter_async_context(importlib.import_module("httpx").AsyncClient(timeout=None))
+                tools: dict[str, Any] = await servers.opened(stack) if servers else {}
+                given = {"tools": listed(tools)} if tools else {}
+                while True:
+                    body = {"model": ctx.model, "messages": messages, **given}
+                    answer = await http.post(f"{endpoint}/chat/completions", json=body, headers=head)
+                    if answer.status_code != 200:
+                        return vf.ProgramResult(1, "", answer.text)
+                    message = answer.json()["choices"][0]["message"]
+                    messages.append({key: value for key, value in message.items() if value is not None})
+                    calls: list[dict[str, Any]] = message.get("tool_calls") or []
+                    for call in calls if servers else ():
+                        text = await servers.call(tools, call["function"])
+                        messages.append({"role": "tool", "content": text, "tool_call_id": call["id"]})
+                    if not calls or not servers:
+                        return vf.ProgramResult(0, "", "")
+
+    return ChatLoop
+
+
+@contextlib.contextmanager
+def endpoint(sessions: Mapping[str, EnvironmentSession], loop: asyncio.AbstractEventLoop) -> Generator[str]:
+    """The address of an OpenAI API of this process, whose requests say by a header which session they belong to."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            session, status = sessions.get(self.headers["X-Session-ID"]), 200
+            try:
+                assert session is not None
+                answer = asyncio.run_coroutine_threadsafe(session.ask(body), loop).result()
+            except NoTurn as no:
+                if session is not None:
+                    session.metadata["ended_by"] = no.code
+                status, answer = 400, {"error": {"message": str(no), "code": no.code, "type": "invalid_request_error"}}
+            except Exception as error:  # noqa: BLE001 -- any error is reported
+                status, answer = 500, {"error": {"message": words_of(error), "type": "server_error"}}
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+
+
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    "gym": Game,
+    "mcp": Tools,
+    "openenv": OpenEnv,
+    "reasoning_gym": Puzzles,
+    "verifiers": Verifiers,
+}

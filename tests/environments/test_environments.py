@@ -1,0 +1,226 @@
+"""Environments in worker processes: rollouts, phases that fail, hang or end their worker, teardown, live numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tests.gateway.scripted import CALL, Says
+from tests.harness.group_runner import runner_of
+from tests.harness.waiting import until
+from tests.workflows.chat_models import QWEN3
+
+from myxa.actors.environments.workflow import EnvironmentWorkflow
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.core.config import RewardSettings
+from myxa.core.config.run import EnvironmentSettings
+from myxa.core.errors import ConfigError, MemberFailed
+from myxa.core.messages import Assignment, SamplingParams
+from myxa.core.samples import Group, Message, Prompt
+
+pytestmark = pytest.mark.timeout(120)
+
+GAMES = Path(__file__).with_name("games.py")
+ASKED = (Message(role="user", content="Let us count."),)
+SAMPLING = SamplingParams(max_new_tokens=400)
+
+
+def counts(prompt: str) -> str:
+    """The number after the one that the environment said last."""
+    return str(int(re.findall(r"(?:from|after) (\d+)", prompt)[-1]) + 1)
+
+
+class Bench:
+    """A group runner with environments."""
+
+    def __init__(self, log: Path, answer: Callable[[str], str], workers: int, settings: dict[str, Any]) -> None:
+        self.log = log
+        log.touch()
+        self.says = Says(QWEN3, answer)
+        of = EnvironmentSettings(**{
+            "kind": "gym", "id": f"{GAMES}:Count", "env": {"GAMES_LOG": str(log)}, "teardown_s": 3.0, **settings,
+        })  # fmt: skip
+        self.environments = EnvironmentWorkflow({"count": of}, max_workers=workers, environ=os.environ)
+        self.told: list[tuple[str, str]] = []
+        self.runner = runner_of(
+            self.environments, Rewarder(RewardSettings(fn="workflow")), self.says.tokenizer, self.says.generate,
+            context_length=4096, max_turns=5, run_dir="/runs/r1", workflow_timeout_s=30.0,
+        )  # fmt: skip
+        self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
+
+    @property
+    def pool(self) -> Any:
+        return self.environments.pools["count"]
+
+    def lines(self, word: str) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if line.startswith(word)]
+
+    async def run(self, num: int = 1, group: int = 5, **metadata: Any) -> Group:
+        prompt = Prompt(group_id=group, row=7, pass_index=0, messages=ASKED, label="", source="d", metadata=metadata)
+        return await self.runner.run(Assignment(prompt=prompt, attempt=1, num_samples=num, sampling=SAMPLING))
+
+
+@asynccontextmanager
+async def bench(
+    tmp_path: Path, answer: Callable[[str], str] = counts, workers: int = 2, **settings: Any
+) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path / "log", answer, workers, settings)
+    try:
+        await made.environments.start()
+        yield made
+    finally:
+        await made.environments.close()
+        assert not made.pool.pids
+
+
+async def test_a_rollout_is_what_the_policy_did_and_what_each_turn_earned(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        group = await made.run(4)
+        assert group.rewards.tolist() == [1.5] * 4
+        for one in group.samples:
+            assert one.turns == ("1", "2", "3") and one.token_rewards is not None
+            assert one.token_rewards[one.token_rewards != 0].tolist() == [0.5] * 3
+            assert one.metadata["environment"] == "count"
+            last = max((ids for ids in made.says.prompts), key=len)
+            whole = np.concatenate([one.prompt_ids, one.response_ids]).tolist()
+            assert whole[: len(last)] == last  # what was asked last is what is trained, verbatim
+        threads = {line.rsplit(" ", 1)[1] for line in made.lines("step r1.5.2 ")}
+        assert len(threads) == 1  # all of a session in one thread
+    assert len(made.lines("close r1.5.")) == 4
+
+
+async def test_a_wrong_answer_earns_nothing_and_turns_are_limited(tmp_path: Path) -> None:
+    async with bench(tmp_path, lambda prompt: "no", args={"goal": 99}) as made:
+        (sample,) = (await made.run()).samples
+    assert sample.num_turns == 5 and sample.metadata["ended_by"] == "max_turns"
+
+
+@pytest.mark.parametrize("phase", ["setup", "step", "finalize", "score"])
+@pytest.mark.parametrize("mode", ["die", "hang", "raise", "network"])
+async def test_a_member_whose_environment_failed_is_tried_again(tmp_path: Path, phase: str, mode: str) -> None:
+    limits: dict[str, Any] = {f"{phase}_s": 0.7} if mode == "hang" else {}
+    async with bench(tmp_path, **limits) as made:
+        group = await made.run(2, modes={phase: mode}, times=1)
+        assert group.rewards.tolist() == [1.5, 1.5] and group.num_masked == 0
+        assert {kind for kind, _ in made.told} == {"network" if mode == "network" else "environment"}
+        if mode == "hang":
+            assert re.search(rf"did not end its {phase} within 0.7 s", made.told[0][1])
+            assert "session r1.5." in made.told[0][1] and "worker process" in made.told[0][1]
+        attempts = {tuple(line.split()[2:4]) for line in made.lines("reset")}
+        assert attempts == {("0", "False"), ("1", "True")}
+        if mode != "die":
+            await until(lambda: len(made.lines("close r1.5.0")) == 2, "both attempts are torn down")
+
+
+async def test_a_member_that_fails_always_is_masked_and_the_others_go_on(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        made.runner.options.max_retries = 1
+        with pytest.raises(MemberFailed, match="level"):
+            await made.run(1, modes={"step": "raise"})
+        assert [words.split(":")[0] for _, words in made.told] == ["it is tried again", "it is masked"]
+
+
+async def test_kinds_of_failures(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        with pytest.raises(MemberFailed, match="illegal move at games.py") as caught:
+            await made.run(1, modes={"step": "policy"})
+        assert caught.value.kind == "policy"
+        made.runner.options.max_retries = 0
+        with pytest.raises(MemberFailed, match="a reward is nan"):
+            await made.run(1, modes={"score": "nan"})
+
+
+async def test_a_silent_worker_is_killed_and_its_sessions_are_tried_in_another(tmp_path: Path) -> None:
+    async with bench(tmp_path, silence_s=2.0) as made:
+        group = await made.run(2, modes={"step": "stop"}, times=1)
+        assert group.rewards.tolist() == [1.5, 1.5]
+        assert "said nothing for 2 s" in made.told[0][1]
+        gone = {int(line.rsplit(" ", 1)[1]) for line in made.lines("stop step")}
+        assert not any(psutil.pid_exists(pid) for pid in gone)
+
+
+async def test_workers_are_killed_at_random_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    async with bench(tmp_path, concurrency=4, workers=3) as made:
+        made.runner.options.max_retries = 40
+
+        async def kills() -> None:
+            for _ in range(8):
+                await asyncio.sleep(dice.uniform(0.05, 0.4))
+                with suppress(ProcessLookupError, IndexError):
+                    os.kill(dice.choice(made.pool.pids), signal.SIGKILL)
+
+        killing = asyncio.ensure_future(kills())
+        groups = await asyncio.gather(*(made.run(3, group, modes={"step": "slow"}, times=1) for group in range(8)))
+        await killing
+    for number, group in enumerate(groups):
+        assert group.rewards.tolist() == [1.5] * 3 and group.num_masked == 0
+        assert [(one.group_id, one.index, one.turns) for one in group.samples] == [
+            (number, index, ("1", "2", "3")) for index in range(3)
+        ]
+
+
+async def test_the_number_of_workers_is_live(tmp_path: Path) -> None:
+    async with bench(tmp_path, workers=1, concurrency=2) as made:
+        slow = {"modes": {"setup": "slow", "step": "slow"}}
+        one = asyncio.ensure_future(made.run(8, 1, **slow))
+        await until(lambda: len(made.lines("reset")) >= 2, "two sessions run")
+        await asyncio.sleep(0.3)
+        assert len(made.pool.pids) == 1 and len(made.lines("reset")) == 2  # the others wait for room
+        made.environments.resize(3)
+        await until(lambda: len(made.pool.pids) == 3, "three workers")
+        made.environments.resize(1)
+        assert (await one).rewards.tolist() == [1.5] * 8
+        await until(lambda: len(made.pool.pids) == 1, "surplus workers have ended")
+        assert not made.told
+
+
+async def test_tools_and_malformed_calls(tmp_path: Path) -> None:
+    turns = iter(["<tool_call>{broken</tool_call>", CALL, "It will rain."])
+    async with bench(tmp_path, lambda prompt: next(turns), id=f"{GAMES}:Weather", malformed_reward=-0.5) as made:
+        (sample,) = (await made.run()).samples
+    assert sample.reward == pytest.approx(1.0 - 0.25 - 0.5) and sample.metadata["num_malformed"] == 1
+    assert [reply[0].role for reply in sample.replies] == ["user", "tool"]
+    assert sample.token_rewards is not None
+    assert sample.token_rewards[sample.token_rewards != 0].tolist() == [-0.75, 1.0]
+
+
+async def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path: Path) -> None:
+    for name, words in ((f"{GAMES}:Cuont", "has no Cuont"), ("nowhere:Env", "No module named 'nowhere'")):
+        with pytest.raises(ConfigError, match=words):
+            async with bench(tmp_path, id=name):
+                pass
+
+
+async def test_a_row_may_name_one_of_several(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        with pytest.raises(Exception, match='names the environment "cuont"'):
+            await made.run(1, environment="cuont")
+        assert (await made.run(1, environment="count")).rewards.tolist() == [1.5]
+
+
+async def test_a_hanging_teardown_costs_its_worker_and_not_the_sample(tmp_path: Path) -> None:
+    async with bench(tmp_path, teardown_s=0.5) as made:
+        group = await made.run(1, modes={"close": "hang"})
+        assert group.rewards.tolist() == [1.5] and not made.told
+        (before,) = {int(line.rsplit(" ", 1)[1]) for line in made.lines("hang close")}
+        await until(lambda: not psutil.pid_exists(before), "the worker has ended")
+
+
+def test_the_worker_needs_the_standard_library_alone() -> None:
+    source = GAMES.parents[2] / "actors" / "environments" / "worker.py"
+    names = set(re.findall(r"^(?:import|from) (\w+)", source.read_text(), re.MULTILINE))
+    assert names <= sys.stdlib_module_names
