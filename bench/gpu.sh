@@ -82,6 +82,8 @@ turns=""
 dying=$placement
 [ "$num_gpus" -eq 2 ] && dying=gang
 
+start=150  # for servers of SGLang to load, which compile kernels on a fresh machine: a part's own limit counts after it
+
 declare -A script=(
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [learn]=learn.py
   [async20]=async20.py [weights]=weights_latency.py [logprobs]=logprob_gap.py [layouts]=layouts.py
@@ -187,6 +189,7 @@ for part in "${parts[@]}"; do
   else
     args="ARGS_$part" seconds="LIMIT_$part"
     seconds=${!seconds:-${limit[$part]}}
+    case "$dry ${modules[$part]} " in " "*sglang*) seconds=$((seconds + start)) ;; esac
     [ "$budget" -gt 0 ] && [ $((budget - SECONDS - 12)) -lt "$seconds" ] && seconds=$((budget - SECONDS - 12))
     chosen=${!args-${arguments[$part]}}
     [ -n "$dry" ] && chosen="--device cpu ${!args-${dry_arguments[$part]}}"

@@ -128,6 +128,13 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class TellsLoading(Protocol):
+    """An engine that takes minutes to load, and says what it does meanwhile."""
+
+    on_loading: Callable[[str], None]
+
+
+@runtime_checkable
 class ReleasesMemory(Protocol):
     """An engine whose memory leaves its device by tag and comes back. Only after `park`, and until `unpark`, may tags
     be away; nothing is asked to be generated meanwhile."""

@@ -27,7 +27,8 @@ from .views.run_view import RunView, with_past
 
 _log = logging.getLogger("myxa.launcher")
 
-NEWS = frozenset({"reward-failed", "reward-paused", "reward-works-again", "reference-paused", "reference-works-again"})
+NEWS = frozenset({"engine-loading", "reward-failed", "reward-paused", "reward-works-again", "reference-paused",
+                  "reference-works-again"})  # fmt: skip
 """Kinds of events that are shown."""
 _PAST_BYTES = 1 << 20
 """Of a resumed run's files: all of them would hold the launcher's loop up."""

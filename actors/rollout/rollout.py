@@ -62,7 +62,7 @@ from ...core.messages import (
     WeightAck,
     WeightManifest,
 )
-from ...core.protocols import Engine, Tokenizer
+from ...core.protocols import Engine, TellsLoading, Tokenizer
 from ...core.retry import until_answered
 from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
@@ -224,6 +224,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         await self._start_workers()
         if self._engine is not None:
             generate = await self._wait_for_room(self._engine)
+            if isinstance(self._engine, TellsLoading):
+                self._engine.on_loading = self._tell_loading
             with self.ctx.busy(TIMEOUTS.rollout.start_s, "starts its engine"):
                 info = await self._engine.start()
             if self._tenant is not None:
@@ -272,6 +274,9 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._tenant.has_joined.set()
         await self._serving.wait()
         await self._pull(runner)
+
+    def _tell_loading(self, doing: str) -> None:
+        self._telemetry.event("engine-loading", f"{self.ctx.name}: its server {doing}")
 
     async def gateway_place(self) -> GatewayPlace:
         return GatewayPlace() if self.gateway is None else await self.gateway.served()

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from myxa.actors.engines.sglang.launch import hide_megatron
+
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 """Batch sizes that get a CUDA graph: every further one costs start-up time."""
 START_S = 200.0
@@ -56,6 +58,9 @@ class Server:
         environment = {**os.environ, **self.env, "OMP_NUM_THREADS": "4" if self.is_sglang else "1"}
         if self.is_sglang:
             environment["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
+            hiding = self.log.parent / "without_megatron"
+            hiding.mkdir(exist_ok=True)
+            environment = hide_megatron(environment, hiding)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._sglang(port) if self.is_sglang else self._embedded(port),

@@ -15,7 +15,7 @@ from pathlib import Path
 from figures import Report
 from run_figures import lines, newest_run
 from run_looks import ends_of_logs, look, stands_still
-from servers import Server, running
+from servers import START_S, Server, running
 
 from myxa.core.config.run import EngineSettings
 
@@ -123,9 +123,9 @@ def engine_for(choice: Choice, model: Path, log: Path, *, mem_fraction: float) -
 
 
 def up(run_file: Path, sets: Sequence[str], *, limit_s: float, still_s: float = 0.0, more: Sequence[str] = ()) -> Path:
-    """One run into `<folder>/runs/<name>`, started with the arguments `more`; its run directory. It is ended after
-    `limit_s`, or when it has told nothing for `still_s` (0: it may); what it says of itself is asked for before.
-    Raises RunFailedError."""
+    """One run into `<folder>/runs/<name>`, started with the arguments `more`; its run directory. It is ended `limit_s`
+    after all engines serve (which may take START_S, while a fresh machine compiles kernels), or when it has told
+    nothing for `still_s` (0: it may); what it says of itself is asked for before. Raises RunFailedError."""
     runs = run_file.parent / "runs" / run_file.stem
     older = set(runs.iterdir()) if runs.is_dir() else set[Path]()
     command = [sys.executable, "-m", "myxa.launch", "up", str(run_file), "--quiet", *more, "--set", f'run.dir="{runs}"']
@@ -136,11 +136,13 @@ def up(run_file: Path, sets: Sequence[str], *, limit_s: float, still_s: float = 
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         status: int | str | None = None
-        give_up_at = time.monotonic() + limit_s
+        give_up_at, is_loading = time.monotonic() + limit_s + START_S, True
         while status is None:
             try:
                 status = process.wait(min(1.0, max(give_up_at - time.monotonic(), 0.0)))
             except subprocess.TimeoutExpired:
+                if is_loading and has_begun(newest_run(runs, older)):
+                    give_up_at, is_loading = time.monotonic() + limit_s, False
                 if time.monotonic() >= give_up_at:
                     status = f"nothing within {limit_s:g} s"
                 elif still_s and stands_still(newest_run(runs, older), still_s):
@@ -152,6 +154,13 @@ def up(run_file: Path, sets: Sequence[str], *, limit_s: float, still_s: float = 
     if status != 0 or run_dir is None:
         raise RunFailedError(f"{run_file.name} ended with {status}\n{looked}{ends_of_logs(log, run_dir)}", run_dir)
     return run_dir
+
+
+def has_begun(run_dir: Path | None) -> bool:
+    """Its trainer and its engines are there."""
+    if run_dir is None:
+        return False
+    return any(one["kind"] == "phase" and one["text"].endswith("-> running") for one in lines(run_dir / "events.jsonl"))
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ CLOSE_S = 8.0
 """For the subreaper to end all that the server started, and then itself; it is killed after that."""
 LOG_MODE = 0o600
 """Servers write their arguments into their log, keys included."""
+LOADING: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"Load weight begin"), "loads the weights"),
+    (re.compile(r"Capture .*graph begin", re.IGNORECASE), "compiles kernels and captures CUDA graphs"),
+    (re.compile(r"Application startup complete"), "warms up"),
+)
+"""What a line of SGLang's log says that it does now."""
+CAPTURED = re.compile(r"Capturing batches.*?(\d+)/(\d+) \[")
+LOOK_S = 1.0
+"""Between two looks at the log of a server that loads."""
 REFUSED_ARGUMENTS = "exit status 2"
 """How a program ends whose argument parser refuses its command line."""
 TAIL_LINES = 12
@@ -56,6 +66,8 @@ class ServerCommand:
     command: Sequence[str]
     env: Mapping[str, str]
     log_path: Path
+    log_start: int = 0
+    """Where in its log its own words begin."""
 
 
 class ServerProcess:
@@ -75,6 +87,22 @@ class ServerProcess:
         if status == -signal.SIGKILL:  # perhaps the subreaper's own end, which leaves what the server has started
             self._signal(signal.SIGKILL)
         return f"signal {signal.Signals(-status).name}"
+
+    async def tell_loading(self, tell: Callable[[str], None]) -> None:
+        """Say what it does while it loads, by its log, until cancelled."""
+        text, said = "", ""
+        with self._what.log_path.open("rb") as log:
+            log.seek(self._what.log_start)
+            while True:
+                text += log.read().decode(errors="replace")
+                doing = next((words for pattern, words in reversed(LOADING) if pattern.search(text)), "imports SGLang")
+                counts = CAPTURED.findall(text)
+                if counts and doing == LOADING[1][1]:
+                    doing += f": {counts[-1][0]} of {counts[-1][1]}"
+                if doing != said:
+                    said = doing
+                    tell(doing)
+                await asyncio.sleep(LOOK_S)
 
     def last_lines(self) -> str:
         """The end of its log, indented; empty when it wrote nothing."""
@@ -123,6 +151,7 @@ async def start_server(what: ServerCommand) -> ServerProcess:
     except OSError as err:
         raise LaunchError(f"{what.name}: {what.log_path} cannot be made: {err.strerror}") from err
     command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0", *what.command)
+    what = replace(what, log_start=os.fstat(log).st_size)
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=DEVNULL, stdout=log, stderr=log, env=dict(what.env), start_new_session=True
@@ -186,6 +215,8 @@ class LaunchedSglang(SglangEngine):
         if launch.expects is not None:
             self._env = saver_env(self._env)
         self._server: ServerProcess | None = None
+        self.on_loading: Callable[[str], None] = lambda doing: None
+        """Told what the server does while it loads."""
         self._http.explain = self._death_or
 
     async def start(self) -> EngineInfo:
@@ -210,14 +241,16 @@ class LaunchedSglang(SglangEngine):
             self._http.aim(f"http://{LOOPBACK}:{port}", key)
             words = command_line(server_values(launch, port, self._options.needs))
             command = (launch.python, "-m", MODULE, *words, "--config", str(_write_keys(key, place)))
-            env = self._env if launch.expects is None else hide_megatron(self._env, place)
+            env = hide_megatron(self._env, place)
             server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path))
             self._server = server
             _log.info("%s: its server is pid %d, log %s: %s", self._options.name, server.pid, launch.log_path, command)
             async with unwrapped_group() as group:
                 watch = group.create_task(self._fail_when_ended(server, "while it was loading"))
+                loading = group.create_task(server.tell_loading(self.on_loading))
                 info = await self._connect_to(server)
                 watch.cancel()
+                loading.cancel()
         return info
 
     async def _connect_to(self, server: ServerProcess) -> EngineInfo:
@@ -324,9 +357,9 @@ def saver_env(env: Mapping[str, str]) -> dict[str, str]:
 
 def hide_megatron(env: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment of a server that cannot import megatron-core; `folder` must last until it serves. SGLang's dumper
-    looks for megatron.core in whatever environment it is in, and importing that turns torch-memory-saver, in the whole
-    process, to a mode in which captured graphs are not pausable: the server would end while it captures. Where both are
-    installed in one environment this is the way around that patches neither."""
+    looks for megatron.core in whatever environment it is in. Importing that takes 24 s on a fresh host, and turns
+    torch-memory-saver, in the whole process, to a mode in which captured graphs are not pausable: the server would end
+    while it captures. Where both are installed in one environment this is the way around that patches neither."""
     text = 'raise ImportError("hidden from SGLang: megatron.core switches the mode of torch-memory-saver")\n'
     (folder / "megatron.py").write_text(text, encoding="ascii")
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH", "")]))}
