@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from ..core.actor import Actor
 from ..core.handlers import call
+from ..core.record import Record
 from .actor_spec import ActorSpec, GangRendezvous
 
 SUPERVISOR = "supervisor"
@@ -16,11 +15,7 @@ def agent_name(node: int) -> str:
     return f"launcher/{node}"
 
 
-class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the records below."""
-
-
-class NodeFacts(_Record, frozen=True, kw_only=True):
+class NodeFacts(Record, frozen=True, kw_only=True):
     """How a node introduces itself."""
 
     node: int
@@ -40,7 +35,7 @@ class NodeFacts(_Record, frozen=True, kw_only=True):
     """Random per launcher: a request repeated because its answer was lost does not count as a second node."""
 
 
-class EnlistReply(_Record, frozen=True, kw_only=True):
+class EnlistReply(Record, frozen=True, kw_only=True):
     """What a node needs to know before it joins, all of it from node 0."""
 
     node: int = -1
@@ -56,7 +51,7 @@ class EnlistReply(_Record, frozen=True, kw_only=True):
     """Of the run's start; for a late node one such as it will have."""
 
 
-class RunDescription(_Record, frozen=True, kw_only=True):
+class RunDescription(Record, frozen=True, kw_only=True):
     """What a node must know before it starts actors."""
 
     run_id: str
@@ -68,7 +63,7 @@ class RunDescription(_Record, frozen=True, kw_only=True):
     """Copies of the user's files: path below the run directory -> text; see `frozen_code.py`."""
 
 
-class StartOrder(_Record, frozen=True, kw_only=True):
+class StartOrder(Record, frozen=True, kw_only=True):
     """Start one attempt of an actor."""
 
     actor: ActorSpec
@@ -76,7 +71,7 @@ class StartOrder(_Record, frozen=True, kw_only=True):
     meeting: GangRendezvous | None = None
 
 
-class StartReply(_Record, frozen=True, kw_only=True):
+class StartReply(Record, frozen=True, kw_only=True):
     """What became of a `StartOrder`."""
 
     pid: int = 0
@@ -87,7 +82,7 @@ class StartReply(_Record, frozen=True, kw_only=True):
     """With a problem: the exit status that it counts as. 2: another attempt would end the same way."""
 
 
-class LogRequest(_Record, frozen=True, kw_only=True):
+class LogRequest(Record, frozen=True, kw_only=True):
     """A request for a part of an actor's log: the last lines, or what follows an earlier position."""
 
     name: str
@@ -103,7 +98,7 @@ class LogRequest(_Record, frozen=True, kw_only=True):
     """Bytes of it that were read."""
 
 
-class LogChunk(_Record, frozen=True, kw_only=True):
+class LogChunk(Record, frozen=True, kw_only=True):
     """Whole lines of a log, and where the next ones begin."""
 
     name: str
@@ -114,7 +109,7 @@ class LogChunk(_Record, frozen=True, kw_only=True):
     """More can be read at once."""
 
 
-class StackReply(_Record, frozen=True, kw_only=True):
+class StackReply(Record, frozen=True, kw_only=True):
     """Where a process is."""
 
     name: str
@@ -125,7 +120,7 @@ class StackReply(_Record, frozen=True, kw_only=True):
     """"process" (it answered), "signal" (faulthandler wrote it, without its cooperation)."""
 
 
-class ProfileReply(_Record, frozen=True, kw_only=True):
+class ProfileReply(Record, frozen=True, kw_only=True):
     """A profile was written."""
 
     name: str
@@ -138,7 +133,7 @@ class ProfileReply(_Record, frozen=True, kw_only=True):
     """Why there is no profile of this one, where there is one of others."""
 
 
-class ChildEnd(_Record, frozen=True, kw_only=True):
+class ChildEnd(Record, frozen=True, kw_only=True):
     """A process ended."""
 
     name: str

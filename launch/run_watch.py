@@ -19,6 +19,14 @@ ASK_S = 2.0
 """How long one look may take; actors that do not answer in time are left out."""
 
 
+async def answer_or_none(question: Awaitable[T]) -> T | None:
+    """The answer; None if the actor does not answer."""
+    try:
+        return await question
+    except CallError:
+        return None
+
+
 class RunWatch:
     """Takes looks; remembers the last one that had a status."""
 
@@ -51,18 +59,12 @@ class RunWatch:
 
     async def ask_to_stop(self, reason: str, seconds: float) -> bool:
         """Ask the coordinator for an orderly end of the run; whether it answered."""
-        stop = with_deadline(self._coordinator, seconds).stop
         try:
-            await stop(reason)
+            await with_deadline(self._coordinator, seconds).stop(reason)
         except CallError:
             return False
         return True
 
     async def _answer(self, name: str, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer; None if the actor is absent or does not answer. An absent actor is not waited for."""
-        if name not in self._node.peers(name):
-            return None
-        try:
-            return await ask()
-        except CallError:
-            return None
+        """An absent actor is not waited for."""
+        return await answer_or_none(ask()) if name in self._node.peers(name) else None

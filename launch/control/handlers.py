@@ -31,7 +31,7 @@ from ...core.messages import RolloutNow
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
 from ..composition.memory_parts import manager_name, takes_turns
-from ..run_watch import RunWatch
+from ..run_watch import RunWatch, answer_or_none
 from ..views.changes import value_text
 from ..views.numbers import doing, name_order
 from ..views.run_files import CONFIG_FILE
@@ -39,7 +39,7 @@ from ..views.run_view import ActorFacts, RunView
 from ..views.why import Facts, Reason, explain, judge, slowest
 from . import verbs
 from .process_verbs import PROCESS_HANDLERS
-from .server import Handler, VerbContext, answer_or_none
+from .server import Handler, VerbContext
 
 NAME = "coordinator"
 WAIT_S = 5.0

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from aiohttp import web
@@ -62,16 +62,8 @@ class VerbContext:
     started_wall_s: float
 
 
-T = TypeVar("T")
 Handler = Callable[[VerbContext, Any, Operator], Awaitable[Any]]
 """Carries a verb out: answers with JSON types or msgspec structs; raises MyxaError."""
-
-
-async def answer_or_none(question: Awaitable[T]) -> T | None:
-    try:
-        return await question
-    except CallError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ class Lead:
         """Gather, start, watch, end. Raises LaunchError if the nodes do not meet."""
         start = await race(self._start(), self._supervisor.stop_requested)
         if start.cancelled():
-            ending = self._stopped_early()
+            wish = self._supervisor.stop_requested.result()
+            ending = RunEnd(wish.exit_code(is_orderly=True), wish.reason)
         else:
             start.result()
             ending = await self._until_over()
@@ -85,10 +86,6 @@ class Lead:
             self._failures.add(f"the coordinator ended the run: {status.error}", self._clock.monotonic())
         self._tell(self._failures.first)
 
-    def _stopped_early(self) -> RunEnd:
-        wish = self._supervisor.stop_requested.result()
-        return RunEnd(wish.exit_code(is_orderly=True), wish.reason)
-
     async def _until_over(self) -> RunEnd:
         deadline: float | None = None
         is_heard = False
@@ -109,7 +106,8 @@ class Lead:
 
     async def _look(self) -> RunView:
         """State of the run; a failure does not wait for answers of others."""
-        look = await race(self._watch.look(self._note()), self._supervisor.failed)
+        waiting = ", ".join(self._supervisor.starting)
+        look = await race(self._watch.look(f"waiting for {waiting}" if waiting else ""), self._supervisor.failed)
         if look.cancelled():
             return self._watch.last
         state = look.result()
@@ -146,7 +144,3 @@ class Lead:
         name = name if name in self._supervisor.actors else "coordinator"
         self._failures.blame(name, ending.reason, self._clock.monotonic())
         return ending
-
-    def _note(self) -> str:
-        waiting = self._supervisor.starting
-        return f"waiting for {', '.join(waiting)}" if waiting else ""

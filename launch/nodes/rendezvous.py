@@ -14,8 +14,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -130,7 +131,9 @@ async def join_rendezvous(
     await _until_there(key_path, deadline, "the job's key")
     public = JobKey.load(key_path).public
     record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
-    node = await _attach_until(record, name or agent_name(place.rank), place.rank, runtime_dir, deadline)
+    rank, name = place.rank if place.rank >= 0 else NOWHERE, name or agent_name(place.rank)
+    attach = partial(Node.attach, name=name, rdzv=record, run_dir=runtime_dir, node_rank=rank)
+    node = await _attach_until(lambda left_s: attach(timeout_s=min(ATTACH_S, left_s)), deadline)
     try:
         record.save(runtime_dir / "rdzv.json")
         yield NodeRendezvous(node, str(endpoint), interface_towards(str(endpoint)), runtime_dir / "rdzv.json")
@@ -140,21 +143,18 @@ async def join_rendezvous(
 
 async def attach_worker(spec: ProcessSpec) -> Node:
     """Join from an actor's process. The launcher restores folders that were removed during the run in a moment."""
-    deadline = time.monotonic() + FOLDER_S
-    while True:
-        try:
-            return await Node.attach(
-                name=spec.actor.name,
-                rdzv=Rendezvous.load(Path(spec.rdzv_path)),
-                key=KeyPair.parse(spec.key) if spec.key else None,
-                run_dir=spec.socket_dir,
-                node_rank=spec.actor.node,
-                timeout_s=WORKER_ATTACH_S,
-            )
-        except LaunchError:
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(POLL_S)
+
+    def attach(_: float) -> Awaitable[Node]:
+        return Node.attach(
+            name=spec.actor.name,
+            rdzv=Rendezvous.load(Path(spec.rdzv_path)),
+            key=KeyPair.parse(spec.key) if spec.key else None,
+            run_dir=spec.socket_dir,
+            node_rank=spec.actor.node,
+            timeout_s=WORKER_ATTACH_S,
+        )
+
+    return await _attach_until(attach, time.monotonic() + FOLDER_S)
 
 
 def default_job_key() -> Path:
@@ -194,19 +194,13 @@ def _listen_address(endpoint: Endpoint | None) -> str:
     return address
 
 
-async def _attach_until(record: Rendezvous, name: str, rank: int, runtime_dir: Path, deadline: float) -> Node:
+async def _attach_until(attach: Callable[[float], Awaitable[Node]], deadline: float) -> Node:
+    """`attach` gets the seconds that are left."""
     while True:
-        left_s = deadline - time.monotonic()
         try:
-            return await Node.attach(
-                name=name,
-                rdzv=record,
-                run_dir=runtime_dir,
-                node_rank=rank if rank >= 0 else NOWHERE,
-                timeout_s=max(0.1, min(ATTACH_S, left_s)),
-            )
+            return await attach(max(0.1, deadline - time.monotonic()))
         except LaunchError:
-            if deadline - time.monotonic() <= 0:
+            if time.monotonic() >= deadline:
                 raise
             await asyncio.sleep(POLL_S)
 

@@ -14,17 +14,14 @@ import msgspec
 from ...core.actor import PeerEvent
 from ...core.errors import CallError, NoSuchActor, NoSuchMethod
 from ...core.ids import PeerKey
+from ...core.record import Record
 from ..session.pending import Route
 from ..wire import Endpoints
 
 MAX_TOMBSTONES = 1000
 
 
-class DirectoryEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the records."""
-
-
-class HostedActor(DirectoryEntry, frozen=True):
+class HostedActor(Record, frozen=True):
     """An actor as others may call it."""
 
     name: str
@@ -33,7 +30,7 @@ class HostedActor(DirectoryEntry, frozen=True):
     """Names, in the order of the handlers' indexes."""
 
 
-class NodeRecord(DirectoryEntry, frozen=True):
+class NodeRecord(Record, frozen=True):
     """A process incarnation."""
 
     name: str
@@ -55,7 +52,7 @@ def keys_of(nodes: Iterable[NodeRecord]) -> dict[str, tuple[PeerKey, str]]:
     return {node.endpoints.curve: (node.key, node.name) for node in nodes if node.endpoints.curve}
 
 
-class EndedNode(DirectoryEntry, frozen=True):
+class EndedNode(Record, frozen=True):
     """An incarnation that is over."""
 
     name: str
@@ -64,7 +61,7 @@ class EndedNode(DirectoryEntry, frozen=True):
     reason: str
 
 
-class DirectoryUpdate(DirectoryEntry, frozen=True):
+class DirectoryUpdate(Record, frozen=True):
     """One step of the registry's state, or (`is_snapshot`) all of it."""
 
     version: int
