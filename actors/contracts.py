@@ -46,7 +46,7 @@ from ..core.messages import (
     WeightAck,
     WeightManifest,
 )
-from ..core.protocols import StepStats
+from ..core.protocols import Delta, GenerateRequest, StepStats
 from ..core.samples import Group, Prompt, TrainShard
 from ..core.weight_channel import AnyAnswer, AnyOrder, WeightProgress
 
@@ -380,6 +380,16 @@ class RolloutContract(TenantContract, KnobsContract, GatewayContract):
     @call(deadline=60, reentrant=True)
     async def drain(self) -> int:
         """Abort what runs, return it with its tokens to the buffer; returns the number of groups returned."""
+        raise NotImplementedError
+
+
+class ModelContract(Actor):
+    """A model of the run's own beside the policy: one engine whose weights stay as they are."""
+
+    @call(deadline=600, reentrant=True)
+    async def answer(self, request: GenerateRequest) -> Delta:
+        """The whole answer, `finish` included; waits while the engine loads. Its stop strings end it. A call that is
+        cancelled ends it, and one may be repeated."""
         raise NotImplementedError
 
 

@@ -50,6 +50,11 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     attempt: int = 0
     """Which of its starts this is; 0: the first. Known where it runs."""
 
+    @property
+    def model(self) -> str:
+        """Of the role `model`: NAME of `[models.NAME]`."""
+        return self.name.split("/")[1]
+
 
 class GangRendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks of one attempt of a gang meet (torch's store listens there)."""

@@ -40,6 +40,7 @@ from .composition.rollout_parts import (
     gateway,
     gateway_role,
     make_judges,
+    other_models,
     served_reference,
     sglang_needs,
     train_sampling,
@@ -219,9 +220,9 @@ HIDDEN = "(hidden)"
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 _SECRET_ADDRESS = re.compile(r"://.*[@?]")
 """One with a user, a password or a query."""
-_FREE = re.compile(r".+[._]args|data\.chat_template_kwargs|sglang|megatron\.(model|ddp|optimizer)")
+_FREE = re.compile(r".+[._]args|.+\.chat_template_kwargs|(models\.[^.]+\.)?sglang|megatron\.(model|ddp|optimizer)")
 """Tables whose keys are not ours: one that looks like a secret's is hidden."""
-_LEFT_OUT = re.compile(r"roles\.[a-z]+\.env|monitor\.options")
+_LEFT_OUT = re.compile(r"(roles|models)\.[^.]+\.env|monitor\.options")
 """Environments, and options of sinks."""
 
 
@@ -281,18 +282,20 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
     model = read_config(config.model.path)
     senders = TrainerSenders()
-    judges = make_judges(config)
+    models = other_models(config)
+    judges = make_judges(config, models)
     scorer = make_rewarder(config, judges)
     tokenizer = load_tokenizer(config.model.path, config.data)
+    access = {name: one.access for name, one in models.items()}
     own_gateway = gateway(spec, config, run_dir)
     if spec.kind == "recorded":
         workflow = RecordedAnswers(config)
     elif own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
-        workflow = agent_workflow(config, own_gateway)
+        workflow = agent_workflow(config, own_gateway, models)
     elif config.rollout.workflow == ENVIRONMENT_WORKFLOW:
         workflow = EnvironmentWorkflow(config.environments, max_workers=config.rollout.workers, environ=os.environ)
     else:
-        workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
+        workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer, access)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.
     engine = _engine(spec, config, model, run_dir, senders) if has_engines(config) else None
     rollout = Rollout(
@@ -323,8 +326,19 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         clock=clock,
     )
     rollout.gateway = own_gateway
+    rollout.models = tuple(models.values())
     senders.speak_as(rollout)
     return rollout
+
+
+def _model(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
+    from ..actors.models.hf_folder import read_config
+    from ..actors.models.tokenizer import load_tokenizer
+    from ..actors.rollout.other_models import ModelServer
+
+    view = config.of_model(spec.model)
+    model, tokenizer = read_config(view.model.path), load_tokenizer(view.model.path, view.data)
+    return ModelServer(_engine(spec, view, model, run_dir, TrainerSenders()), tokenizer, clock)
 
 
 def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
@@ -386,7 +400,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         seed=_engine_seed(spec, config),
         pause_mode=config.rollout.pause_mode,
         num_threads=spec.threads,
-        memory_share=MEMORY_SHARE / config.roles.rollout.count,
+        memory_share=MEMORY_SHARE / sum(one.count for one in (config.roles.rollout, *config.models.values())),
         is_invariant=config.rollout.deterministic,
         tells_kept=config.rollout.replay_sampling,
         name=spec.name,
@@ -484,5 +498,6 @@ _BUILDERS: dict[RoleName, Builder] = {
     "memory": lambda spec, config, _, clock: memory_manager(spec, config, clock),
     "gateway": lambda _, config, run_dir, clock: gateway_role(config, run_dir, clock),
     "rollout": _rollout,
+    "model": _model,
     "trainer": _trainer,
 }

@@ -35,6 +35,7 @@ from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
 from ..user_code.sandbox import Job, Limits, Sandbox, sandbox
 from ..workflows.episode import Episode, WorkflowContext
+from .clients import ReachedModel, models_of_rollout
 from .exchange import MODEL
 from .server import Gateway, OpenSession, task_of
 from .session import AgentSession, RequestFault
@@ -85,10 +86,14 @@ class OutsideAgentOptions:
 class AgentWorkflow:
     """One per rollout actor: what is started for each rollout."""
 
-    def __init__(self, options: OutsideAgentOptions, gateway: Gateway) -> None:
-        """`gateway`: of this actor; started and stopped by its owner."""
+    def __init__(
+        self, options: OutsideAgentOptions, gateway: Gateway, models: Mapping[str, ReachedModel] | None = None
+    ) -> None:
+        """`gateway`: of this actor; started and stopped by its owner. `models`: of the run's own; requests may name
+        one."""
         self._options = options
         self.gateway = gateway
+        self._models = models or {}
         self._sandbox: Sandbox | None = None
         self._http: aiohttp.ClientSession | None = None
         self._workers: list[asyncio.Task[None]] = []
@@ -112,7 +117,8 @@ class AgentWorkflow:
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
         session = AgentSession(ctx.episode, ctx.tokenizer)
-        one = OpenSession(session, prompt, is_replay=ctx.is_replay)
+        models = models_of_rollout(ctx.episode, self._models, asyncio.get_running_loop())
+        one = OpenSession(session, prompt, models, is_replay=ctx.is_replay)
         key = self.gateway.open(one)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below
         acting = asyncio.ensure_future(self._acted(ctx, prompt, one, key))  # noqa: TID251 -- ended below

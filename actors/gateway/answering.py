@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from ..workflows.episode import ModelsOfRollout
 from .anthropic_messages import AnthropicMessage, anthropic_fault
 from .exchange import MODEL, Exchange, event, fingerprint
 from .openai_chat import ChatCompletion, TextCompletion, openai_fault
@@ -26,12 +28,31 @@ def fault_body(path: str, fault: RequestFault) -> dict[str, Any]:
     return (anthropic_fault if path.startswith(AnthropicMessage.path) else openai_fault)(fault)
 
 
-def models(is_anthropic: bool) -> dict[str, Any]:
-    """What `/v1/models` lists: the policy."""
+def models(is_anthropic: bool, others: Iterable[str] = ()) -> dict[str, Any]:
+    """What `/v1/models` lists: the policy, and the models of the run's own."""
+    names = (MODEL, *others)
     if is_anthropic:
-        one = {"type": "model", "id": MODEL, "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
-        return {"data": [one], "has_more": False, "first_id": MODEL, "last_id": MODEL}
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "myxa"}]}
+        began = "1970-01-01T00:00:00Z"
+        rows = [{"type": "model", "id": name, "display_name": name, "created_at": began} for name in names]
+        return {"data": rows, "has_more": False, "first_id": MODEL, "last_id": names[-1]}
+    data = [{"id": name, "object": "model", "created": 0, "owned_by": "myxa"} for name in names]
+    return {"object": "list", "data": data}
+
+
+class _Named(msgspec.Struct):
+    model: str = ""
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def session_of(body: bytes, policy: AgentSession, models: ModelsOfRollout) -> AgentSession:
+    """Whose conversations a request is about: those of the model of the run's own that it names, else the policy's."""
+    if models:
+        with contextlib.suppress(msgspec.MsgspecError):  # a body that is refused below
+            if (name := _named.decode(body).model) in models:
+                return models[name].clients.session
+    return policy
 
 
 def read_exchange(path: str, body: bytes, session: AgentSession, retry_key: str = "") -> Exchange:

@@ -10,20 +10,25 @@ import asyncio
 import contextlib
 import importlib
 import inspect
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+import numpy as np
+from msgspec.structs import replace
 
 from ...core.errors import UserCodeError
-from ...core.protocols import Tokenizer
+from ...core.messages import SamplingParams
+from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import Sample
+from ..models.tokenizer import load_tokenizer
 from ..user_code.process import run_worker
-from ..workflows.episode import Episode
-from ..workflows.worker import WorkflowWorker
-from .answering import COUNT_PATH, MODELS_PATH, Answering, fault_body, models, num_tokens, read_exchange
+from ..workflows.episode import AskOther, Draw, Episode, ModelAccess, ModelOfRollout, ModelsOfRollout
+from ..workflows.turn_renderer import TurnRenderer
+from ..workflows.worker import WorkflowWorker, no_engine
+from .answering import COUNT_PATH, MODELS_PATH, Answering, fault_body, models, num_tokens, read_exchange, session_of
 from .exchange import STATUS
 from .session import AgentSession, RequestFault
 
@@ -39,6 +44,8 @@ class SessionClients:
     episode: Episode
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
+    models: ModelsOfRollout = field(default_factory=ModelsOfRollout)
+    """Of the run's own: requests may name one."""
     _session: AgentSession | None = None
 
     @property
@@ -113,12 +120,13 @@ class SessionClients:
         path, status = request.url.path, 200
         try:
             if path == MODELS_PATH:
-                data = models("anthropic-version" in request.headers)
+                data = models("anthropic-version" in request.headers, self.models)
             elif path == COUNT_PATH:
-                data = num_tokens(body, self.session)
+                data = num_tokens(body, session_of(body, self.session, self.models))
             else:
-                exchange = read_exchange(path, body, self.session, request.headers.get("Idempotency-Key", ""))
-                answering = Answering(exchange, self.session)
+                session = session_of(body, self.session, self.models)
+                exchange = read_exchange(path, body, session, request.headers.get("Idempotency-Key", ""))
+                answering = Answering(exchange, session)
                 if exchange.is_stream:
                     return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Events())
                 try:
@@ -130,6 +138,46 @@ class SessionClients:
             data, status = fault_body(path, fault), STATUS[fault.kind]
         head = {"Content-Type": "application/json"}
         return httpx.Response(status, headers=head, content=msgspec.json.encode(data))
+
+
+@dataclass(frozen=True, slots=True)
+class ReachedModel:
+    """A model of the run's own, as a process reaches it."""
+
+    tokenizer: Tokenizer
+    access: ModelAccess
+    renderer: TurnRenderer
+
+
+def models_of_rollout(
+    episode: Episode,
+    models: Mapping[str, ReachedModel],
+    loop: asyncio.AbstractEventLoop,
+    ask: AskOther | None = None,
+) -> ModelsOfRollout:
+    """`ctx.models`. `ask`: draws their turns, if `access` does not."""
+
+    def draw_of(name: str) -> Draw | None:
+        async def draw(so_far: Sample, request: GenerateRequest, start: Delta, params: SamplingParams) -> Any:
+            assert ask is not None
+            with episode.waits_for("agent", name):
+                return await ask(so_far, request, start, params, name)
+
+        return None if ask is None else draw
+
+    found = ModelsOfRollout()
+    for name, one in models.items():
+        root = Episode(
+            prompt=replace(episode.prompt, messages=(), tools=()),
+            index=episode.index,
+            tokenizer=one.tokenizer,
+            model=one.access,
+            renderer=one.renderer,
+            prompt_ids=np.zeros(0, np.int32),
+            draw=draw_of(name),
+        )
+        found[name] = ModelOfRollout(root=root, clients=SessionClients(root, one.tokenizer, loop))
+    return found
 
 
 def _http_package(sdk: Any) -> Any:
@@ -149,9 +197,15 @@ class SdkWorker(WorkflowWorker):
     def __init__(self, first: bytes, outgoing: BinaryIO) -> None:
         super().__init__(first, outgoing)
         preload(self.workflow.fn)
+        self.models: dict[str, ReachedModel] = {}
+        for name, of in self.spec.models.items():
+            tokenizer = load_tokenizer(of.model_path, of)
+            access = ModelAccess(generate=no_engine, sampling=of.sampling, context_length=of.context_length)
+            self.models[name] = ReachedModel(tokenizer, access, TurnRenderer(tokenizer))
 
-    def clients(self, episode: Episode) -> SessionClients:
-        return SessionClients(episode, self.tokenizer, self.loop)
+    def clients(self, episode: Episode, ask: AskOther) -> tuple[SessionClients, ModelsOfRollout]:
+        models = models_of_rollout(episode, self.models, self.loop, ask)
+        return SessionClients(episode, self.tokenizer, self.loop, models), models
 
 
 def preload(fn: Any) -> None:

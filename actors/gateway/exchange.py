@@ -12,12 +12,13 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
+from ...core.config.run import POLICY
 from ...core.samples import Message
 from .session import Answer, Asked, RequestFault
 
 T = TypeVar("T")
-MODEL = "policy"
-"""The name of what is trained. Any name that a client says is taken."""
+MODEL = POLICY
+"""The name of what is trained. Any name that a client says is taken, but for those of `[models.NAME]`."""
 MAX_CHOICES = 128
 Decode = Callable[[Sequence[int]], str]
 _PLACE = re.compile(r"at `\$\.?([^`]*)`|field `([^`]*)`")

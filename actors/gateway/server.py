@@ -36,8 +36,18 @@ from ...core.messages import GatewayPlace
 from ...core.protocols import Tokenizer
 from ...core.samples import Prompt
 from ..http_guard import same
-from ..workflows.episode import Episode, ModelAccess
-from .answering import COUNT_PATH, MODELS_PATH, PATHS, Answering, fault_body, models, num_tokens, read_exchange
+from ..workflows.episode import Episode, ModelAccess, ModelsOfRollout
+from .answering import (
+    COUNT_PATH,
+    MODELS_PATH,
+    PATHS,
+    Answering,
+    fault_body,
+    models,
+    num_tokens,
+    read_exchange,
+    session_of,
+)
 from .exchange import STATUS, read_body
 from .session import AgentSession, RequestFault
 
@@ -164,6 +174,8 @@ class OpenSession:
 
     session: AgentSession
     prompt: Prompt
+    models: ModelsOfRollout = field(default_factory=ModelsOfRollout)
+    """Of the run's own: requests may name one."""
     is_replay: bool = False
     """Turns that an earlier attempt recorded are answered from the record."""
     reward: float | None = None
@@ -266,8 +278,8 @@ class Gateway:
         self._ended[key] = None
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        if one is not None:
-            await one.session.close()
+        for session in () if one is None else (one.session, *(other.clients for other in one.models.values())):
+            await session.close()
 
     def offer(self, task: dict[str, Any], key: str) -> Offer:
         """Put a task where services that poll get it."""
@@ -376,12 +388,13 @@ class Gateway:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         async with self._session(request) as one:
             body = await body_of(request)
-            exchange = read_exchange(request.path, body, one.session, request.headers.get("Idempotency-Key", ""))
-            if one.session.num_drawing + exchange.num > MAX_UNDER_WAY:
+            session = session_of(body, one.session, one.models)
+            exchange = read_exchange(request.path, body, session, request.headers.get("Idempotency-Key", ""))
+            if session.num_drawing + exchange.num > MAX_UNDER_WAY:
                 raise RequestFault(
                     "busy", f"this session may draw {MAX_UNDER_WAY} turns at a time: wait for one to end"
                 )
-            answering = Answering(exchange, one.session, is_retry=_is_retry(request))
+            answering = Answering(exchange, session, is_retry=_is_retry(request))
             try:
                 if exchange.is_stream:
                     response = await _streamed(request, answering)
@@ -394,11 +407,12 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.Response:
         async with self._session(request) as one:
-            return json_response(num_tokens(await body_of(request), one.session))
+            body = await body_of(request)
+            return json_response(num_tokens(body, session_of(body, one.session, one.models)))
 
     async def _models(self, request: web.Request) -> web.Response:
-        async with self._session(request):
-            return json_response(models("anthropic-version" in request.headers))
+        async with self._session(request) as one:
+            return json_response(models("anthropic-version" in request.headers, one.models))
 
     async def _task(self, request: web.Request) -> web.Response:
         one = self._rollout(request)

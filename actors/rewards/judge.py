@@ -13,7 +13,7 @@ import asyncio
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, cast
@@ -51,15 +51,16 @@ class Judges:
 
     def made(self, args: Mapping[str, Any], key: str, *, strips: bool) -> JudgeReward:
         """One with these keys of `[judge]` said otherwise. `key`: of the run file, that says so. Raises ConfigError."""
-        of, posts = self.settings_with(args, key), None
+        of, posts = self.settings_with(args, key, self.models), None
         if of.url:
             bearer = key_from(self.environ, of.key_env, "judge.key_env")
             posts = Posts(f"{of.url.rstrip('/')}/chat/completions", timeout_s=of.timeout_s, max_calls=of.max_calls,
                           key=bearer)  # fmt: skip
         return JudgeReward(of, _over_http(posts, of.model) if posts else self.models[of.model], posts, strips=strips)
 
-    def settings_with(self, args: Mapping[str, Any], key: str) -> JudgeSettings:
-        """Raises ConfigError for a key that is none, a value that it cannot have, and where nobody could be asked."""
+    def settings_with(self, args: Mapping[str, Any], key: str, known: Collection[str]) -> JudgeSettings:
+        """`known`: models of the run's own. Raises ConfigError for a key that is none, a value that it cannot have, and
+        where nobody could be asked."""
         try:
             said = self.settings.model_dump(exclude_unset=True)
             of = JudgeSettings.model_validate({**said, **args}) if args else self.settings
@@ -70,11 +71,11 @@ class Judges:
                 remedy = suggest(name, JudgeSettings.model_fields)
                 raise ConfigError(f'{key}.{name}: reward "judge" takes no such argument', remedy=remedy) from None
             raise ConfigError(f"{key}.{name}: {first['msg']}", remedy="see [judge]") from None
-        if of.url or of.model in self.models:
+        if of.url or of.model in known:
             return of
         if not of.model:
             raise ConfigError('judge.url: is empty, and reward "judge" asks a model', remedy="set it, or judge.model")
-        near = suggest(of.model, self.models)
+        near = suggest(of.model, known)
         raise ConfigError(f'judge.model = "{of.model}": is none of [models]', remedy=f"{near}; or set judge.url")
 
 

@@ -175,7 +175,7 @@ def check_args(of: RewardSettings, config: RunConfig, keys: RewardKeys = ALONE) 
     elif of.fn == JUDGE:
         from .judge import Judges
 
-        Judges(config.judge).settings_with(of.args, keys.args)
+        Judges(config.judge).settings_with(of.args, keys.args, config.models)
     elif of.fn in BUILTINS:
         bind_builtin(of.fn, pattern=of.pattern, args=of.args, key=keys.args)
 

@@ -80,6 +80,7 @@ from ..workflows.timeline import ACTIVITIES, rows
 from .evaluation import Evaluation
 from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, RunningGroup, drop_reason, no_engine
 from .knobs import rollout_knobs
+from .other_models import OtherModel
 from .tenant import RolloutTenant, Tenancy, require
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         """`tenancy`: where the engine shares its device with a trainer in turns."""
         self.gateway: Gateway | None = None
         """To be set before the start, if it serves agents or people."""
+        self.models: Sequence[OtherModel] = ()
+        """Of the run's own; set before the start."""
         self._engine = engine
         self._workflow = workflow
         self._scorer = scorer
@@ -180,6 +183,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._blocked_by: DrawBlock = ""
 
     async def on_start(self) -> None:
+        for model in self.models:
+            model.join(self.ctx)
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._buffer = self.ctx.ref(BufferContract, "buffer")

@@ -41,7 +41,7 @@ _ROUNDING_US = 2
 _HOPS: tuple[Hop, ...] = get_args(Hop)
 _GLOBAL = frozenset({"knob", "knob-undone", "knobs-restored", "run-paused", "run-resumed"})
 """Events that concern every actor: a line through the whole trace."""
-_ROLE_ORDER = ("launcher", "coordinator", "buffer", "trainer", "rollout", "monitor")
+_ROLE_ORDER = ("launcher", "coordinator", "buffer", "trainer", "rollout", "model", "monitor")
 
 
 class ChromeTraceSink:

@@ -30,6 +30,7 @@ from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import F32, I32, NO_VERSION, FinishReason, LossPart, Message, Prompt, Sample, joined_kept
 from ...core.sampling import StopStrings, sampling_fault
+from ...core.suggestion import suggest
 from .demonstrated import demonstrate
 from .timeline import WaitKind, WaitNote, waiting
 from .turn_renderer import TurnRenderer
@@ -99,6 +100,14 @@ def turn_seed(seed: int, draw: int, member: str, turn: int) -> int:
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]
 Draw = Callable[[Sample, GenerateRequest, Delta, SamplingParams], Awaitable[tuple[Delta, FinishReason]]]
 """From what an episode has, what it asks for and the turn so far to the whole turn."""
+
+
+class AskOther(Protocol):
+    """As `Draw`, of a model of the run's own."""
+
+    def __call__(
+        self, so_far: Sample, request: GenerateRequest, start: Delta, params: SamplingParams, model: str
+    ) -> Awaitable[tuple[Delta, FinishReason]]: ...
 
 
 class Interrupted(Exception):
@@ -280,6 +289,11 @@ class Episode:
     @property
     def prompt(self) -> Prompt:
         return self._prompt
+
+    @property
+    def index(self) -> int:
+        """Member number inside the group."""
+        return self._index
 
     @property
     def num_turns(self) -> int:
@@ -578,9 +592,50 @@ class Clients(Protocol):
 
     def anthropic(self, *, is_async: bool) -> Any: ...
 
+    @property
+    def session(self) -> Any:
+        """Their `AgentSession`."""
+        ...
+
     def samples(self, reward: float | None = None) -> tuple[Sample, ...]: ...
 
     async def close(self) -> None: ...
+
+
+class ModelOfRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of the run's own, in one rollout. What it says is not learnt: to the policy it is what others say."""
+
+    root: Episode
+    """Of no conversation."""
+    clients: Clients
+    is_plain: bool = False
+
+    def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Episode:
+        """A conversation with it, by tokens. Raises as `Episode.session`."""
+        return self.root.session(messages, tools)
+
+    def generate(self, messages: Sequence[Message], sampling: SamplingParams | None = None) -> Awaitable[Turn]:
+        """Its turn after these messages; in a plain `def` the turn itself."""
+        return self.session(messages).generate(sampling)
+
+    @property
+    def openai(self) -> Any:
+        """As `WorkflowContext.openai`."""
+        return self.clients.openai(is_async=not self.is_plain)
+
+    @property
+    def anthropic(self) -> Any:
+        """As `WorkflowContext.anthropic`."""
+        return self.clients.anthropic(is_async=not self.is_plain)
+
+
+class ModelsOfRollout(dict[str, ModelOfRollout]):
+    """By the names of `[models.NAME]`."""
+
+    def __missing__(self, name: str) -> ModelOfRollout:
+        raise UserCodeError(
+            f'workflow: ctx.models["{name}"]: this run has no such model', remedy=f"{suggest(name, self)}; see [models]"
+        )
 
 
 class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -599,7 +654,8 @@ class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
 
     run_s: float = math.inf
     """Seconds for all turns."""
-
+    models: ModelsOfRollout = msgspec.field(default_factory=ModelsOfRollout)
+    """The models of the run's own."""
     clients: Clients | None = None
     is_plain: bool = False
     """It is handed to a plain `def`: clients are those that wait."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -20,13 +20,14 @@ from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Sample, joined_kept
 from ..user_code.process import Call, Lost, WorkerPool
-from .episode import Interrupted, ModelAccess, drawn, joined, stops_of
+from .episode import NO_STOPS, Interrupted, ModelAccess, drawn, joined, stops_of
 from .timeline import WaitNote
 from .worker_messages import (
     AskModel,
     DrawnTurn,
     EpisodeDone,
     EpisodeFailed,
+    ModelSpec,
     PhaseLimits,
     StartEpisode,
     WorkflowSpec,
@@ -78,8 +79,16 @@ class TokensSoFar:
 class WorkflowPool(WorkerPool):
     """At most `max_workers` processes, started as they are needed; `play` may be called concurrently."""
 
-    def __init__(self, spec: WorkflowSpec, limits: PhaseLimits, tokenizer: Tokenizer, *, max_workers: int) -> None:
-        """`limits.run_s` is that of each episode's start."""
+    def __init__(
+        self,
+        spec: WorkflowSpec,
+        limits: PhaseLimits,
+        tokenizer: Tokenizer,
+        *,
+        max_workers: int,
+        models: Mapping[str, ModelAccess] | None = None,
+    ) -> None:
+        """`limits.run_s` is that of each episode's start. `models`: of the run's own."""
         super().__init__(
             (":myxa.actors.gateway.clients",),
             spec,
@@ -93,6 +102,7 @@ class WorkflowPool(WorkerPool):
         self.name = spec.workflow.rpartition("/")[2]
         self._limits = limits
         self._tokenizer = tokenizer
+        self._models = models or {}
 
     async def start(self) -> None:
         """Have the first worker load the workflow. Raises ConfigError or UserCodeError if it cannot."""
@@ -120,16 +130,19 @@ class WorkflowPool(WorkerPool):
         return _samples_of(end), end.temperatures
 
     async def _until_end(self, call: Call, model: ModelAccess, record: TokensSoFar) -> EpisodeDone | EpisodeFailed:
-        drawing: dict[int, asyncio.Task[None]] = {}  # by the numbers of samples
+        drawing: dict[tuple[str, int], asyncio.Task[None]] = {}  # by model, and the numbers of samples
         try:
             while True:
                 event: AskModel | WaitNote | EpisodeDone | EpisodeFailed | Exception = await call.inbox.get()
                 if isinstance(event, AskModel):
-                    branch = event.so_far.branch
-                    await _cancelled(drawing.pop(branch, None))  # given up by the workflow
-                    record.asked(event)
-                    turn = self._draw(event, call, model, record)
-                    drawing[branch] = asyncio.ensure_future(turn)  # noqa: TID251 -- ended below
+                    key = (event.model, event.so_far.branch)
+                    await _cancelled(drawing.pop(key, None))  # given up by the workflow
+                    if event.model:
+                        turn = self._draw_other(event, call)
+                    else:
+                        record.asked(event)
+                        turn = self._draw(event, call, model, record)
+                    drawing[key] = asyncio.ensure_future(turn)  # noqa: TID251 -- ended below
                 elif isinstance(event, WaitNote):
                     model.on_wait(event)
                 elif isinstance(event, Exception):
@@ -153,9 +166,17 @@ class WorkflowPool(WorkerPool):
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             call.inbox.put_nowait(error)
 
+    async def _draw_other(self, ask: AskModel, call: Call) -> None:
+        """By a model of the run's own: nothing of it is recorded."""
+        try:
+            segment, finish = await drawn(self._models[ask.model].generate, ask.request, NO_STOPS, [ask.start])
+            await call.worker.send(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
+        except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
+            call.inbox.put_nowait(error)
 
-def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
-    """What runs the workflow of this run, which is the user's own."""
+
+def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, ModelAccess]) -> WorkflowPool:
+    """What runs the workflow of this run, which is the user's own. `models`: of the run's own."""
     of = config.rollout
     spec = WorkflowSpec(
         workflow=of.workflow,
@@ -166,6 +187,17 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
         apply_chat_template=config.data.apply_chat_template,
         chat_template_kwargs=config.data.chat_template_kwargs,
         date=config.data.date,
+        models={
+            name: ModelSpec(
+                model_path=one.path,
+                apply_chat_template=True,
+                chat_template_kwargs=one.chat_template_kwargs,
+                date=config.data.date,
+                sampling=models[name].sampling,
+                context_length=models[name].context_length,
+            )
+            for name, one in config.models.items()
+        },
     )
     limits = PhaseLimits(
         setup_s=of.setup_timeout_s,
@@ -174,7 +206,7 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
         score_s=of.score_timeout_s,
         teardown_s=of.teardown_timeout_s,
     )
-    return WorkflowPool(spec, limits, tokenizer, max_workers=of.workers)
+    return WorkflowPool(spec, limits, tokenizer, max_workers=of.workers, models=models)
 
 
 async def _sent(call: Call, start: StartEpisode) -> None:

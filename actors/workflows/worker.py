@@ -25,7 +25,7 @@ from ...core.samples import FinishReason, Message, Sample
 from ..models.tokenizer import load_tokenizer
 from ..user_code.functions import is_async, what_was_raised
 from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder
-from .episode import Clients, Episode, ModelAccess, Turn, WorkflowContext
+from .episode import AskOther, Clients, Episode, ModelAccess, ModelsOfRollout, Turn, WorkflowContext
 from .failures import kind_of
 from .named import load_workflow
 from .timeline import WaitKind, WaitNote, waiting
@@ -65,9 +65,9 @@ class WorkflowWorker(SharedLoop["Play"]):
         elif (play := self.calls.get(message.call)) is not None:
             play.drawn(message)
 
-    def clients(self, episode: Episode) -> Clients | None:
-        """What `ctx.openai` and `ctx.anthropic` are made of."""
-        return None
+    def clients(self, episode: Episode, ask: AskOther) -> tuple[Clients | None, ModelsOfRollout]:
+        """What `ctx.openai` and `ctx.anthropic` are made of, and `ctx.models`, whose turns `ask` draws."""
+        return None, ModelsOfRollout()
 
     def place(self) -> str:
         waiting = [play for play in self.calls.values() if not play.waits_for_model]
@@ -95,8 +95,8 @@ class Play(UserCall):
         self._methods: dict[str, Callable[..., Any]] = {}
         self._answers: dict[int, asyncio.Future[DrawnTurn]] = {}
         """Turns that are drawn, each of another sample of the rollout; by their numbers."""
-        self._drawing: set[int] = set()
-        """Those samples."""
+        self._drawing: set[tuple[str, int]] = set()
+        """Those samples: model, number."""
         self._asked = itertools.count(1)
         self.since_s = worker.loop.time()
         """When it began, or got its last turn."""
@@ -104,26 +104,29 @@ class Play(UserCall):
         """Of threads that wait for a turn of the model."""
         self.is_over = False
         self._clients: Clients | None = None
+        self._models = ModelsOfRollout()
 
     async def ask(
-        self, so_far: Sample, request: GenerateRequest, start: Delta, params: SamplingParams
+        self, so_far: Sample, request: GenerateRequest, start: Delta, params: SamplingParams, model: str = ""
     ) -> tuple[Delta, FinishReason]:
-        """The next turn of a sample. Raises UserCodeError while another one of it is drawn."""
-        if so_far.branch in self._drawing:
+        """The next turn of a sample; `model`: of the run's own. Raises UserCodeError while another one is drawn."""
+        if (model, so_far.branch) in self._drawing:
             raise UserCodeError(
                 "workflow: two turns of one episode were asked for at a time",
                 remedy="await each generate() before the next: an episode is one conversation",
             )
         turn = next(self._asked)
-        self._drawing.add(so_far.branch)
+        self._drawing.add((model, so_far.branch))
         answer = self._answers[turn] = self._worker.loop.create_future()
-        self._worker.put(AskModel(call=self._start.call, turn=turn, request=request, so_far=so_far, start=start))
+        self._worker.put(
+            AskModel(call=self._start.call, turn=turn, request=request, so_far=so_far, start=start, model=model)
+        )
         try:
             drawn = await answer
         finally:
             self.since_s = self._worker.loop.time()
             del self._answers[turn]
-            self._drawing.remove(so_far.branch)
+            self._drawing.remove((model, so_far.branch))
         return drawn.segment, drawn.finish
 
     def drawn(self, answer: DrawnTurn) -> None:
@@ -142,8 +145,9 @@ class Play(UserCall):
         except BaseException as error:  # noqa: BLE001 -- any error is reported to the actor
             end = self._failed(error)
         self.is_over = True
-        if self._clients is not None:
-            await self._clients.close()
+        for clients in (self._clients, *(one.clients for one in self._models.values())):
+            if clients is not None:
+                await clients.close()
         for turn in self.turns:
             turn.cancel()
         teardown = ""
@@ -158,7 +162,7 @@ class Play(UserCall):
         """Its turns, and those of its branches, are drawn in the actor's process, which ends it where need be."""
         start, worker = self._start, self._worker
         model = ModelAccess(
-            generate=_no_engine,
+            generate=no_engine,
             sampling=start.sampling,
             context_length=start.context_length,
             request_prefix=start.request_prefix,
@@ -182,7 +186,7 @@ class Play(UserCall):
     async def _phases(self) -> EpisodeDone:
         start, limits, workflow = self._start, self._start.limits, self._worker.workflow
         episode, prompt = self._episode(), start.prompt
-        self._clients = self._worker.clients(episode)
+        self._clients, self._models = self._worker.clients(episode, self.ask)
         context = WorkflowContext(
             episode=episode,
             tokenizer=self._worker.tokenizer,
@@ -190,6 +194,7 @@ class Play(UserCall):
             index=start.index,
             session_id=start.session_id,
             attempt=start.attempt,
+            models=self._models,
             clients=self._clients,
         )
         if workflow.is_class:  # what makes its object may block too
@@ -232,8 +237,16 @@ class Play(UserCall):
         return await returned if inspect.isawaitable(returned) else returned
 
     def _plain(self, context: WorkflowContext) -> WorkflowContext:
-        episode = PlainEpisode(self, context.episode, self._worker.loop)
-        return msgspec.structs.replace(context, episode=cast("Episode", episode), is_plain=True)
+        def plain(episode: Episode) -> Episode:
+            return cast("Episode", PlainEpisode(self, episode, self._worker.loop))
+
+        models = ModelsOfRollout(
+            {
+                name: msgspec.structs.replace(one, root=plain(one.root), is_plain=True)
+                for name, one in context.models.items()
+            }
+        )
+        return msgspec.structs.replace(context, episode=plain(context.episode), models=models, is_plain=True)
 
     async def _in_time(self, name: str, call: Awaitable[T], limit_s: float) -> T:
         try:
@@ -264,7 +277,8 @@ class Play(UserCall):
         return EpisodeFailed(call=self._start.call, kind=kind, words=words, remedy=remedy, error=name)
 
 
-def _no_engine(request: GenerateRequest) -> Any:
+def no_engine(request: GenerateRequest) -> Any:
+    """Turns are drawn in the actor's process."""
     raise NotImplementedError
 
 

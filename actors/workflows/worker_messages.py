@@ -38,6 +38,17 @@ class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
         return self.setup_s + self.run_s + self.finalize_s + self.score_s + self.teardown_s
 
 
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of the run's own."""
+
+    model_path: str
+    apply_chat_template: bool
+    chat_template_kwargs: dict[str, Any]
+    date: str
+    sampling: SamplingParams
+    context_length: int
+
+
 class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """First frame to a worker."""
 
@@ -49,6 +60,7 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     apply_chat_template: bool
     chat_template_kwargs: dict[str, Any]
     date: str
+    models: dict[str, ModelSpec] = {}
 
 
 class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -89,6 +101,8 @@ class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     """The sample without the turn that is asked for."""
     start: Delta
     """What that turn has already."""
+    model: str = ""
+    """Of the run's own; empty: the policy."""
 
 
 class EpisodeDone(Ended, frozen=True, kw_only=True, tag=True):

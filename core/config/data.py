@@ -477,9 +477,9 @@ class JudgeSettings(Section, frozen=True):
     these keys otherwise for that function."""
 
     url: Annotated[str, AfterValidator(lambda value: check_urls((value,))[0] if value else value)] = ""
-    """Address of a server of OpenAI's API, as clients have it: `https://host/v1`."""
+    """Address of a server of OpenAI's API, as clients have it: `https://host/v1`; empty = `model` is the run's own."""
     model: str = ""
-    """The name that is sent."""
+    """With `url`: the name that is sent. Without: NAME of `[models.NAME]`."""
     key_env: str = ""
     """Environment variable of the rollout actors that holds the server's key; empty = it asks for none."""
     template: str = JUDGE_TEMPLATE

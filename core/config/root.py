@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from pydantic import Field, model_validator
@@ -30,12 +31,14 @@ from .run import (
     AGENT_WORKFLOW,
     ENVIRONMENT_WORKFLOW,
     KINDS_WITH_ROWS,
+    POLICY,
     WORKFLOW_BUILTINS,
     AgentSettings,
     ChannelName,
     ControlSettings,
     EngineSettings,
     EnvironmentSettings,
+    FrozenModelSettings,
     GatewayRole,
     GatewaySettings,
     GuardSettings,
@@ -78,6 +81,8 @@ class RunConfig(Section, frozen=True):
     engine: EngineSettings = EngineSettings()
     sglang: Table = {}
     """Arguments of launched SGLang servers, by the names of its ServerArgs fields."""
+    models: dict[str, FrozenModelSettings] = {}
+    """Models of the run's own beside the policy, each a table `[models.NAME]`: see there."""
     weights: WeightSettings = WeightSettings()
     memory: MemorySettings = MemorySettings()
     guard: GuardSettings = GuardSettings()
@@ -90,6 +95,19 @@ class RunConfig(Section, frozen=True):
         for name, part in self.data.parts().items():
             yield self.data.key_of(name), part.train
         yield from self.eval.files().values()
+
+    def of_model(self, name: str) -> RunConfig:
+        """A run whose policy is that of `[models.NAME]`: for what serves it, and for checks."""
+        one, rollout = self.models[name], self.rollout
+        sampling = RolloutSettings(
+            temperature=one.temperature, max_new_tokens=one.max_new_tokens, deterministic=rollout.deterministic
+        )
+        template = {"apply_chat_template": True, "chat_template_kwargs": one.chat_template_kwargs}
+        return self.model_copy(update={
+            "model": ModelSettings(path=one.path), "engine": one.engine, "sglang": one.sglang, "rollout": sampling,
+            "roles": self.roles.model_copy(update={"rollout": one}), "weights": WeightSettings(channel="disk"),
+            "data": self.data.model_copy(update=template), "eval": EvalSettings(), "memory": MemorySettings(),
+        })  # fmt: skip
 
     def named_rewards(self) -> Iterator[tuple[str, str]]:
         """Every key that names a reward function, and what it says."""
@@ -416,6 +434,40 @@ def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
     )  # fmt: skip
 
 
+MODEL_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+
+_KEY = re.compile(r"(?<![\w.])(roles\.rollout|rollout|model|engine|sglang)(\.(?=[a-z])|$)")
+_TABLES = {"engine": ".engine", "sglang": ".sglang"}
+
+
+def model_key(name: str, text: str) -> str:
+    """A key of a run whose policy is the model `name` (`RunConfig.of_model`), or a text with such keys -> as the run
+    itself has them."""
+    return _KEY.sub(lambda match: f"models.{name}{_TABLES.get(match[1], '')}{match[2]}", text)
+
+
+def _model_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Names, places, and for each what an engine of the run's own cannot be."""
+    placed = {f"roles.{role}": config.roles[role] for role in ("trainer", "rollout")}
+    named = f"a model's name is 1 to 32 lower-case letters, digits, '_' or '-', a letter first, and not {POLICY}"
+    for name, one in config.models.items():
+        key = f"models.{name}"
+        yield from clashes(
+            (not MODEL_NAME.fullmatch(name) or name == POLICY, key, named),
+            (one.nodes == "*", f"{key}.nodes", "must name the nodes"),
+            (config.algo.kind == "sft", f"{key} algo.kind", 'is asked by nobody: algo.kind = "sft" has no rollouts'),
+        )
+        for other, of in placed.items():
+            shared = sorted(set(one.device_ids) & set(of.device_ids))
+            meet = "*" in (one.nodes, of.nodes) or set(one.nodes) & set(of.nodes)
+            cause = f"names GPU {', '.join(map(str, shared))}, as {other}.devices does: each needs its own"
+            yield from clashes((shared and meet, f"{key}.devices {other}.devices", cause))
+        placed[key] = one
+        for found in _engine_conflicts(config.of_model(name)):
+            yield Conflict(tuple(model_key(name, path) for path in found.paths), model_key(name, found.cause))
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
@@ -560,6 +612,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _eval_conflicts,
     _step_conflicts,
     _engine_conflicts,
+    _model_conflicts,
     _sampling_conflicts,
     _rank_conflicts,
     _weight_conflicts,

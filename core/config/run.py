@@ -140,8 +140,10 @@ class ControlSettings(Section, frozen=True):
 DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_DEVICES = 64
+POLICY = "policy"
+"""How requests name the model that is trained."""
 
-RoleName = Literal["coordinator", "buffer", "monitor", "memory", "gateway", "trainer", "rollout"]
+RoleName = Literal["coordinator", "buffer", "monitor", "memory", "gateway", "trainer", "rollout", "model"]
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
@@ -598,6 +600,30 @@ class EngineSettings(Section, frozen=True):
             (self.key_env and not self.attach, "key_env attach",
              "is for attached servers; launched ones get their own key"),
         )  # fmt: skip
+
+
+class FrozenModelSettings(RolloutRole, frozen=True):
+    """A model of the run's own beside the policy: a judge, a user simulator, an opponent. `NAME` is its own: lower-case
+    letters, digits, `_`, `-`, at most 32. Its actors never get new weights."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """Engine: embedded (CPU, in the process) or sglang (a server that the actor launches or attaches to)."""
+    path: Annotated[PathText, Field(min_length=1)]
+    """HuggingFace folder: config.json, safetensors, tokenizer files."""
+    engine: EngineSettings = EngineSettings()
+    """As `[engine]`."""
+    sglang: Table = {}
+    """As `[sglang]`."""
+    chat_template_kwargs: Table = {}
+    """As `data.chat_template_kwargs`, for its own chat template."""
+    temperature: Temperature = 1.0
+    """Sampling temperature where a request says none."""
+    max_new_tokens: PositiveInt = 256
+    """Tokens that an answer may have at most."""
+    max_requests: PositiveInt = 64
+    """Requests of a rollout actor that are under way; others wait."""
+    timeout_s: PositiveFloat = 120.0
+    """Seconds that a request may take, deaths of its actor included; then its sample's environment has failed."""
 
 
 OWNED: Mapping[str, str] = {

@@ -17,23 +17,23 @@ from .machine import MACHINE_CHECKS, MachineFacts
 from .memory_estimate import memory_findings
 
 CHECKS: tuple[Check, ...] = (
-    Check("node", node.packages),
-    Check("node", node.launched_servers),
-    Check("node", node.devices),
-    Check("named files", files.model_folder),
-    Check("run file", files.fit),
+    Check("node", node.packages, of_models=True),
+    Check("node", node.launched_servers, of_models=True),
+    Check("node", node.devices, of_models=True),
+    Check("named files", files.model_folder, of_models=True),
+    Check("run file", files.fit, of_models=True),
     Check("named files", files.resume),
     Check("named files", files.functions),
     Check("named files", files.data),
     Check("node", node.sinks),
-    Check("node", node.attached_servers),
+    Check("node", node.attached_servers, of_models=True),
     Check("node", node.listened_ports),
     Check("node", node.sandboxes),
     Check("node", node.run_folder),
     Check("estimate", run_arithmetic.amount_of_data),
     Check("estimate", run_arithmetic.rarely_meant),
     Check("estimate", run_arithmetic.sampling),
-    Check("estimate", memory_findings),
+    Check("estimate", memory_findings, of_models=True),
     *(Check("machine", look) for look in MACHINE_CHECKS),
 )
 RESUME_CHECKS = tuple(check for check in CHECKS if check.look is files.resume)

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
+from msgspec.structs import replace
+
 from ...actors.models.hf_folder import read_config
 from ...actors.models.model_config import ModelConfig
 from ...core.config import RunConfig
+from ...core.config.root import model_key
 from ...core.config.section import walk
 from ...core.errors import ConfigError, MyxaError
 from ..actor_spec import ActorSpec
@@ -54,6 +57,8 @@ class Check:
     needs: Needs
     look: Callable[[Any], Iterable[Finding]]
     """Takes a `CheckedRun`; of the machine its `MachineFacts`."""
+    of_models: bool = False
+    """It looks at each model of the run's own too, as if that were the policy."""
 
 
 class CheckedRun:
@@ -71,7 +76,8 @@ class CheckedRun:
     ) -> None:
         """`known`: answers that need not be asked for."""
         self.config = config
-        self.actors = tuple(actors)
+        actors = tuple(actors)
+        self.actors = tuple(actor for actor in actors if actor.role != "model")
         self.is_here = is_here
         """Whether the run will start on this machine."""
         self.device_bytes = device_bytes
@@ -79,6 +85,15 @@ class CheckedRun:
         self.wait_s = wait_s
         """How long a server of `engine.attach` may take to appear."""
         self._known = dict(known or {})
+        theirs = [replace(actor, role="rollout") for actor in actors if actor.role == "model"]
+        self.of_models = {
+            name: CheckedRun(
+                config.of_model(name), mine, is_here=is_here, device_bytes=device_bytes, wait_s=wait_s, known=known
+            )
+            for name in config.models
+            if (mine := [actor for actor in theirs if actor.model == name])
+        }
+        """Runs whose policy is that model; of those that have actors here."""
 
     def once(self, ask: Callable[[CheckedRun], T]) -> T:
         """What `ask` answers about this run; asked once."""
@@ -137,5 +152,10 @@ def _known_keys() -> frozenset[str]:
 def run_checks(checks: Sequence[Check], subject: object, *needs: Needs) -> Iterator[Finding]:
     """The findings of those checks that need one of these."""
     for check in checks:
-        if check.needs in needs:
-            yield from check.look(subject)
+        if check.needs not in needs:
+            continue
+        yield from check.look(subject)
+        for name, view in subject.of_models.items() if check.of_models and isinstance(subject, CheckedRun) else ():
+            for found in check.look(view):
+                message, remedy = (model_key(name, text) for text in (found.error.message, found.error.remedy))
+                yield Finding(model_key(name, found.key), type(found.error)(message, remedy=remedy), found.severity)

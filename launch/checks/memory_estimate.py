@@ -324,7 +324,7 @@ def _gpu_loads(
     of_trainer = {(actor.node, device) for actor in trainers for device in used_devices(actor)}
     of_engine = {(actor.node, device) for actor in rollouts if engine for device in actor.devices}
     mine = [part.of("trainer") for part in trainer]
-    theirs = [part.of("rollout") for part in engine]
+    theirs = [part.of(rollouts[0].name.rpartition("/")[0]) for part in engine]
     for devices, first, second in (
         (of_trainer & of_engine, mine, theirs),
         (of_trainer - of_engine, mine, []),
@@ -380,7 +380,8 @@ def _too_full(load: DeviceLoad) -> Iterator[Finding]:
     if load.capacity_bytes is None or load.num_bytes <= TIGHT * load.capacity_bytes:
         return
     largest = max(load.parts, key=lambda part: part.num_bytes)
-    key, remedy = REMEDIES.get(largest.name, (f"roles.{largest.owner}.devices", "give it more GPUs"))
+    owner = "trainer" if largest.owner == "trainer" else "rollout"
+    key, remedy = REMEDIES.get(largest.name, (f"roles.{owner}.devices", "give it more GPUs"))
     place, has = f"{key}: {load.devices}, {load.phase}: {size_text(load.num_bytes)}", size_text(load.capacity_bytes)
     most = f"most of it is the {largest.owner}'s {largest.name}, {size_text(largest.num_bytes)}"
     text = f"{place} of {has} leaves little for what is not counted here"

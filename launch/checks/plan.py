@@ -103,7 +103,7 @@ def make_plan(
         placement=tuple(_node(actors, number) for number in range(num_nodes) if actors),
         batch=run.once(batch_plan),
         staleness=run.once(staleness_plan),
-        memory=run.once(memory)[0],
+        memory=tuple(load for one in (run, *run.of_models.values()) for load in one.once(memory)[0]),
         num_parameters=run.model.num_parameters if run.model is not None else None,
     )
 
@@ -195,7 +195,7 @@ def _short(actors: Sequence[str]) -> str:
     """buffer, rollout/0, rollout/1, rollout/2 -> "buffer rollout/0-2"."""
     found: dict[str, list[int]] = {}
     for actor in actors:
-        role, _, number = actor.partition("/")
+        role, _, number = actor.rpartition("/") if "/" in actor else (actor, "", "")
         found.setdefault(role, []).extend([int(number)] if number else ())
     return " ".join(f"{role}/{ranges(numbers)}" if numbers else role for role, numbers in found.items())
 

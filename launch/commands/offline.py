@@ -212,7 +212,7 @@ def num_nodes(config: RunConfig) -> int:
     """The fewest that the roles' `nodes` name."""
     from ..supervisor.placement import started_roles
 
-    roles = [config.roles[role] for role in started_roles(config)]
+    roles = [started.settings for started in started_roles(config)]
     named = [node for role in roles if role.nodes != "*" for node in role.nodes]
     return max(named, default=0) + 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ...actors.rewards.guard import Reference
     from ...actors.rewards.judge import Judges
     from ...actors.rewards.rewarder import Rewarder
+    from ...actors.rollout.other_models import OtherModel
 
 
 SAMPLED = (
@@ -127,9 +128,11 @@ async def serve_model(
         await engine.close()
 
 
-def agent_workflow(config: RunConfig, own: Gateway) -> AgentWorkflow:
+def agent_workflow(config: RunConfig, own: Gateway, models: Mapping[str, OtherModel]) -> AgentWorkflow:
     """What is started for each rollout. `own`: the actor's gateway."""
     from ...actors.gateway.agent import AgentWorkflow, OutsideAgentOptions, split_command
+    from ...actors.gateway.clients import ReachedModel
+    from ...actors.workflows.turn_renderer import TurnRenderer
 
     agent = config.agent
     options = OutsideAgentOptions(
@@ -149,7 +152,10 @@ def agent_workflow(config: RunConfig, own: Gateway) -> AgentWorkflow:
         env=agent.env,
         folder=agent.dir or ".",
     )
-    return AgentWorkflow(options, own)
+    reached = {
+        name: ReachedModel(one.tokenizer, one.access, TurnRenderer(one.tokenizer)) for name, one in models.items()
+    }
+    return AgentWorkflow(options, own, reached)
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:
@@ -167,13 +173,36 @@ def eval_rewards(config: RunConfig) -> dict[str, RewardSettings]:
     }
 
 
-def make_judges(config: RunConfig) -> Judges | None:
+def other_models(config: RunConfig) -> dict[str, OtherModel]:
+    """How a rollout actor reaches the models of the run's own. Raises ModelError for a folder that cannot be read."""
+    if not config.models:
+        return {}
+    from ...actors.models.hf_folder import read_config
+    from ...actors.models.tokenizer import load_tokenizer
+    from ...actors.rollout.other_models import OtherModel
+
+    found: dict[str, OtherModel] = {}
+    for name, one in config.models.items():
+        view = config.of_model(name)
+        found[name] = OtherModel(
+            name,
+            num_actors=one.count * len(one.nodes),
+            tokenizer=load_tokenizer(one.path, view.data),
+            sampling=train_sampling(view),
+            context_length=one.engine.context_length or read_config(one.path).context_length,
+            max_requests=one.max_requests,
+            timeout_s=one.timeout_s,
+        )
+    return found
+
+
+def make_judges(config: RunConfig, models: Mapping[str, OtherModel]) -> Judges | None:
     """What asks language models for rewards; None: no reward does."""
     if all(fn != "judge" for _, fn in config.named_rewards()):
         return None
     from ...actors.rewards.judge import Judges  # a client for HTTP
 
-    return Judges(config.judge, os.environ)
+    return Judges(config.judge, os.environ, {name: one.chat for name, one in models.items()})
 
 
 def eval_rewarders(config: RunConfig, judges: Judges | None) -> dict[str, Rewarder]:

@@ -82,10 +82,10 @@ def preloaded(
         return LIGHT
     has_engines = config.algo.kind != "sft"
     trainers = [actor for actor in forked if actor.role == "trainer"]
-    engines = [actor for actor in forked if actor.role == "rollout" and actor.kind == "embedded" and has_engines]
+    engines = [actor for actor in forked if actor.role in ("rollout", "model") and actor.kind == "embedded"]
     # Importing megatron-core asks CUDA for devices where there are some, which no fork survives.
     is_megatron = any(actor.kind == "megatron" and not actor.devices for actor in trainers)
-    return (*LIGHT, *(TORCH if trainers or engines else ()), *((MEGATRON,) if is_megatron else ()))
+    return (*LIGHT, *(TORCH if trainers or (engines and has_engines) else ()), *((MEGATRON,) if is_megatron else ()))
 
 
 def is_forked(actor: ActorSpec) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from ...core.config import RoleName, RunConfig
-from ...core.config.run import RoleSettings, RolesSettings, RolloutRole, parse_devices
+from ...core.config.run import RoleSettings, RolloutRole, parse_devices
 from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
@@ -26,10 +26,19 @@ from ..composition.weight_channels import choose_channel
 if TYPE_CHECKING:
     from ..views.run_view import ActorFacts
 
-START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "gateway", "trainer", "rollout")
+START_ORDER: tuple[RoleName, ...] = (
+    "monitor",
+    "buffer",
+    "coordinator",
+    "memory",
+    "model",
+    "gateway",
+    "trainer",
+    "rollout",
+)
 """Roles that others need start first. Roles are stopped in reverse order."""
 
-NUMBERED: frozenset[RoleName] = frozenset({"memory", "trainer", "rollout"})
+NUMBERED: frozenset[RoleName] = frozenset({"memory", "trainer", "rollout", "model"})
 """Roles whose actors have their index in the name even if there is only one."""
 
 
@@ -48,40 +57,59 @@ def place(config: RunConfig, num_nodes: int) -> tuple[ActorSpec, ...]:
     problems = placement_problems(config, num_nodes)
     if problems:
         raise ConfigError("\n".join(problems))
-    return tuple(actor for role in started_roles(config) for actor in _place_role(role, config.roles, num_nodes))
+    return tuple(actor for started in started_roles(config) for actor in _place_role(started, num_nodes))
 
 
 def placement_problems(config: RunConfig, num_nodes: int) -> list[str]:
     """What cannot be placed; each text begins with the key of the run file."""
-    return [text for role in started_roles(config) for text in _problems(role, config.roles[role], num_nodes)]
+    return [text for started in started_roles(config) for text in _problems(started, num_nodes)]
 
 
-def started_roles(config: RunConfig) -> tuple[RoleName, ...]:
+@dataclass(frozen=True, slots=True)
+class StartedRole:
+    """A role, or the actors of one of the run's own models."""
+
+    key: str
+    """Of the run file."""
+    prefix: str
+    """Of the names of its actors."""
+    role: RoleName
+    settings: RoleSettings
+
+
+def started_roles(config: RunConfig) -> tuple[StartedRole, ...]:
     """The roles of this run in start order: a memory manager only if memory is shared in turns."""
     is_there = {"memory": config.memory.share == "switch", "gateway": bool(config.roles.gateway.count)}
-    return tuple(role for role in START_ORDER if is_there.get(role, True))
+    found: list[StartedRole] = []
+    for role in START_ORDER:
+        if role == "model":
+            found += [StartedRole(f"models.{name}", f"model/{name}", role, one) for name, one in config.models.items()]
+        elif is_there.get(role, True):
+            found.append(StartedRole(f"roles.{role}", role, role, config.roles[role]))
+    return tuple(found)
 
 
-def _problems(role: RoleName, settings: RoleSettings, num_nodes: int) -> list[str]:
+def _problems(started: StartedRole, num_nodes: int) -> list[str]:
     problems: list[str] = []
+    key, settings = started.key, started.settings
     if settings.nodes != "*":
         beyond = [str(node) for node in settings.nodes if node >= num_nodes]
         if beyond:
             have = "one node, node 0" if num_nodes == 1 else f"{num_nodes} nodes, 0 to {num_nodes - 1}"
-            problems.append(f"roles.{role}.nodes names node {', '.join(beyond)}, but this run has {have} (--nnodes)")
+            problems.append(f"{key}.nodes names node {', '.join(beyond)}, but this run has {have} (--nnodes)")
     num_devices = len(settings.device_ids)
     if num_devices % settings.count:
         problems.append(
-            f"roles.{role}.devices names {num_devices} GPUs, which do not divide among {settings.count} actors a node"
+            f"{key}.devices names {num_devices} GPUs, which do not divide among {settings.count} actors a node"
         )
     num_actors = settings.count * (num_nodes if settings.nodes == "*" else len(settings.nodes))
     if isinstance(settings, RolloutRole) and settings.quorum > num_actors:
-        problems.append(f"roles.{role}.quorum = {settings.quorum}, but the run has {num_actors} {role} actors")
+        problems.append(f"{key}.quorum = {settings.quorum}, but the run has {num_actors} {started.role} actors")
     return problems
 
 
-def _place_role(role: RoleName, roles: RolesSettings, num_nodes: int) -> list[ActorSpec]:
-    settings = roles[role]
+def _place_role(started: StartedRole, num_nodes: int) -> list[ActorSpec]:
+    role, settings = started.role, started.settings
     nodes = tuple(range(num_nodes)) if settings.nodes == "*" else settings.nodes
     is_gang = role == "trainer"
     devices = settings.device_ids
@@ -99,15 +127,18 @@ def _place_role(role: RoleName, roles: RolesSettings, num_nodes: int) -> list[Ac
                 local_world_size=settings.count,
                 group_rank=group_rank,
             )
-            spec = make_spec(role, settings, index, node, own)
+            spec = make_spec(role, settings, index, node, own, started.prefix)
             actors.append(replace(spec, visible_devices=devices, rank=rank) if is_gang else spec)
     return actors
 
 
-def make_spec(role: RoleName, settings: RoleSettings, index: int, node: int, devices: tuple[int, ...]) -> ActorSpec:
-    """One actor of a role at its place, which sees its own devices and is in no gang."""
+def make_spec(
+    role: RoleName, settings: RoleSettings, index: int, node: int, devices: tuple[int, ...], prefix: str = ""
+) -> ActorSpec:
+    """One actor of a role at its place, which sees its own devices and is in no gang. `prefix`: of its name; empty: the
+    role."""
     return ActorSpec(
-        name=f"{role}/{index}" if role in NUMBERED else role,
+        name=f"{prefix or role}/{index}" if role in NUMBERED else role,
         role=role,
         kind=getattr(settings, "kind", role),
         index=index,
@@ -206,6 +237,7 @@ class RunActors(dict[str, RunActor]):
 WHY_FIXED: dict[str, str] = {
     "trainer": "its ranks form one gang, whose size is part of how parameters and optimizer are divided",
     "memory": "each node with shared devices has one",
+    "model": "the run file says how many there are",
 }
 
 

@@ -644,7 +644,7 @@ class RunSupervisor(SupervisorContract):
 def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
     """What the rules must know. `actors` are in start order, the actors of a role together."""
     found: list[RoleSpec] = []
-    for role, mates in groupby(actors, key=lambda actor: actor.role):
+    for role, mates in groupby(actors, key=lambda actor: actor.name.rpartition("/")[0] or actor.name):
         first, *others = mates
         found.append(
             RoleSpec(

@@ -84,7 +84,7 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-_ROLES = ("trainer", "rollout", "gateway", "buffer", "coordinator", "memory", "monitor")
+_ROLES = ("trainer", "rollout", "model", "gateway", "buffer", "coordinator", "memory", "monitor")
 
 
 def name_order(name: str) -> tuple[int, str, int, str]:

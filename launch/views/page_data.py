@@ -227,7 +227,8 @@ def _by_kind(shares: Mapping[str, float]) -> list[float]:
 
 def _devices(run: RunFiles, actor: str) -> str:
     """The GPUs that the run file gives to the role: actors of one heading take turns where memory is shared."""
-    devices = run.setting(f"roles.{actor.partition('/')[0]}.devices")
+    role, _, rest = actor.partition("/")
+    devices = run.setting(f"models.{rest.partition('/')[0]}.devices" if role == "model" else f"roles.{role}.devices")
     return "" if devices in (None, "cpu", "") else f"GPU {str(devices)[:40]}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -41,6 +40,7 @@ EXPLAINED_BY = {
     "data.sources.NAME": ("data",),
     "eval.sets.NAME": ("data", "eval"),
     "reward.functions.NAME": ("reward",),
+    "models.NAME": ("roles.<role>",),
 }
 """Sections whose keys a named table shares: there they are explained, and there is their default."""
 OTHER_MEANING = frozenset({("reward.functions.NAME", "fn")})
@@ -61,7 +61,7 @@ def render_reference() -> str:
         elif section is not None:
             parts += [_section_part(f"[{key}]", section, keys_of(section)), *_named_parts(key, section)]
         elif (named := named_section_of(info)) is not None:
-            parts.append(_section_part(f"[{key}.NAME]", named, keys_of(named)))
+            parts.append(_named_part(f"{key}.NAME", named))
     return "\n".join(parts)
 
 
@@ -79,16 +79,19 @@ def _named_parts(key: str, section: type[Section]) -> Iterator[str]:
     """Tables below a section whose names are the user's. Keys that another section explains are named only."""
     for name, info in keys_of(section).items():
         named, title = named_section_of(info), f"{key}.{name}.NAME"
-        if named is None:
-            continue
-        keys, notes = dict(keys_of(named)), list[str]()
-        for other in EXPLAINED_BY.get(title, ()):
-            explained = section_of(keys_of(RunConfig)[other])
-            shared = [one for one in keys if explained and one in keys_of(explained)]
-            shared = [one for one in shared if (title, one) not in OTHER_MEANING]
-            notes.append(f"As in `[{other}]`: {', '.join(f'`{one}`' for one in shared)}.")
-            keys = {one: info for one, info in keys.items() if one not in shared}
-        yield _section_part(f"[{title}]", named, keys, notes)
+        if named is not None:
+            yield _named_part(title, named)
+
+
+def _named_part(title: str, named: type[Section]) -> str:
+    keys, notes = dict(keys_of(named)), list[str]()
+    for other in EXPLAINED_BY.get(title, ()):
+        explained = RoleSettings if other == "roles.<role>" else section_of(keys_of(RunConfig)[other])
+        shared = [one for one in keys if explained and one in keys_of(explained)]
+        shared = [one for one in shared if (title, one) not in OTHER_MEANING]
+        notes.append(f"As in `[{other}]`: {', '.join(f'`{one}`' for one in shared)}.")
+        keys = {one: info for one, info in keys.items() if one not in shared}
+    return _section_part(f"[{title}]", named, keys, notes)
 
 
 def _role_parts() -> list[str]:
@@ -113,12 +116,14 @@ def _is_fixed(info: FieldInfo) -> bool:
 
 
 def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldInfo], notes: Sequence[str] = ()) -> str:
-    about = inspect.cleandoc(section.__doc__ or "")
+    about = " ".join((section.__doc__ or "").split())
     table = _kind_table() if section is AlgoConfig else []
     return "\n".join([f"## {title}", about, *notes, *(_row(key, info) for key, info in keys.items()), *table, ""])
 
 
 def _row(key: str, info: FieldInfo) -> str:
+    if section_of(info) is not None:
+        return f"* `{key}` (table): {' '.join((info.description or '').split())}"
     default = "**required**" if info.is_required() else f"`{value_text(info.default)}`"
     return f"* `{key}` ({_kind_text(info)}; {default}): {' '.join((info.description or '').split())}"
 

@@ -1,0 +1,73 @@
+"""Frozen models of a run's own, by the command a user types: through kill -9 of their actor while it is asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from tests.harness.run_job import Job, audit, events, metrics, worker_pids
+from tests.harness.waiting import wait_until
+
+from myxa.actors.ledger.file import whole_groups
+
+pytestmark = pytest.mark.timeout(180)
+STEPS = 5
+FLOWS = """
+from pathlib import Path
+from myxa.core.samples import Message
+
+LOG = Path(__file__).with_name("log")
+
+def note(*words):
+    with LOG.open("a") as file:
+        file.write(" ".join(map(str, words)) + chr(10))
+
+async def talk(ctx, prompt):
+    other = ctx.models["critic"].session(prompt.messages)
+    for _ in range(2):
+        mine = await ctx.episode.generate()
+        note("asked", ctx.session_id)
+        other.reply("user", mine.text) if other.num_turns else None
+        said = await other.generate()
+        note("told", ctx.session_id)
+        if not ctx.episode.reply("user", said.text[:8] or "go on"):
+            break
+    return ctx.episode.sample(reward=float(len(mine.text) % 3))
+"""
+
+
+def test_a_run_ends_well_although_the_actor_of_its_model_is_killed_in_the_middle_of_rollouts(job: Job) -> None:
+    log = job.folder / "log"
+    (job.folder / "flows.py").write_text(FLOWS)
+    flags = (
+        'rollout.workflow="flows.py:talk"', 'reward.fn="workflow"', "rollout.max_turns=2", f"run.num_steps={STEPS}",
+        'models.critic.path="model"', "models.critic.max_new_tokens=6",
+    )  # fmt: skip
+
+    def waiting() -> int:
+        """Rollouts that wait for the model."""
+        words = [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
+        return words.count("asked") - words.count("told")
+
+    def told() -> int:
+        return log.read_text().count("told") if log.exists() else 0
+
+    with job.start(*flags) as process:
+        for number in (1, 2):
+            wait_until(lambda: told() > 16 * number, "the model answers")  # noqa: B023 -- used at once
+            (pid,) = worker_pids(process.pid, "model/critic/0")
+            os.kill(pid, signal.SIGSTOP)
+            wait_until(lambda: waiting() >= 4, f"rollouts wait, kill {number}")
+            os.kill(pid, signal.SIGKILL)
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    run_dir = job.run_dir()
+    facts = audit(run_dir)
+    assert len(facts.trained) == len(set(facts.trained)) == STEPS * 4
+    assert "DROPPED" not in facts.states and not events(run_dir, "member-failed")
+    groups = [group for _, group in whole_groups(run_dir / "ledger.sqlite")]
+    samples = [one for group in groups for one in group.samples if one.num_turns == 2]
+    assert samples and all(0 < one.loss_mask.sum() < len(one.loss_mask) for one in samples), "what it says is masked"
+    told_of = {point["source"] for point in metrics(run_dir) if "model/num_requests" in point["values"]}
+    assert told_of == {"model/critic/0"}
