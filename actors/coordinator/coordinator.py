@@ -75,6 +75,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self.meter)
         self.meter.switch("other", "start")
         is_anew, ignored = self._journal.load()
+        if not is_anew and self._options.past_journal is not None:
+            self._journal.remember(self._options.past_journal)
         self._context = RunContext(self.ctx, self._options, self._clock, self.meter, self._telemetry, self._journal)
         self._event, self._keep = self._context.tell, self._context.keep
         self._phases = PhaseMoves(self._context, self._changed.set)
@@ -179,7 +181,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             return
         self.meter.switch("wait-data", "orders")
         if self._options.eval_at_start and self._state.phase == "starting":
-            await self._evaluate()
+            await self.evaluator.attempt_anew()
         if self._state.phase == "starting":
             self._state.started_wall_s = self._clock.wall()
             if await self._phases.to("running"):
@@ -415,7 +417,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             await self._phases.to("draining")
         self._state.reason = self._state.reason or reason
         await self.fleet.adopt()
-        await self.evaluator.attempt_at_end()
+        await self.evaluator.attempt_anew()
         if self._state.phase == "draining":
             await self._phases.to("finished")
 

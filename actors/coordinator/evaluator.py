@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 
 import msgspec
 
@@ -37,12 +38,26 @@ class Evaluator:
             self._ctx.log.exception("evaluation")
             return None
 
-    async def attempt_at_end(self) -> None:
-        """The same of the run's last version, unless it was evaluated already."""
+    async def attempt_anew(self) -> EvalResult | None:
+        """The same of the run's present version, unless it was evaluated already, also before the run was resumed."""
         async with self._turn:  # one that is under way may be of that version
-            is_known = self._state.evaluated == self._state.known_version
-        if not is_known:
-            await self.attempt()
+            known = self._known().get(self._state.known_version)
+        if known is None:
+            return await self.attempt()
+        self._state.eval_reward = known
+        return None
+
+    def _known(self) -> dict[int, float]:
+        """Evaluations of weights that the run still has, by the present settings."""
+        state, live = self._state, self._options
+        asked = (live.eval_prompts, live.eval_samples, live.eval_temperature, live.eval_sampling, live.eval_sets)
+        how = blake2b(repr(asked).encode(), digest_size=8).hexdigest()
+        is_same = state.evaluated_how == how
+        state.evaluations = {
+            v: reward for v, reward in state.evaluations.items() if is_same and v <= state.known_version
+        }
+        state.evaluated_how = how
+        return state.evaluations
 
     async def evaluate(self, name: str = "") -> EvalResult:
         """On the engine that serves the newest version; one at a time. `name`: of one set, else all of them, one after
@@ -55,8 +70,8 @@ class Evaluator:
             whole = _together(results)
             if not name:
                 self._state.eval_reward = whole.mean_reward
-                is_of_one = whole.oldest_version == whole.newest_version
-                self._state.evaluated = whole.newest_version if is_of_one else -1
+                if whole.oldest_version == whole.newest_version:
+                    self._known()[whole.newest_version] = whole.mean_reward
                 await self._keep()
         if not name and list(results) != [""]:
             self._telemetry.metric(whole.newest_version, {"eval/reward": whole.mean_reward})
@@ -134,7 +149,7 @@ class Evaluator:
 
     def rewound(self) -> None:
         """The trainer returned to an older version: no engine will serve those it had made since."""
-        self._state.evaluated = -1
+        self._known()
 
 
 def _together(results: Mapping[str, EvalResult]) -> EvalResult:

@@ -205,7 +205,7 @@ def _origins(folder: Path, table: KnobTable) -> dict[str, str]:
         place = "the default" if is_default else f"line {line} of {file}" if line else "chosen at the start"
         words = [f"{knob.key} = {value_text(state.first)}, {place}" if knob.key else "it has no key in the run file"]
         if state.value != state.first and (change := changes.get(knob.name)) is not None:
-            words.append(f"set by change {change.number} of {change.who.user or change.who.via}")
+            words.append(f"set by {change.who.user or change.who.via}, epoch {change.epoch}")
         found[knob.name] = "; ".join(words)
     return found
 

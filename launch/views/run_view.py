@@ -181,8 +181,10 @@ def carried_over(new: RunView, old: RunView) -> RunView:
     found = {name: getattr(new, name) or getattr(old, name) for name in _CARRIED}
     started_wall_s = new.started_wall_s if new.run_dir else old.started_wall_s
     remedy = new.remedy if new.why else old.remedy
+    under_way = new.under_way if new.actors else old.under_way
     has_ended = new.has_ended or (found["status"] is not None and found["status"].phase in ("finished", "failed"))
-    return msgspec.structs.replace(new, **found, remedy=remedy, started_wall_s=started_wall_s, has_ended=has_ended)
+    found |= {"remedy": remedy, "under_way": () if has_ended else under_way}
+    return msgspec.structs.replace(new, **found, started_wall_s=started_wall_s, has_ended=has_ended)
 
 
 _CARRIED = ("status", "buffer", "snapshot", "run_dir", "actors", "knobs", "history", "why")

@@ -34,7 +34,7 @@ async function listen() {
       const told = await answer.json();
       ({ state, generation: seen } = told);
       if (told.history) setPast(told.history);
-      setLink("on", "live");
+      setLink(state.hasEnded ? "over" : "on", state.hasEnded ? "the run has ended" : "live");
       if (told.history) drawPage();
       else drawState();
     } catch {

@@ -10,7 +10,7 @@ import pytest
 
 from myxa.actors.coordinator.evaluator import Evaluator
 from myxa.actors.coordinator.options import CoordinatorOptions
-from myxa.actors.coordinator.run_state import RunContext, RunState
+from myxa.actors.coordinator.run_state import CoordinatorJournal, RunContext, RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.config.data import EvalSetSettings
@@ -42,7 +42,7 @@ class World:
         self.state = RunState(version=7)
         self.oldest = 6
         self.serving = {"rollout/0": 7}
-        options = CoordinatorOptions(
+        self.options = options = CoordinatorOptions(
             name="r", num_steps=1, has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
             eval_prompts=4, eval_samples=2, eval_temperature=0.7, eval_sampling=SamplingParams(max_new_tokens=50),
             eval_sets=sets or {"": of_set()},
@@ -109,11 +109,28 @@ async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_ar
     await world.evaluator.evaluate()
     world.oldest = 7
     for num_asked in (2, 2):  # the first answers were of two versions
-        await world.evaluator.attempt_at_end()
+        await world.evaluator.attempt_anew()
         assert len(world.asked) == num_asked
-    world.evaluator.rewound()  # the version is made again
-    await world.evaluator.attempt_at_end()
+    world.state.version = 6
+    world.evaluator.rewound()
+    world.state.version = 7  # it is made again
+    await world.evaluator.attempt_anew()
     assert len(world.asked) == 3
+
+
+async def test_a_run_that_is_resumed_knows_what_was_evaluated_with_the_same_settings(tmp_path: Path) -> None:
+    world, journal = World(), CoordinatorJournal(tmp_path / "journal", "first launch")
+    world.oldest = 7
+    await world.evaluator.evaluate()
+    journal.state = world.state
+    await journal.keep()
+    for version, num_samples, num_asked in ((7, 2, 0), (7, 3, 1), (6, 2, 1)):
+        resumed, again = World(), CoordinatorJournal(tmp_path / "another", "second launch")
+        again.remember(journal.path)
+        resumed.state.evaluations, resumed.state.evaluated_how = again.state.evaluations, again.state.evaluated_how
+        resumed.state.version, resumed.options.eval_samples = version, num_samples
+        await resumed.evaluator.attempt_anew()
+        assert (len(resumed.asked), resumed.state.eval_reward) == (num_asked, 0.5)
 
 
 async def test_one_set_alone_does_not_speak_for_the_run() -> None:

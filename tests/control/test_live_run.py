@@ -237,7 +237,7 @@ def test_f6_a_knob_that_is_named_tells_where_its_value_comes_from(live: Live):
     number = int(place.split()[1])
     assert (live.run_dir / "config.toml").read_text().splitlines()[number - 1] == "lr = 0.001"
     live.ask("set", "max_staleness=3", "-m", "told")
-    wait_until(lambda: "set by change" in live.ask("get", "max_staleness")["origins"]["max_staleness"])
+    wait_until(lambda: ", epoch " in live.ask("get", "max_staleness")["origins"]["max_staleness"])
 
 
 def test_compare_and_set_dry_run_and_time(live: Live):
