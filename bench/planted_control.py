@@ -35,7 +35,7 @@ from myxa.core.knobs import (
     Operator,
     Tunable,
 )
-from myxa.core.messages import BufferStats, EngineStatus, RunStatus
+from myxa.core.messages import BufferStats, EngineStatus, RolloutNow, RunStatus
 from myxa.launch.control import verbs
 from myxa.launch.control.client import ControlNote
 from myxa.launch.control.server import ControlServer, Handler, VerbContext
@@ -122,6 +122,7 @@ class PlantedSeat:
                 "wait-data": wait,
                 "wait-weights": 0.02,
                 "other": 0.01,
+                **({"rollouts/tool": 6.0, "rollouts/generate": 3.0} if name.startswith("rollout/") else {}),
             }
         snapshot["trainer/0"] = {"train/tokens_per_s": 2400.0, "train/loss": -0.0123}
         for name in names[2:]:
@@ -151,8 +152,13 @@ class PlantedSeat:
                        host="worker-b" if name == "rollout/2" else "worker-a")
             for n, name in enumerate(ACTORS)
         ]  # fmt: skip
+        waits = RolloutNow(
+            actor="rollout/0", group_id=41, index=3, row=17, source="/data/gsm.jsonl", is_held_out=False, turn=2,
+            doing=f"tool {HOSTILE[:40]}", since_s=75.0, began_s=90.0,
+        )  # fmt: skip
         return msgspec.structs.replace(
             view,
+            under_way=(waits,),
             actors=tuple(sorted(actors, key=lambda actor: (actor.node, name_order(actor.name)))),
             knobs=self.get(),
             history=tuple(self.records[-50:]),

@@ -90,7 +90,7 @@ COORDINATOR = "coordinator"
 GATEWAY = "gateway"
 SAVING_SHARE = 0.05
 """Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
-GROUPS_TRACED_PER_S = 5.0
+GROUPS_TRACED_PER_S = 1.0
 """About so many groups have what their rollouts did in the trace."""
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
@@ -482,7 +482,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if not self._traced.pick("generate", (group_id,), self._clock.monotonic()):
             return
         for member in group.members:
-            told = {"group": group_id, "member": member.index, "row": group.prompt.row, "source": group.prompt.source}
+            told = {"group": group_id, "member": member.index, "row": group.prompt.row}
             for row in rows(member.timeline.stretches):
                 branch, began_s, ended_s = row[0].branch, row[0].began_s, row[-1].ended_s
                 parts = [(one.label, ACTIVITIES[one.kind], one.began_s - began_s, one.ended_s - one.began_s, one.turn)

@@ -39,6 +39,8 @@ MAX_STRETCHES = 512
 MAX_OPEN = 64
 """Waits of one rollout at a time."""
 MAX_NAME = 80
+_RANKS: dict[Doing, int] = {"generate": 2, "engine": 1}
+"""What a rollout does, if its samples do several things."""
 
 
 class WaitNote(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -53,6 +55,8 @@ class WaitNote(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     name: str = ""
     branch: int = 0
     """Number of the sample in its rollout."""
+    at_s: float | None = None
+    """When, on this host's monotonic clock; None: now."""
 
 
 _numbers = itertools.count(1)
@@ -83,10 +87,8 @@ class RolloutSpan:
     branch: int
     turn: int
     """The turn that came, or the last one before it; 0: none yet."""
-    since_s: float
-    """When it began, on the monotonic clock."""
     began_s: float
-    """The same; later where something else came between."""
+    """On the monotonic clock: when it began, or went on after something else."""
     ended_s: float = 0.0
 
     @property
@@ -132,24 +134,26 @@ class Timeline:
 
     def note(self, note: WaitNote) -> None:
         """A workflow says that it waits."""
+        now_s = self._now()
+        at_s = now_s if note.at_s is None else min(note.at_s, now_s)
         if note.kind is None:
-            self._end(note.number)
+            self._end(note.number, at_s)
         elif len(self._open) < MAX_OPEN:
-            self._begin(note.number, note.kind, note.name[:MAX_NAME], note.branch)
+            self._begin(note.number, note.kind, note.name[:MAX_NAME], note.branch, at_s)
 
     def forget_waits(self) -> None:
         """The workflow is over, whatever it has not said."""
         for number in [number for number in self._open if number > 0]:
-            self._end(number)
+            self._end(number, self._now())
 
     @contextmanager
     def during(self, kind: Doing, name: str = "") -> Generator[None]:
         number = next(self._numbers)
-        self._begin(number, kind, name, 0)
+        self._begin(number, kind, name, 0, self._now())
         try:
             yield
         finally:
-            self._end(number)
+            self._end(number, self._now())
 
     async def watched(
         self, generate: Callable[[GenerateRequest], AsyncIterator[Delta]], request: GenerateRequest
@@ -157,37 +161,38 @@ class Timeline:
         """The engine's stream, its wait and its generation noted."""
         number, deltas = next(self._numbers), generate(request)
         self._turns[request.branch] = request.turn
-        self._begin(number, "engine", "", request.branch)
+        self._begin(number, "engine", "", request.branch, self._now())
         has_begun = False
         try:
             async for delta in deltas:
                 if not has_begun:
                     has_begun = True
-                    self._end(number)
-                    self._begin(number, "generate", "", request.branch)
+                    self._begin(number, "generate", "", request.branch, self._now())
                 yield delta
         finally:
             close = getattr(deltas, "aclose", None)
             if close is not None:
                 await close()
-            self._end(number)
+            self._end(number, self._now())
 
-    def _begin(self, number: int, kind: Doing, name: str, branch: int) -> None:
-        now_s = self._now()
+    def _begin(self, number: int, kind: Doing, name: str, branch: int, at_s: float) -> None:
+        """In place of what had that number."""
         if (last := self._last(branch)) is not None:
-            self._cut(last, now_s)
-        self._open[number] = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), now_s, now_s)
+            self._cut(last, at_s)
+            at_s = max(at_s, last.began_s)
+        self._open.pop(number, None)
+        self._open[number] = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), at_s)
         self._changed()
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, at_s: float) -> None:
         if (one := self._open.get(number)) is None:
             return
-        now_s, was_last = self._now(), self._last(one.branch) is one
+        was_last = self._last(one.branch) is one
         del self._open[number]
         if was_last:
-            self._cut(one, now_s)
+            self._cut(one, at_s)
             if (before := self._last(one.branch)) is not None:
-                before.began_s, before.turn = now_s, self._turns.get(one.branch, 0)
+                before.began_s, before.turn = max(at_s, one.began_s), self._turns.get(one.branch, 0)
         self._changed()
 
     def _last(self, branch: int) -> RolloutSpan | None:
@@ -196,13 +201,12 @@ class Timeline:
     def _cut(self, one: RolloutSpan, now_s: float) -> None:
         """What it was doing up to now is one stretch."""
         if now_s > one.began_s and len(self.stretches) < MAX_STRETCHES:
-            self.stretches.append(
-                RolloutSpan(one.kind, one.name, one.branch, one.turn, one.since_s, one.began_s, now_s)
-            )
+            self.stretches.append(RolloutSpan(one.kind, one.name, one.branch, one.turn, one.began_s, now_s))
 
     def _changed(self) -> None:
-        rank = {"generate": 2, "engine": 1}
-        doing = max(reversed(self._open.values()), key=lambda one: rank.get(one.kind, 0), default=None)
+        newest = {one.branch: one for one in self._open.values()}
+        of_each = (one for one in reversed(self._open.values()) if newest[one.branch] is one)
+        doing = max(of_each, key=lambda one: _RANKS.get(one.kind, 0), default=None)
         if doing is not self._doing:
             before, _ = self._doing, self.seconds()
             self._doing = doing

@@ -11,6 +11,7 @@ import copy
 import inspect
 import itertools
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
@@ -181,7 +182,7 @@ class Play(UserCall):
         )
 
     def _tell_wait(self, note: WaitNote) -> None:
-        self._worker.put(msgspec.structs.replace(note, call=self._start.call))
+        self._worker.put(msgspec.structs.replace(note, call=self._start.call, at_s=time.monotonic()))
 
     async def _phases(self) -> EpisodeDone:
         start, limits, workflow = self._start, self._start.limits, self._worker.workflow

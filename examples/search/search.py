@@ -109,11 +109,11 @@ def write_questions(path: Path, known: dict[str, dict[str, str]], num: int, inde
             file.write(json.dumps({**row, "turns": demonstration(place, thing, index, rng)}) + "\n")
 
 
-def main(folder: Path = HERE, num_rows: int = 30_000) -> None:
+def main(folder: Path = HERE, num_rows: int = 30_000, num_places: int = 600) -> None:
     """Make the index, the questions and a small random model; a sixth of the places is held out."""
     from myxa.actors.models.tiny import make_tiny_model
 
-    known, index = corpus(seed=1), folder / INDEX.name
+    known, index = corpus(1, num_places), folder / INDEX.name
     write_index(index, known)
     cut = len(known) * 5 // 6
     trained, held_out = dict(list(known.items())[:cut]), dict(list(known.items())[cut:])

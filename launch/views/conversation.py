@@ -188,7 +188,8 @@ def _message_lines(message: dict[str, Any], indent: str) -> Iterator[str]:
     if message["thought"]:
         yield visible(f"{indent}{who} thinks: {message['thought']}")
     if message["text"] or not (message["calls"] or message["thought"]):
-        yield visible(f"{indent}{f'{who}: ' * bool(who)}{message['text']}")
+        text = message["text"].replace("\n", f"\n{indent}  ")
+        yield visible(f"{indent}{f'{who}: ' * bool(who)}{text}")
     for call in message["calls"]:
         yield visible(f"{indent}{who} calls {call['name']}({call['text']})")
     if message["facts"]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from myxa.core.errors import ConfigError
+from myxa.core.messages import RolloutNow
 from myxa.launch.views.why import (
     Bound,
     Facts,
     explain,
     judge,
     without_start,
+    words_of,
 )
 
 Shares = dict[str, dict[str, float]]
@@ -163,6 +167,41 @@ def test_why_of_one_actor_says_what_it_does_beside_the_run() -> None:
     assert "rollout/2: it is starting" in explain(starting, Facts(), target="rollout/*").sentence
     with pytest.raises(ConfigError, match="no actor of this run is called 'rolout'"):
         explain(STARVED, Facts(), target="rolout")
+
+
+WAITING: Shares = {
+    "trainer/0": {"compute": 0.2, "wait-data": 0.8},
+    "rollout/0": {"compute": 0.3, "wait-env": 0.7, "wait-env/tool search": 0.6, "rollouts/tool": 6.0,
+                  "rollouts/generate": 2.0, "rollouts/reward": 0.0},
+    "rollout/1": {"compute": 0.3, "wait-env": 0.7, "wait-env/tool search": 0.6, "rollouts/engine": 2.0},
+}  # fmt: skip
+
+
+def now(actor: str, doing: str, since_s: float, **more: Any) -> RolloutNow:
+    told: dict[str, Any] = {
+        "group_id": 4,
+        "index": 1,
+        "row": 7,
+        "source": "/d/a.jsonl",
+        "is_held_out": False,
+        "turn": 3,
+    }
+    return RolloutNow(actor=actor, doing=doing, since_s=since_s, began_s=99.0, **(told | more))
+
+
+def test_why_tells_what_rollouts_wait_for_and_names_the_slowest() -> None:
+    under_way = [now("rollout/0", "generate", 99.0), now("rollout/0", "tool search", 3.0), now("rollout/1", "", 98.0),
+                 now("rollout/1", "agent", 12.5, is_held_out=True, turn=0)]  # fmt: skip
+    reason = explain(WAITING, Facts(), under_way=under_way)
+    assert reason.bound == "environment"
+    assert "2 rollout actors wait for tool search 70 %" in reason.sentence
+    assert list(reason.rollouts.items()) == [("tool", 0.6), ("generate", 0.2), ("engine", 0.2)]
+    (slowest,) = reason.under_way
+    assert words_of(slowest) == "rollout/1, held-out prompt 4.1 (row 7 of a.jsonl): waits for agent since 12.5 s"
+    of_one = explain(WAITING, Facts(), target="rollout/0", under_way=under_way)
+    assert [one.doing for one in of_one.under_way] == ["tool search", "generate"], "what generates comes last"
+    assert words_of(of_one.under_way[0]).endswith("waits for tool search since 3 s, at turn 3")
+    assert of_one.rollouts == {"tool": 0.75, "generate": 0.25}
 
 
 def test_start_up_is_left_out_of_an_actors_time() -> None:
