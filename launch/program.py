@@ -327,8 +327,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         ),
         clock=clock,
     )
-    rollout.gateway = own_gateway
-    rollout.models = tuple(models.values())
+    rollout.gateway, rollout.models = own_gateway, tuple(models.values())
     senders.speak_as(rollout)
     return rollout
 
