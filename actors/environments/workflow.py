@@ -26,8 +26,7 @@ from ...core.samples import Prompt, Sample
 from ..gateway.answering import Answering, read_exchange
 from ..gateway.openai_chat import ChatCompletion, openai_fault
 from ..gateway.server import task_of
-from ..gateway.session import AgentSession, RequestFault, written_form
-from ..gateway.turn_text import ToolForm
+from ..gateway.session import AgentSession, RequestFault
 from ..user_code.process import Call, Ended, Lost, Waits, WorkerPool
 from ..workflows.episode import Episode, WorkflowContext
 
@@ -148,7 +147,6 @@ class EnvironmentWorkflow:
             name: EnvironmentPool(name, of, max_workers=max_workers, environ=environ)
             for name, of in environments.items()
         }
-        self._form: ToolForm | None = None
 
     async def start(self) -> None:
         """Have one worker of each load its environment. Raises ConfigError or UserCodeError if it cannot."""
@@ -165,8 +163,7 @@ class EnvironmentWorkflow:
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the environment."""
         pool = self._pool_of(prompt)
-        self._form = self._form or written_form(ctx.tokenizer)
-        session = AgentSession(ctx.episode, ctx.tokenizer, self._form)
+        session = AgentSession(ctx.episode, ctx.tokenizer)
         async with pool.opened(ctx.episode) as call:
             one = _Play(pool, call, ctx, session)
             try:

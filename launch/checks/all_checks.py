@@ -19,6 +19,7 @@ from .memory_estimate import memory_findings
 CHECKS: tuple[Check, ...] = (
     Check("node", node.packages, of_models=True),
     Check("node", node.launched_servers, of_models=True),
+    Check("node", node.environments),
     Check("node", node.devices, of_models=True),
     Check("named files", files.model_folder, of_models=True),
     Check("run file", files.fit, of_models=True),

@@ -208,6 +208,36 @@ def packages(run: CheckedRun) -> Iterator[Finding]:
             yield from looked("megatron", check_tables, tables, Path(core))
 
 
+# -- environments ------------------------------------------------------------------------------------------------------
+
+ENVIRONMENT_PROBE = (
+    "import json, sys; from importlib.util import find_spec;"
+    "print(); print(json.dumps([sys.version_info[:2] >= (3, 11), find_spec({name!r}) is not None]))"
+)
+
+
+def environments(run: CheckedRun) -> Iterator[Finding]:
+    """Their interpreters can be run, are new enough, and have the package."""
+    actor = next(iter(run.of("rollout")), None)
+    for name, of in run.config.environments.items() if actor is not None else ():
+        key, python = f"environments.{name}.python", of.python or (actor.python if actor else "") or sys.executable
+        package = {"gym": "gymnasium", "openenv": "openenv"}.get(of.kind, of.kind)
+        if of.kind == "gym" and ":" in of.id:
+            package = "json"
+        remedy = f"name an interpreter that has {package}" if package != "json" else "name a Python interpreter"
+        try:
+            code = ENVIRONMENT_PROBE.format(name=package)
+            is_new, has_package = json.loads(_probe(f"{key}: {python}", python, code, of.env, package, "fails", remedy))
+        except MyxaError as error:
+            yield Finding(key, error)
+            continue
+        if not is_new:
+            yield Finding(key, ConfigError(f"{key}: {python} is older than Python 3.11", remedy=remedy))
+        elif not has_package:
+            text = f'{key}: {python} has no module "{package}", which kind = "{of.kind}" needs'
+            yield Finding(key, ConfigError(text, remedy=remedy))
+
+
 # -- SGLang ------------------------------------------------------------------------------------------------------------
 
 SOURCE = Path("srt/server_args.py")
