@@ -31,6 +31,7 @@ SLICE_LINES = 120
 MAX_SLICES = 12
 """Seams and entry points; goes down only."""
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
+RUNS_ANSWERS = "actors/rewards/unit_test_runner.py"
 BANNED_MODULES = {
     *("pickle", "_pickle", "cPickle", "pickle5", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"),
     *("copyreg", "multiprocessing", "xmlrpc", "code", "codeop"),
@@ -240,14 +241,15 @@ def absolute_self_imports(root: Path) -> list[str]:
 
 
 def code_out_of_bytes(root: Path) -> list[str]:
-    """Nothing that is installed runs code out of bytes: no pickle in any clothing, no eval, no exec."""
+    """Nothing that is installed runs code out of bytes: no pickle in any clothing, no eval, no exec; but for what runs
+    answers with unit tests, in a sandbox."""
     found = [
         f"{path}:{line} imports {target}"
         for path in modules(root)
         for line, target, level in imports(path, root)
         if level == 0 and target.split(".")[0] in BANNED_MODULES
     ]
-    for path in modules(root):
+    for path in (one for one in modules(root) if str(one) != RUNS_ANSWERS):
         calls = (node for node in nodes_of(root / path) if isinstance(node, ast.Call))
         found += [f"{path}:{call.lineno} {ast.unparse(call.func)}" for call in calls if runs_code(call)]
     return found

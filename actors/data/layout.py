@@ -21,7 +21,7 @@ from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
 from .row_file import Columns, NotJson, RowError, exact_json
 
-LABEL_REWARDS = frozenset({"exact", "numeric", "math", "f1", "choice"})
+LABEL_REWARDS = frozenset({"exact", "numeric", "math", "f1", "choice", "unit_tests"})
 """Built-in rewards that compare with the label."""
 
 

@@ -20,7 +20,6 @@ import contextlib
 import logging
 import math
 import shlex
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from ...core.config.run import SandboxName
 from ...core.errors import FailureKind, MemberFailed
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
-from ..user_code.sandbox import Job, Limits, Sandbox, sandbox
+from ..user_code.sandbox import Job, Limits, Sandbox, file_out, sandbox, scratch_folder
 from ..workflows.episode import Episode, WorkflowContext
 from .clients import ReachedModel, models_of_rollout
 from .exchange import MODEL
@@ -160,8 +159,7 @@ class AgentWorkflow:
 
     async def _programmed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
         of = self._options
-        with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
-            scratch = Path(name)
+        async with scratch_folder() as scratch:
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
             status, told = await self._ran(scratch, key)
             if of.reward == "exit":
@@ -214,7 +212,7 @@ class AgentWorkflow:
         if one.reward is not None:
             return
         try:
-            said = msgspec.json.decode(path.read_bytes(), type=float | FileReward)
+            said = msgspec.json.decode(file_out(path), type=float | FileReward)
         except FileNotFoundError:
             raise _failed("the agent's program wrote no reward into $MYXA_REWARD_FILE") from None
         except (OSError, msgspec.MsgspecError) as error:
@@ -277,9 +275,9 @@ class AgentWorkflow:
         num_fruitless = 0
         while True:
             key, num_taken = self.gateway.add_service(), self.gateway.num_taken
-            with tempfile.TemporaryDirectory(prefix="myxa-agent-", ignore_cleanup_errors=True) as name:
+            async with scratch_folder() as scratch:
                 try:
-                    _, why = await self._ran(Path(name), key)
+                    _, why = await self._ran(scratch, key)
                 except MemberFailed as failed:
                     why = failed.message
             _log.warning("%s; it is started again", why)

@@ -6,6 +6,7 @@ Also what a rewarder and its worker processes say to each other, in the frames o
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,12 @@ from ..user_code.process import Blocked, Cancel, Ended, Stuck, Waits, is_cancell
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
 Outcomes = tuple[RewardOutcome, ...]
+UNIT_TESTS = "unit_tests"
+"""The built-in that runs answers, see `unit_tests.py`."""
+AT_ONCE = 4 * (os.cpu_count() or 1)
+"""Sandboxes of a rollout actor: many answers wait, for their time to be over."""
+OVERLOAD_S = 60.0
+"""For a sandbox to end by its own limit, on a machine that is busy."""
 REMOTE = "remote"
 """The built-in that is no function: a service is asked, see `remote.py`."""
 JUDGE = "judge"
@@ -72,6 +79,8 @@ class RewardFn:
     seconds: float = 0.0
     """A built-in that must not run in an actor's process, and its time limit; 0: another function."""
     takes_group: bool = False
+    at_once: int = 1 << 30
+    """Calls of an async function in one worker process; the others wait, and their time does not begin."""
 
 
 def load_reward(of: RewardSpec) -> RewardFn:
@@ -83,6 +92,12 @@ def load_reward(of: RewardSpec) -> RewardFn:
         usual_s = BUILTINS[name].seconds
         seconds = max(float(of.args.get("seconds", usual_s)), 1.0) if usual_s else 0.0
         return RewardFn(name, bound, is_light=not (seconds or of.pattern), seconds=seconds)
+    if name == UNIT_TESTS:
+        from .unit_tests import unit_test_options, unit_tests_reward  # sandboxes, which no other reward needs
+
+        options = unit_test_options(of.args, keys.args)
+        fn = unit_tests_reward(options, strip_thinking=of.strip_thinking)
+        return RewardFn(name, fn, is_async=True, seconds=options.total_seconds + OVERLOAD_S, at_once=AT_ONCE)
     extra = {**of.args, "pattern": of.pattern} if of.pattern else of.args
     found = load_function(name, reward_expected(keys.fn, takes_group=of.takes_group), extra)
     return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=of.takes_group)

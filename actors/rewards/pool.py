@@ -45,10 +45,10 @@ MAX_ALONE = 4
 class RewardPool(WorkerPool):
     """`score` may be called concurrently."""
 
-    def __init__(self, spec: RewardSpec, size: int) -> None:
-        """`size`: workers for one call each; 0: one for all calls of an async function."""
+    def __init__(self, spec: RewardSpec, size: int, at_once: int = 1 << 30) -> None:
+        """`size`: workers for one call each; 0: one for all calls of an async function, `at_once` at a time."""
         self._is_shared = not size
-        self._room = asyncio.Semaphore(size or 1 << 30)
+        self._room = asyncio.Semaphore(size or at_once)
         self._room_alone = asyncio.Semaphore(MAX_ALONE)
         super().__init__(
             (f":{__name__}",),

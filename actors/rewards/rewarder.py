@@ -8,6 +8,7 @@
 | remote, judge | in the loop | - |
 | regex, format with a pattern | up to 4 processes | n processes |
 | math | 1 process | n processes |
+| unit_tests | 1 process, and sandboxes side by side | n processes |
 | your own `async def` | 1 process, side by side | n processes |
 | your own `def` | up to 4 processes | n processes |
 
@@ -31,6 +32,7 @@ from .call import (
     ALONE,
     JUDGE,
     REMOTE,
+    UNIT_TESTS,
     Answers,
     CallFailed,
     Outcomes,
@@ -99,8 +101,8 @@ class Rewarder(Scorer):
             return self._remote.ask
         if reward.is_light and not num_workers:
             return partial(call_reward, reward)
-        num_default = 1 if reward.seconds else 0 if reward.is_async else MAX_WORKERS
-        pool = self._pool = RewardPool(spec, num_workers or num_default)
+        num_default = 0 if reward.is_async else 1 if reward.seconds else MAX_WORKERS
+        pool = self._pool = RewardPool(spec, num_workers or num_default, reward.at_once)
         if reward.seconds:
             return lambda answers: self._in_time(pool, answers, reward.seconds)
         return lambda answers: pool.score(answers, self._settings.timeout_s)
@@ -176,6 +178,10 @@ def check_args(of: RewardSettings, config: RunConfig, keys: RewardKeys = ALONE) 
         from .judge import Judges
 
         Judges(config.judge).settings_with(of.args, keys.args, config.models)
+    elif of.fn == UNIT_TESTS:
+        from .unit_tests import unit_test_options
+
+        unit_test_options(of.args, keys.args)
     elif of.fn in BUILTINS:
         bind_builtin(of.fn, pattern=of.pattern, args=of.args, key=keys.args)
 

@@ -12,13 +12,11 @@ namespaces only limits and the user are set, and the command takes the place of 
 It stands for itself: it runs under interpreters that lack this package, and starts within milliseconds.
 """
 
-import contextlib
 import ctypes
 import json
 import os
 import resource
 import signal
-import socket
 import struct
 import sys
 import warnings
@@ -62,7 +60,7 @@ def make_readonly(path: str, flags: int) -> None:
     call("syscall", SYS_MOUNT_SETATTR, -100, path, flags, attributes, 32)
 
 
-def new_root(scratch: str, visible: list[str]) -> None:
+def new_root(scratch: str, visible: list[str], scratch_mb: int) -> None:
     """The root folder becomes one in memory with nothing but what is visible."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     root = f"{scratch}/.root"
@@ -79,11 +77,17 @@ def new_root(scratch: str, visible: list[str]) -> None:
     for name in DEVICES:
         bind(f"/dev/{name}", f"{root}/dev/{name}")
     os.makedirs(f"{root}/tmp", exist_ok=True)
-    for path in ("/dev/shm", scratch):
-        bind(scratch, root + path)
+    if scratch_mb:
+        os.makedirs(root + scratch, exist_ok=True)
+        mount("tmpfs", root + scratch, "tmpfs", MS_NOSUID | MS_NODEV, f"size={scratch_mb}m,nr_inodes=4096,mode=777")
+    else:
+        bind(scratch, root + scratch)
+    bind(root + scratch, f"{root}/dev/shm")
     os.makedirs(f"{root}/proc", exist_ok=True)
-    with contextlib.suppress(OSError):  # a container may hide parts of it, and then it cannot be had
+    try:
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)
+    except OSError:
+        pass  # a container may hide parts of it, and then it cannot be had
     make_readonly(root, 0)
     os.chdir(root)
     mount(root, "/", None, MS_MOVE)
@@ -101,7 +105,9 @@ def bind(path: str, target: str, more_flags: int = 0) -> None:
 
 def listen_for_gateway(channel: int, port: int) -> None:
     """Send the actor a socket that listens on this loopback: the only way out of it."""
-    with socket.socket() as loopback, contextlib.suppress(OSError):  # bubblewrap has done it
+    import socket  # which takes as long as all else
+
+    with socket.socket() as loopback:  # bubblewrap has done it
         libc.ioctl(loopback.fileno(), SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
     with socket.socket(fileno=channel) as actor, socket.create_server(("127.0.0.1", port), backlog=256) as server:
         socket.send_fds(actor, [b"+"], [server.fileno()])
@@ -130,9 +136,11 @@ def num_tasks(user: int) -> int:
     """Of the user: the kernel counts them all, or those of these namespaces, by its version."""
     found = 0
     for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
+        try:
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user:
                 found += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            pass  # it ended
     return found
 
 
@@ -167,11 +175,12 @@ def main() -> None:
     die_with_parent()
     os.close(ours)
     os.set_blocking(alive, False)
-    with contextlib.suppress(BlockingIOError):
-        if not os.read(alive, 1):  # the parent ended before the kernel could be asked
-            os._exit(1)
-    os.close(alive)
-    new_root(told["scratch"], told["visible"])
+    try:
+        os.read(alive, 1)
+        os._exit(1)  # the parent ended before the kernel could be asked
+    except BlockingIOError:
+        os.close(alive)
+    new_root(told["scratch"], told["visible"], told["scratch_mb"])
     command_pid = os.fork()
     if command_pid:
         return wait_for(command_pid)

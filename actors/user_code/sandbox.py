@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,8 @@ class Job:
     command: tuple[str, ...]
     scratch: Path
     """The folder that it may write to: the caller's, with files in and, afterwards, files out."""
+    scratch_mb: int = 0
+    """It is empty instead, and in memory where the sandbox can have it so, of this size."""
     folder: str = ""
     """Where it starts; empty: in its scratch folder."""
     visible: tuple[str, ...] = ()
@@ -198,6 +200,7 @@ def _confined(job: Job, user: int, channel: int, *, has_namespaces: bool) -> lis
         "parent": os.getpid(),
         "network": job.has_network,
         "scratch": str(job.scratch),
+        "scratch_mb": job.scratch_mb,
         "visible": _visible(job),
         "user": user,
         "folder": job.folder or str(job.scratch),
@@ -258,8 +261,9 @@ class BubblewrapSandbox(RlimitsSandbox):
                 words += ["--dir", str(parent)]  # else root alone could pass it
             how = "--symlink" if path.is_symlink() else "--bind" if str(path) == scratch else "--ro-bind"
             words += [how, str(path.readlink() if path.is_symlink() else path), str(path)]
-        words += ["--dir", "/tmp", "--dev", "/dev", "--proc", "/proc", "--bind", scratch, "/dev/shm"]
-        words += ["--remount-ro", "/", "--"]
+        if job.scratch_mb:
+            words += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", scratch]
+        words += ["--dir", "/tmp", "--dev", "/dev", "--proc", "/proc", "--remount-ro", "/", "--"]
         return [*_subreaper(), *words, *_confined(job, user, channel, has_namespaces=False)]
 
 
@@ -274,7 +278,9 @@ class DockerSandbox(RlimitsSandbox):
         words = ["docker", "run", "--rm", "--interactive", "--init", "--read-only", "--pull", "never"]
         words += ["--name", job.scratch.name, "--label", f"{OWNER}={boot_id()}.{os.getpid()}.{start_time(os.getpid())}"]
         words += ["--network", "host" if job.has_network else "none", "--user", f"{user}:{user}"]
-        words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--volume", f"{scratch}:{scratch}"]
+        words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        in_memory = f"{scratch}:size={job.scratch_mb}m,mode=777"
+        words += ["--tmpfs", in_memory] if job.scratch_mb else ["--volume", f"{scratch}:{scratch}"]
         words += ["--memory", f"{int(limits.memory_gb * 2**30)}b"] if limits.memory_gb else []
         words += ["--pids-limit", str(limits.num_processes)] if limits.num_processes else []
         words += ["--ulimit", f"cpu={int(limits.cpu_s + 0.999)}"] if limits.cpu_s else []
@@ -303,6 +309,22 @@ def remove_containers_of_dead_owners() -> None:
         boot, pid, started = owner.split(".")
         if boot == boot_id() and start_time(int(pid)) != int(started):
             _docker("rm", "--force", name)
+
+
+@contextlib.asynccontextmanager
+async def scratch_folder() -> AsyncGenerator[Path]:
+    """A folder for a job. Its end takes as long as the job made many files."""
+    made = tempfile.TemporaryDirectory(prefix="myxa-job-", ignore_cleanup_errors=True)
+    try:
+        yield Path(made.name)
+    finally:
+        await asyncio.shield(asyncio.to_thread(made.cleanup))
+
+
+def file_out(path: Path) -> bytes:
+    """What a job left in a file, up to 1 MiB: it may have made it a link, a pipe or endless. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        return file.read(1 << 20) or b""
 
 
 def sandbox(name: SandboxName, image: str = "") -> Sandbox:

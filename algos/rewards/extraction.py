@@ -18,6 +18,7 @@ import msgspec
 TOKENS = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 MARKER = "####"
 """What GSM8K writes in front of the final answer."""
+FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<kind>[^\n`]*)(?:\n|$)", re.MULTILINE)
 TAG = re.compile(r"<(?P<close>/)?(?:final_?)?(?:answer|solution)>", re.IGNORECASE)
 
 _THINK = r"think|thinking|thought|reasoning|seed:think"
@@ -147,6 +148,18 @@ def in_tag(text: str) -> str | None:
         elif opened >= 0:
             found, opened = text[opened : tag.start()], -1
     return found.strip() if found is not None else None
+
+
+def fenced_code(text: str) -> str:
+    """What the last fenced block holds, up to the end where that one is not closed; without one, the whole text."""
+    code, opened = text, -1
+    for fence in FENCE.finditer(text):
+        if opened < 0:
+            opened = fence.end()
+            code = text[opened:]
+        elif not fence["kind"]:
+            code, opened = text[opened : fence.start()], -1
+    return code
 
 
 def read_answer(text: str) -> JudgedText:

@@ -290,6 +290,7 @@ def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> 
 
 REWARD_BUILTINS = (
     *("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "recorded", "remote", "judge"),
+    "unit_tests",
 )
 FUNCTION_NAME = re.compile(r"(?=.{1,32}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
 """Data names its sources like "openai/gsm8k"."""
@@ -323,7 +324,8 @@ class RewardSettings(Section, frozen=True):
     fn: Annotated[CodeName, named(*REWARD_BUILTINS), Field(min_length=1)] = "exact"
     """exact, numeric, math, f1, choice, regex, format, workflow (what your workflow says:
     `episode.sample(reward=...)`), recorded (what the answer was given when it was recorded), remote (a service is
-    asked), judge (a language model is asked, see `[judge]`), or your own `module:function` or `file.py:function`."""
+    asked), judge (a language model is asked, see `[judge]`), unit_tests (the answer's code is run with the row's tests
+    in a sandbox), or your own `module:function` or `file.py:function`."""
     scope: Literal["sample", "group"] = "sample"
     """What one call judges: one answer (sample), or, where a function of your own or remote judges, all answers to a
     prompt at once (group): it gets a sequence of them, and returns a reward for each."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -27,6 +28,8 @@ from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, attach_fault
+from ...actors.rewards.call import UNIT_TESTS
+from ...actors.rewards.unit_tests import unit_test_options
 from ...actors.sinks.registry import SHIPPED, check_name, make_sink
 from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_with
 from ...core.config import RunConfig
@@ -378,6 +381,9 @@ def sandboxes(run: CheckedRun) -> Iterator[Finding]:
     """Where this node's rollout actors start programs that are not trusted."""
     agent = run.config.agent
     used: list[tuple[str, SandboxName, str]] = [("agent.sandbox", agent.sandbox, agent.image)]
+    with contextlib.suppress(ConfigError):  # the check of functions says it
+        parts = run.config.reward.parts().values()
+        used += [("reward.args", *unit_test_options(one.args).place) for one in parts if one.fn == UNIT_TESTS]
     for key, name, image in used if run.of("rollout") else ():
         if trouble := trouble_with(name, image):
             yield Finding(key, ConfigError(f'{key} = "{name}": {trouble}', remedy=REMEDIES[name]))

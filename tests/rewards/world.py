@@ -21,7 +21,7 @@ class CallsHere:
 
     pids = ()
 
-    def __init__(self, spec: RewardSpec, size: int) -> None:
+    def __init__(self, spec: RewardSpec, size: int, at_once: int = 0) -> None:
         self._reward = load_reward(spec)
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
