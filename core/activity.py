@@ -274,7 +274,10 @@ class TelemetryBuffer:
         self._take_from_meter()
         budget, taken = max_bytes, dict[str, tuple[Any, ...]]()
         for name, queue in self._waiting.items():
-            records, budget = _take(queue, budget)
+            records: list[Any] = []
+            while queue and budget > 0:
+                records.append(queue.popleft())
+                budget -= _size_bytes(records[-1])
             taken[name] = tuple(records)
         dropped, self._num_dropped = self._num_dropped, 0
         return Telemetry(**taken, dropped=dropped)
@@ -322,14 +325,6 @@ class TelemetryBuffer:
             queue.popleft()
             self._num_dropped += 1
         queue.append(record)
-
-
-def _take(queue: deque[Any], budget: int) -> tuple[list[Any], int]:
-    taken: list[Any] = []
-    while queue and (budget > 0):
-        budget -= _size_bytes(queue[0])
-        taken.append(queue.popleft())
-    return taken, budget
 
 
 def _size_bytes(record: _Told) -> int:

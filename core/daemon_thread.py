@@ -5,6 +5,7 @@ An executor's threads are joined when the interpreter ends, and one of them that
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,3 +33,8 @@ def begin_in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def in_daemon_thread(work: Callable[[], T], name: str) -> T:
+    """What `work` returns or raises. When the caller is cancelled, the work continues and its result is dropped."""
+    return await asyncio.wrap_future(begin_in_daemon_thread(work, name))

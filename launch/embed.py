@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..actors.contracts import CoordinatorContract, RolloutContract
-from ..actors.daemon_thread import in_daemon_thread
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
+from ..core.daemon_thread import in_daemon_thread
 from ..core.errors import CallError, LaunchError, MyxaError
 from ..core.messages import EngineStatus, RunStatus
 from ..core.refs import with_deadline

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..actors.daemon_thread import in_daemon_thread
+from ..core.daemon_thread import in_daemon_thread
 from ..core.errors import ConfigError
 from .contracts import ProcessContract, ProfileReply, StackReply
 

@@ -22,6 +22,7 @@ import msgspec
 from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import (
     BadRequest,
     CallError,
@@ -61,7 +62,6 @@ from ...core.protocols import PromptData
 from ...core.samples import Group, Prompt
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, DataContract, MonitorContract
-from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import LOG_LEVEL, OwnsKnobs, catch_up
 from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger

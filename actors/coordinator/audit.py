@@ -23,11 +23,11 @@ from pathlib import Path
 import msgspec
 
 from ...core.clock import Clock
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, LedgerError
 from ...core.files import lock_remedy, lock_within
 from ...core.knobs import AuditRecord
 from ...core.timeouts import TIMEOUTS
-from ..daemon_thread import in_daemon_thread
 
 AUDIT_FILE = "audit.jsonl"
 MAX_LINE_BYTES = 256 << 10

@@ -24,11 +24,11 @@ import msgspec
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.clock import Clock
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError
 from ...core.files import read_regular, until_written, write_durably
 from ...core.messages import EngineStatus, Record, RunPhase, RunStatus
 from ...core.timeouts import TIMEOUTS
-from ..daemon_thread import in_daemon_thread
 from .options import CoordinatorOptions
 
 NEXT_PHASES: dict[RunPhase, frozenset[RunPhase]] = {

@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.learning import RECORDED_REFERENCE
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import DataError
 from ...core.files import open_regular
 from ...core.samples import NO_VERSION, Group, Prompt, Sample, check_sample
 from ..buffer.dumps import DumpedGroup, group_of, read_header
-from ..daemon_thread import in_daemon_thread
 from ..models.hf_folder import read_config
 from ..workflows.episode import WorkflowContext
 from .row_file import Columns, Row, RowError

@@ -22,13 +22,13 @@ import numpy as np
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.clock import Clock
+from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import Tag, TagReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
 from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract
-from ..daemon_thread import in_daemon_thread
 from ..tenancy.tenant import Tenant, TenantOptions
 from ..tenancy.time_share import ROLLOUT
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import Actor, PeerEvent
 from ...core.clock import Clock
+from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import (
     DeviceReading,
     DeviceUse,
@@ -33,7 +34,6 @@ from ...core.timeouts import TIMEOUTS
 from ...memory.arenas.host_vmm import device_bytes
 from ...memory.leases.switch import LeaseOptions, Leases
 from ..contracts import MemoryContract, MonitorContract, TenantContract
-from ..daemon_thread import in_daemon_thread
 from ..telemetry import report_forever
 
 TIMELINE_SIZE = 256

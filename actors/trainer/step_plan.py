@@ -21,9 +21,9 @@ from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
 from ...core.config import AlgoConfig
 from ...core.config.learning import COMPARING_KINDS, Normalise, Reduction
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import DataError, StalenessError, UserCodeError
 from ...core.samples import F32, I32, Group, LossPart, Sample, TrainSample, TrainShard
-from ..daemon_thread import in_daemon_thread
 from ..user_code.functions import (
     ADVANTAGE_FN,
     REWARD_POST_PROCESS,

@@ -21,6 +21,7 @@ import msgspec
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import PeerEvent
 from ...core.clock import Clock
+from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
 from ...core.files import naming_disk
@@ -32,7 +33,6 @@ from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
 from ..contracts import MonitorContract, TrainerContract
-from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..telemetry import report_forever
 from ..tenancy.time_share import TimeShare

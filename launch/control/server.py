@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from aiohttp import web
 
-from ...actors.daemon_thread import in_daemon_thread
 from ...actors.http_guard import Head, HttpAccess
 from ...core.config import RunConfig
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import CallError, ConfigError, DeadlineExceeded, LaunchError, MyxaError, NotExecuted, Overloaded
 from ...core.knobs import AuditRecord, Operator
 from ...core.record import Record

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from myxa.actors.daemon_thread import in_daemon_thread
+from myxa.core.daemon_thread import in_daemon_thread
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), StopIteration()])

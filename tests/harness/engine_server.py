@@ -34,7 +34,6 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # as a program it begins without
 from tests.harness.fake_sglang import SglangRoutes, serving
 
-from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.engines.embedded.core import EmbeddedOptions, EngineCore
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.embedded.model import DecoderWeights
@@ -44,6 +43,7 @@ from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.torch_store import find_store
 from myxa.actors.weights.channels.process_group import ChannelGroup
 from myxa.actors.weights.channels.staging import buffer_mark, join_marks, padded_bytes
+from myxa.core.daemon_thread import in_daemon_thread
 from myxa.core.errors import EngineError, MyxaError, RequestRefused
 from myxa.core.messages import SamplingParams, TensorSpec
 from myxa.core.protocols import Delta, GenerateRequest, NamedArray

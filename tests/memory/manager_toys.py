@@ -13,10 +13,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 from myxa.actors.contracts import TenantContract
-from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager, NodeAgent
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.clock import SystemClock
+from myxa.core.daemon_thread import in_daemon_thread
 from myxa.core.device_memory import (
     DeviceReading,
     DeviceUse,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.clock import SystemClock
+from myxa.core.daemon_thread import in_daemon_thread
 from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Tag, TagReport
 from myxa.core.errors import MemoryFault
 from myxa.memory.communicators.residency import Absent
