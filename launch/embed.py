@@ -52,10 +52,7 @@ async def attach_to(place: RunDir, timeout_s: float) -> Node:
         )
     # The node's name is never used twice, so joining replaces no other node; the registry checks actor names.
     return await Node.attach(
-        name=f"embed/{secrets.token_hex(6)}",
-        rdzv=record,
-        node_rank=record.endpoints.node_rank,
-        timeout_s=timeout_s,
+        name=f"embed/{secrets.token_hex(6)}", rdzv=record, node_rank=record.endpoints.node_rank, timeout_s=timeout_s
     )
 
 

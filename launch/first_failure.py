@@ -28,14 +28,8 @@ _SIGNALS: Final[Mapping[int, tuple[str, str]]] = {
         "it touched memory that is not its own: native code failed, not Python",
         "the log names the Python line that called it; suspect the library there, and versions that do not fit",
     ),
-    signal.SIGBUS: (
-        "it touched memory that could not be had",
-        "is a file system or /dev/shm full?",
-    ),
-    signal.SIGABRT: (
-        "a library gave up",
-        "its last words are in the log",
-    ),
+    signal.SIGBUS: ("it touched memory that could not be had", "is a file system or /dev/shm full?"),
+    signal.SIGABRT: ("a library gave up", "its last words are in the log"),
     signal.SIGILL: (
         "it met an instruction that this processor does not have",
         "install builds of its libraries that fit this machine",

@@ -135,10 +135,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                     config=text,
                     program=options.program,
                     plan=RunDescription(
-                        run_id=run_dir.path.name,
-                        run_dir=str(run_dir.path),
-                        config=frozen.text,
-                        code=dict(frozen.files),
+                        run_id=run_dir.path.name, run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files)
                     ),
                     run=config,
                     max_nodes=options.place.max_nodes,

@@ -18,15 +18,7 @@ from typing import Any, TypeVar
 
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
-from ..core.errors import (
-    CallError,
-    ConfigError,
-    Draining,
-    MyxaError,
-    NoSuchActor,
-    NoSuchMethod,
-    StaleEpoch,
-)
+from ..core.errors import CallError, ConfigError, Draining, MyxaError, NoSuchActor, NoSuchMethod, StaleEpoch
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
 from ..core.refs import ActorGroup, make_ref, with_deadline

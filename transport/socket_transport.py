@@ -36,15 +36,7 @@ from .registry.registry import REGISTRY_KEY
 from .security import CurveKeys, JobKey, KeyPair
 from .session.guard import PeerGuard
 from .wire import Endpoints, InboundSink, Lane, Parcel, Transport
-from .zeromq import (
-    HandshakeWatch,
-    Inbox,
-    Socket,
-    ZapHandler,
-    make_context,
-    make_inbox,
-    make_outbox,
-)
+from .zeromq import HandshakeWatch, Inbox, Socket, ZapHandler, make_context, make_inbox, make_outbox
 
 LOOK_S = 0.5
 """How often it is looked whether the files of the sockets are there."""

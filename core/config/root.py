@@ -9,15 +9,7 @@ from collections.abc import Callable, Iterator
 from pydantic import Field, model_validator
 
 from ..suggestion import nearest
-from .data import (
-    SOURCE_NAME,
-    DataSettings,
-    EvalSettings,
-    JudgeSettings,
-    RewardSettings,
-    parse_sources,
-    plain_conflicts,
-)
+from .data import SOURCE_NAME, DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
 from .learning import (
     RECORDED_REFERENCE,
     AlgoConfig,

@@ -12,17 +12,7 @@ from typing import Any
 from ...core.errors import ConfigError, LaunchError, PeerDied
 from ..control import verbs
 from ..control.client import find_run
-from .parser import (
-    Command,
-    Parser,
-    add_run_flags,
-    arguments_of,
-    client_or_folder,
-    note_of,
-    say_now,
-    show,
-    verb_command,
-)
+from .parser import Command, Parser, add_run_flags, arguments_of, client_or_folder, note_of, say_now, show, verb_command
 
 
 def _add_scale(parser: Parser) -> None:

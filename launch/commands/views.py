@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import LaunchError
 from ..control import verbs
 from ..memory_part import size_text
-from .parser import (
-    Command,
-    Parser,
-    add_json_flag,
-    add_run_flags,
-    folder_of,
-    show,
-    table,
-    verb_command,
-)
+from .parser import Command, Parser, add_json_flag, add_run_flags, folder_of, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,14 +15,7 @@ from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
-from ..contracts import (
-    LogChunk,
-    LogRequest,
-    ProcessContract,
-    ProfileReply,
-    StackReply,
-    process_name,
-)
+from ..contracts import LogChunk, LogRequest, ProcessContract, ProfileReply, StackReply, process_name
 from ..supervisor.placement import START_ORDER, check_leaver, staff
 from ..views.run_view import ActorFacts
 from . import verbs

@@ -166,8 +166,7 @@ def start_child(
     except OSError as error:
         _end_unwatched(process)
         raise LaunchError(
-            f"{name} cannot be watched: {error.strerror}",
-            remedy="check what is used up there: descriptors, memory",
+            f"{name} cannot be watched: {error.strerror}", remedy="check what is used up there: descriptors, memory"
         ) from error
 
 

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...actors.checkpoints.folder import (
-    OLD,
-    CheckpointInfo,
-    find_checkpoint,
-    is_kept,
-    ledger_in,
-    look_at,
-    whole_ones,
-)
+from ...actors.checkpoints.folder import OLD, CheckpointInfo, find_checkpoint, is_kept, ledger_in, look_at, whole_ones
 from ...actors.ledger.file import LEDGER, LedgerFacts, is_in_use, read_facts
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, LedgerError, TrainError

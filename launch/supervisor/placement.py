@@ -346,12 +346,7 @@ def _check_growth(config: RunConfig, devices: str) -> None:
         )
 
 
-def _one_more(
-    config: RunConfig,
-    actors: Sequence[ActorSpec],
-    present: Present,
-    given: tuple[int, ...],
-) -> ActorSpec:
+def _one_more(config: RunConfig, actors: Sequence[ActorSpec], present: Present, given: tuple[int, ...]) -> ActorSpec:
     settings = config.roles.rollout
     numbers = {number_of(name) for name in (*(actor.name for actor in actors), *present.taken)}
     index = next(number for number in range(len(numbers) + 1) if number not in numbers)

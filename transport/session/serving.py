@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ...core.clock import Clock
-from ...core.errors import (
-    BadRequest,
-    CallError,
-    DeadlineExceeded,
-    MessageTooLarge,
-    NoSuchActor,
-    NoSuchMethod,
-)
+from ...core.errors import BadRequest, CallError, DeadlineExceeded, MessageTooLarge, NoSuchActor, NoSuchMethod
 from ..wire import Lane
 from .faults import encode_fault
 from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encoded_bytes
