@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -34,12 +35,16 @@ from typing import Any, Protocol
 
 from ...core.config.run import SandboxName
 from ...core.errors import ConfigError
+from ...core.files import lock_now, locked_folder
 from ...core.process import boot_id, start_time
 
 TAIL_BYTES = 1 << 16
 """Of a program's output, that is kept."""
 KILL_S = 10.0
 """For the first process of a sandbox to end all of it."""
+SCRATCH = "myxa-job-"
+FRESH_S = 1.0
+"""A scratch folder so young may not be locked yet."""
 MAX_FILE_BYTES = 1 << 30
 MAX_FILES = 4096
 FIRST_USER, NUM_USERS = 61184, 4096
@@ -157,7 +162,7 @@ class ProcessSandbox:
 async def _talk(process: asyncio.subprocess.Process, told: bytes, output: bytearray) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop's, where it has ended already
         process.stdin.write(told)
         await process.stdin.drain()
     process.stdin.close()
@@ -314,11 +319,24 @@ def remove_containers_of_dead_owners() -> None:
 @contextlib.asynccontextmanager
 async def scratch_folder() -> AsyncGenerator[Path]:
     """A folder for a job. Its end takes as long as the job made many files."""
-    made = tempfile.TemporaryDirectory(prefix="myxa-job-", ignore_cleanup_errors=True)
+    made = tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True)
     try:
-        yield Path(made.name)
+        with locked_folder(Path(made.name), 0.0):
+            yield Path(made.name)
     finally:
         await asyncio.shield(asyncio.to_thread(made.cleanup))
+
+
+def remove_scratch_of_dead_owners() -> None:
+    """Folders of killed processes: nothing has their lock."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # such as: another user's, or a file system without locks
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > FRESH_S and lock_now(descriptor):
+                    shutil.rmtree(path)
+            finally:
+                os.close(descriptor)
 
 
 def file_out(path: Path) -> bytes:
@@ -331,6 +349,7 @@ def sandbox(name: SandboxName, image: str = "") -> Sandbox:
     """Raises ConfigError where it is not there."""
     if trouble := trouble_with(name, image):
         raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=REMEDIES[name])
+    remove_scratch_of_dead_owners()
     if name == "docker":
         remove_containers_of_dead_owners()
     return _made(name, image)

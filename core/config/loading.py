@@ -142,6 +142,9 @@ def inspect_config(
     run = as_table(layers.table.setdefault("run", {}))
     if run is not None:
         run.setdefault("dir", str(Path.cwd() / "runs"))
+    agent = as_table(layers.table.get("agent")) or {}
+    if agent.get("command") and not agent.get("dir"):  # of an override
+        agent["dir"] = str(Path(files[0]).absolute().parent)
     config = layers.check() if layers.is_whole else None
     return Inspected(None if layers.problems else config, tuple(layers.problems), layers.origins)
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from tests.harness.waiting import wait_until
 
-from myxa.actors.user_code.sandbox import Job, JobEnd, Limits, namespaces_trouble, sandbox, trouble_with
+from myxa.actors.user_code.sandbox import Job, JobEnd, Limits, namespaces_trouble, sandbox, scratch_folder, trouble_with
 from myxa.core.config.run import SandboxName
 from myxa.core.errors import ConfigError
 
@@ -193,3 +194,15 @@ def test_one_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="docker"):
         sandbox("docker", "image")
     trouble_with.cache_clear()
+
+
+async def test_scratch_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "myxa-job-left"
+    (left / "home").mkdir(parents=True)
+    async with scratch_folder() as living:
+        for path in (left, living):
+            os.utime(path, (0, 0))
+        sandbox("none")
+        assert living.exists() and not left.exists()
+    assert not living.exists()
