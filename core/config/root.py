@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator
 
 from pydantic import Field, model_validator
@@ -95,8 +96,11 @@ class RunConfig(Section, frozen=True):
             temperature=one.temperature, max_new_tokens=one.max_new_tokens, deterministic=rollout.deterministic
         )
         template = {"apply_chat_template": True, "chat_template_kwargs": one.chat_template_kwargs}
+        # With the policy's seed a copy of it would say what it says.
+        seed = self.run.seed + 1 + zlib.crc32(name.encode()) % 100_000
         return self.model_copy(update={
-            "model": ModelSettings(path=one.path), "engine": one.engine, "sglang": one.sglang, "rollout": sampling,
+            "run": self.run.model_copy(update={"seed": seed}), "model": ModelSettings(path=one.path),
+            "engine": one.engine, "sglang": one.sglang, "rollout": sampling,
             "roles": self.roles.model_copy(update={"rollout": one}), "weights": WeightSettings(channel="disk"),
             "data": self.data.model_copy(update=template), "eval": EvalSettings(), "memory": MemorySettings(),
         })  # fmt: skip

@@ -19,9 +19,11 @@ from tests.gateway.scripted import SAMPLING, Says
 from tests.workflows.chat_models import QWEN3
 
 from myxa.actors.gateway.agent import AgentWorkflow, OutsideAgentOptions
+from myxa.actors.gateway.clients import ReachedModel
 from myxa.actors.gateway.server import Gateway
 from myxa.actors.user_code.sandbox import namespaces_trouble, trouble_with
 from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
+from myxa.actors.workflows.turn_renderer import TurnRenderer
 from myxa.core.errors import ConfigError, EngineError, FailureKind, MemberFailed
 from myxa.core.samples import Message, Prompt, Sample
 
@@ -51,9 +53,9 @@ def context(says: Says, recorded: tuple[Sample, ...] = (), attempt: int = 0) -> 
 
 
 @asynccontextmanager
-async def running(**options: Any) -> AsyncGenerator[AgentWorkflow]:
+async def running(models: Any = None, **options: Any) -> AsyncGenerator[AgentWorkflow]:
     gateway = Gateway()
-    workflow = AgentWorkflow(OutsideAgentOptions(**options), gateway)
+    workflow = AgentWorkflow(OutsideAgentOptions(**options), gateway, models)
     await gateway.start()
     await workflow.start()
     try:
@@ -67,6 +69,29 @@ async def programmed(tmp_path: Path, code: str, says: Says | None = None, **opti
     (tmp_path / "agent.py").write_text(ASKS + code)
     async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), **options) as workflow:
         return await workflow(context(says or Says(QWEN3, lambda prompt: "hello")), ROW)
+
+
+async def test_a_program_asks_a_model_of_the_run_by_its_name_and_learns_nothing_of_what_it_says(tmp_path: Path) -> None:
+    policy, judge = Says(QWEN3, lambda prompt: "hello"), Says(QWEN3, lambda prompt: "fine")
+    access = ModelAccess(generate=judge.generate, sampling=SAMPLING, context_length=8192)
+    models = {"judge": ReachedModel(judge.tokenizer, access, TurnRenderer(judge.tokenizer))}
+    code = """
+def said(answer): return answer["choices"][0]["message"]["content"]
+about = [{"role": "user", "content": "Is it good? " + said(answer)}]
+judged = post("/v1/chat/completions", {"model": "judge", "messages": about})
+again = post("/v1/chat/completions", {"model": "judge", "messages": [
+    *about, judged["choices"][0]["message"], {"role": "user", "content": "Sure?"}]})
+other = post("/v1/messages", {"model": "judge", "max_tokens": 9, "messages": about})
+assert said(judged) == said(again) == other["content"][0]["text"] == "fine", (judged, again, other)
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+listed = json.load(urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", None, head)))
+assert [one["id"] for one in listed["data"]] == ["policy", "judge"]
+"""
+    (tmp_path / "agent.py").write_text(ASKS + code)
+    options: dict[str, Any] = {"command": (sys.executable, "agent.py"), "folder": str(tmp_path)}
+    async with running(models=models, **options) as workflow:
+        (sample,) = await workflow(context(policy), ROW)
+    assert sample.num_turns == 1 and "hello" in sample.text and len(policy.prompts) == 1 and len(judge.prompts) == 3
 
 
 async def test_a_program_is_a_rollout(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from tests.harness.commands import run as run_command
 from tests.harness.run_job import Job, audit, events, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
@@ -54,9 +56,12 @@ def test_a_run_ends_well_although_the_actor_of_its_model_is_killed_in_the_middle
         return log.read_text().count("told") if log.exists() else 0
 
     with job.start(*flags) as process:
+        killed = set[int]()
         for number in (1, 2):
             wait_until(lambda: told() > 16 * number, "the model answers")  # noqa: B023 -- used at once
-            (pid,) = worker_pids(process.pid, "model/critic/0")
+            wait_until(lambda: set(worker_pids(process.pid, "model/critic/0")) - killed, "it is there")
+            (pid,) = set(worker_pids(process.pid, "model/critic/0")) - killed
+            killed.add(pid)
             os.kill(pid, signal.SIGSTOP)
             wait_until(lambda: waiting() >= 4, f"rollouts wait, kill {number}")
             os.kill(pid, signal.SIGKILL)
@@ -71,3 +76,20 @@ def test_a_run_ends_well_although_the_actor_of_its_model_is_killed_in_the_middle
     assert samples and all(0 < one.loss_mask.sum() < len(one.loss_mask) for one in samples), "what it says is masked"
     told_of = {point["source"] for point in metrics(run_dir) if "model/num_requests" in point["values"]}
     assert told_of == {"model/critic/0"}
+
+
+def test_the_example_of_self_play_is_planned_and_makes_steps(job: Job) -> None:
+    """What it learns is in its README."""
+    example = Path(__file__).parents[2] / "examples" / "self_play"
+    files, folder = (str(example / "run.toml"), str(job.folder / "run.toml")), job.folder
+    small = ('model.path="model"', 'models.opponent.path="model"', "run.num_steps=2", "algo.batch_size=2",
+             f'rollout.workflow="{example / "self_play.py"}:match"', "rollout.max_groups=4", "algo.group_filter=none",
+             'data.train="data/prompts.jsonl"')  # fmt: skip
+    words = (*files, *(part for one in small for part in ("--set", one)))
+    planned = run_command("plan", *words, folder=folder, timeout_s=60)
+    assert planned.returncode == 0 and "model/opponent/0" in planned.stdout, planned.stdout + planned.stderr
+    done = run_command("up", *words, "--quiet", folder=folder, timeout_s=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    groups = [group for _, group in whole_groups(job.run_dir() / "ledger.sqlite")]
+    assert groups and all("opponent" in one.metadata for group in groups for one in group.samples)
+    assert {float(reward) for group in groups for reward in group.rewards} <= {0.0, 0.5, 1.0}
