@@ -48,7 +48,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Servers that were named when it joined; empty: its share of the run file's, if there are any."""
     rank: RankSpec | None = None
     attempt: int = 0
-    """Which of its starts this is; 0: the first. Known where it runs."""
+    """Which of its starts this is; 0: the first. Set by the order to start it."""
 
     @property
     def model(self) -> str:

@@ -64,10 +64,9 @@ class RunDescription(Record, frozen=True, kw_only=True):
 
 
 class StartOrder(Record, frozen=True, kw_only=True):
-    """Start one attempt of an actor."""
+    """Start an actor, as the attempt that it names."""
 
     actor: ActorSpec
-    attempt: int
     meeting: GangRendezvous | None = None
 
 

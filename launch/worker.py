@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import uvloop
-from msgspec.structs import replace
 
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
@@ -52,8 +51,7 @@ async def serve(spec: ProcessSpec) -> None:
     """Run the actor until it is asked to end. Raises what failed it."""
     config = load_config(spec.config_path)
     build = cast("BuildActor", load_callable(spec.program, where="program"))
-    place = replace(spec.actor, attempt=spec.attempt)
-    actor = build(place, config, Path(spec.run_dir))
+    actor = build(spec.actor, config, Path(spec.run_dir))
     # Before this line the signals end the process at once, so that an import of torch delays no end.
     loop = asyncio.get_running_loop()
     stop_requested: asyncio.Future[None] = loop.create_future()
@@ -66,7 +64,7 @@ async def serve(spec: ProcessSpec) -> None:
         await node.start(beside, name=process_name(spec.actor.name))
         await node.start(actor, name=spec.actor.name)
         watch.start()
-        _log.info("%s serves as attempt %d, epoch %d", spec.actor.name, spec.attempt, node.epoch)
+        _log.info("%s serves as attempt %d, epoch %d", spec.actor.name, spec.actor.attempt, node.epoch)
         await asyncio.wait({stop_requested, node.failed}, return_when=asyncio.FIRST_COMPLETED)
         if node.failed.done():
             raise node.failed.result()

@@ -21,7 +21,6 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One attempt of one actor."""
 
     actor: ActorSpec
-    attempt: int
     launcher_pid: int
     config_path: str
     run_dir: str
@@ -37,7 +36,7 @@ def write_spec(spec: ProcessSpec, folder: Path) -> Path:
     """Write it (0600) into the run-time directory; returns the file. Raises OSError or LaunchError."""
     if not folder.is_dir():  # it was removed under the run
         make_private(folder)
-    path = folder / f"{spec.actor.name.replace('/', '.')}.{spec.attempt}.json"
+    path = folder / f"{spec.actor.name.replace('/', '.')}.{spec.actor.attempt}.json"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(spec))
     return path
@@ -74,13 +73,7 @@ def worker_command(actor: ActorSpec) -> tuple[str, ...]:
 
 
 def child_env(
-    base: Mapping[str, str],
-    actor: ActorSpec,
-    *,
-    spec_path: str,
-    run_id: str,
-    attempt: int,
-    meeting: GangRendezvous | None = None,
+    base: Mapping[str, str], actor: ActorSpec, *, spec_path: str, run_id: str, meeting: GangRendezvous | None = None
 ) -> dict[str, str]:
     """Variables of one attempt: the launcher's own, ours, then the role's `env`, which may overrule all but the spec.
 
@@ -105,7 +98,7 @@ def child_env(
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
             "TORCHELASTIC_RUN_ID": run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(actor.attempt),
         }
     env |= actor.env
     env[SPEC_VARIABLE] = spec_path

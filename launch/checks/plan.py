@@ -21,7 +21,7 @@ from ..supervisor.placement import place, placement_problems
 from .all_checks import CHECKS
 from .check import CheckedRun, Finding, key_of, run_checks
 from .memory_estimate import DeviceLoad, memory, ranges, used_devices
-from .run_arithmetic import StalenessPlan, batch_plan, staleness_plan
+from .run_arithmetic import batch_plan, staleness_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PlannedRun:
     problems: tuple[PlanProblem, ...] = ()
     placement: tuple[PlannedNode, ...] = ()
     batch: dict[str, float | None] | None = None
-    staleness: StalenessPlan | None = None
+    staleness: dict[str, Any] | None = None
     memory: tuple[DeviceLoad, ...] = ()
     num_parameters: int | None = None
 
@@ -217,19 +217,19 @@ def _load(load: DeviceLoad) -> Iterator[str]:
         yield f"  {f'{part.owner} {part.name}'.strip():<26} {size_text(part.num_bytes):>10}  {part.how}"
 
 
-def _staleness(plan: StalenessPlan | None) -> Iterator[str]:
+def _staleness(plan: dict[str, Any] | None) -> Iterator[str]:
     if plan is None:
         return
-    window = f", window W = {plan.window}" if plan.window else ""
-    yield f"max_staleness = {plan.max_staleness}, policy {plan.policy}: N = {plan.num_slots} slots{window}"
+    num_slots, window, batch, taken = (plan[key] for key in ("num_slots", "window", "batch_size", "concurrency"))
+    shown = f", window W = {window}" if window else ""
+    yield f"max_staleness = {plan['max_staleness']}, policy {plan['policy']}: N = {num_slots} slots{shown}"
     yield "  slot: a group holds one from its dispatch until its step was trained: at most N are under way or waiting"
-    if plan.window:
-        bound = f"(N + W - 2) // {plan.batch_size} = {(plan.num_slots + plan.window - 2) // plan.batch_size}"
+    if window:
+        bound = f"(N + W - 2) // {batch} = {(num_slots + window - 2) // batch}"
         yield "  window: a batch is made of whatever is ready among the W oldest, so none waits for one slow group"
         yield f"  no token is older than {bound} versions when it is trained on"
-    empty = plan.num_slots - plan.concurrency
-    fills = f"leave {empty} slots empty" if empty > 0 else "fill the slots"
-    yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
+    fills = f"leave {num_slots - taken} slots empty" if num_slots > taken else "fill the slots"
+    yield f"rollout actors: {plan['num_engines']}, which take {taken} groups at a time and {fills}"
 
 
 def _figures(figures: dict[str, float | None] | None) -> Iterator[str]:

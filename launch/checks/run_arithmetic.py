@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from ...actors.backends.megatron.layout import ParallelLayout
@@ -104,38 +104,24 @@ def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
 # -- staleness ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StalenessPlan:
-    """Numbers of the bound."""
-
-    policy: str
-    max_staleness: int
-    num_slots: int
-    """N: groups between dispatch and the end of their step."""
-    window: int
-    """W of `pace`; 0 for the other policies."""
-    batch_size: int
-    num_engines: int
-    concurrency: int
-    """Groups that all rollout actors take at a time."""
-
-
-def staleness_plan(run: CheckedRun) -> StalenessPlan | None:
-    """None: nothing is generated."""
+def staleness_plan(run: CheckedRun) -> dict[str, Any] | None:
+    """Numbers of the bound; None: nothing is generated. `num_slots` (N): groups between dispatch and the end of their
+    step; `window` (W) of `pace`, 0 for the other policies; `concurrency`: groups that all rollout actors take at a
+    time."""
     config, num_rollouts, settings = run.config, len(run.of("rollout")), run.config.asynchrony
     if run.is_sft or not run.actors:
         return None
     batch = config.algo.batch_size
     policy = make_policy(settings.policy, settings.max_staleness, batch, settings.window)
-    return StalenessPlan(
-        policy=settings.policy,
-        max_staleness=settings.max_staleness,
-        num_slots=policy.num_slots,
-        window=policy.window,
-        batch_size=batch,
-        num_engines=num_rollouts,
-        concurrency=num_rollouts * config.rollout.max_groups,
-    )
+    return {
+        "policy": settings.policy,
+        "max_staleness": settings.max_staleness,
+        "num_slots": policy.num_slots,
+        "window": policy.window,
+        "batch_size": batch,
+        "num_engines": num_rollouts,
+        "concurrency": num_rollouts * config.rollout.max_groups,
+    }
 
 
 # -- what is rarely meant ----------------------------------------------------------------------------------------------

@@ -161,11 +161,11 @@ class Agent(AgentContract):
         except (OSError, ValueError) as error:
             problem, status = f"{name} was not started: {error}", LaunchError.exit_code
         else:
-            self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, child.pid)
+            self.ctx.log.info("%s: attempt %d is process %d", name, order.actor.attempt, child.pid)
             return StartReply(pid=child.pid)
         if self._run_dir is not None and name not in self._children:
             with contextlib.suppress(OSError):  # what prevents a start may prevent its log too
-                self._run_dir.log_path(name, order.attempt).write_text(f"{problem}\n", encoding="utf-8")
+                self._run_dir.log_path(name, order.actor.attempt).write_text(f"{problem}\n", encoding="utf-8")
         return StartReply(problem=problem, status=status)
 
     async def _start(self, order: StartOrder) -> Child:
@@ -200,7 +200,6 @@ class Agent(AgentContract):
         key = await self._options.key_for(name) if self._options.key_for is not None else ""
         spec = ProcessSpec(
             actor=order.actor,
-            attempt=order.attempt,
             launcher_pid=os.getpid(),
             config_path=str(run_dir.config),
             run_dir=plan.run_dir,
@@ -214,21 +213,20 @@ class Agent(AgentContract):
             order.actor,
             spec_path=str(write_spec(spec, self._options.runtime_dir)),
             run_id=plan.run_id,
-            attempt=order.attempt,
             meeting=order.meeting,
         )
-        child = self._children[name] = await self._make_process(order, env, run_dir.new_log(name, order.attempt))
+        child = self._children[name] = await self._make_process(order, env, run_dir.new_log(name, order.actor.attempt))
         return child
 
     async def _make_process(self, order: StartOrder, env: dict[str, str], log_path: Path) -> Child:
         """Fork it where that is possible, else start an interpreter; only the time it takes differs."""
         actor, server, on_exit = order.actor, self._fork_server, self._on_child_end
         if server is not None and is_forked(actor):
-            forked = await server.start(actor.name, order.attempt, env=env, log_path=log_path, on_exit=on_exit)
+            forked = await server.start(actor.name, order.actor.attempt, env=env, log_path=log_path, on_exit=on_exit)
             if forked is not None:
                 return forked
         return start_child(
-            actor.name, order.attempt, worker_command(actor), env=env, log_path=log_path, on_exit=on_exit
+            actor.name, order.actor.attempt, worker_command(actor), env=env, log_path=log_path, on_exit=on_exit
         )
 
     def _on_child_end(self, child: Child, status: int) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ...actors.contracts import CoordinatorContract, MonitorContract, RolloutContract
 from ...core.actor import PeerEvent
 from ...core.config import RunConfig
@@ -479,7 +481,7 @@ class RunSupervisor(SupervisorContract):
             await self._end_on(actor.spec.node, (name,), self._timeouts.end_s)
 
     async def _order_start(self, actor: ActorSpec, attempt: int) -> StartReply:
-        order = StartOrder(actor=actor, attempt=attempt, meeting=self._rendezvous_of(actor, attempt))
+        order = StartOrder(actor=replace(actor, attempt=attempt), meeting=self._rendezvous_of(actor, attempt))
         try:
             return await self.agent(actor.node).start_actor(order)
         except MyxaError as error:

@@ -42,7 +42,7 @@ def options(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> Agent
 
 def order(**actor: Any) -> StartOrder:
     spec = ActorSpec(name="rollout/0", role="rollout", kind="embedded", index=0, node=0, **actor)
-    return StartOrder(actor=spec, attempt=0)
+    return StartOrder(actor=spec)
 
 
 async def nothing_seen(end: ChildEnd) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 from tests.harness.run_job import make_job
 from tests.harness.waiting import until
 
@@ -53,11 +54,11 @@ class Room:
 
     def env(self, actor: ActorSpec) -> dict[str, str]:
         spec = ProcessSpec(
-            actor=actor, attempt=self.attempts, launcher_pid=os.getpid(), config_path=str(self.folder / "run.toml"),
+            actor=replace(actor, attempt=self.attempts), launcher_pid=os.getpid(), config_path=str(self.folder / "run.toml"),
             run_dir=str(self.folder), socket_dir=str(self.folder), rdzv_path="", program="facts_program:build",
         )  # fmt: skip
         path = write_spec(spec, self.folder)
-        return child_env(os.environ, actor, spec_path=str(path), run_id="r", attempt=0)
+        return child_env(os.environ, actor, spec_path=str(path), run_id="r")
 
     async def fork(self, actor: ActorSpec) -> Child | None:
         return await self.server.start(actor.name, 0, env=self.env(actor), log_path=self.log(actor), on_exit=self.told)

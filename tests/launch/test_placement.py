@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
@@ -74,9 +75,8 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
     )
     second = next(a for a in actors if a.name == "trainer/1")
     base = {"PATH": "/bin", "RANK": "77", "ROLE_RANK": "77", "CUDA_VISIBLE_DEVICES": "9"}
-    env = child_env(
-        base, second, spec_path="/s.json", run_id="run-1", attempt=2, meeting=GangRendezvous(address="h", port=5)
-    )
+    second = replace(second, attempt=2)
+    env = child_env(base, second, spec_path="/s.json", run_id="run-1", meeting=GangRendezvous(address="h", port=5))
     assert env == {
         "PATH": "/bin", "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "0,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
@@ -88,7 +88,7 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
 def test_the_role_overrules_the_environment_but_not_who_the_worker_is(tmp_path: Path):
     actors = place(config(tmp_path, 'roles.buffer.env={OMP_NUM_THREADS = "7", MYXA_WORKER_SPEC = "x"}'), 1)
     buffer = next(a for a in actors if a.name == "buffer")
-    env = child_env({"RANK": "3"}, buffer, spec_path="/s.json", run_id="r", attempt=0)
+    env = child_env({"RANK": "3"}, buffer, spec_path="/s.json", run_id="r")
     assert env["OMP_NUM_THREADS"] == "7"
     assert env["MYXA_WORKER_SPEC"] == "/s.json"
     assert "RANK" not in env
@@ -97,4 +97,4 @@ def test_the_role_overrules_the_environment_but_not_who_the_worker_is(tmp_path: 
 def test_a_rank_without_a_meeting_place_is_refused(tmp_path: Path):
     trainer = next(a for a in place(config(tmp_path), 1) if a.role == "trainer")
     with pytest.raises(ValueError, match="no meeting place"):
-        child_env({}, trainer, spec_path="/s.json", run_id="r", attempt=0)
+        child_env({}, trainer, spec_path="/s.json", run_id="r")

@@ -76,13 +76,13 @@ class Hands(AgentContract):
     async def start_actor(self, order: StartOrder) -> StartReply:
         name = order.actor.name
         if order.meeting is not None:
-            self.meetings[name, order.attempt] = order.meeting
-        self.started.append((name, order.attempt))
+            self.meetings[name, order.actor.attempt] = order.meeting
+        self.started.append((name, order.actor.attempt))
         if self.raises is not None:
             raise self.raises
         if self.refuses is not None:
             return self.refuses
-        self.pids[name], self.attempts[name] = 100 + len(self.started), order.attempt
+        self.pids[name], self.attempts[name] = 100 + len(self.started), order.actor.attempt
         if self.answers:
             await self.node.start(Actor(), name)
         return StartReply(pid=self.pids[name])
