@@ -454,6 +454,12 @@ class GroupText(Record, frozen=True, kw_only=True):
     def prompt(self) -> str:
         return "\n".join(f"{one.role}: {one.content}" for one in self.messages)
 
+    @property
+    def words(self) -> str:
+        """All that is said."""
+        said = (one.content for answer in self.answers for one in answer.messages)
+        return "\n".join([self.prompt, self.label, *said])
+
 
 class Telemetry(Record, frozen=True):
     """A bundle of telemetry from an actor to the monitor; lossy by contract."""

@@ -1,11 +1,11 @@
 """Groups of samples.jsonl as conversations: who said what, thoughts and tool calls apart, and what the tokens of each
-turn say. Pure. What cannot be read is shown as text, lines of older versions too."""
+turn say. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -22,70 +22,26 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def prompt_of(group: dict[str, Any]) -> str:
-    """Of a line as it was read; `role: content` of its messages."""
-    if "prompt" in group:
-        return str(group["prompt"])
-    return "\n".join(f"{one.get('role')}: {one.get('content')}" for one in _tables(group.get("messages")))
-
-
-def words_of_group(group: dict[str, Any]) -> str:
-    """All that is said in a line, for a search, in small letters."""
-    said = [prompt_of(group), str(group.get("label"))]
-    for answer in _tables(group.get("answers")):
-        said += [str(answer.get("text", "")), *(str(one.get("content")) for one in _tables(answer.get("messages")))]
-    return "\n".join(said).lower()
-
-
-def _tables(value: object) -> list[dict[str, Any]]:
-    several = cast("list[object]", value) if isinstance(value, list) else []
-    return [cast("dict[str, Any]", one) for one in several if isinstance(one, dict)]
-
-
-def shown(group: dict[str, Any]) -> dict[str, Any]:
-    """The line with its messages as views show them, `prompt`, and the `text` of each answer."""
-    try:
-        found = msgspec.convert(group, GroupText)
-    except msgspec.ValidationError:
-        return _shown_older(group)
+def shown(group: GroupText) -> dict[str, Any]:
+    """The group with its messages as views show them, `prompt`, and the `text` of each answer."""
+    answers = [
+        {
+            **msgspec.to_builtins(answer),
+            "text": answer.text,
+            "tools": [_call(tool) for tool in answer.tools],
+            "messages": _turns(answer),
+            "note": _note(answer),
+        }
+        for answer in group.answers
+    ]
+    messages, tools = [_message(one) for one in group.messages], [_call(tool) for tool in group.tools]
     return {
-        **group,
-        "prompt": found.prompt,
-        "tools": [_call(tool) for tool in found.tools],
-        "messages": [_message(one) for one in found.messages],
-        "answers": [
-            {
-                **table,
-                "text": answer.text,
-                "tools": [_call(tool) for tool in answer.tools],
-                "messages": _turns(answer),
-                "note": _note(answer),
-            }
-            for answer, table in zip(found.answers, group["answers"], strict=True)
-        ],
+        **msgspec.to_builtins(group),
+        "prompt": group.prompt,
+        "tools": tools,
+        "messages": messages,
+        "answers": answers,
     }
-
-
-def _shown_older(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a line that is not of this version: its texts."""
-    prompt = SaidText(role="", content=prompt_of(group))
-    answers: list[dict[str, Any]] = []
-    for answer in _tables(group.get("answers")):
-        said = SaidText(role="assistant", content=str(answer.get("text", "")), is_model=True)
-        numbers = _numbers(answer, "index", "reward", "num_tokens")
-        parts = _numbers(answer.get("reward_parts"))
-        texts = {"finish": str(answer.get("finish", "")), "text": said.content}
-        answers.append({"reward": 0.0, **numbers, **texts, "reward_parts": parts, "messages": [_message(said)]})
-    numbers = _numbers(group, "step", "group_id", "wall_s", "oldest_version", "newest_version", "num_answers")
-    texts = {name: str(group.get(name, "")) for name in ("outcome", "reason", "eval_set", "label", "source")}
-    known = {**numbers, **texts, "is_held_out": bool(group.get("is_held_out"))}
-    return {**known, "prompt": prompt.content, "messages": [_message(prompt)], "answers": answers}
-
-
-def _numbers(table: object, *names: str) -> dict[str, float]:
-    """Those of a table, all where none is named."""
-    known = cast("dict[str, Any]", table) if isinstance(table, dict) else {}
-    return {name: value for name, value in known.items() if name in (names or known) and isinstance(value, int | float)}
 
 
 def _turns(answer: AnswerText) -> list[dict[str, Any]]:
@@ -123,13 +79,17 @@ def _facts(one: SaidText, *, is_shared: bool) -> Iterator[str]:
     if one.num_tokens:
         low, high = one.oldest_version, one.newest_version
         yield f"{one.num_tokens} tokens"
-        yield "no engine" if high < 0 else f"version {high}" if low == high else f"versions {low} to {high}"
+        yield _versions(low, high)
         if one.num_learnt < one.num_tokens:
             yield f"{one.num_learnt} of them learnt" if one.num_learnt else "not learnt"
     if is_shared:
         yield "learnt in the other sample"
     if one.reward is not None:
         yield f"reward {short(one.reward)}"
+
+
+def _versions(low: int, high: int) -> str:
+    return "no engine" if high < 0 else f"version {high}" if low == high else f"versions {low} to {high}"
 
 
 def _call(text: str) -> dict[str, str]:
@@ -151,36 +111,32 @@ def _json(value: object) -> str:
 
 def group_lines(group: dict[str, Any]) -> Iterator[str]:
     """A group that `shown` made, as text."""
-    name = f" {group['eval_set']}" if group.get("eval_set") else ""
-    why = f" ({group['reason']})" if group.get("reason") else ""
-    low, high = group.get("oldest_version", -1), group.get("newest_version", -1)
-    versions = "no engine" if high < 0 else f"version {high}" if low == high else f"versions {low} to {high}"
-    yield visible(
-        f"step {group.get('step')}, group {group.get('group_id')}: {group.get('outcome')}{name}{why}, {versions}"
-    )
-    yield from _tool_lines(group.get("tools", ()), "  ")
-    for message in group["messages"]:
-        yield from _message_lines(message, "  ")
-    if group.get("label"):
+    name, why = (f" {group['eval_set']}".rstrip(), f" ({group['reason']})" if group["reason"] else "")
+    low, high = group["oldest_version"], group["newest_version"]
+    versions = _versions(low, high)
+    yield visible(f"step {group['step']}, group {group['group_id']}: {group['outcome']}{name}{why}, {versions}")
+    yield from _said(group, "  ")
+    if group["label"]:
         yield visible(f"  label: {group['label']}")
     for answer in group["answers"]:
-        parts = "".join(f", {name} {value:g}" for name, value in answer.get("reward_parts", {}).items())
-        facts = f"{answer.get('num_tokens')} tokens ({answer.get('finish')})"
-        branch = f".{answer['branch']}" if answer.get("branch") else ""
-        note = f", {answer['note']}" if answer.get("note") else ""
-        yield visible(f"  [{answer.get('index')}{branch}] reward {answer.get('reward', 0.0):g}{parts}, {facts}{note}")
-        yield from _tool_lines(answer.get("tools", ()), "      ")
-        is_short = len(answer["messages"]) == 1
-        for message in answer["messages"]:
-            yield from _message_lines({**message, "role": "", "facts": ()} if is_short else message, "      ")
-    left = group.get("num_answers", 0) - len(group["answers"])
-    if left > 0:
+        parts = "".join(f", {name} {value:g}" for name, value in answer["reward_parts"].items())
+        branch, note = (
+            f".{answer['branch']}" if answer["branch"] else "",
+            f", {answer['note']}" if answer["note"] else "",
+        )
+        facts = f"{answer['num_tokens']} tokens ({answer['finish']}){note}"
+        yield visible(f"  [{answer['index']}{branch}] reward {answer['reward']:g}{parts}, {facts}")
+        yield from _said(answer, "      ")
+    if (left := group["num_answers"] - len(group["answers"])) > 0:
         yield f"  and {left} more answers"
 
 
-def _tool_lines(tools: Sequence[dict[str, str]], indent: str) -> Iterator[str]:
-    for tool in tools:
+def _said(table: dict[str, Any], indent: str) -> Iterator[str]:
+    for tool in table["tools"]:
         yield visible(f"{indent}offers {tool['name']}: {tool['text']}")
+    for message in table["messages"]:
+        is_alone = len(table["messages"]) == 1 and message["is_model"]  # the answer says all that is told of it
+        yield from _message_lines({**message, "role": "", "facts": ()} if is_alone else message, indent)
 
 
 def _message_lines(message: dict[str, Any], indent: str) -> Iterator[str]:

@@ -21,7 +21,6 @@ from .numbers import clean, duration, name_order, percent, time_parts
 from .run_files import SUMMED, RunFiles
 from .run_view import (
     ENGINE_COLUMNS,
-    UNDER_WAY_COLUMNS,
     ActorFacts,
     RunView,
     done_text,
@@ -33,11 +32,11 @@ from .run_view import (
     notice_text,
     outcome,
     queue_rows,
-    under_way_rows,
 )
-from .why import rollout_time
+from .why import rollout_time, words_of
 
 _MAX_ACTORS = 32
+_MAX_UNDER_WAY = 12
 _MAX_KINDS = 30
 _MAX_EVENTS = 600
 _MAX_ROUTINE = 25
@@ -68,7 +67,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "lagText": lag_text(view),
         "lags": _lags(view, run),
         "engines": {"columns": ENGINE_COLUMNS, "rows": engine_rows(view)},
-        "underWay": {"columns": UNDER_WAY_COLUMNS, "rows": under_way_rows(view)},
+        "underWay": [words_of(one) for one in view.under_way[:_MAX_UNDER_WAY]],
         "rolloutTime": [f"{name} {percent(share)}" for name, share in rollout_time(view.shares()).items()],
         "knobs": _knobs(view),
     }

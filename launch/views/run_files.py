@@ -11,6 +11,7 @@ import math
 import tomllib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +24,10 @@ from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE, OLDER_SAMPLES_FILE,
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
+from ...core.messages import GroupText
 from ..run_dir import RunDir
 from .changes import EventRow, RunChange, changes_of
-from .conversation import prompt_of, shown, words_of_group
+from .conversation import shown
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
@@ -505,14 +507,14 @@ class SampleQuery:
     prompt: str = ""
     """Beginning of the prompt: what became of one over the steps."""
 
-    def takes(self, group: dict[str, Any]) -> bool:
+    def takes(self, group: GroupText) -> bool:
         """Whether it is one of them."""
         return (
-            self.held_out in (None, group.get("is_held_out", False))
-            and self.step in (-1, group.get("step"))
-            and self.eval_set in ("", group.get("eval_set"))
-            and (not self.prompt or prompt_of(group).startswith(self.prompt))
-            and (not self.search or self.search.lower() in words_of_group(group))
+            self.held_out in (None, group.is_held_out)
+            and self.step in (-1, group.step)
+            and self.eval_set in ("", group.eval_set)
+            and group.prompt.startswith(self.prompt)
+            and (not self.search or self.search.lower() in group.words.lower())
         )
 
 
@@ -522,15 +524,14 @@ def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[di
     return [shown(group) for group in _newest(run_dir, wanted, num_groups)]
 
 
-def _newest(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
-    found: dict[tuple[object, ...], dict[str, Any]] = {}
-    for group in _groups(run_dir):
-        if wanted.takes(group):
-            key = tuple(str(group.get(name)) for name in ("step", "eval_set", "group_id"))
-            found.pop(key, None)
-            found[key] = group
-            if len(found) > num_groups:
-                del found[next(iter(found))]
+def _newest(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[GroupText]:
+    found: dict[tuple[object, ...], GroupText] = {}
+    for group in filter(wanted.takes, _groups(run_dir)):
+        key = (group.step, group.eval_set, group.group_id)
+        found.pop(key, None)
+        found[key] = group
+        if len(found) > num_groups:
+            del found[next(iter(found))]
     return list(found.values())[::-1]
 
 
@@ -538,23 +539,24 @@ def sample_page(run_dir: Path, max_bytes: int = 1 << 20) -> list[dict[str, Any]]
     """Groups of steps over the whole run, newest first, in at most so many bytes: every step where they fit, else
     every second, third, ... one."""
     groups = _newest(run_dir, SampleQuery(held_out=None), 20_000)
-    whole = 2 * sum(len(orjson.dumps(group)) for group in groups)  # as they are shown, about
-    steps = sorted({str(group.get("step")) for group in groups}, key=lambda step: int(step) if step.isdecimal() else 0)
+    whole = 2 * sum(len(msgspec.json.encode(group)) for group in groups)  # as they are shown, about
+    steps = sorted({group.step for group in groups})
     kept = set(steps[:: -max(1, -(-whole // max_bytes))])
     chosen: list[dict[str, Any]] = []
-    for group in groups:
-        if str(group.get("step")) in kept:
-            size = len(orjson.dumps(one := shown(group)))
-            if size <= max_bytes or not chosen:
-                chosen.append(one)
-                max_bytes -= size
+    for group in (group for group in groups if group.step in kept):
+        size = len(orjson.dumps(one := shown(group)))
+        if size <= max_bytes or not chosen:
+            chosen.append(one)
+            max_bytes -= size
     return chosen
 
 
-def _groups(run_dir: Path) -> Iterator[dict[str, Any]]:
+_line = msgspec.json.Decoder(GroupText)
+
+
+def _groups(run_dir: Path) -> Iterator[GroupText]:
     for name in SAMPLE_FILES:
-        try:
-            with (run_dir / name).open("rb") as file:
-                yield from (group for line in file if (group := _json(line)) is not None)
-        except OSError:
-            continue
+        with suppress(OSError), (run_dir / name).open("rb") as file:
+            for line in file:
+                with suppress(ValueError, RecursionError):
+                    yield _line.decode(line)

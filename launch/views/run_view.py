@@ -358,24 +358,6 @@ def engine_rows(view: RunView) -> list[tuple[str, ...]]:
     ]
 
 
-UNDER_WAY_COLUMNS = ("actor", "rollout", "row", "turn", "does", "for")
-
-
-def under_way_rows(view: RunView) -> list[tuple[str, ...]]:
-    """Rollouts, those first that wait longest for something else than the engine."""
-    return [
-        (
-            clean(one.actor),
-            f"{'held-out ' * one.is_held_out}{one.group_id}.{one.index}",
-            f"{one.row} of {clean(one.source.rpartition('/')[2])}",
-            str(one.turn),
-            clean(one.doing),
-            duration(one.since_s),
-        )
-        for one in view.under_way
-    ]
-
-
 _DONE = ("trained", "durable", "dropped")
 
 

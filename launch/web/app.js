@@ -185,7 +185,7 @@ function drawOverview() {
   $("engines").replaceChildren(table(state.engines.columns, state.engines.rows));
   $("rollout-card").hidden = !state.rolloutTime.length;
   $("rollout-time").textContent = `their time: ${state.rolloutTime.join(" \u00b7 ")}`;
-  $("rollouts").replaceChildren(...(state.underWay.rows.length ? [table(state.underWay.columns, state.underWay.rows.slice(0, 12))] : []));
+  $("rollouts").replaceChildren(...state.underWay.map((words) => el("li", {}, words)));
 }
 
 // Groups by lag over the run, or of the step that was asked for; of a long run, where points are several steps, their mean.

@@ -185,17 +185,12 @@ def test_a_huge_conversation_is_cut_and_can_be_sent() -> None:
     assert (len(text.answers), text.num_answers) == (16, 40)
 
 
-@pytest.mark.parametrize("line", [
-    {"prompt": "user: hi", "answers": [{"text": "yo", "reward": "x", "reward_parts": 3}]},
-    {"messages": 3, "answers": "no"}, {"messages": [{"role": 1}], "newest_version": "x", "answers": [1, {"index": []}]},
-])  # fmt: skip
-def test_lines_of_another_version_are_shown_as_text(
-    line: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("line", ["{}", "3", "[" * 100_000, '{"step": 1, "answers": "no"}', "\\udcff"])
+def test_lines_of_another_kind_are_passed_over(line: str, tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
-    (run_dir / "samples.jsonl").write_text(json.dumps(line) + "\n")
-    assert main(["samples", "--run", str(run_dir)]) == 0, capsys.readouterr().err
-    assert ("yo" in capsys.readouterr().out) == ("prompt" in line)
+    with (run_dir / "samples.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    assert [group["step"] for group in read_samples(run_dir, SampleQuery(held_out=None), 9)] == [2, 2, 1]
 
 
 def test_samples_wait_within_bounds_while_the_monitor_is_away() -> None:

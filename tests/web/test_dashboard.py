@@ -221,7 +221,9 @@ async def test_kept_samples_and_other_runs_of_the_folder_are_shown(planting, sea
     (seat.run_dir.parent / "secret").mkdir()
     (seat.run_dir / "samples.jsonl").unlink()
     for step, text in ((1, "four"), (2, "five")):
-        group = {"step": step, "group_id": step, "prompt": "user: 2 + 2", "answers": [{"text": text, "reward": 1.0}]}
+        group = planting.planted_group(step)
+        group |= {"step": step, "messages": [{"role": "user", "content": "2 + 2"}]}
+        group["answers"][0]["messages"][-1]["content"] = text
         with (seat.run_dir / "samples.jsonl").open("a") as file:
             file.write(json.dumps(group) + "\n")
     async with served(planting, seat) as (visit, _):

@@ -59,8 +59,8 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
         await page.says("#actors", "rollout/2")
         await page.says("#engines", "v119")
         await page.says("#rollout-time", "their time: tool 67 % \u00b7 generate 33 %")
-        for words in ("41.3", "17 of gsm.jsonl", "tool ", "1 min 15 s"):
-            await page.says("#rollouts", words)
+        await page.says("#rollouts li", "rollout/0, group 41.3 (row 17 of gsm.jsonl): waits for tool <script>")
+        await page.says("#rollouts li", "since 1 min 15 s, at turn 2")
         await page.until("document.querySelectorAll('#charts-overview canvas').length >= 2", "the charts in view")
         bars = "[...document.querySelectorAll('#lags .num')].reduce((sum, node) => sum + Number(node.textContent), 0)"
         await page.until(f"{bars} === 384", "the groups of all steps by lag")
@@ -186,7 +186,7 @@ async def test_a_run_that_has_ended_is_not_called_live(seat, page) -> None:
         await page.goto(url)
         await page.says("#link", "the run has ended")
         assert await page.count("#link.on") == 0
-        assert await page.count("#rollouts td") == 0
+        assert await page.count("#rollouts li") == 0
 
 
 async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None:
