@@ -6,11 +6,12 @@ What a model wrote stays as it is; views read tool calls and thoughts in it (`la
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ..core.messages import AnswerText, GroupText, SaidText
 from ..core.samples import REASONING_KEYS, Group, Message, Sample
@@ -23,6 +24,8 @@ MAX_ANSWERS = 16
 MAX_MESSAGES = 100
 """Of one conversation; the middle of what is longer is left out."""
 MAX_PARTS = 16
+MAX_NAME = 80
+MAX_TOOL = 500
 MAX_TOOLS = 32
 MAX_CALLS = 8
 """Of a message."""
@@ -115,23 +118,22 @@ def _of_tokens(sample: Sample, begin: int, end: int) -> dict[str, Any]:
 
 def _said(message: Message) -> SaidText:
     return SaidText(
-        role=message.role,
+        role=shortened(message.role, MAX_NAME),
         content=message.content,
-        name=message.name,
+        name=shortened(message.name, MAX_NAME),
         calls=tuple(_json(call.get("function", call)) for call in message.tool_calls[:MAX_CALLS]),
-        call_id=message.tool_call_id,
-        thought=next((str(message.extra[key]) for key in REASONING_KEYS
-                      if message.extra.get(key)), ""),
-    )  # fmt: skip
+        call_id=shortened(message.tool_call_id, MAX_NAME),
+        thought=next((str(message.extra[key]) for key in REASONING_KEYS if message.extra.get(key)), ""),
+    )
 
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Their declarations, as JSON."""
-    return tuple(shortened(_json(tool.get("function", tool)), 500) for tool in tools[:MAX_TOOLS])
+    return tuple(shortened(_json(tool.get("function", tool)), MAX_TOOL) for tool in tools[:MAX_TOOLS])
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 def _bounded(said: Sequence[Message | SaidText], num_chars: int) -> tuple[SaidText, ...]:
@@ -145,16 +147,10 @@ def _bounded(said: Sequence[Message | SaidText], num_chars: int) -> tuple[SaidTe
     found: list[SaidText] = []
     for at, message in enumerate(said):
         one = _said(message) if isinstance(message, Message) else message
-        texts = [one.content, one.thought, *one.calls]
         most = min(MAX_CHARS, max(left // (len(said) - at), 40))
-        content, thought, *calls = (shortened(text, most) for text in texts)
+        content, thought, *calls = (shortened(text, most) for text in (one.content, one.thought, *one.calls))
         left -= len(content) + len(thought) + sum(map(len, calls))
-        small = {
-            "role": shortened(one.role, 40),
-            "name": shortened(one.name, 80),
-            "call_id": shortened(one.call_id, 80),
-        }
-        found.append(msgspec.structs.replace(one, content=content, thought=thought, calls=tuple(calls), **small))
+        found.append(replace(one, content=content, thought=thought, calls=tuple(calls)))
     return tuple(found)
 
 

@@ -195,8 +195,7 @@ class GroupMember:
 
 
 class RunningGroup:
-    """What there is of a group at any moment, for another actor that must continue it; and when its first and last
-    member reached each stage, for the trace."""
+    """What there is of a group at any moment, for another actor that must continue it."""
 
     def __init__(
         self,
@@ -216,21 +215,22 @@ class RunningGroup:
             GroupMember(self, index, Timeline(clock.monotonic, on_change), tuple(recorded[index]))
             for index in range(assignment.num_samples)
         ]
-        self.stretches: dict[Hop, tuple[float, float]] = {}
-        """Hop -> begin of the first member and end of the last, on the monotonic clock."""
-        self._clock = clock
 
     @property
     def samples(self) -> tuple[Sample, ...]:
         """Those with at least one token, finished or not."""
         return tuple(one for member in self.members for one in member.samples if one.response_ids.size)
 
-    def reached(self, hop: Hop, began_s: float) -> float:
-        """A member is through with that; returns the time."""
-        now_s = self._clock.monotonic()
-        first_s = self.stretches.get(hop, (began_s, 0.0))[0]
-        self.stretches[hop] = (min(first_s, began_s), now_s)
-        return now_s
+    def hops(self) -> dict[Hop, tuple[float, float]]:
+        """Begin of the first member and end of the last, on the monotonic clock."""
+        spans = [one for member in self.members for one in member.timeline.stretches]
+        parts: dict[Hop, list[RolloutSpan]] = {
+            "generate": [one for one in spans if one.kind != "reward"],
+            "reward": [one for one in spans if one.kind == "reward"],
+        }
+        return {
+            hop: (min(one.began_s for one in of), max(one.ended_s for one in of)) for hop, of in parts.items() if of
+        }
 
 
 class GroupRunner:
@@ -271,8 +271,7 @@ class GroupRunner:
         self._load = GroupLoad()
         self._running: dict[int, RunningGroup] = {}
         self.sums = defaultdict[str, float](float)
-        """Since they were cleared last: tokens, samples, truncated, reward_s; env_s that rollouts took beside waiting
-        for the model, and max_env_s of one."""
+        """Since they were cleared last: tokens, samples, truncated."""
         self._seconds = dict[Doing, float].fromkeys(DOINGS, 0.0)
         """Of rollouts that are over, by what they did."""
         self._lasted: dict[Doing, deque[float]] = {kind: deque(maxlen=MAX_LASTED) for kind in DOINGS}
@@ -335,7 +334,6 @@ class GroupRunner:
 
     async def _ran(self, member: GroupMember) -> Interrupted | MemberFailed | None:
         """Generate a member, and judge it unless the group is judged at once. Returns why it is not finished."""
-        began_s = self._clock.monotonic()
         try:
             with member.timeline.during("workflow" if isinstance(self._workflow, WorkflowPool) else "engine"):
                 member.finished = await self._tried(member)
@@ -346,8 +344,6 @@ class GroupRunner:
             self._settle(member, failed)
             if not member.finished:
                 return failed
-        finally:
-            member.group.reached("generate", began_s)
         for sample in member.finished:
             self.sums["tokens"] += int(sample.loss_mask.sum())
             self.sums["samples"] += 1
@@ -410,13 +406,9 @@ class GroupRunner:
 
     async def _referenced(self, reference: Reference, member: GroupMember) -> Rollout:
         """With the log-probs of the reference model."""
-        began_s = self._clock.monotonic()
-        try:
-            with member.timeline.during("reward", "reference"):
-                asking = [reference.judged(member.group.prompt, one) for one in member.finished]
-                return tuple(await all_or_first_error(asking))
-        finally:
-            member.group.reached("reward", began_s)
+        with member.timeline.during("reward", "reference"):
+            asking = [reference.judged(member.group.prompt, one) for one in member.finished]
+            return tuple(await all_or_first_error(asking))
 
     async def _judge_together(self, group: RunningGroup, members: Sequence[GroupMember]) -> None:
         """Of all members that have no outcome of their own."""
@@ -521,12 +513,8 @@ class GroupRunner:
 
     def _count_time(self, group: RunningGroup) -> None:
         for member in group.members:
-            seconds = member.timeline.seconds()
-            for kind, spent_s in seconds.items():
+            for kind, spent_s in member.timeline.seconds().items():
                 self._seconds[kind] += spent_s
-            env_s = sum(seconds[kind] for kind in OUTSIDE)
-            self.sums["env_s"] += env_s
-            self.sums["max_env_s"] = max(self.sums["max_env_s"], env_s)
             for one in member.timeline.stretches:
                 self._lasted[one.kind].append(one.ended_s - one.began_s)
 
@@ -593,7 +581,6 @@ class GroupRunner:
         return begins_in_thought(self._tokenizer, given.tolist())
 
     async def _rewarded(self, scoring: Awaitable[T], members: Sequence[GroupMember]) -> T:
-        began_s = self._clock.monotonic()
         try:
             with ExitStack() as waiting:
                 for member in members:
@@ -603,8 +590,6 @@ class GroupRunner:
             raise
         except UserCodeError as err:
             raise RewardError(err.message, remedy=err.remedy) from err
-        finally:
-            self.sums["reward_s"] += members[0].group.reached("reward", began_s) - began_s
 
 
 def _attempt(member: GroupMember) -> int:

@@ -453,9 +453,6 @@ class Rollout(OwnsKnobs, RolloutContract):
             }
             usage = load.usage
             if num_samples := sums["samples"]:
-                values["rollout/reward_s_mean"] = sums["reward_s"] / num_samples
-                values["rollout/env_s_mean"] = sums["env_s"] / num_samples
-                values["rollout/env_s_max"] = sums["max_env_s"]
                 values["rollout/truncated_fraction"] = sums["truncated"] / num_samples
             self._telemetry.metric(load.version if self._engine is not None else -1, values)
 
@@ -477,7 +474,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     def _trace(self, group: RunningGroup) -> None:
         """What a group and its rollouts did, for the trace."""
         wall_s, group_id = self._clock.wall() - self._clock.monotonic(), group.prompt.group_id
-        for hop, (began_s, ended_s) in group.stretches.items():
+        for hop, (began_s, ended_s) in group.hops().items():
             self._telemetry.hop(hop, (group_id,), wall_s + began_s, ended_s - began_s)
         if not self._traced.pick("generate", (group_id,), self._clock.monotonic()):
             return

@@ -200,7 +200,7 @@ class Timeline:
 
     def _cut(self, one: RolloutSpan, now_s: float) -> None:
         """What it was doing up to now is one stretch."""
-        if now_s > one.began_s and len(self.stretches) < MAX_STRETCHES:
+        if now_s > one.began_s and (len(self.stretches) < MAX_STRETCHES or one.kind == "reward"):
             self.stretches.append(RolloutSpan(one.kind, one.name, one.branch, one.turn, one.began_s, now_s))
 
     def _changed(self) -> None:
