@@ -181,7 +181,7 @@ async def test_a_group_is_judged_once_when_its_last_member_is_there() -> None:
     assert scorer.given == [["x", "xx", "xxx"]]
     assert group.rewards.tolist() == [0.0, 1.0, 2.0]
     assert group.reward_parts == ({"size": 3.0},) * 3
-    assert max(rewarding for _, rewarding in loads) == 1 and loads[-1] == (0, 0)
+    assert max(rewarding for _, rewarding in loads) == 3 and loads[-1] == (0, 0), "all members wait for it"
     assert not made.has(5)
 
 
