@@ -446,6 +446,7 @@ def model_key(name: str, text: str) -> str:
 def _model_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Names, places, and for each what an engine of the run's own cannot be."""
     placed = {f"roles.{role}": config.roles[role] for role in ("trainer", "rollout")}
+    served = {url.rstrip("/"): "engine.attach" for url in config.engine.attach}
     named = f"a model's name is 1 to 32 lower-case letters, digits, '_' or '-', a letter first, and not {POLICY}"
     for name, one in config.models.items():
         key = f"models.{name}"
@@ -460,6 +461,10 @@ def _model_conflicts(config: RunConfig) -> Iterator[Conflict]:
             cause = f"names GPU {', '.join(map(str, shared))}, as {other}.devices does: each needs its own"
             yield from clashes((shared and meet, f"{key}.devices {other}.devices", cause))
         placed[key] = one
+        for url in {url.rstrip("/") for url in one.engine.attach} & set(served):
+            cause = f"names {url}, as {served[url]} does: that server would change under one of them"
+            yield Conflict((f"{key}.engine.attach", served[url]), cause)
+        served |= {url.rstrip("/"): f"{key}.engine.attach" for url in one.engine.attach}
         for found in _engine_conflicts(config.of_model(name)):
             yield Conflict(tuple(model_key(name, path) for path in found.paths), model_key(name, found.cause))
 

@@ -10,14 +10,19 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
+from tests.gateway.scripted import Says
 from tests.harness.fake_sglang import serving
 from tests.rewards.world import answer
+from tests.workflows.chat_models import QWEN3
 
+from myxa.actors.gateway.server import Gateway, ListenOptions
 from myxa.actors.rewards.judge import Judges, score_in
 from myxa.actors.rewards.rewarder import Rewarder, SeveralRewards
+from myxa.actors.workflows.episode import ModelAccess
 from myxa.core.config import RewardSettings
 from myxa.core.config.data import JudgeSettings
 from myxa.core.errors import ConfigError, MemberFailed
+from myxa.core.messages import SamplingParams
 
 
 def says(text: str | None, tokens: int = 10) -> dict[str, Any]:
@@ -147,6 +152,28 @@ async def test_a_judge_without_a_score_is_a_failed_environment_and_never_a_rewar
         assert (len(server.asked), made.num_errors) == (num_asked, 1)
     async with judging(Server(reply), {"on_error": "zero"}, tries=1) as made:  # as the run file says
         assert (await made.score(answer("x"))).value == 0.0
+
+
+async def test_a_gateway_s_own_endpoint_is_a_judge() -> None:
+    """Real tokens, template and door."""
+    says = Says(QWEN3, lambda prompt: "Score: 0.75" if "<answer " in prompt else "Score: 0")
+    gateway = Gateway(ListenOptions(has_eval_key=True))
+    model = ModelAccess(generate=says.generate, sampling=SamplingParams(max_new_tokens=500), context_length=4000)
+    gateway.answer_eval(says.tokenizer, model, limit=lambda: 1, is_serving=lambda: True)
+    await gateway.start()
+    try:
+        place = await gateway.served()
+        judges = Judges(
+            JudgeSettings(url=f"{place.base_url}/v1", key_env="K", backoff_s=0.05, tries=20), {"K": place.eval_key}
+        )
+        made = Rewarder(RewardSettings(fn="judge"), judges=judges)
+        found = await asyncio.gather(*(made.score(answer(f"x{number}")) for number in range(4)))  # busy for three
+        assert [one.value for one in found] == [0.75] * 4 and made.gauges()["reward/judge_tokens"] > 100
+        with pytest.raises(MemberFailed, match="answered 400"):
+            await made.score(answer("long " * 5000))
+        await made.close()
+    finally:
+        await gateway.stop()
 
 
 async def test_only_so_many_requests_are_under_way() -> None:
