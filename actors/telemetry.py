@@ -1,4 +1,4 @@
-"""Sending an actor's telemetry to the monitor.
+"""What an actor and its parts report by (`Reporter`): telemetry for the monitor.
 
 Training never waits for the monitor and never fails because of it. A bundle that does not get through is kept for the
 next time, within the buffer's bound; what the bound pushes out is counted, and the count travels with the next bundle.
@@ -9,12 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
-from ..core.activity import TelemetryBuffer
+from ..core.activity import ActivityMeter, TelemetryBuffer
+from ..core.actor import ActorContext
+from ..core.clock import Clock
 from ..core.errors import Draining, NoSuchActor, NotReady, NotSent, OutcomeUnknown, Overloaded
 from ..core.messages import Telemetry
+from ..core.retry import until_answered
 from ..core.timeouts import TIMEOUTS
+from .contracts import MonitorContract
 
+T = TypeVar("T")
 SendTelemetry = Callable[[Telemetry], Awaitable[None]]
 """Usually `ctx.ref(MonitorContract, "monitor").telemetry`."""
 
@@ -68,3 +75,38 @@ async def report_forever(
         await report_once(
             buffer, send, timeout_s=TIMEOUTS.monitor.last_words_s
         )  # also to a monitor that was away: it may be back
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """An actor's context with its time accounting and telemetry, for the actor and its parts."""
+
+    ctx: ActorContext
+    meter: ActivityMeter
+    telemetry: TelemetryBuffer
+
+    @classmethod
+    def begin(cls, ctx: ActorContext, every_s: float = REPORT_S, **more: Any) -> Self:
+        """Called in `on_start`: from then on the monitor hears of the actor every so many seconds."""
+        meter = ActivityMeter(ctx.name, ctx.clock)
+        telemetry = TelemetryBuffer(ctx.name, ctx.clock, meter=meter)
+        send = ctx.ref(MonitorContract, "monitor").telemetry
+        ctx.spawn(report_forever(telemetry, send, every_s), name=f"{ctx.name} telemetry")
+        return cls(ctx, meter, telemetry, **more)
+
+    @property
+    def clock(self) -> Clock:
+        return self.ctx.clock
+
+    def tell(self, kind: str, text: str, **data: object) -> None:
+        """An event, which is logged too."""
+        self.ctx.log.info("%s: %s", kind, text)
+        self.telemetry.event(kind, text, **data)
+
+    def warn(self, kind: str, text: str, **data: object) -> None:
+        self.ctx.log.warning("%s: %s", kind, text)
+        self.telemetry.event(kind, text, **data)
+
+    async def ask(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T:
+        """See `until_answered`."""
+        return await until_answered(send, who=who, clock=self.clock, log=self.ctx.log, waits_for_disk=waits_for_disk)

@@ -115,7 +115,6 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             ),
             adopt_at_once=config.weights.adopt_at_once,
         ),
-        clock=clock,
     )
 
 
@@ -325,7 +324,6 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             eval_requests=config.gateway.eval_requests or None,
             eval_sampling=eval_sampling(config),
         ),
-        clock=clock,
     )
     rollout.gateway, rollout.models = own_gateway, tuple(models.values())
     senders.speak_as(rollout)
@@ -455,7 +453,6 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         backend=backend,
         end=channel_end(config, run_dir, gang.rank, local_rank=gang.local_rank),
         options=options,
-        clock=clock,
         tenancy=trainer_tenancy(spec, config, comms),
         start=GangStart(spec, config, run_dir),
     )

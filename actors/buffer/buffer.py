@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from ...algos.staleness import Admission
-from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
 from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import (
@@ -61,11 +60,11 @@ from ...core.messages import (
 from ...core.protocols import PromptData
 from ...core.samples import Group, Prompt
 from ...core.timeouts import TIMEOUTS
-from ..contracts import BufferContract, DataContract, MonitorContract
+from ..contracts import BufferContract, DataContract
 from ..knobs.owner import LOG_LEVEL, OwnsKnobs, catch_up
 from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger
-from ..telemetry import REPORT_S, report_forever
+from ..telemetry import REPORT_S, Reporter
 from ..weights.engine_versions import ServedWeights
 from .cursor import Sources
 from .filters import GroupFilters
@@ -128,8 +127,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if self._resume_from is not None:
             continue_ledger(self._resume_from, self._ledger_path, self._run)
         clock = self.ctx.clock
-        self._meter = ActivityMeter(self.ctx.name, clock)
-        self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
+        report = Reporter.begin(self.ctx)
+        self._meter, self._telemetry, self._tell = report.meter, report.telemetry, report.tell
         self._polls = LongPolls(self.ctx)
         self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
         self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
@@ -141,8 +140,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 raise
             self._close_for(refused(self._ledger_path, error))
         self.ctx.watch("rollout/")
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send), name="buffer-telemetry")
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
     async def _begin(self, *, waits: bool) -> None:
@@ -439,10 +436,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             yield
         self._end_if_starved()
         self._polls.ring()
-
-    def _tell(self, kind: str, text: str) -> None:
-        self.ctx.log.info("%s: %s", kind, text)
-        self._telemetry.event(kind, text)
 
     async def _gauge_forever(self) -> None:
         while True:

@@ -14,9 +14,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import PeerEvent
-from ...core.clock import Clock
 from ...core.errors import CallError, LedgerError, MyxaError, NotReady
 from ...core.knobs import (
     ChangeReply,
@@ -28,11 +26,9 @@ from ...core.knobs import (
     Operator,
 )
 from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
-from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
-from ..contracts import CoordinatorContract, MonitorContract, TrainerContract
+from ..contracts import CoordinatorContract, TrainerContract
 from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
-from ..telemetry import report_forever
 from ..weights.rollout_update import Adopter, Adoption
 from .audit import AuditWriter, read_audit
 from .evaluator import Evaluator
@@ -55,9 +51,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     def _state(self) -> RunState:
         return self._journal.state
 
-    def __init__(self, *, options: CoordinatorOptions, clock: Clock) -> None:
+    def __init__(self, *, options: CoordinatorOptions) -> None:
         self._options = replace(options)
-        self._clock = clock
         self._journal = CoordinatorJournal(options.journal_path, options.launch)
         self._adoption = Adoption(keeps_newest=not options.takes_turns, at_once=options.adopt_at_once)
         self._changed = asyncio.Event()
@@ -71,16 +66,14 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def on_start(self) -> None:
         """Raises ConfigError for a journal that was damaged, LedgerError for an audit log that cannot be read."""
-        self.meter = ActivityMeter(self.ctx.name, self._clock)
-        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self.meter)
-        self.meter.switch("other", "start")
+        self._clock = self.ctx.clock
         is_anew, ignored = self._journal.load()
         if not is_anew and self._options.past_journal is not None:
             self._journal.remember(self._options.past_journal)
-        self._context = RunContext(self.ctx, self._options, self._clock, self.meter, self._telemetry, self._journal)
-        self._event, self._keep = self._context.tell, self._context.keep
-        self._phases = PhaseMoves(self._context, self._changed.set)
-        self._make_parts()
+        run = RunContext.begin(self.ctx, options=self._options, journal=self._journal)
+        self.meter, self._telemetry, self._event, self._keep = run.meter, run.telemetry, run.tell, run.keep
+        self._phases = PhaseMoves(run, self._changed.set)
+        self._make_parts(run)
         self.knob_owner = KnobOwner(
             self.ctx.name,
             (
@@ -101,23 +94,15 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._event("journal-ignored", ignored)
         for prefix in ("rollout/", *OTHER_OWNERS):
             self.ctx.watch(prefix)
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send), name="coordinator-telemetry")
         self.ctx.spawn(self._run(is_anew=is_anew), name="coordinator-run")
 
-    def _make_parts(self) -> None:
-        run, options = self._context, self._options
+    def _make_parts(self, run: RunContext) -> None:
+        options = self._options
         audit = AuditWriter(options.audit_path, run.version, self._clock)
         engines: dict[str, EngineStatus] = {}
         self.conductor = KnobConductor(run, audit, own=self, engines=engines, on_broken=self._owner_is_broken)
         self._adopter = Adopter(
-            self.ctx,
-            self._adoption,
-            limits=options.limits,
-            on_adopted=lambda name, epoch, version: self.fleet.adopted(name, epoch, version),
-            meter=self.meter,
-            telemetry=self._telemetry,
-            clock=self._clock,
+            run, self._adoption, options.limits, lambda name, epoch, version: self.fleet.adopted(name, epoch, version)
         )
         self.fleet = EngineFleet(run, engines, self.conductor, self._adoption, self._adopter, self._changed.set)
         self.evaluator = Evaluator(run, self._adoption, self._adopter)
@@ -517,7 +502,7 @@ class LeaderControl:
     is void: the new gang gets the next one when it reports in."""
 
     def __init__(self, run: RunContext) -> None:
-        self._ctx, self._state, self._clock = run.ctx, run.state, run.clock
+        self._ctx, self._state, self._ask = run.ctx, run.state, run.ask
         self._leader = run.ctx.ref(TrainerContract, LEADER)
         self._starting: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
@@ -531,7 +516,7 @@ class LeaderControl:
         if (telling := self.tell_stop()) is not None:
             await asyncio.shield(telling)  # before it makes a step too many; its successor gets the order too
         try:
-            await until_answered(self._run_leader, who=LEADER, clock=self._clock, log=self._ctx.log)
+            await self._ask(LEADER, self._run_leader)
         except CallError as error:
             if LEADER in self._ctx.peers(LEADER):
                 raise

@@ -10,7 +10,6 @@ import msgspec
 
 from ...core.errors import ConfigError, MyxaError
 from ...core.messages import EvalRequest, EvalResult
-from ...core.retry import until_answered
 from ...core.suggestion import suggest
 from ..contracts import DataContract, RolloutContract
 from ..weights.rollout_update import Adopter, Adoption
@@ -22,7 +21,7 @@ class Evaluator:
 
     def __init__(self, run: RunContext, adoption: Adoption, adopter: Adopter) -> None:
         self._ctx, self._options, self._state = run.ctx, run.options, run.state
-        self._meter, self._telemetry, self._keep = run.meter, run.telemetry, run.keep
+        self._meter, self._telemetry, self._keep, self._until_answered = run.meter, run.telemetry, run.keep, run.ask
         self._adoption = adoption
         self._adopter = adopter
         self._turn = asyncio.Lock()
@@ -120,12 +119,8 @@ class Evaluator:
         ready = await self._adopter.ready_engines()
         engine = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
         num_prompts = one.num_prompts or live.eval_prompts
-        prompts = await until_answered(
-            lambda: buffer.eval_prompts(num_prompts, name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
-        )
-        num_rows = await until_answered(
-            lambda: buffer.num_held_out(name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
-        )
+        prompts = await self._until_answered("buffer", lambda: buffer.eval_prompts(num_prompts, name))
+        num_rows = await self._until_answered("buffer", lambda: buffer.num_held_out(name))
         request = EvalRequest(
             prompts=prompts,
             num_samples=one.num_samples or live.eval_samples,

@@ -21,14 +21,12 @@ from pathlib import Path
 
 import msgspec
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError
 from ...core.files import read_regular, until_written, write_durably
 from ...core.messages import EngineStatus, Record, RunPhase, RunStatus
 from ...core.timeouts import TIMEOUTS
+from ..telemetry import Reporter
 from .options import CoordinatorOptions
 
 NEXT_PHASES: dict[RunPhase, frozenset[RunPhase]] = {
@@ -153,14 +151,10 @@ class CoordinatorJournal:
 
 
 @dataclass(frozen=True, slots=True)
-class RunContext:
+class RunContext(Reporter):
     """What all parts of the coordinator work with."""
 
-    ctx: ActorContext
     options: CoordinatorOptions
-    clock: Clock
-    meter: ActivityMeter
-    telemetry: TelemetryBuffer
     journal: CoordinatorJournal
 
     @property
@@ -169,11 +163,6 @@ class RunContext:
 
     def version(self) -> int:
         return self.state.known_version
-
-    def tell(self, kind: str, text: str, **data: object) -> None:
-        """An event."""
-        self.ctx.log.info("%s: %s", kind, text)
-        self.telemetry.event(kind, text, **data)
 
     async def keep(self) -> None:
         """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""

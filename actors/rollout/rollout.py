@@ -33,9 +33,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from ...core.activity import ActivityMeter, FlowSampler, TelemetryBuffer
+from ...core.activity import FlowSampler
 from ...core.actor import PeerEvent
-from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import (
     CallError,
@@ -63,15 +62,14 @@ from ...core.messages import (
     WeightManifest,
 )
 from ...core.protocols import Engine, TellsLoading, Tokenizer
-from ...core.retry import until_answered
 from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
-from ..contracts import BufferContract, CoordinatorContract, GatewayContract, MonitorContract, RolloutContract
+from ..contracts import BufferContract, CoordinatorContract, GatewayContract, RolloutContract
 from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer, all_ended
 from ..stream_checks import StreamChecks
-from ..telemetry import report_forever
+from ..telemetry import Reporter
 from ..weights.engine_versions import ALWAYS_NEWEST
 from ..weights.receive import EngineWeights
 from ..workflows.episode import Generate, Lasting, ModelAccess, Resizable, Workflow
@@ -137,7 +135,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         scorer: Scorer,
         tokenizer: Tokenizer,
         options: RolloutOptions,
-        clock: Clock,
         tenancy: Tenancy | None = None,
         evaluation: Evaluation | None = None,
         reference: Reference | None = None,
@@ -156,7 +153,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._options = options = copy(options)
         options.pause_mode = None if engine is None else engine.pause_mode
         options.workers = options.workers if isinstance(workflow, Resizable) else None
-        self._clock = clock
         self._version = NO_VERSION
         self._serving = asyncio.Event()
         self._tenancy = tenancy
@@ -185,8 +181,9 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def on_start(self) -> None:
         for model in self.models:
             model.join(self.ctx)
-        self._meter = ActivityMeter(self.ctx.name, self._clock)
-        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
+        self._report = report = Reporter.begin(self.ctx, self._options.report_s)
+        self._meter, self._telemetry, self._tell = report.meter, report.telemetry, report.warn
+        self._clock = self.ctx.clock
         self._buffer = self.ctx.ref(BufferContract, "buffer")
         self._coordinator = self.ctx.ref(CoordinatorContract, COORDINATOR)
         self._has_reported = False
@@ -195,19 +192,13 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
         self._weights_turn = asyncio.Lock()
         """A coordinator that died may have left a step of an adoption that still runs when the next one asks."""
-        self._weights = EngineWeights(self.ctx.name, self._engine, self._checks, self._telemetry, self._clock)
-        self._meter.switch("other", "start")
+        self._weights = EngineWeights(report, self._engine, self._checks)
         self._judges.listen(self._tell)
         if self._tenancy is not None and self._engine is not None:  # from the first moment: the leader asks for it
-            self._tenant = RolloutTenant(
-                self.ctx, self._engine, self._tenancy,
-                telemetry=self._telemetry, clock=self._clock, on_change=self._note_turn,
-            )  # fmt: skip
+            self._tenant = RolloutTenant(report, self._engine, self._tenancy, on_change=self._note_turn)
         self.knob_owner = KnobOwner(
             self.ctx.name, (*rollout_knobs(self._options, self._apply), LOG_LEVEL), self._telemetry
         )
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, self._options.report_s), name="rollout-telemetry")
         self.ctx.spawn(self._run(), name="rollout-run")
 
     def _apply(self) -> None:
@@ -273,7 +264,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self.ctx.spawn(self._gauge_forever(runner), name="rollout-gauges")
         self._meter.switch("wait-weights", "first weights")
         await self.ctx.wait_for(COORDINATOR, "buffer", timeout_s=TIMEOUTS.rollout.meet_s)
-        await self._report()
+        await self._report_in()
         self._has_reported = True
         if self._tenant is not None:
             self._tenant.has_joined.set()
@@ -289,7 +280,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def _find_gateway(self, gateway: Gateway) -> None:
         """The address of the role, which agents are told."""
         ask = self.ctx.ref(GatewayContract, GATEWAY).gateway_place
-        place = await until_answered(ask, who=GATEWAY, clock=self.ctx.clock, log=self.ctx.log)
+        place = await self._report.ask(GATEWAY, ask)
         gateway.found(place.base_url)
 
     async def _start_workers(self) -> None:
@@ -313,7 +304,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._has_reported:
             self.ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
-            self.ctx.spawn(self._report(), name=f"report in {event.epoch}")
+            self.ctx.spawn(self._report_in(), name=f"report in {event.epoch}")
         if event.name == GATEWAY and event.kind in ("up", "restarted") and self.gateway is not None:
             self.ctx.spawn(self._find_gateway(self.gateway), name=f"find gateway {event.epoch}")
 
@@ -401,7 +392,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def under_way(self) -> tuple[RolloutNow, ...]:
         return () if self._runner is None else self._runner.under_way(self.ctx.name)
 
-    async def _report(self) -> None:
+    async def _report_in(self) -> None:
         """Tell the coordinator that this actor serves, and what it must be handed."""
 
         async def send() -> None:
@@ -410,7 +401,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 status = replace(status, version=NO_VERSION)
             await self._coordinator.rollout_ready(status, self.ctx.epoch)
 
-        await until_answered(send, who=COORDINATOR, clock=self.ctx.clock, log=self.ctx.log)
+        await self._report.ask(COORDINATOR, send)
 
     async def drain(self) -> int:
         tasks = self._end()
@@ -457,12 +448,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._telemetry.metric(load.version if self._engine is not None else -1, values)
 
     def _tell_failure(self, kind: str, words: str) -> None:
-        self.ctx.log.warning("member-failed (%s): %s", kind, words)
-        self._telemetry.event("member-failed", f"{kind}: {words}", failure=kind)
-
-    def _tell(self, kind: str, text: str) -> None:
-        self.ctx.log.warning("%s: %s", kind, text)
-        self._telemetry.event(kind, text)
+        self._tell("member-failed", f"{kind}: {words}", failure=kind)
 
     # ---- groups
 
@@ -694,7 +680,7 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def _ask(self, send: Callable[[], Awaitable[R]]) -> R:
         """Keyed or idempotent calls, repeated while the buffer is restarting, so that the group is not lost."""
-        return await until_answered(send, who="buffer", clock=self.ctx.clock, log=self.ctx.log)
+        return await self._report.ask("buffer", send)
 
 
 def _num_tokens(samples: Sequence[Sample]) -> int:

@@ -19,16 +19,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...core.activity import TelemetryBuffer
-from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import Tag, TagReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
-from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract
+from ..telemetry import Reporter
 from ..tenancy.tenant import Tenant, TenantOptions
 from ..tenancy.time_share import ROLLOUT
 
@@ -47,16 +44,15 @@ class RolloutTenant:
 
     def __init__(
         self,
-        ctx: ActorContext,
+        report: Reporter,
         engine: Engine,
         tenancy: Tenancy,
         *,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
         on_change: Callable[[bool], None],
     ) -> None:
         """`on_change(has_turn)`: the device was given to, or taken from, this engine."""
-        self._ctx = ctx
+        ctx = report.ctx
+        self._report = report
         self.may_load = asyncio.Event()
         """The leader says that the engine may load."""
         self.has_joined = asyncio.Event()
@@ -74,9 +70,9 @@ class RolloutTenant:
             ),
             gate=self.turn,
             in_thread=lambda work: in_daemon_thread(work, "engine memory"),
-            clock=clock,
+            clock=report.clock,
             pids=tenancy.memory.memory_pids,
-            telemetry=telemetry,
+            telemetry=report.telemetry,
         )
 
     def loaded(self) -> None:
@@ -91,13 +87,9 @@ class RolloutTenant:
 
     async def _tell_loss(self) -> None:
         self.has_weights = False
-        coordinator = self._ctx.ref(CoordinatorContract, "coordinator")
-        await until_answered(
-            lambda: coordinator.weights_lost(self._ctx.name, self._ctx.epoch),
-            who="coordinator",
-            clock=self._ctx.clock,
-            log=self._ctx.log,
-        )
+        ctx = self._report.ctx
+        coordinator = ctx.ref(CoordinatorContract, "coordinator")
+        await self._report.ask("coordinator", lambda: coordinator.weights_lost(ctx.name, ctx.epoch))
 
 
 def require(tenant: RolloutTenant | None, name: str) -> RolloutTenant:

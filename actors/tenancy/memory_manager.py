@@ -14,9 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import Actor, PeerEvent
-from ...core.clock import Clock
 from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import (
     DeviceReading,
@@ -33,8 +31,8 @@ from ...core.refs import with_deadline
 from ...core.timeouts import TIMEOUTS
 from ...memory.arenas.host_vmm import device_bytes
 from ...memory.leases.switch import LeaseOptions, Leases
-from ..contracts import MemoryContract, MonitorContract, TenantContract
-from ..telemetry import report_forever
+from ..contracts import MemoryContract, TenantContract
+from ..telemetry import Reporter
 
 TIMELINE_SIZE = 256
 
@@ -117,11 +115,10 @@ class MemoryManager(MemoryContract):
 
     mailbox_size = 4096
 
-    def __init__(self, *, agent: NodeAgent, options: ManagerOptions, clock: Clock) -> None:
+    def __init__(self, *, agent: NodeAgent, options: ManagerOptions) -> None:
         """`agent`: that of its own node."""
         self._own_agent = agent
         self._options = options
-        self._clock = clock
         self._timeline: deque[tuple[float, str, str, str]] = deque(maxlen=TIMELINE_SIZE)
         """See `MemoryView`."""
         self._look: asyncio.Task[None] | None = None
@@ -129,14 +126,12 @@ class MemoryManager(MemoryContract):
 
     async def on_start(self) -> None:
         options = self._options
-        self._leases = Leases(self, options.gangs, options.limits, self._clock, incarnation=self.ctx.epoch)
-        self._meter = ActivityMeter(self.ctx.name, self._clock)
-        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
-        self._meter.switch("wait-data", "orders")
+        self._leases = Leases(self, options.gangs, options.limits, self.ctx.clock, incarnation=self.ctx.epoch)
+        report = Reporter.begin(self.ctx)
+        self._telemetry = report.telemetry
+        report.meter.switch("wait-data", "orders")
         for gang in options.gangs:
             self.ctx.watch(f"{gang}/")
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send), name="memory-telemetry")
 
     async def on_peer(self, event: PeerEvent) -> None:
         """What an incarnation said last does not count once it is gone."""
@@ -216,12 +211,12 @@ class MemoryManager(MemoryContract):
             raise MemoryFault(why, remedy="see `nvidia-smi`") from error
 
     def note(self, device: str, tenant: str, kind: str, text: str) -> None:
-        self._timeline.append((self._clock.wall(), device, tenant, f"{kind}: {text}"[:400]))
+        self._timeline.append((self.ctx.clock.wall(), device, tenant, f"{kind}: {text}"[:400]))
         place = " ".join(word for word in (device, tenant) if word)
         self._telemetry.event(f"memory-{kind}", f"{place}: {text}")
 
     def spent(self, switch: str, phase: str, started_s: float, ended_s: float, devices: Iterable[str]) -> None:
-        wall_s = self._clock.wall() - (self._clock.monotonic() - started_s)
+        wall_s = self.ctx.clock.wall() - (self.ctx.clock.monotonic() - started_s)
         for device in devices:
             self._telemetry.span(phase, "other", wall_s, ended_s - started_s, track=f"memory {device}", lease=switch)
 

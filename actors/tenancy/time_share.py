@@ -14,15 +14,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext, PeerEvent
-from ...core.clock import Clock
+from ...core.actor import PeerEvent
 from ...core.device_memory import OPTIMIZER_PARTS, LeaseRequest, Tag, wholes
 from ...core.errors import CallError, LeaseRefused
 from ...core.refs import with_deadline
-from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
 from ..contracts import MemoryContract, RolloutContract
+from ..telemetry import Reporter
 
 ATTEMPTS = 3
 """At one lease, before its refusal ends the gang."""
@@ -47,21 +45,11 @@ class TimeShareOptions:
 class TimeShare:
     """See the module's head. One per leader."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        options: TimeShareOptions,
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
-    ) -> None:
-        self._ctx = ctx
+    def __init__(self, report: Reporter, options: TimeShareOptions) -> None:
+        self._report, self._ctx, self._meter, self._clock = report, report.ctx, report.meter, report.clock
         self._options = options
-        self._meter = meter
-        self._telemetry = telemetry
-        self._clock = clock
-        self._manager = with_deadline(ctx.ref(MemoryContract, options.manager), options.switch_s + 10.0)
-        self._rollouts = ctx.group(RolloutContract, options.rollouts)
+        self._manager = with_deadline(self._ctx.ref(MemoryContract, options.manager), options.switch_s + 10.0)
+        self._rollouts = self._ctx.group(RolloutContract, options.rollouts)
         self._num_asked = 0
         self._loaded: set[tuple[str, int]] = set()
         """Rollout actors, with their process's epoch, whose engines were ordered to load. A tenant's state does not say
@@ -148,13 +136,11 @@ class TimeShare:
         )
         started = self._clock.monotonic()
         with self._meter.during("wait-memory", f"lease {gang}"):
-            reply = await until_answered(
-                lambda: self._manager.lease(request), who=self._options.manager, clock=self._clock, log=self._ctx.log
-            )
+            reply = await self._report.ask(self._options.manager, lambda: self._manager.lease(request))
         self._switch_s += self._clock.monotonic() - started
         self._copied_bytes += reply.copied_bytes
         if not reply.granted:
-            self._telemetry.event("lease-refused", f"{gang}: {reply.reason}")
+            self._report.telemetry.event("lease-refused", f"{gang}: {reply.reason}")
             raise LeaseRefused(
                 f"{gang} cannot have {wholes(tags)}: {reply.reason}",
                 remedy="see `myxa mem`; lower what the engine or the trainer takes, or free the device",

@@ -14,7 +14,6 @@ again at a later boundary, without end: a full disk or an absent buffer is no re
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.errors import CallError, GatherError, MyxaError, RemoteError, TrainError
 from ...core.files import FileEntry
 from ...core.knobs import LiveKnobs
@@ -46,6 +42,7 @@ from ..checkpoints.folder import (
 )
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..ledger.file import LEDGER
+from ..telemetry import Reporter
 
 T = TypeVar("T")
 
@@ -89,15 +86,12 @@ class _Pending:
 class Checkpoints:
     """See the module's head."""
 
-    ctx: ActorContext
+    report: Reporter
     options: CheckpointOptions
     """`every` and `keep_last` are live."""
     ranks: ActorGroup[TrainerContract]
     """Which fail fast together."""
     run: RunSide
-    meter: ActivityMeter
-    telemetry: TelemetryBuffer
-    clock: Clock
     _pending: _Pending | None = None
     _newest: tuple[int, LiveKnobs] | None = None
     """Version and knobs of the one that was written last, with all its parts, and reported to the buffer."""
@@ -110,8 +104,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         for kind, text in self.options.origin():
-            self.ctx.log.info("%s: %s", kind, text)
-            self.telemetry.event(kind, text)
+            self.report.tell(kind, text)
 
     @property
     def is_pending(self) -> bool:
@@ -135,7 +128,7 @@ class Checkpoints:
         if not self.options.every:
             return False
         if self._num_failed and not self.is_pending:
-            return self.clock.monotonic() >= self._try_at_s
+            return self.report.clock.monotonic() >= self._try_at_s
         return version % self.options.every == 0
 
     def folder_of(self, version: int) -> Path:
@@ -148,7 +141,7 @@ class Checkpoints:
     async def save(self, version: int) -> None:
         """Write the checkpoint of `version`, or begin to, unless there is one with all that was decided about the
         knobs. Raises TrainError naming a rank that could not, and CallError if coordinator or buffer stay away."""
-        with self.meter.during("compute", f"checkpoint {version}"):
+        with self.report.meter.during("compute", f"checkpoint {version}"):
             await self.settle()
             live = await self.run.live_knobs()
             if (version, live) == self._newest:
@@ -182,7 +175,7 @@ class Checkpoints:
             pause_s = min(
                 TIMEOUTS.trainer.longest_repeat_s, TIMEOUTS.trainer.first_repeat_s * 2 ** min(self._num_failed - 1, 10)
             )
-            self._try_at_s = self.clock.monotonic() + pause_s
+            self._try_at_s = self.report.clock.monotonic() + pause_s
             self._tell_failed(version, error, pause_s)
 
     def _tell_failed(self, version: int, error: MyxaError, pause_s: float) -> None:
@@ -190,19 +183,19 @@ class Checkpoints:
             f"{error} (attempt {self._num_failed}; training continues, the next follows in {pause_s:g} s; steps not "
             f"covered by a checkpoint: {version - self._covered}, since version {self._covered})"
         )
-        self.telemetry.event("checkpoint-failed", text)
-        self.ctx.log.error("a checkpoint could not be written: %s", text)
+        self.report.telemetry.event("checkpoint-failed", text)
+        self.report.ctx.log.error("a checkpoint could not be written: %s", text)
 
     async def _begin(self, version: int, live: LiveKnobs) -> None:
-        folder, begun_at = str(self.folder_of(version)), self.clock.monotonic()
+        folder, begun_at = str(self.folder_of(version)), self.report.clock.monotonic()
         try:
             await self._all("begin", lambda: self.ranks.all(TrainerContract.begin_checkpoint, folder, live))
         except MyxaError as error:
             await self._clear_after(error)
             raise
         if self.options.is_async:
-            self.telemetry.metric(version, {"checkpoint/copy_s": self.clock.monotonic() - begun_at})
-        written = self.ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
+            self.report.telemetry.metric(version, {"checkpoint/copy_s": self.report.clock.monotonic() - begun_at})
+        written = self.report.ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
         self._pending = _Pending(version, live, begun_at, written)
 
     async def settle(self) -> None:
@@ -211,14 +204,14 @@ class Checkpoints:
         if pending is None:
             return
         try:
-            with self.meter.during("compute", f"checkpoint {pending.version}"):
+            with self.report.meter.during("compute", f"checkpoint {pending.version}"):
                 ledger = await pending.written
                 if isinstance(ledger, TrainError):
                     raise ledger
                 await self._all("finish", lambda: self.ranks.all(TrainerContract.finish_checkpoint))
                 if self.options.is_async:
-                    took_s = self.clock.monotonic() - pending.begun_at
-                    self.telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
+                    took_s = self.report.clock.monotonic() - pending.begun_at
+                    self.report.telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
                 await self._is_there(pending.version, pending.live, ledger)
         except MyxaError as error:
             await self._clear_after(error)
@@ -276,7 +269,7 @@ class Checkpoints:
                 for info in (*going, *(info for info in torn if version_in(info.path) < oldest)):
                     take_away(info.path)
         except OSError as error:
-            self.ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
+            self.report.ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
 
     def _oldest_to_stay(self, newest: Path) -> int | None:
         """Version of the oldest one that training may fall back to once the others have gone; those that stay for ever
@@ -304,7 +297,7 @@ class Checkpoints:
         try:
             sweep(holder, self.options.writer)
         except OSError as error:
-            self.ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
+            self.report.ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
 
     async def _all(self, what: str, send: Callable[[], Awaitable[object]]) -> None:
         try:
@@ -372,12 +365,11 @@ class _Order:
 class CheckpointOrders:
     """Checkpoints and exports on request. An order that fails is answered with the error; the run continues."""
 
+    report: Reporter
     checkpoints: Checkpoints
     ranks: ActorGroup[TrainerContract]
     """Which fail fast together."""
     run_dir: str
-    meter: ActivityMeter
-    log: logging.Logger
     _waiting: list[_Order] = field(default_factory=list[_Order])
     _closed: str = ""
 
@@ -404,7 +396,7 @@ class CheckpointOrders:
             try:
                 folder = await (self._export(version) if order.is_export else self._save(version))
             except MyxaError as error:
-                self.log.warning("what was asked for could not be written: %s", error)
+                self.report.ctx.log.warning("what was asked for could not be written: %s", error)
                 _tell(order, error)
             except BaseException as error:
                 _tell(order, TrainError(f"the trainer stopped while writing: {error!r}", remedy="see its log"))
@@ -428,7 +420,7 @@ class CheckpointOrders:
     async def _export(self, version: int) -> Path:
         folder = Path(self.run_dir) / "exports" / f"version_{version:08d}"
         try:
-            with self.meter.during("compute", f"export {version}"):
+            with self.report.meter.during("compute", f"export {version}"):
                 await self.ranks.all(TrainerContract.export_hf, str(folder))
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))

@@ -12,11 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.activity import TelemetryBuffer
-from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.device_memory import AssetStore, Tag, TagPolicy
 from ...memory.communicators.residency import CommResidency
+from ..telemetry import Reporter
 from ..tenancy.tenant import WORKSPACE, CountedRoom, Tenant, TenantOptions
 from ..tenancy.time_share import TRAINER, TimeShareOptions
 
@@ -64,25 +62,24 @@ class TrainerTenant(Tenant):
 
     def __init__(
         self,
-        ctx: ActorContext,
+        report: Reporter,
         tenancy: TrainerTenancy,
         in_thread: InThread,
-        *,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
     ) -> None:
         """`in_thread`: runs work in the backend's thread, in order."""
         self._tenancy = tenancy
         self.turn = BackendTurn(in_thread)
         options = TenantOptions(
-            name=ctx.name,
-            epoch=ctx.epoch,
+            name=report.ctx.name,
+            epoch=report.ctx.epoch,
             gang=TRAINER,
             devices=(tenancy.device,),
             node=tenancy.node,
             planned=dict(tenancy.planned),
         )
-        super().__init__(options=options, gate=self.turn, in_thread=in_thread, clock=clock, telemetry=telemetry)
+        super().__init__(
+            options=options, gate=self.turn, in_thread=in_thread, clock=report.clock, telemetry=report.telemetry
+        )
 
     async def set_up(self, store: AssetStore | None) -> None:
         """The backend is set up, and its memory is `store`."""

@@ -18,11 +18,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext, PeerEvent
-from ...core.clock import Clock
+from ...core.actor import PeerEvent
 from ...core.errors import (
     DataError,
     DeadlineExceeded,
@@ -37,19 +34,17 @@ from ...core.knobs import KnobValue, LiveKnobs
 from ...core.messages import ActivityKind, Claim, StepReport, WeightChannel, WeightManifest
 from ...core.protocols import StepStats
 from ...core.refs import ActorGroup
-from ...core.retry import until_answered
 from ...core.samples import Group, TrainShard
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner, pull
 from ..ledger.file import State
+from ..telemetry import Reporter
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import Publisher, max_unreleased
-from .checkpoints import AskUntilAnswered, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
+from .checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
 from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
-
-T = TypeVar("T")
 
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
@@ -104,11 +99,8 @@ class TrainLoop:
 
     def __init__(
         self,
-        ctx: ActorContext,
+        report: Reporter,
         options: TrainLoopOptions,
-        meter: ActivityMeter,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
         owner: KnobOwner,
         knobs: TrainerKnobs,
         share: TimeShare | None = None,
@@ -117,31 +109,24 @@ class TrainLoop:
         self._owner = owner
         self._knobs = knobs
         self._share = share
-        self._ctx = ctx
+        self._ctx, self._meter, self._telemetry = report.ctx, report.meter, report.telemetry
+        self._clock, self._tell, self._ask = report.clock, report.tell, report.ask
         self._options = options
-        self._meter = meter
-        self._telemetry = telemetry
-        self._clock = clock
         self._gang = TrainerGang(
-            ctx,
-            options.world_size,
-            shard_of_rank=options.shard_of_rank,
-            step_timeout_s=options.step_timeout_s,
-            telemetry=telemetry,
-            clock=clock,
+            report, options.world_size, shard_of_rank=options.shard_of_rank, step_timeout_s=options.step_timeout_s
         )
         self._together = self._gang.together
-        self._buffer = ctx.ref(BufferContract, "buffer")
+        self._buffer = self._ctx.ref(BufferContract, "buffer")
         self._fetcher = GroupFetcher(lambda ids: self._ask("buffer", lambda: self._buffer.fetch(ids)))
-        self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
+        self._coordinator = self._ctx.ref(CoordinatorContract, COORDINATOR)
         self._written = -1
         """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
         side = RunSide(self._buffer, self._coordinator, self._ask)
-        self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
-        self.orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
+        self.checkpoints = Checkpoints(report, options.checkpoints, self._together, side)
+        self.orders = CheckpointOrders(report, self.checkpoints, self._together, options.run_dir)
         limit = max_unreleased(options.channel)
-        self.publisher = Publisher(ctx, self._together, limit, meter, self._tell, Path(options.run_dir))
-        self.link = CoordinatorLink(ctx, self.publisher, self._ask)
+        self.publisher = Publisher(report, self._together, limit, Path(options.run_dir))
+        self.link = CoordinatorLink(report, self.publisher)
         self._parts = PartMetrics()
         self._may_go = asyncio.Event()
         self._stop_reason = ""
@@ -357,10 +342,6 @@ class TrainLoop:
         )
         self._written = version
 
-    def _tell(self, kind: str, text: str) -> None:
-        self._ctx.log.info("%s: %s", kind, text)
-        self._telemetry.event(kind, text)
-
     async def _try_last(self, version: int, *, is_new: bool) -> None:
         await self.checkpoints.settle_by_schedule(version)
         if is_new:
@@ -405,9 +386,6 @@ class TrainLoop:
         async with self._engines_turn(version):
             await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
 
-    async def _ask(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T:
-        return await until_answered(send, who=who, clock=self._clock, log=self._ctx.log, waits_for_disk=waits_for_disk)
-
 
 class TrainerGang:
     """Calls all ranks at once, with one deadline, and names a rank that does not answer. A rank that died ends the wait
@@ -416,20 +394,17 @@ class TrainerGang:
 
     def __init__(
         self,
-        ctx: ActorContext,
+        report: Reporter,
         world_size: int,
         *,
         shard_of_rank: Sequence[int],
         step_timeout_s: float,
-        telemetry: TelemetryBuffer,
-        clock: Clock,
     ) -> None:
         """`shard_of_rank`: empty where each rank trains its own shard."""
         self._shard_of_rank = tuple(shard_of_rank) or tuple(range(world_size))
         self._step_timeout_s = step_timeout_s
-        self._telemetry = telemetry
-        self._clock = clock
-        members = ctx.group(TrainerContract, [f"trainer/{rank}" for rank in range(world_size)])
+        self._telemetry, self._clock = report.telemetry, report.clock
+        members = report.ctx.group(TrainerContract, [f"trainer/{rank}" for rank in range(world_size)])
         self.together: ActorGroup[TrainerContract] = members.options(deadline_s=step_timeout_s, fails_fast=True)
         """For collectives: with one rank gone the others may hang in them, and cannot be cancelled there."""
 
@@ -466,9 +441,8 @@ class TrainerGang:
 class CoordinatorLink:
     """Reports to the coordinator that the gang is up or finished, and reports again to a coordinator that restarted."""
 
-    ctx: ActorContext
+    report: Reporter
     publisher: Publisher
-    ask: AskUntilAnswered
     version: int = -1
     """That the ranks have; -1: the gang has not reported in yet."""
     is_leading: bool = False
@@ -479,36 +453,36 @@ class CoordinatorLink:
 
     @property
     def _coordinator(self) -> CoordinatorContract:
-        return self.ctx.ref(CoordinatorContract, COORDINATOR)
+        return self.report.ctx.ref(CoordinatorContract, COORDINATOR)
 
     async def ready(
         self, version: int, manifest: WeightManifest | None, facts: dict[str, str], live: LiveKnobs | None
     ) -> None:
         """The gang is up. `live`: knobs of its checkpoint. A coordinator that restarts just now may get this twice."""
         self._facts, self._live, self.version = facts, live, version
-        await self.ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
+        await self.report.ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
 
     async def finished(self, version: int, reason: str) -> None:
         self._finished = reason
-        await self.ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, reason))
+        await self.report.ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, reason))
 
     def on_peer(self, event: PeerEvent) -> None:
         """A coordinator that came up after the gang reported in does not know it."""
         if event.name == COORDINATOR and event.kind in ("up", "restarted") and self.version >= 0:
-            self.ctx.spawn(self._tell_again(), name=f"tell coordinator {event.epoch}")
+            self.report.ctx.spawn(self._tell_again(), name=f"tell coordinator {event.epoch}")
 
     async def _tell_again(self) -> None:
         """The former coordinator's pending releases are void. The new one releases later ones."""
         version, live = self.version, None if self.is_leading else self._live
         manifest, newest = self.publisher.readable, self.publisher.newest
-        self.ctx.log.info("the coordinator is new: it gets the trainer's version, %d", version)
-        await self.ask(
+        self.report.ctx.log.info("the coordinator is new: it gets the trainer's version, %d", version)
+        await self.report.ask(
             COORDINATOR,
             lambda: self._coordinator.trainer_ready(version, manifest, self._facts, live, is_leading=self.is_leading),
         )
         await self.publisher.release_older(newest)
         if self._finished:
-            await self.ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, self._finished))
+            await self.report.ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, self._finished))
 
 
 class GroupFetcher:

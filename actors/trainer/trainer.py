@@ -18,9 +18,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import PeerEvent
-from ...core.clock import Clock
 from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
@@ -32,9 +30,9 @@ from ...core.samples import TrainShard
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
-from ..contracts import MonitorContract, TrainerContract
+from ..contracts import TrainerContract
 from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
-from ..telemetry import report_forever
+from ..telemetry import Reporter
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import ChannelEnd
 from .knobs import after, of_ranks
@@ -67,7 +65,6 @@ class Trainer(OwnsKnobs, TrainerContract):
         backend: TrainBackend,
         end: ChannelEnd,
         options: TrainerOptions,
-        clock: Clock,
         start: StartFinder,
         tenancy: TrainerTenancy | None = None,
     ) -> None:
@@ -78,7 +75,6 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._options = options
         self._finder = start
         self._start = StartPoint()
-        self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
         self._is_set_up = asyncio.Event()
         self._leader: TrainLoop | None = None
@@ -95,17 +91,12 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._saved_in = Path()
 
     async def on_start(self) -> None:
-        self._meter = ActivityMeter(self.ctx.name, self._clock)
-        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
-        self._meter.switch("other", "start")
+        self._report = report = Reporter.begin(self.ctx)
+        self._meter, self._telemetry = report.meter, report.telemetry
         if self._tenancy is not None:  # from the first moment: the leader leases room for all ranks
-            self._tenant = TrainerTenant(
-                self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
-            )
+            self._tenant = TrainerTenant(report, self._tenancy, self._in_thread)
         knobs = () if self._options.rank else (*self._knobs.knobs(), LOG_LEVEL)  # rank 0 owns them for all ranks
         self.knob_owner = KnobOwner(self.ctx.name, knobs, self._telemetry)
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send), name="trainer-telemetry")
         self.ctx.spawn(self._run(), name="trainer-run")
 
     async def _run(self) -> None:
@@ -119,16 +110,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
         self._is_set_up.set()
         if self._options.rank == 0:
-            self._leader = TrainLoop(
-                self.ctx,
-                self._options.leader,
-                self._meter,
-                self._telemetry,
-                self._clock,
-                self.knob_owner,
-                self._knobs,
-                share,
-            )
+            self._leader = TrainLoop(self._report, self._options.leader, self.knob_owner, self._knobs, share)
             self.ctx.watch("coordinator")
             texts = {key: str(value) for key, value in facts.items()}
             await self._leader.run(self._version, texts, self._live, is_restart=start.is_restart)
@@ -152,7 +134,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._meter.switch("wait-memory", "room to load")
         share = None
         if self._options.rank == 0:
-            share = TimeShare(self.ctx, self._tenancy.share, self._meter, self._telemetry, self._clock)
+            share = TimeShare(self._report, self._tenancy.share)
             self.ctx.watch("rollout/")
             self._share = share
             await share.set_up()

@@ -17,16 +17,15 @@ from typing import Any
 
 import msgspec
 
-from ...core.activity import ActivityMeter
-from ...core.actor import ActorContext
 from ...core.errors import GatherError, TrainError
-from ...core.files import Tell, until_written
+from ...core.files import until_written
 from ...core.messages import WeightChannel, WeightManifest
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
 from ...core.refs import ActorGroup
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ..contracts import TrainerContract
+from ..telemetry import Reporter
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs blocking work in the backend's thread."""
@@ -103,14 +102,11 @@ def max_unreleased(channel: WeightChannel) -> int:
 class Publisher:
     """Publishes weight versions and keeps account of those that engines still read. One per run."""
 
-    ctx: ActorContext
+    report: Reporter
     ranks: ActorGroup[TrainerContract]
     """Which fail fast together."""
     limit: int
     """Versions that may be unreleased."""
-    meter: ActivityMeter
-    tell: Tell
-    """Of a disk, in `run_dir`, that refuses a version."""
     run_dir: Path
     newest: int = -1
     """Version that was published last; -1: none."""
@@ -125,22 +121,22 @@ class Publisher:
         """Where engines find `version`. Raises TrainError when no rank gathered it, or older ones are not released."""
         if version not in self._unreleased and len(self._unreleased) >= self.limit:
             await self.await_release(version, at_most=self.limit - 1)
-        with self.meter.during("wait-weights", f"publish others {version}"):
+        with self.report.meter.during("wait-weights", f"publish others {version}"):
             parts = await until_written(
                 lambda: self.ranks.all(TrainerContract.publish, version, tuple(self._unreleased)),
                 path=self.run_dir,
-                tell=self.tell,
-                meter=self.meter,
+                tell=self.report.tell,
+                meter=self.report.meter,
             )
         manifest = join_parts(parts)
         if manifest is None:
             raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")
         if manifest.channel in SHARED_CHANNELS and len(set(manifest.digest.split(","))) > 1:
-            self.ctx.log.warning("version %d differs between its senders: %s", version, manifest.location)
-        manifest = msgspec.structs.replace(manifest, lineage=self.ctx.epoch)
+            self.report.ctx.log.warning("version %d differs between its senders: %s", version, manifest.location)
+        manifest = msgspec.structs.replace(manifest, lineage=self.report.ctx.epoch)
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
-        self.ctx.log.info(
+        self.report.ctx.log.info(
             "weight version %d is published over %s, digest %s", version, manifest.channel, manifest.digest
         )
         return manifest
@@ -151,20 +147,20 @@ class Publisher:
 
     async def release_older(self, before: int) -> None:
         """Release the versions below `before`: the actor that would have done it is gone."""
-        own = self.ctx.ref(TrainerContract, self.ctx.name)
+        own = self.report.ctx.ref(TrainerContract, self.report.ctx.name)
         for version in sorted(self._unreleased):
             if version < before:
                 await own.release_weights(version)
 
     async def released(self, version: int) -> None:
         """No engine reads `version` any more."""
-        others = tuple(name for name in self._unreleased.pop(version, ()) if name != self.ctx.name)
+        others = tuple(name for name in self._unreleased.pop(version, ()) if name != self.report.ctx.name)
         self._letting_go.add(version)
         try:
             if others:
-                await self.ctx.group(TrainerContract, others).all(TrainerContract.release_weights, version)
+                await self.report.ctx.group(TrainerContract, others).all(TrainerContract.release_weights, version)
         except GatherError as error:
-            self.ctx.log.warning("version %d may go, but not all ranks heard it: %s", version, error)
+            self.report.ctx.log.warning("version %d may go, but not all ranks heard it: %s", version, error)
         finally:
             self._letting_go.discard(version)
             self._release_seen.set()
@@ -173,7 +169,7 @@ class Publisher:
         """Before `version`, wait until the engines released all published versions but `at_most`, and the other ranks
         what they staged of them, since that memory is needed."""
         try:
-            with self.meter.during("wait-weights", f"release for {version}"):
+            with self.report.meter.during("wait-weights", f"release for {version}"):
                 async with asyncio.timeout(TIMEOUTS.trainer.release_s):
                     while len(self._unreleased) + len(self._letting_go) > at_most:
                         self._release_seen.clear()

@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from ...core.activity import TelemetryBuffer
 from ...core.actor import Actor
-from ...core.clock import Clock
 from ...core.errors import EngineError, MyxaError, WeightsRefused
 from ...core.messages import WeightAck, WeightManifest
 from ...core.protocols import Engine
@@ -21,6 +19,7 @@ from ...core.refs import with_deadline
 from ...core.weight_channel import AnyOrder, SenderOrder, WeightProgress
 from ..contracts import TrainerContract
 from ..stream_checks import StreamChecks
+from ..telemetry import Reporter
 
 A = TypeVar("A")
 
@@ -29,11 +28,9 @@ A = TypeVar("A")
 class EngineWeights:
     """Of one engine; None: the actor has none, and every version is taken at its word."""
 
-    name: str
+    report: Reporter
     engine: Engine | None
     checks: StreamChecks
-    telemetry: TelemetryBuffer
-    clock: Clock
     lineage: int = 0
     """Of the weights that serve (`WeightManifest.lineage`)."""
     _prepared: WeightManifest | None = None
@@ -54,7 +51,9 @@ class EngineWeights:
         if self.engine is None:
             return self._ack(version)
         if self._prepared is None or self._prepared.version != version:
-            return self._ack(version, reason=f"{self.name} has not prepared version {version}", is_whole=True)
+            return self._ack(
+                version, reason=f"{self.report.ctx.name} has not prepared version {version}", is_whole=True
+            )
         try:
             await self._swap(self.engine, version)
         except MyxaError as err:
@@ -64,7 +63,8 @@ class EngineWeights:
 
     async def _swap(self, engine: Engine, version: int) -> None:
         """Commit, on its own track in the trace, since generation continues around it."""
-        started, wall_s = self.clock.monotonic(), self.clock.wall()
+        clock = self.report.clock
+        started, wall_s = clock.monotonic(), clock.wall()
         self.checks.loading(version)
         try:
             await engine.commit_weights(version)
@@ -72,13 +72,9 @@ class EngineWeights:
             self.checks.kept()
             raise
         self.checks.loaded()
-        self.telemetry.span(
-            f"adopt {version}",
-            "compute",
-            wall_s,
-            self.clock.monotonic() - started,
-            track="weights",
-            adopts_version=version,
+        took_s = clock.monotonic() - started
+        self.report.telemetry.span(
+            f"adopt {version}", "compute", wall_s, took_s, track="weights", adopts_version=version
         )
 
     def progress(self) -> WeightProgress:
@@ -86,7 +82,8 @@ class EngineWeights:
         return WeightProgress(at="no engine") if engine is None else engine.weight_progress()
 
     def _ack(self, version: int, *, reason: str = "", is_whole: bool = False) -> WeightAck:
-        return WeightAck(rollout=self.name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)
+        name = self.report.ctx.name
+        return WeightAck(rollout=name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)
 
 
 class TrainerSenders:

@@ -26,15 +26,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
 from ...core.messages import WeightAck, WeightChannel, WeightManifest
 from ...core.refs import with_deadline
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import SENT_CHANNELS, WeightProgress
 from ..contracts import RolloutContract, TrainerContract
+from ..telemetry import Reporter
 
 
 class EngineState(Enum):
@@ -278,14 +276,11 @@ class NoProgress(Exception):
 class Adopter:
     """See the module's head."""
 
-    ctx: ActorContext
+    report: Reporter
     adoption: Adoption
     limits: AdoptionLimits
     on_adopted: Callable[[str, int, int], None]
     """Name, epoch, and version that an engine serves."""
-    meter: ActivityMeter
-    telemetry: TelemetryBuffer
-    clock: Clock
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _under_way: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     _adopted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -315,10 +310,10 @@ class Adopter:
             while True:
                 while (instruction := self.adoption.next()) is not None:
                     name = f"adopt-{instruction.engine}-{instruction.manifest.version}"
-                    self._under_way.add(self.ctx.spawn(self._bring(instruction), name=name))
+                    self._under_way.add(self.report.ctx.spawn(self._bring(instruction), name=name))
                 if not self._under_way:
                     break
-                with self.meter.during("wait-weights", f"adopt {self.adoption.newest}"):
+                with self.report.meter.during("wait-weights", f"adopt {self.adoption.newest}"):
                     done, _ = await asyncio.wait(
                         self._under_way, timeout=TIMEOUTS.coordinator.progress_s, return_when=asyncio.FIRST_COMPLETED
                     )
@@ -330,9 +325,9 @@ class Adopter:
     async def _bring(self, instruction: Adopt) -> None:
         """Prepare and commit one engine, and report the result to the bookkeeping."""
         name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
-        started_s = self.clock.monotonic()
+        started_s = self.report.clock.monotonic()
         phase: Phase = "prepare"
-        engine = self.ctx.ref(RolloutContract, name)
+        engine = self.report.ctx.ref(RolloutContract, name)
         try:
             prepare = with_deadline(engine, self.limits.prepare_s).prepare_weights(instruction.manifest)
             ack = await self._watched(name, self.limits.prepare_s, prepare)
@@ -341,9 +336,7 @@ class Adopter:
                 limit_s = self.limits.commit_by(instruction.manifest.channel)
                 ack = await self._watched(name, limit_s, with_deadline(engine, limit_s).commit_weights(version))
         except (Draining, NoSuchActor, PeerDied) as err:
-            text = f"{name} (epoch {epoch}) left during {phase}: {err.message}"
-            self.ctx.log.info("engine-left: %s", text)
-            self.telemetry.event("engine-left", text)
+            self.report.tell("engine-left", f"{name} (epoch {epoch}) left during {phase}: {err.message}")
             self.adoption.gone(name, epoch)
             return
         except (CallError, NoProgress) as err:
@@ -354,7 +347,8 @@ class Adopter:
                 return  # that incarnation is over, or was fenced meanwhile
             self._adopted.set()
             self.on_adopted(name, epoch, version)
-            self.telemetry.metric(version, {"weights/adopt_s": self.clock.monotonic() - started_s})
+            adopt_s = self.report.clock.monotonic() - started_s
+            self.report.telemetry.metric(version, {"weights/adopt_s": adopt_s})
         elif ack.is_whole:
             await self._put_off(instruction, f"{phase} of version {version} refused: {ack.reason}")
         else:
@@ -362,7 +356,7 @@ class Adopter:
 
     async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
         """The engine's answer. Raises NoProgress, and what the call raises."""
-        stall = StallCheck(self.limits.stall_s, self.clock.monotonic())
+        stall = StallCheck(self.limits.stall_s, self.report.clock.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch(name, stall))
@@ -378,23 +372,22 @@ class Adopter:
 
     async def _watch(self, name: str, stall: StallCheck) -> None:
         """Asks how far it is, from time to time. Raises NoProgress."""
-        engine = with_deadline(self.ctx.ref(RolloutContract, name), TIMEOUTS.coordinator.progress_s)
+        engine = with_deadline(self.report.ctx.ref(RolloutContract, name), TIMEOUTS.coordinator.progress_s)
         while True:
             await asyncio.sleep(TIMEOUTS.coordinator.progress_s)
             progress: WeightProgress | None = None
             try:
                 progress = await engine.weight_progress()
             except CallError as err:
-                self.ctx.log.debug("%s does not say how far it is: %s", name, err)
-            if stall.heard(progress, self.clock.monotonic()):
+                self.report.ctx.log.debug("%s does not say how far it is: %s", name, err)
+            if stall.heard(progress, self.report.clock.monotonic()):
                 raise NoProgress(f"no progress for {self.limits.stall_s:g} s: {stall.at}")
 
     async def _put_off(self, instruction: Adopt, reason: str) -> None:
         """Ask again after a while. An engine that refuses too often is fenced."""
         name, epoch = instruction.engine, instruction.epoch
         num_refusals = self.adoption.put_off(instruction)
-        self.telemetry.event("weights-refused", f"{name}: {reason}")
-        self.ctx.log.warning("weights-refused: %s: %s", name, reason)
+        self.report.warn("weights-refused", f"{name}: {reason}")
         if num_refusals > MAX_REFUSALS:
             self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
             return
@@ -408,21 +401,21 @@ class Adopter:
 
     def fence(self, name: str, epoch: int, reason: str) -> None:
         self.adoption.fenced(name, epoch)
-        self.telemetry.event("engine-fenced", f"{name}: {reason}")
-        self.ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
-        self.ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
+        self.report.telemetry.event("engine-fenced", f"{name}: {reason}")
+        self.report.ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
+        self.report.ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
 
     async def _tell_fenced(self, name: str, epoch: int, reason: str) -> None:
         """Until it has heard, or is gone: an actor that never heard of it would wait for weights without end."""
-        engine = self.ctx.ref(RolloutContract, name)
+        engine = self.report.ctx.ref(RolloutContract, name)
         while True:
             try:
                 await engine.fence(epoch, reason)
             except (Draining, NoSuchActor, PeerDied, RemoteError) as err:
-                self.ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
+                self.report.ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
                 return
             except CallError as err:
-                self.ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
+                self.report.ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
                 await asyncio.sleep(TIMEOUTS.coordinator.first_repeat_s)
             else:
                 return
@@ -433,7 +426,7 @@ class Adopter:
         self._unreleased |= {(self.adoption.lineage, version) for version in self.adoption.releasable()}
         if self._unreleased and not self._is_releasing:
             self._is_releasing = True
-            self.ctx.spawn(self._tell_released(), name="release-weights")
+            self.report.ctx.spawn(self._tell_released(), name="release-weights")
 
     async def _tell_released(self) -> None:
         """Until it has heard: it may wait for just this before another version, and nothing else would remind us."""
@@ -445,10 +438,10 @@ class Adopter:
                 if of == self.adoption.lineage and not self.adoption.holds(version):
                     try:
                         await with_deadline(
-                            self.ctx.ref(TrainerContract, LEADER), TIMEOUTS.coordinator.release_s
+                            self.report.ctx.ref(TrainerContract, LEADER), TIMEOUTS.coordinator.release_s
                         ).release_weights(version)
                     except MyxaError as err:
-                        self.ctx.log.warning("the trainer did not hear that version %d may go: %s", version, err)
+                        self.report.ctx.log.warning("the trainer did not hear that version %d may go: %s", version, err)
                         await asyncio.sleep(pause_s)
                         pause_s = min(2 * pause_s, TIMEOUTS.coordinator.longest_repeat_s)
                         continue

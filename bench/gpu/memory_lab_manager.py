@@ -8,7 +8,6 @@ from memory_figures import GIB, MIB
 from memory_process import run
 
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager, NodeAgent
-from myxa.core.clock import SystemClock
 from myxa.memory.leases.switch import LeaseOptions
 
 NUM_HOST_DEVICES = 8
@@ -22,7 +21,6 @@ def build(options: argparse.Namespace) -> MemoryManager:
     return MemoryManager(
         agent=NodeAgent({} if is_cuda else capacities),
         options=ManagerOptions(gangs=gangs, limits=limits),
-        clock=SystemClock(),
     )
 
 

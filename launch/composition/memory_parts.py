@@ -116,7 +116,6 @@ def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
             node=spec.node,
             agents={node: f"memory/{node}" for node in shared_nodes(config) if node != spec.node},
         ),
-        clock=clock,
     )
 
 

@@ -26,7 +26,6 @@ from myxa.actors.rollout.group_runner import RolloutOptions
 from myxa.actors.rollout.rollout import Rollout
 from myxa.actors.workflows import named
 from myxa.algos.staleness import Admission
-from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobValue
 from myxa.core.messages import EngineStatus, SamplingParams, WeightManifest
 from myxa.core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
@@ -138,7 +137,6 @@ class Floor:
             scorer=options.pop("scorer", None) or FixedReward(), evaluation=options.pop("evaluation", None),
             tokenizer=self.tokenizer,
             options=RolloutOptions(concurrency=max_groups, report_s=0.05, **options),
-            clock=SystemClock(),
         )  # fmt: skip
         await self.node.start(rollout, name=name)
         if serves is not None:

@@ -15,6 +15,7 @@ from tests.harness.waiting import until
 from tests.harness.waits import waits
 
 from myxa.actors.contracts import RolloutContract, TrainerContract
+from myxa.actors.telemetry import Reporter
 from myxa.actors.weights import rollout_update as module
 from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
@@ -141,9 +142,8 @@ async def floor_of(
         adoption, telemetry = Adoption(at_once=at_once), TelemetryBuffer("floor", clock)
         adopted = list[str]()
         adopter = Adopter(
-            host.ctx, adoption, limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
+            Reporter(host.ctx, ActivityMeter("floor", clock), telemetry), adoption, limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
             on_adopted=lambda name, _, version: adopted.append(f"{name} at {version}"),
-            meter=ActivityMeter("floor", clock), telemetry=telemetry, clock=clock,
         )  # fmt: skip
         floor = Floor(node, adoption, adopter, telemetry, trainer, adopted=adopted)
         for _ in range(num_engines):

@@ -49,7 +49,7 @@ class World:
         )  # fmt: skip
         every: Any = self
         meter = ActivityMeter("c", self.clock)
-        context = RunContext(every, options, self.clock, meter, every, every)
+        context = RunContext(every, meter, every, options, every)
         self.evaluator = Evaluator(context, every, every)
 
     async def keep(self) -> None: ...

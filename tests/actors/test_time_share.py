@@ -11,6 +11,7 @@ import pytest
 from tests.harness.waits import waits
 
 from myxa.actors.contracts import MemoryContract, RolloutContract
+from myxa.actors.telemetry import Reporter
 from myxa.actors.tenancy import time_share
 from myxa.actors.tenancy.tenant import CountedRoom
 from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
@@ -62,7 +63,7 @@ class Leads(Actor):
     async def on_start(self) -> None:
         clock = SystemClock()
         meter, telemetry = ActivityMeter("leader", clock), TelemetryBuffer("leader", clock)
-        self.share = TimeShare(self.ctx, OPTIONS, meter, telemetry, clock)
+        self.share = TimeShare(Reporter(self.ctx, meter, telemetry), OPTIONS)
 
 
 @asynccontextmanager

@@ -74,7 +74,7 @@ class Place:
         telemetry: Any = self
         self.state = RunState(version=STANDS_AT)
         meter = ActivityMeter("c", self.clock)
-        context = RunContext(anything, anything, self.clock, meter, telemetry, anything)
+        context = RunContext(anything, meter, telemetry, anything, anything)
         audit = AuditWriter(folder / "audit.jsonl", context.version, self.clock)
         self.control = RunControl(context, audit, self._evaluate)
 

@@ -22,7 +22,6 @@ from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channels.host import make_writer
 from myxa.actors.weights.publish import ChannelEnd
-from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
 from myxa.core.errors import TrainError
 from myxa.core.files import FileEntry, describe_file
@@ -225,7 +224,7 @@ async def trainer_room(
     )  # fmt: skip
     trainer = Trainer(
         backend=TorchBackend(settings), end=ChannelEnd("shm", writer=make_writer("shm", run_dir / "weights", model)),
-        options=TrainerOptions(rank=0, leader=leader), start=FixedStart(resume), clock=SystemClock(),
+        options=TrainerOptions(rank=0, leader=leader), start=FixedStart(resume),
     )  # fmt: skip
     node = await Node.attach(name="launcher/0")
     room = Room(trainer, Data(), conductor or Conductor(restored), run_dir, node)

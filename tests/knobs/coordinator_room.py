@@ -188,7 +188,7 @@ def make_coordinator(folder: Path, *, has_engines: bool = False, **more: Any) ->
         name="room", launch="room", num_steps=0, has_engines=has_engines, eval_at_start=False,
         audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal", **more,
     )  # fmt: skip
-    return Coordinator(options=options, clock=SystemClock())
+    return Coordinator(options=options)
 
 
 @asynccontextmanager

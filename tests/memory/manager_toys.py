@@ -193,7 +193,7 @@ def manager_of(devices: list[str], gangs: dict[str, list[str]]) -> MortalManager
         measure_s=3.0,
         limits=LeaseOptions(reserve_bytes=0, margin_bytes=MARGIN, resend_s=1.0, settle_s=5.0),
     )
-    return MortalManager(agent=agent_of(devices, 0), options=options, clock=SystemClock())
+    return MortalManager(agent=agent_of(devices, 0), options=options)
 
 
 def wait_for_orders() -> list[str]:

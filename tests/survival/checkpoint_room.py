@@ -13,6 +13,7 @@ from tests.harness.manual_clock import ManualClock
 from tests.survival.checkpoint_maker import make_checkpoint
 
 from myxa.actors.checkpoints.folder import Writer, begin, partial_of, version_in
+from myxa.actors.telemetry import Reporter
 from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.errors import GatherError, RemoteError
@@ -94,13 +95,12 @@ class CheckpointRoom:
         clock = self.clock = ManualClock()
         meter = ActivityMeter("trainer/0", clock)
         self._telemetry = TelemetryBuffer("trainer/0", clock)
-        ctx: Any = SimpleNamespace(log=LOG, spawn=self._spawn)
+        ctx: Any = SimpleNamespace(log=LOG, spawn=self._spawn, clock=clock)
+        report = Reporter(ctx, meter, self._telemetry)
         side = RunSide(self.buffer, self.coordinator, self._ask)  # pyright: ignore[reportArgumentType]
         ranks: Any = self.ranks
-        self.checkpoints = Checkpoints(
-            ctx, CheckpointOptions(run_dir=str(run_dir), **options), ranks, side, meter, self._telemetry, clock
-        )
-        self.orders = CheckpointOrders(self.checkpoints, ranks, str(run_dir), meter, LOG)
+        self.checkpoints = Checkpoints(report, CheckpointOptions(run_dir=str(run_dir), **options), ranks, side)
+        self.orders = CheckpointOrders(report, self.checkpoints, ranks, str(run_dir))
         self._tasks: list[asyncio.Task[Any]] = []
 
     def _spawn(self, work: Any, *, name: str) -> asyncio.Task[Any]:

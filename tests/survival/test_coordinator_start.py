@@ -24,6 +24,7 @@ from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator, LeaderControl, PhaseMoves
 from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.actors.monitor.monitor import Monitor
+from myxa.actors.telemetry import Reporter
 from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent
 from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node
@@ -183,7 +184,10 @@ class Away:
 def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderControl, Surroundings]:
     clock = ManualClock(start_s=10.0)
     around: Any = Surroundings(leader_of(clock))
-    context: Any = SimpleNamespace(ctx=around, state=RunState(phase="running"), clock=clock)
+    around.clock = clock
+    context: Any = SimpleNamespace(
+        ctx=around, state=RunState(phase="running"), ask=Reporter(around, around, around).ask
+    )
     return LeaderControl(context), around
 
 
@@ -234,7 +238,7 @@ def moves_of(state: RunState, journal: Any) -> tuple[PhaseMoves, list[str]]:
     telemetry: Any = SimpleNamespace(event=lambda kind, text: told.append(kind))
     nothing: Any = None
     journal.state, journal.coming = state, None
-    return PhaseMoves(RunContext(ctx, nothing, nothing, nothing, telemetry, journal), lambda: None), told
+    return PhaseMoves(RunContext(ctx, nothing, telemetry, nothing, journal), lambda: None), told
 
 
 async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:

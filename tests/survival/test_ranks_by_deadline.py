@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import pytest
 
 from myxa.actors.contracts import TrainerContract
+from myxa.actors.telemetry import Reporter
 from myxa.actors.trainer.train_loop import TrainerGang
-from myxa.core.activity import TelemetryBuffer
+from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import TrainError
@@ -55,8 +56,8 @@ async def gang(step_timeout_s: float) -> AsyncIterator[Gang]:
         for number, (node, rank) in enumerate(zip(nodes, ranks, strict=True)):
             await node.start(rank, name=f"trainer/{number}")
         calls = TrainerGang(
-            asker.ctx, len(ranks), shard_of_rank=(), step_timeout_s=step_timeout_s,
-            telemetry=TelemetryBuffer("asker", clock), clock=clock,
+            Reporter(asker.ctx, ActivityMeter("asker", clock), TelemetryBuffer("asker", clock)), len(ranks),
+            shard_of_rank=(), step_timeout_s=step_timeout_s,
         )  # fmt: skip
         await asker.ctx.wait_for(*calls.names, timeout_s=20)
         yield Gang(leader_node, nodes, ranks, calls)

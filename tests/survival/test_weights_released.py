@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from myxa.actors.telemetry import Reporter
 from myxa.actors.weights.publish import Publisher
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
@@ -40,7 +41,7 @@ class Gang:
         ctx: Any = self
         ranks: Any = SimpleNamespace(all=self._publish)
         meter = ActivityMeter(self.name, SystemClock())
-        self.publisher = Publisher(ctx, ranks, 9, meter, lambda kind, text: None, Path())
+        self.publisher = Publisher(Reporter(ctx, meter, ctx), ranks, 9, Path())
 
     def spawn(self, work: Any, *, name: str) -> None:
         self.tasks.append(asyncio.create_task(work, name=name))

@@ -30,6 +30,7 @@ from myxa.actors.contracts import RolloutContract, TrainerContract
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
 from myxa.actors.stream_checks import StreamChecks
+from myxa.actors.telemetry import Reporter
 from myxa.actors.weights.receive import EngineWeights
 from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
@@ -231,7 +232,8 @@ class LabRollout(RolloutContract):
     async def on_start(self) -> None:
         checks = StreamChecks(self.ctx.name, may_be_older=False, on_lie=lambda lie: None)
         engine: Any = self.engine
-        self._weights = EngineWeights(self.ctx.name, engine, checks, self._telemetry, SystemClock())
+        nothing: Any = None
+        self._weights = EngineWeights(Reporter(self.ctx, nothing, self._telemetry), engine, checks)
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
         return self._noted(await self._weights.prepare(manifest))
@@ -299,8 +301,8 @@ class FaultLab:
         await self.node.start(host, name="coordinator")
         await self.node.start(LabTrainer(self), name="trainer/0")
         self.adopter = Adopter(
-            host.ctx, self.adoption, limits=LIMITS, on_adopted=self._on_adopted,
-            meter=ActivityMeter("lab", clock), telemetry=self.telemetry, clock=clock,
+            Reporter(host.ctx, ActivityMeter("lab", clock), self.telemetry), self.adoption, limits=LIMITS,
+            on_adopted=self._on_adopted,
         )  # fmt: skip
         await asyncio.gather(self.new_sender(), self.add(VICTIM), self.add(WITNESS))
 

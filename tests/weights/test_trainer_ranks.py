@@ -24,7 +24,6 @@ from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channels.sender import DeviceWeightSender, SentChannel
 from myxa.actors.weights.publish import ChannelEnd
 from myxa.actors.weights.receive import TrainerSenders
-from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
 from myxa.core.messages import WeightManifest
 from myxa.core.process import boot_id
@@ -86,7 +85,6 @@ def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChanne
         backend=backend,  # pyright: ignore[reportArgumentType]
         end=ChannelEnd(channel, sender=sender),
         options=TrainerOptions(rank=rank, leader=leader),
-        clock=SystemClock(),
         start=FixedStart(),
     )
 
