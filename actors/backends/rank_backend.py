@@ -198,12 +198,16 @@ class RankBackend(Generic[C]):
         if self._home is not None:
             self._home.reference_written()
 
-    def _ready(self) -> RankParts:
+    def _set_up(self) -> RankParts:
         if self._parts is None:
             raise TrainError(f"trainer rank {self._config.gang.rank} is not set up", remedy="call setup() first")
+        return self._parts
+
+    def _ready(self) -> RankParts:
+        parts = self._set_up()
         if self._home is not None:
             self._home.ready()
-        return self._parts
+        return parts
 
     def _ready_with_optimizer(self) -> RankParts:
         if self._home is not None:
@@ -262,10 +266,9 @@ class RankBackend(Generic[C]):
 
     def exchange(self, text: str) -> tuple[str, ...]:
         """What every rank says, in the order of ranks, on every rank. Collective."""
-        if self._parts is None:
-            raise TrainError(f"trainer rank {self._config.gang.rank} is not set up", remedy="call setup() first")
-        with self._parts.world.phase("agree with the other ranks"):
-            return self._parts.world.exchange(text)
+        world = self._set_up().world
+        with world.phase("agree with the other ranks"):
+            return world.exchange(text)
 
     def memory(self) -> AssetStore | None:
         return self._home

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,15 +54,13 @@ class Preset:
     head_dim: int = 64
 
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "0p5m": Preset(128, 2, 2, 2, 384),
-        "1m": Preset(128, 4, 2, 2, 384),
-        "2m": Preset(192, 4, 4, 2, 512),
-        "5m": Preset(256, 6, 4, 2, 768),
-        "20m": Preset(512, 6, 8, 4, 1536),
-    }
-)
+PRESETS: Mapping[str, Preset] = {
+    "0p5m": Preset(128, 2, 2, 2, 384),
+    "1m": Preset(128, 4, 2, 2, 384),
+    "2m": Preset(192, 4, 4, 2, 512),
+    "5m": Preset(256, 6, 4, 2, 768),
+    "20m": Preset(512, 6, 8, 4, 1536),
+}
 
 
 def make_tiny_model(

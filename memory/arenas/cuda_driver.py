@@ -22,12 +22,12 @@ import errno
 import os
 import platform
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from ...core.errors import MemoryFault, OutOfDeviceMemory
@@ -80,61 +80,57 @@ _INT, _UINT, _SIZE = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _U64, _PTR, _STR = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p
 _PROP, _ACCESS = ctypes.POINTER(AllocationProp), ctypes.POINTER(AccessDesc)
 
-SIGNATURES: MappingProxyType[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "cuInit": (_UINT,),
-        "cuGetErrorName": (_INT, _out(_STR)),
-        "cuGetErrorString": (_INT, _out(_STR)),
-        "cuDeviceGet": (_out(_INT), _INT),
-        "cuDeviceGetUuid_v2": (_PTR, _INT),
-        "cuDeviceGetAttribute": (_out(_INT), _INT, _INT),
-        "cuDevicePrimaryCtxRetain": (_out(_PTR), _INT),
-        "cuDevicePrimaryCtxRelease_v2": (_INT,),
-        "cuCtxPushCurrent_v2": (_PTR,),
-        "cuCtxPopCurrent_v2": (_out(_PTR),),
-        "cuCtxSynchronize": (),
-        "cuMemGetInfo_v2": (_out(_SIZE), _out(_SIZE)),
-        "cuMemGetAllocationGranularity": (_out(_SIZE), _PROP, _INT),
-        "cuMemAddressReserve": (_out(_U64), _SIZE, _SIZE, _U64, _U64),
-        "cuMemAddressFree": (_U64, _SIZE),
-        "cuMemCreate": (_out(_U64), _SIZE, _PROP, _U64),
-        "cuMemRelease": (_U64,),
-        "cuMemMap": (_U64, _SIZE, _SIZE, _U64, _U64),
-        "cuMemUnmap": (_U64, _SIZE),
-        "cuMemSetAccess": (_U64, _SIZE, _ACCESS, _SIZE),
-        "cuMemcpyDtoHAsync_v2": (_PTR, _U64, _SIZE, _PTR),
-        "cuMemcpyHtoDAsync_v2": (_U64, _PTR, _SIZE, _PTR),
-        "cuMemsetD8Async": (_U64, ctypes.c_ubyte, _SIZE, _PTR),
-        "cuModuleLoadData": (_out(_PTR), _STR),
-        "cuModuleGetFunction": (_out(_PTR), _PTR, _STR),
-        "cuLaunchKernel": (_PTR, *(_UINT,) * 7, _PTR, _out(_PTR), _out(_PTR)),
-        "cuMemHostGetDevicePointer_v2": (_out(_U64), _PTR, _UINT),
-        "cuMemHostRegister_v2": (_PTR, _SIZE, _UINT),
-        "cuMemHostUnregister": (_PTR,),
-        "cuStreamCreate": (_out(_PTR), _UINT),
-        "cuStreamSynchronize": (_PTR,),
-        "cuStreamDestroy_v2": (_PTR,),
-        "cuEventCreate": (_out(_PTR), _UINT),
-        "cuEventRecord": (_PTR, _PTR),
-        "cuEventSynchronize": (_PTR,),
-        "cuEventDestroy_v2": (_PTR,),
-    }
-)
+SIGNATURES: Mapping[str, tuple[object, ...]] = {
+    "cuInit": (_UINT,),
+    "cuGetErrorName": (_INT, _out(_STR)),
+    "cuGetErrorString": (_INT, _out(_STR)),
+    "cuDeviceGet": (_out(_INT), _INT),
+    "cuDeviceGetUuid_v2": (_PTR, _INT),
+    "cuDeviceGetAttribute": (_out(_INT), _INT, _INT),
+    "cuDevicePrimaryCtxRetain": (_out(_PTR), _INT),
+    "cuDevicePrimaryCtxRelease_v2": (_INT,),
+    "cuCtxPushCurrent_v2": (_PTR,),
+    "cuCtxPopCurrent_v2": (_out(_PTR),),
+    "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (_out(_SIZE), _out(_SIZE)),
+    "cuMemGetAllocationGranularity": (_out(_SIZE), _PROP, _INT),
+    "cuMemAddressReserve": (_out(_U64), _SIZE, _SIZE, _U64, _U64),
+    "cuMemAddressFree": (_U64, _SIZE),
+    "cuMemCreate": (_out(_U64), _SIZE, _PROP, _U64),
+    "cuMemRelease": (_U64,),
+    "cuMemMap": (_U64, _SIZE, _SIZE, _U64, _U64),
+    "cuMemUnmap": (_U64, _SIZE),
+    "cuMemSetAccess": (_U64, _SIZE, _ACCESS, _SIZE),
+    "cuMemcpyDtoHAsync_v2": (_PTR, _U64, _SIZE, _PTR),
+    "cuMemcpyHtoDAsync_v2": (_U64, _PTR, _SIZE, _PTR),
+    "cuMemsetD8Async": (_U64, ctypes.c_ubyte, _SIZE, _PTR),
+    "cuModuleLoadData": (_out(_PTR), _STR),
+    "cuModuleGetFunction": (_out(_PTR), _PTR, _STR),
+    "cuLaunchKernel": (_PTR, *(_UINT,) * 7, _PTR, _out(_PTR), _out(_PTR)),
+    "cuMemHostGetDevicePointer_v2": (_out(_U64), _PTR, _UINT),
+    "cuMemHostRegister_v2": (_PTR, _SIZE, _UINT),
+    "cuMemHostUnregister": (_PTR,),
+    "cuStreamCreate": (_out(_PTR), _UINT),
+    "cuStreamSynchronize": (_PTR,),
+    "cuStreamDestroy_v2": (_PTR,),
+    "cuEventCreate": (_out(_PTR), _UINT),
+    "cuEventRecord": (_PTR, _PTR),
+    "cuEventSynchronize": (_PTR,),
+    "cuEventDestroy_v2": (_PTR,),
+}
 """Exported name -> types of arguments, as in cuda.h of CUDA 12.9; every function returns a CUresult."""
 
-REMEDIES: MappingProxyType[int, str] = MappingProxyType(
-    {
-        3: "the driver was not initialised in this process: a forked child cannot use its parent's CUDA",
-        4: "the process is ending: close arenas before that",
-        100: "no GPU is visible here: see CUDA_VISIBLE_DEVICES and nvidia-smi",
-        101: "there is no GPU of that number here: see CUDA_VISIBLE_DEVICES",
-        700: "a kernel used memory that was away or never there; this process has lost its GPU, restart it",
-        712: "this range was pinned before: pin a pool once",
-        719: "a kernel failed; this process has lost its GPU, restart it",
-        801: "this GPU or driver cannot do that: run `nvidia-smi`; virtual memory management is needed",
-        802: "the GPU is not ready: see nvidia-smi and the fabric manager",
-    }
-)
+REMEDIES: Mapping[int, str] = {
+    3: "the driver was not initialised in this process: a forked child cannot use its parent's CUDA",
+    4: "the process is ending: close arenas before that",
+    100: "no GPU is visible here: see CUDA_VISIBLE_DEVICES and nvidia-smi",
+    101: "there is no GPU of that number here: see CUDA_VISIBLE_DEVICES",
+    700: "a kernel used memory that was away or never there; this process has lost its GPU, restart it",
+    712: "this range was pinned before: pin a pool once",
+    719: "a kernel failed; this process has lost its GPU, restart it",
+    801: "this GPU or driver cannot do that: run `nvidia-smi`; virtual memory management is needed",
+    802: "the GPU is not ready: see nvidia-smi and the fabric manager",
+}
 
 
 class CudaLibrary:
@@ -516,7 +512,7 @@ NUM_NODE_BITS = 1024
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full would end the process instead of borrowing from its neighbour
-MBIND_NUMBER: MappingProxyType[str, int] = MappingProxyType({"x86_64": 237, "aarch64": 235})
+MBIND_NUMBER: Mapping[str, int] = {"x86_64": 237, "aarch64": 235}
 """Of the system call; the C library has no function for it."""
 
 

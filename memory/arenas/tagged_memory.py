@@ -12,10 +12,9 @@ poisoned       unknown in parts     unknown in parts        no: a copy failed; n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 
 from ...core.device_memory import Backing, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault
@@ -43,40 +42,34 @@ def _any_of(*backings: Backing) -> frozenset[Backing]:
     return frozenset(backings)
 
 
-TRANSITIONS: MappingProxyType[TagEvent, tuple[frozenset[Backing], Backing]] = MappingProxyType(
-    {
-        TagEvent.WRITTEN: (_any_of("mapped_dirty", "mapped_clean", "copy_in"), "mapped_dirty"),
-        TagEvent.COPY_BEGUN: (_any_of("mapped_dirty"), "copy_out"),
-        TagEvent.COPY_STOPPED: (_any_of("copy_out"), "mapped_dirty"),
-        TagEvent.LEFT: (_any_of("copy_out", "mapped_clean"), "host"),
-        TagEvent.DROPPED: (_any_of("mapped_dirty", "mapped_clean", "copy_in"), "discarded"),
-        TagEvent.MAPPED: (AWAY, "copy_in"),
-        TagEvent.ARRIVED: (_any_of("copy_in"), "mapped_clean"),
-        TagEvent.FAULT: (_any_of("mapped_dirty", "mapped_clean", "copy_out", "copy_in"), "poisoned"),
-    }
-)
+TRANSITIONS: Mapping[TagEvent, tuple[frozenset[Backing], Backing]] = {
+    TagEvent.WRITTEN: (_any_of("mapped_dirty", "mapped_clean", "copy_in"), "mapped_dirty"),
+    TagEvent.COPY_BEGUN: (_any_of("mapped_dirty"), "copy_out"),
+    TagEvent.COPY_STOPPED: (_any_of("copy_out"), "mapped_dirty"),
+    TagEvent.LEFT: (_any_of("copy_out", "mapped_clean"), "host"),
+    TagEvent.DROPPED: (_any_of("mapped_dirty", "mapped_clean", "copy_in"), "discarded"),
+    TagEvent.MAPPED: (AWAY, "copy_in"),
+    TagEvent.ARRIVED: (_any_of("copy_in"), "mapped_clean"),
+    TagEvent.FAULT: (_any_of("mapped_dirty", "mapped_clean", "copy_out", "copy_in"), "poisoned"),
+}
 """From any of these backings, to that one."""
 
-LEAVES_BY: MappingProxyType[tuple[TagPolicy, Backing], TagEvent] = MappingProxyType(
-    {
-        ("backup", "mapped_dirty"): TagEvent.COPY_BEGUN,
-        ("backup", "mapped_clean"): TagEvent.LEFT,
-        ("discard", "mapped_dirty"): TagEvent.DROPPED,
-        ("rematerialise", "mapped_dirty"): TagEvent.DROPPED,
-        ("rematerialise", "copy_in"): TagEvent.DROPPED,
-    }
-)
+LEAVES_BY: Mapping[tuple[TagPolicy, Backing], TagEvent] = {
+    ("backup", "mapped_dirty"): TagEvent.COPY_BEGUN,
+    ("backup", "mapped_clean"): TagEvent.LEFT,
+    ("discard", "mapped_dirty"): TagEvent.DROPPED,
+    ("rematerialise", "mapped_dirty"): TagEvent.DROPPED,
+    ("rematerialise", "copy_in"): TagEvent.DROPPED,
+}
 """First event of a release. What is not here cannot leave: kept, poisoned, on its way already."""
 
-REMEDIES: MappingProxyType[Backing, str] = MappingProxyType(
-    {
-        "host": "restore the tag first",
-        "discarded": "restore the tag first",
-        "copy_out": "wait until its release is over",
-        "copy_in": "wait for its restore, and fill what comes back empty, first",
-        "poisoned": "a copy of it failed: restart this process, its state comes back from a checkpoint",
-    }
-)
+REMEDIES: Mapping[Backing, str] = {
+    "host": "restore the tag first",
+    "discarded": "restore the tag first",
+    "copy_out": "wait until its release is over",
+    "copy_in": "wait for its restore, and fill what comes back empty, first",
+    "poisoned": "a copy of it failed: restart this process, its state comes back from a checkpoint",
+}
 
 
 @dataclass(slots=True, eq=False)

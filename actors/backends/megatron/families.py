@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ....core.errors import ModelError, TrainError
@@ -188,9 +187,9 @@ GLM4 = Family(
 )
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "glm4": GLM4}
-)
+FAMILIES: Mapping[str, Family] = {
+    "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "glm4": GLM4,
+}  # fmt: skip
 
 
 def family_of(model_type: str) -> Family:

@@ -113,12 +113,8 @@ def plan_layout(
     M = 0, so that a rank with nothing to do can still take part in collective forwards.
     """
     lengths = {i: _answer_inputs(samples[i]) for i in members}
-    active = [i for i in members if lengths[i] >= 0]
-    if not active:
-        return _empty_layout(device)
-    bundles = _bundle(samples, active, lengths, linear_cost)
     packer = _Packer(samples, lengths)
-    for bundle in bundles:
+    for bundle in _bundle(samples, [i for i in members if lengths[i] >= 0], lengths, linear_cost):
         packer.add(bundle)
     return packer.layout(device)
 
@@ -169,8 +165,8 @@ class _Packer:
         self._tokens: list[npt.NDArray[np.int32]] = []
         self._positions: list[I64] = []
         self._segments: list[I64] = []
-        self._rows: list[I64] = []
-        self._targets: list[npt.NDArray[np.int32]] = []
+        self._rows: list[I64] = [np.zeros(0, np.int64)]
+        self._targets: list[npt.NDArray[np.int32]] = [np.zeros(0, np.int32)]
         self._columns: list[I64] = []
         self._members: list[int] = []
         self._bundles: list[tuple[int, int, bool]] = []
@@ -199,6 +195,9 @@ class _Packer:
         self._num_tokens += count
 
     def layout(self, device: torch.device | str) -> Layout:
+        if not self._bundles:
+            self._append(np.zeros(1, np.int32), 0, 0)
+            self._bundles.append((0, 1, False))
         segments_T = np.concatenate(self._segments)
         slots_T = np.empty(self._num_tokens, dtype=np.int64)
         blocks: list[AttentionBlock] = []
@@ -265,25 +264,6 @@ def _tree_mask(segments_nL: Tensor) -> Tensor:
     query, key = segments_nL[:, :, None], segments_nL[:, None, :]
     causal_LL = torch.ones(row_len, row_len, dtype=torch.bool, device=segments_nL.device).tril()
     return (((key == query) | (key == 0)) & causal_LL).unsqueeze(1)
-
-
-def _empty_layout(device: torch.device | str) -> Layout:
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return Layout(
-        token_ids_T=zero,
-        positions_T=zero,
-        blocks=(AttentionBlock(num_rows=1, row_len=1, mask_nLL=None),),
-        index_S=zero,
-        slots_T=zero,
-        rows_N=none,
-        row_of_M=none,
-        targets_M=none,
-        kept_MK=None,
-        members=(),
-        offsets=np.zeros(1, dtype=np.int64),
-        temperature=1.0,
-    )
 
 
 def temperature_of(samples: Sequence[Sample], counts: Sequence[int], device: torch.device | str) -> Temperature:

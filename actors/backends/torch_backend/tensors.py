@@ -1,6 +1,6 @@
 """Typed fronts of a few torch functions whose own annotations say nothing, and the names of number types.
 
-Knows torch and numpy only. Each front is one call; they are here so that the rest can be checked strictly.
+Each front is one call; they are here so that the rest can be checked strictly.
 """
 
 from __future__ import annotations
@@ -15,22 +15,12 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from ....core.protocols import NamedArray
+from ...models.safetensors_file import DTYPES
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DTYPE_OF: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
+DTYPE_OF: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name, _ in DTYPES.values()}
 """Names as in `TensorSpec.dtype`: all that a safetensors file may hold here."""
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 

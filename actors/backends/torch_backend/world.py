@@ -68,15 +68,8 @@ class Gang:
                 if not text.isdigit():
                     raise LaunchError(f"{name}={text!r} in the environment is no number", remedy="see torchrun")
                 numbers[name] = int(text)
-        return Gang(
-            rank=numbers["RANK"],
-            world_size=numbers["WORLD_SIZE"],
-            master_addr=environment.get("MASTER_ADDR", ""),
-            master_port=numbers["MASTER_PORT"],
-            local_rank=numbers["LOCAL_RANK"],
-            timeout_s=timeout_s,
-            collective_s=collective_s,
-        )
+        rank, world_size, port, local_rank = numbers.values()
+        return Gang(rank, world_size, environment.get("MASTER_ADDR", ""), port, local_rank, timeout_s, collective_s)
 
 
 class RankGroup:

@@ -22,7 +22,6 @@ import base64
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -50,14 +49,9 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A value that was written before, to be put in as it is: see `write_part`."""
+    """A value that was written before, which many streams will hold."""
 
     stream: bytes
-
-
-def write_part(value: object) -> WrittenPart:
-    """A value that many streams will hold. Raises TypeError for a kind that cannot be written."""
-    return WrittenPart(_write(value))
 
 
 def write_object(value: object) -> bytes:
@@ -108,21 +102,19 @@ def _made(value: Made) -> bytes:
     return _name(value.by) + _tuple(value.arguments) + b"R"
 
 
-_WRITERS: Mapping[type, Callable[[Any], bytes]] = MappingProxyType(
-    {
-        type(None): lambda _: b"N",
-        bool: lambda value: b"\x88" if value else b"\x89",
-        int: _int,
-        str: _str,
-        bytes: _bytes,
-        tuple: _tuple,
-        list: _list,
-        dict: _dict,
-        Name: _name,
-        Made: _made,
-        WrittenPart: lambda value: value.stream,
-    }
-)
+_WRITERS: Mapping[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: _int,
+    str: _str,
+    bytes: _bytes,
+    tuple: _tuple,
+    list: _list,
+    dict: _dict,
+    Name: _name,
+    Made: _made,
+    WrittenPart: lambda value: value.stream,
+}
 
 
 _METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
@@ -131,21 +123,12 @@ _REBUILD = Name("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
 
 def bucket_metadata(bucket: Bucket) -> WrittenPart:
     """The bucket's tensors as SGLang names them; the same for every version, so made once."""
-    tensors = [
-        Made(
-            _METADATA,
-            (
-                spec.name,
-                spec.shape,
-                Name("torch", spec.dtype),
-                spec.offset,
-                spec.offset + spec.num_bytes,
-                spec.num_bytes,
-            ),
-        )
-        for spec in bucket.tensors
-    ]
-    return write_part(tensors)
+    tensors: list[Made] = []
+    for spec in bucket.tensors:
+        end = spec.offset + spec.num_bytes
+        arguments = (spec.name, spec.shape, Name("torch", spec.dtype), spec.offset, end, spec.num_bytes)
+        tensors.append(Made(_METADATA, arguments))
+    return WrittenPart(_write(tensors))
 
 
 def bucket_payload(flat: Tensor, metadata: WrittenPart) -> str:
@@ -174,23 +157,9 @@ def shared_tensor(flat: Tensor) -> Made:
         ) from err
     device, handle, size, offset, counter, counter_offset, event, needs_event = shared
     uuid = str(cast(Any, torch.cuda).get_device_properties(device).uuid)
-    return Made(
-        _REBUILD,
-        (
-            Name("torch", "Tensor"),
-            tuple(flat.shape),
-            tuple(flat.stride()),
-            int(flat.storage_offset()),
-            Name("torch.storage", "TypedStorage"),
-            Name("torch", "uint8"),
-            uuid,
-            bytes(handle),
-            int(size),
-            int(offset),
-            False,
-            bytes(counter),
-            int(counter_offset),
-            bytes(event),
-            bool(needs_event),
-        ),
-    )
+    arguments = (
+        Name("torch", "Tensor"), tuple(flat.shape), tuple(flat.stride()), int(flat.storage_offset()),
+        Name("torch.storage", "TypedStorage"), Name("torch", "uint8"), uuid, bytes(handle), int(size), int(offset),
+        False, bytes(counter), int(counter_offset), bytes(event), bool(needs_event),
+    )  # fmt: skip
+    return Made(_REBUILD, arguments)

@@ -77,6 +77,20 @@ def _check(manifest: WeightManifest, tensors: Mapping[str, NamedArray]) -> None:
         )
 
 
+def _manifest(
+    version: int,
+    channel: ReadChannel,
+    location: str,
+    specs: tuple[TensorSpec, ...],
+    tensors: Sequence[NamedArray],
+    host: str,
+) -> WeightManifest:
+    return WeightManifest(
+        version=version, channel=channel, location=location, num_bytes=sum(spec.num_bytes for spec in specs),
+        tensors=specs, digest=digest_of(tensors), host=host,
+    )  # fmt: skip
+
+
 # -- shm
 
 ALIGNMENT = 64
@@ -116,15 +130,7 @@ class ShmWeightWriter:
                 remedy="free memory, or use the disk channel",
             ) from err
         self._files[version] = descriptor
-        return WeightManifest(
-            version=version,
-            channel="shm",
-            location=f"/proc/{os.getpid()}/fd/{descriptor}",
-            num_bytes=sum(spec.num_bytes for spec in specs),
-            tensors=specs,
-            digest=digest_of(tensors),
-            host=self.host,
-        )
+        return _manifest(version, "shm", f"/proc/{os.getpid()}/fd/{descriptor}", specs, tensors, self.host)
 
     def release(self, version: int) -> None:
         """Readers in the middle of one keep its memory until they are done."""
@@ -207,15 +213,7 @@ class DiskWeightWriter:
                 remedy="free disk space, or put run.dir on another disk",
             ) from err
         self._folders[version] = folder
-        return WeightManifest(
-            version=version,
-            channel="disk",
-            location=str(folder),
-            num_bytes=sum(t.spec.num_bytes for t in tensors),
-            tensors=tuple(t.spec for t in tensors),
-            digest=digest_of(tensors),
-            host=self.host,
-        )
+        return _manifest(version, "disk", str(folder), tuple(t.spec for t in tensors), tensors, self.host)
 
     def release(self, version: int) -> None:
         folder = self._folders.pop(version, None)

@@ -28,12 +28,10 @@ from torch import Tensor
 
 from ....core.errors import TrainError
 from ....core.messages import TensorSpec
+from ...models.safetensors_file import DTYPES
 from .plan import WeightPlan, make_plan
 
-TRAVEL = (
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-    "int64", "int32", "int16", "int8", "uint8", "bool",
-)  # fmt: skip
+TRAVEL = (*(name for name, _ in DTYPES.values()), "float8_e4m3fn", "float8_e5m2")
 """Number types that engines take, by torch's names."""
 
 
