@@ -60,21 +60,18 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             return True
 
 
-async def report_forever(
-    buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S, *, timeout_s: float = 5.0
-) -> None:
+async def report_forever(buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S) -> None:
     """Send the buffer every so many seconds until cancelled, then once more: an actor's last words are often the ones
     that matter. Raises only CancelledError."""
     try:
         while True:
             await asyncio.sleep(every_s)
-            await report_once(buffer, send, timeout_s=timeout_s)
+            await report_once(buffer, send)
     finally:
         if buffer.meter is not None:
             buffer.meter.close_span()
-        await report_once(
-            buffer, send, timeout_s=TIMEOUTS.monitor.last_words_s
-        )  # also to a monitor that was away: it may be back
+        # Also to a monitor that was away: it may be back.
+        await report_once(buffer, send, timeout_s=TIMEOUTS.monitor.last_words_s)
 
 
 @dataclass(frozen=True, slots=True)

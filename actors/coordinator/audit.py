@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,8 +22,6 @@ from pathlib import Path
 
 import msgspec
 
-from ...core.clock import Clock
-from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, LedgerError
 from ...core.files import lock_remedy, lock_within
 from ...core.knobs import AuditRecord
@@ -183,21 +181,3 @@ def _write_all(descriptor: int, data: bytes, position: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, position)
         data, position = data[count:], position + count
-
-
-class AuditWriter:
-    """Where the coordinator records what operators and rules change: the log, written off the loop."""
-
-    def __init__(self, path: Path, version: Callable[[], int], clock: Clock) -> None:
-        """`version`: the run's newest."""
-        self._path = path
-        self._version = version
-        self._clock = clock
-
-    async def write(self, record: AuditRecord) -> AuditRecord:
-        """As `append`, with time and version of this moment."""
-        return await self.append(msgspec.structs.replace(record, wall_s=self._clock.wall(), version=self._version()))
-
-    async def append(self, record: AuditRecord) -> AuditRecord:
-        """Durable once this returns. Raises as `append_audit` does."""
-        return await in_daemon_thread(lambda: append_audit(self._path, record), "audit")

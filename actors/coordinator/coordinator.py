@@ -30,7 +30,7 @@ from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, TrainerContract
 from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..weights.rollout_update import Adopter, Adoption
-from .audit import AuditWriter, read_audit
+from .audit import read_audit
 from .evaluator import Evaluator
 from .knob_conductor import KnobConductor, restore
 from .options import CoordinatorOptions, coordinator_knobs
@@ -98,15 +98,14 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     def _make_parts(self, run: RunContext) -> None:
         options = self._options
-        audit = AuditWriter(options.audit_path, run.version, self._clock)
         engines: dict[str, EngineStatus] = {}
-        self.conductor = KnobConductor(run, audit, own=self, engines=engines, on_broken=self._owner_is_broken)
+        self.conductor = KnobConductor(run, own=self, engines=engines, on_broken=self._owner_is_broken)
         self._adopter = Adopter(
             run, self._adoption, options.limits, lambda name, epoch, version: self.fleet.adopted(name, epoch, version)
         )
         self.fleet = EngineFleet(run, engines, self.conductor, self._adoption, self._adopter, self._changed.set)
         self.evaluator = Evaluator(run, self._adoption, self._adopter)
-        self.control = RunControl(run, audit, self._evaluate_now)
+        self.control = RunControl(run, self._evaluate_now)
         self._leader = LeaderControl(run)
 
     async def on_peer(self, event: PeerEvent) -> None:

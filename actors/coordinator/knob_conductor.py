@@ -36,7 +36,6 @@ from ...core.knobs import (
 )
 from ...core.timeouts import TIMEOUTS
 from ..contracts import KnobsContract
-from .audit import AuditWriter
 from .knob_decisions import RESTORE, ChangeDraft, Decisions, Due, OwnerStates, draft_change
 from .run_state import RunContext
 
@@ -76,7 +75,6 @@ class KnobConductor:
     def __init__(
         self,
         run: RunContext,
-        audit: AuditWriter,
         *,
         own: KnobsContract,
         engines: Collection[str],
@@ -87,7 +85,7 @@ class KnobConductor:
         not use what was decided."""
         self.decisions = Decisions(run.options.launch)
         self._ctx, self._clock, self._tell, self._version = run.ctx, run.clock, run.tell, run.version
-        self._audit = audit
+        self._record = run.record
         self._own = own
         self._engines = engines
         self._on_broken = on_broken
@@ -183,7 +181,7 @@ class KnobConductor:
         )  # fmt: skip
         self.decisions.add(record)
         try:
-            await self._audit.append(record)
+            await self._record(record)
         except MyxaError as error:
             self._tell("audit-incomplete", f"that the trainer went back to version {version} was not recorded: {error}")
 
@@ -219,7 +217,7 @@ class KnobConductor:
         if reply.refused and order.is_recorded and not order.request.dry_run:
             self._tell("knob-refused", f"{order.verb}: {reply.refused}", user=order.request.who.user)
             try:
-                await self._audit.write(order.record("refused", detail=reply.refused))
+                await self._record(order.record("refused", detail=reply.refused))
             except MyxaError:
                 self._ctx.log.exception("the refusal was not recorded")
         return await self._until_used(reply, owners)
@@ -241,7 +239,7 @@ class KnobConductor:
         values = {name: value for name, value in draft.decision.values.items() if value is not None}
         asked = {"values": values, "undoes": draft.decision.undoes}
         record = msgspec.structs.replace(record, arguments=record.arguments | {n: v for n, v in asked.items() if v})
-        record = await self._audit.write(record)
+        record = await self._record(record)
         self.decisions.add(record)
         self._news.set()
         self._tell_moves(record)

@@ -21,7 +21,6 @@ from ...core.messages import EvalResult, PauseState
 from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, TrainerContract
-from .audit import AuditWriter
 from .run_state import RunContext
 
 T = TypeVar("T")
@@ -43,11 +42,10 @@ def _ended(deed: AuditRecord, result: str, detail: str = "") -> AuditRecord:
 class RunControl:
     """See the module's head."""
 
-    def __init__(self, run: RunContext, audit: AuditWriter, evaluate: Callable[[str], Awaitable[EvalResult]]) -> None:
+    def __init__(self, run: RunContext, evaluate: Callable[[str], Awaitable[EvalResult]]) -> None:
         """`evaluate`: on the held-out prompts now, of that set or all."""
         self._ctx, self._meter = run.ctx, run.meter
-        self._version, self._tell = run.version, run.tell
-        self._audit = audit
+        self._version, self._tell, self._record = run.version, run.tell, run.record
         self._evaluate = evaluate
         self._buffer = run.ctx.ref(BufferContract, "buffer")
         self._leader = run.ctx.ref(TrainerContract, "trainer/0")
@@ -130,7 +128,7 @@ class RunControl:
     async def _change(self, deed: AuditRecord, wanted: PauseState) -> int:
         """Recorded, then done; returns where the trainer rests. Raises NotToldYet when the buffer has not answered."""
         async with self._turn:
-            await self._audit.write(_ended(deed, "done"))
+            await self._record(_ended(deed, "done"))
             self._now, self._is_told = wanted, False
             try:
                 return await self._told(wanted)
@@ -183,13 +181,13 @@ class RunControl:
             return error
         except MyxaError as error:
             try:
-                await self._audit.write(_ended(deed, "failed", str(error)))
+                await self._record(_ended(deed, "failed", str(error)))
             except MyxaError as another:
                 self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {another}")
             return error
         if not is_recorded:
             try:
-                await self._audit.write(_ended(deed, "done", str(done)))
+                await self._record(_ended(deed, "done", str(done)))
             except MyxaError as error:
                 return LedgerError(f"{deed.verb} was done ({done}), but could not be recorded: {error}")
         return done

@@ -24,9 +24,11 @@ import msgspec
 from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError
 from ...core.files import read_regular, until_written, write_durably
+from ...core.knobs import AuditRecord
 from ...core.messages import EngineStatus, Record, RunPhase, RunStatus
 from ...core.timeouts import TIMEOUTS
 from ..telemetry import Reporter
+from .audit import append_audit
 from .options import CoordinatorOptions
 
 NEXT_PHASES: dict[RunPhase, frozenset[RunPhase]] = {
@@ -163,6 +165,12 @@ class RunContext(Reporter):
 
     def version(self) -> int:
         return self.state.known_version
+
+    async def record(self, record: AuditRecord) -> AuditRecord:
+        """Into the audit log, with time and version of this moment. Durable once this returns. Raises as `append_audit`
+        does."""
+        now = msgspec.structs.replace(record, wall_s=self.clock.wall(), version=self.version())
+        return await in_daemon_thread(lambda: append_audit(self.options.audit_path, now), "audit")
 
     async def keep(self) -> None:
         """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""

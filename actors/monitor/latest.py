@@ -5,7 +5,7 @@ Memory is bounded: names and sources are capped, whatever the senders do.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from ...core.activity import ACTIVITY_KINDS
@@ -16,6 +16,7 @@ LONGEST_WINDOW_S = 600.0
 """Shares can be asked for over so many of the last seconds at most."""
 
 _SPACING_S = 2.0
+"""Between two points that are kept, but for the newest."""
 _MAX_SOURCES = 1024
 _MAX_NAMES = 4096
 
@@ -23,19 +24,16 @@ _MAX_NAMES = 4096
 class _TimeShares:
     """Shares from cumulative seconds per kind; survives lost bundles and restarts of the actor."""
 
-    def __init__(self, keep_s: float, spacing_s: float) -> None:
-        """Points are kept for `keep_s`, not closer than `spacing_s` but for the newest."""
-        self._keep_s = keep_s
-        self._spacing_s = spacing_s
+    def __init__(self) -> None:
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def put(self, wall_s: float, totals: Mapping[str, float]) -> None:
         if self._recent and _sum(totals) < _sum(self._recent[-1][1]):
             self._recent.clear()  # the meter began again at 0: a new incarnation
-        if len(self._recent) > 1 and self._recent[-1][0] < self._recent[-2][0] + self._spacing_s:
+        if len(self._recent) > 1 and self._recent[-1][0] < self._recent[-2][0] + _SPACING_S:
             self._recent.pop()
         self._recent.append((wall_s, totals))
-        while len(self._recent) > 2 and self._recent[1][0] < wall_s - self._keep_s:
+        while len(self._recent) > 2 and self._recent[1][0] < wall_s - LONGEST_WINDOW_S:
             self._recent.popleft()
 
     def recent(self, window_s: float) -> dict[str, float]:
@@ -66,7 +64,7 @@ class Latest:
         self._window_s = window_s
         self._values: dict[str, dict[str, float]] = {}
         self._merged: dict[str, tuple[int, float]] = {}
-        self._time: dict[str, _TimeShares] = {}
+        self._time = defaultdict[str, _TimeShares](_TimeShares)
         self._heard_wall_s: dict[str, float] = {}
         self.num_dropped = 0
         self.num_refused = 0
@@ -95,10 +93,7 @@ class Latest:
             else:
                 self.num_refused += 1
         if seconds:
-            time = self._time.get(point.source)
-            if time is None:
-                time = self._time[point.source] = _TimeShares(LONGEST_WINDOW_S, _SPACING_S)
-            time.put(point.wall_s, seconds)
+            self._time[point.source].put(point.wall_s, seconds)
 
     def shares(self, window_s: float) -> dict[str, dict[str, float]]:
         """Actor -> kind, or "kind/name", -> share of its time over the last `window_s` seconds."""
@@ -114,8 +109,5 @@ class Latest:
         for source, time in self._time.items():
             view[f"time/{source}"] = time.recent(self._window_s)
         view["age_s"] = {source: max(0.0, now_wall_s - wall_s) for source, wall_s in self._heard_wall_s.items()}
-        view["monitor"] = {
-            "dropped": float(self.num_dropped),
-            "refused": float(self.num_refused),
-        }
+        view["monitor"] = {"dropped": float(self.num_dropped), "refused": float(self.num_refused)}
         return view

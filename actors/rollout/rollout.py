@@ -225,7 +225,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             with self.ctx.busy(TIMEOUTS.rollout.start_s, "starts its engine"):
                 info = await self._engine.start()
             if self._tenant is not None:
-                self._tenant.loaded()
+                self._tenant.set_up()
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
             self._max_running = info.max_running
@@ -368,13 +368,15 @@ class Rollout(OwnsKnobs, RolloutContract):
         raise error
 
     async def load_engine(self) -> None:
-        await require(self._tenant, self.ctx.name).load()
+        tenant = require(self._tenant, self.ctx.name)
+        tenant.may_load.set()
+        await tenant.has_joined.wait()
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
-        return await require(self._tenant, self.ctx.name).tenant.command(command)
+        return await require(self._tenant, self.ctx.name).command(command)
 
     async def memory_report(self) -> TenantReport | None:
-        return None if self._tenant is None else self._tenant.tenant.report()
+        return None if self._tenant is None else self._tenant.report()
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         runner, log = self._ready_runner(), self.ctx.log

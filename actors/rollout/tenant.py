@@ -39,7 +39,7 @@ class Tenancy:
     node: int
 
 
-class RolloutTenant:
+class RolloutTenant(Tenant):
     """See the module's head. To be made on the actor's loop."""
 
     def __init__(
@@ -59,15 +59,16 @@ class RolloutTenant:
         self.has_weights = False
         """Whether the version that the engine was given last is on its device."""
         self.turn = EngineTurn(engine, tenancy.memory, on_weights_lost=self._tell_loss, on_change=on_change)
-        self.tenant = Tenant(
-            options=TenantOptions(
-                name=ctx.name,
-                epoch=ctx.epoch,
-                gang=ROLLOUT,
-                devices=tenancy.devices,
-                node=tenancy.node,
-                planned={r.tag: (r.num_bytes, r.policy) for r in tenancy.memory.memory_tags()},
-            ),
+        options = TenantOptions(
+            name=ctx.name,
+            epoch=ctx.epoch,
+            gang=ROLLOUT,
+            devices=tenancy.devices,
+            node=tenancy.node,
+            planned={r.tag: (r.num_bytes, r.policy) for r in tenancy.memory.memory_tags()},
+        )
+        super().__init__(
+            options=options,
             gate=self.turn,
             in_thread=lambda work: in_daemon_thread(work, "engine memory"),
             clock=report.clock,
@@ -75,15 +76,10 @@ class RolloutTenant:
             telemetry=report.telemetry,
         )
 
-    def loaded(self) -> None:
+    def set_up(self) -> None:
         """The engine holds its memory now."""
         self.turn.started()
-        self.tenant.loaded((self.turn,))
-
-    async def load(self) -> None:
-        """Said by the leader; returns once the actor has joined the run."""
-        self.may_load.set()
-        await self.has_joined.wait()
+        self.loaded((self.turn,))
 
     async def _tell_loss(self) -> None:
         self.has_weights = False

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -91,7 +91,8 @@ class Checkpoints:
     """`every` and `keep_last` are live."""
     ranks: ActorGroup[TrainerContract]
     """Which fail fast together."""
-    run: RunSide
+    buffer: BufferContract
+    coordinator: CoordinatorContract
     _pending: _Pending | None = None
     _newest: tuple[int, LiveKnobs] | None = None
     """Version and knobs of the one that was written last, with all its parts, and reported to the buffer."""
@@ -143,7 +144,7 @@ class Checkpoints:
         knobs. Raises TrainError naming a rank that could not, and CallError if coordinator or buffer stay away."""
         with self.report.meter.during("compute", f"checkpoint {version}"):
             await self.settle()
-            live = await self.run.live_knobs()
+            live = await self.report.ask("coordinator", self.coordinator.live_knobs)
             if (version, live) == self._newest:
                 return
             self._newest = None  # its folder may be replaced: until the new one has all its parts there is none
@@ -223,9 +224,18 @@ class Checkpoints:
         """The copy of the ledger, or what went wrong, for the boundary at which it is looked for."""
         try:
             await self._all("write", lambda: self.ranks.all(TrainerContract.checkpoint_written))
-            return await self.run.copy_ledger(self._copy_of(version), version)
+            return await self._copy_ledger(version)
         except TrainError as error:
             return error
+
+    async def _copy_ledger(self, version: int) -> FileEntry:
+        """Durably, with everything in it that was trained up to `version`. Raises TrainError if it cannot be made."""
+        path = str(self._copy_of(version))
+        try:  # that disk is this checkpoint's: training does not wait for it
+            return await self.report.ask("buffer", lambda: self.buffer.snapshot(path, version), waits_for_disk=False)
+        except MyxaError as error:
+            message = f"checkpoint {version} lacks its copy of the ledger: {error.message}"
+            raise TrainError(message, remedy=error.remedy or "see the log of buffer") from error
 
     def _copy_of(self, version: int) -> Path:
         """Made beside the folder, since the folder may not be there yet."""
@@ -241,7 +251,8 @@ class Checkpoints:
             is_kept=bool(period) and version % period == 0,
         )
         await self._in_thread(lambda: self._write_run_part(folder, part))
-        await self.run.durable(version, await self._in_thread(lambda: self._oldest_to_stay(folder)))
+        oldest = await self._in_thread(lambda: self._oldest_to_stay(folder))
+        await self.report.ask("buffer", lambda: self.buffer.durable(version, oldest))
         self._newest, self._num_failed, self._covered = (version, live), 0, version
         await self._in_thread(lambda: self._prune(folder))
 
@@ -317,42 +328,6 @@ def _beside(newest: Path) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
     beside = [info for info in found if info.path != newest and version_in(info.path) >= 0]
     whole = sorted((info for info in beside if info.is_complete), key=lambda info: version_in(info.path))
     return whole, [info for info in beside if not info.is_complete]
-
-
-class AskUntilAnswered(Protocol):
-    """Repeats what is sent while `who` is away, or, if it `waits_for_disk`, waits for its disk."""
-
-    async def __call__(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunSide:
-    """Knows both by their contracts."""
-
-    buffer: BufferContract
-    coordinator: CoordinatorContract
-    ask: AskUntilAnswered
-
-    async def copy_ledger(self, path: Path, version: int) -> FileEntry:
-        """Durably, with everything in it that was trained up to `version`. Raises TrainError if it cannot be made."""
-        try:
-            return await self.ask(
-                "buffer",
-                lambda: self.buffer.snapshot(str(path), version),
-                waits_for_disk=False,  # that disk is this checkpoint's: training does not wait for it
-            )
-        except MyxaError as error:
-            message = f"checkpoint {version} lacks its copy of the ledger: {error.message}"
-            raise TrainError(message, remedy=error.remedy or "see the log of buffer") from error
-
-    async def live_knobs(self) -> LiveKnobs:
-        """What was decided so far. Raises CallError if the coordinator does not come back."""
-        return await self.ask("coordinator", self.coordinator.live_knobs)
-
-    async def durable(self, version: int, oldest: int | None) -> None:
-        """The buffer may give away what only checkpoints older than `oldest` need (None: than the one before). Raises
-        CallError if it does not come back."""
-        await self.ask("buffer", lambda: self.buffer.durable(version, oldest))
 
 
 @dataclass(frozen=True, slots=True)

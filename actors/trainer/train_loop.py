@@ -42,7 +42,7 @@ from ..ledger.file import State
 from ..telemetry import Reporter
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import Publisher, max_unreleased
-from .checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
+from .checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints
 from .knobs import TrainerKnobs
 from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 
@@ -121,8 +121,7 @@ class TrainLoop:
         self._coordinator = self._ctx.ref(CoordinatorContract, COORDINATOR)
         self._written = -1
         """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
-        side = RunSide(self._buffer, self._coordinator, self._ask)
-        self.checkpoints = Checkpoints(report, options.checkpoints, self._together, side)
+        self.checkpoints = Checkpoints(report, options.checkpoints, self._together, self._buffer, self._coordinator)
         self.orders = CheckpointOrders(report, self.checkpoints, self._together, options.run_dir)
         limit = max_unreleased(options.channel)
         self.publisher = Publisher(report, self._together, limit, Path(options.run_dir))

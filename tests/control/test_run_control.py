@@ -12,7 +12,7 @@ import pytest
 from tests.harness.waits import waits
 
 from myxa.actors.coordinator import run_control as module
-from myxa.actors.coordinator.audit import AuditWriter, read_audit
+from myxa.actors.coordinator.audit import read_audit
 from myxa.actors.coordinator.run_control import RunControl
 from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.core.activity import ActivityMeter
@@ -67,7 +67,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.clock = SystemClock()
-        self.buffer, self.folder = Buffer(), folder
+        self.buffer, self.audit_path = Buffer(), folder / "audit.jsonl"
         self.tasks: set[asyncio.Task[Any]] = set()
         self.told: list[str] = []
         anything: Any = self
@@ -75,8 +75,7 @@ class Place:
         self.state = RunState(version=STANDS_AT)
         meter = ActivityMeter("c", self.clock)
         context = RunContext(anything, meter, telemetry, anything, anything)
-        audit = AuditWriter(folder / "audit.jsonl", context.version, self.clock)
-        self.control = RunControl(context, audit, self._evaluate)
+        self.control = RunControl(context, self._evaluate)
 
     def ref(self, contract: type, name: str) -> Any:
         return self.buffer
@@ -100,7 +99,7 @@ class Place:
 
     @property
     def audit(self) -> list[tuple[str, str]]:
-        path = self.folder / "audit.jsonl"
+        path = self.audit_path
         return [(record.verb, record.result) for record in read_audit(path)] if path.exists() else []
 
     async def do(self, verb: str) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from tests.survival.checkpoint_maker import make_checkpoint
 
 from myxa.actors.checkpoints.folder import Writer, begin, partial_of, version_in
 from myxa.actors.telemetry import Reporter
-from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
+from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.errors import GatherError, RemoteError
 from myxa.core.files import FileEntry, describe_file
@@ -97,19 +97,17 @@ class CheckpointRoom:
         self._telemetry = TelemetryBuffer("trainer/0", clock)
         ctx: Any = SimpleNamespace(log=LOG, spawn=self._spawn, clock=clock)
         report = Reporter(ctx, meter, self._telemetry)
-        side = RunSide(self.buffer, self.coordinator, self._ask)  # pyright: ignore[reportArgumentType]
         ranks: Any = self.ranks
-        self.checkpoints = Checkpoints(report, CheckpointOptions(run_dir=str(run_dir), **options), ranks, side)
+        buffer: Any = self.buffer
+        coordinator: Any = self.coordinator
+        settings = CheckpointOptions(run_dir=str(run_dir), **options)
+        self.checkpoints = Checkpoints(report, settings, ranks, buffer, coordinator)
         self.orders = CheckpointOrders(report, self.checkpoints, ranks, str(run_dir))
         self._tasks: list[asyncio.Task[Any]] = []
 
     def _spawn(self, work: Any, *, name: str) -> asyncio.Task[Any]:
         self._tasks.append(task := asyncio.create_task(work, name=name))
         return task
-
-    @staticmethod
-    async def _ask(who: str, send: Callable[[], Awaitable[Any]], *, waits_for_disk: bool = True) -> Any:
-        return await send()
 
     async def ask(self, version: int) -> str:
         """What `myxa ckpt` is told, the ranks standing at `version`."""
