@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ...core.actor import PeerEvent
 from ...core.errors import CallError, LedgerError, MyxaError, NotReady
@@ -410,30 +410,24 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         return self._state.status(self._options.name, self._num_steps(), engines, self.control.paused)
 
 
+@dataclass(eq=False)
 class EngineFleet:
     """The rollout actors that reported in to this incarnation of the coordinator, and what each serves.
 
     `actors/weights/rollout_update.py` brings them to new versions. Reports of different incarnations may arrive in any
     order: a report of an old incarnation never changes what is known of the next one."""
 
-    def __init__(
-        self,
-        run: RunContext,
-        present: dict[str, EngineStatus],
-        conductor: KnobConductor,
-        adoption: Adoption,
-        adopter: Adopter,
-        on_change: Callable[[], None],
-    ) -> None:
-        """`present`: empty; filled with the rollout actors that report in. `on_change`: called when there may be
-        something to adopt."""
-        self.present = present
-        self._state, self._keep, self._tell = run.state, run.keep, run.tell
-        self._serves = run.options.has_engines
-        self._conductor = conductor
-        self._adoption = adoption
-        self._adopter = adopter
-        self._on_change = on_change
+    run: RunContext
+    present: dict[str, EngineStatus]
+    """At first empty; filled with the rollout actors that report in."""
+    conductor: KnobConductor
+    adoption: Adoption
+    adopter: Adopter
+    on_change: Callable[[], None]
+    """Called when there may be something to adopt."""
+
+    def __post_init__(self) -> None:
+        self._state, self._keep, self._tell = self.run.state, self.run.keep, self.run.tell
         self._epochs: dict[str, int] = {}
         """Name -> incarnation that is present."""
 
@@ -443,46 +437,46 @@ class EngineFleet:
         if epoch < self._epochs.get(name, epoch):
             return  # its successor was faster
         self.present[name], self._epochs[name] = status, epoch  # from here on it hears of every change
-        await self._conductor.joined(name)
+        await self.conductor.joined(name)
         if self._epochs.get(name) != epoch:
             return  # it ended meanwhile
-        if self._serves:
-            self._adoption.joined(name, epoch, status.version)
-            self._adopter.look_again()
+        if self.run.options.has_engines:
+            self.adoption.joined(name, epoch, status.version)
+            self.adopter.look_again()
         self._tell("engine-joined", f"{name} (epoch {epoch})")
-        self._on_change()
+        self.on_change()
 
     async def leaving(self, rollout: str, reason: str) -> None:
         """It ends on purpose."""
         if self.present.pop(rollout, None) is not None:
             self._epochs.pop(rollout)
-            self._adoption.gone(rollout, self._adoption.epoch_of(rollout))
+            self.adoption.gone(rollout, self.adoption.epoch_of(rollout))
             self._tell("engine-left", f"{rollout}: {reason}")
-            self._on_change()
+            self.on_change()
 
     def gone(self, event: PeerEvent) -> None:
         """An incarnation of one ended; the next one may have reported in before this was heard."""
         name, ended = event.name, event.epoch - 1 if event.kind == "restarted" else event.epoch
         if name in self.present and self._epochs[name] <= ended:
             self._tell("engine-gone", f"{name} (epoch {self._epochs[name]}): {event.reason}")
-            self._adoption.gone(name, ended)
+            self.adoption.gone(name, ended)
             self.present.pop(name)
             self._epochs.pop(name)
-            self._on_change()
+            self.on_change()
 
     def fence(self, rollout: str, why: str) -> None:
         """Have the present incarnation end and be started again."""
         if rollout in self._epochs:
-            self._adopter.fence(rollout, self._epochs[rollout], why)
+            self.adopter.fence(rollout, self._epochs[rollout], why)
 
     def offered(self, manifest: WeightManifest) -> None:
-        self._adoption.published(manifest)
-        self._on_change()
+        self.adoption.published(manifest)
+        self.on_change()
 
     def rewound(self) -> None:
         """The trainer returned to an older version; the numbers above it come again with other weights."""
-        self._state.has_stale_engines = self._serves
-        self._adoption.rewound()
+        self._state.has_stale_engines = self.run.options.has_engines
+        self.adoption.rewound()
 
     def adopted(self, name: str, epoch: int, version: int) -> None:
         """That incarnation serves that version now."""
@@ -490,8 +484,8 @@ class EngineFleet:
             self.present[name] = EngineStatus(rollout=name, version=version, running=0, waiting=0)
 
     async def adopt(self) -> None:
-        await self._adopter.adopt_pending()
-        if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
+        await self.adopter.adopt_pending()
+        if self._state.has_stale_engines and set(self.adoption.serving) <= set(self.adoption.engines_at(None)):
             self._state.has_stale_engines = False
             await self._keep()
 

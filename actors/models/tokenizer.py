@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +42,21 @@ MAX_TRIED_LETTERS = 16
 Tools = Sequence[dict[str, Any]]
 
 
+@dataclass(eq=False)
 class FolderTokenizer:
     """The tokenizer of one model folder."""
 
-    def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        template: ChatTemplate | PlainText,
-        eos_token_ids: Sequence[int],
-        beyond: frozenset[int] = frozenset(),
-    ) -> None:
-        """`beyond`: ids of tokens that the model's embedding has no row for; no text may hold them."""
-        self._tokenizer = tokenizer
-        self._template = template
-        self._beyond = beyond
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True) - len(beyond)
+    tokenizer: tokenizers.Tokenizer
+    template: ChatTemplate | PlainText
+    eos_token_ids: tuple[int, ...]
+    """The end-of-turn token first, then the other ids that end a generation."""
+    beyond: frozenset[int] = frozenset()
+    """Ids of tokens that the model's embedding has no row for; no text may hold them."""
+
+    def __post_init__(self) -> None:
+        self.vocab_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True) - len(self.beyond)
         """Ids the tokenizer knows; the model's embedding may have more rows."""
-        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
-        """The end-of-turn token first, then the other ids that end a generation."""
-        self.template_place: str = template.place
+        self.template_place: str = self.template.place
         """Where the chat template was found, for messages."""
 
     def render(
@@ -74,19 +71,17 @@ class FolderTokenizer:
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
     ) -> str:
         """The same as text."""
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on
-        )
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on)
 
     def model_spans(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[tuple[int, int], ...] | None:
         """Places in the text that the template calls the model's (`{% generation %}`); None: it calls none so."""
-        return self._template.write(messages, tools=tools).generation if self._template.has_blocks(tools) else None
+        return self.template.write(messages, tools=tools).generation if self.template.has_blocks(tools) else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""
         try:
             with library_errors():
-                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+                ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError as err:  # lone surrogates have no bytes
             raise DataError(f"a text cannot be encoded: {err}", remedy="write it in valid Unicode") from err
         except LibraryError as err:
@@ -94,8 +89,8 @@ class FolderTokenizer:
                 f"a text of {len(text)} characters cannot be encoded by the model's {TOKENIZER}: {err}",
                 remedy="mend the tokenizer, or leave the text out",
             ) from err
-        if self._beyond and not self._beyond.isdisjoint(ids):
-            beyond = self._tokenizer.id_to_token(next(one for one in ids if one in self._beyond))
+        if self.beyond and not self.beyond.isdisjoint(ids):
+            beyond = self.tokenizer.id_to_token(next(one for one in ids if one in self.beyond))
             raise DataError(
                 f"a text holds {beyond!r}, a token that the model's embedding has no row for",
                 remedy="take it out of the text, or name the model's own tokens in tokenizer_config.json",
@@ -106,7 +101,7 @@ class FolderTokenizer:
         """Text of token ids. Raises DataError for an id that cannot be one; ids of padding rows decode to nothing."""
         try:
             with library_errors():
-                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+                return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         except (OverflowError, TypeError, LibraryError) as err:
             raise DataError(f"cannot decode token ids: {err}", remedy="ids are whole numbers from 0 on") from err
 

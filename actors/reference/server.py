@@ -27,7 +27,7 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import aiohttp
@@ -207,26 +207,27 @@ KEEPALIVE_S = 2.0
 """An idle connection is not used again after so long: uvicorn closes it after 5 s."""
 
 
+@dataclass(eq=False)
 class ReferenceServers:
     """Used from one loop."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        tokenizer: Tokenizer,
-        model_path: str,
-        timeout_s: float,
-        key: str = "",
-        pause_s: float = PAUSE_S,
-    ) -> None:
-        """`tokenizer`, `model_path`: the policy's. `timeout_s`: for one answer. `key`: sent as bearer; empty: none."""
-        self._servers = [ReferenceServer(url.rstrip("/")) for url in urls]
-        self._probes = Probes.of(tokenizer)
-        self._model_path = model_path
-        self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._pause_s = pause_s
+    urls: Sequence[str]
+    _: KW_ONLY
+    tokenizer: Tokenizer
+    """The policy's."""
+    model_path: str
+    """The policy's."""
+    timeout_s: float
+    """For one answer."""
+    key: str = ""
+    """Sent as bearer; empty: none."""
+    pause_s: float = PAUSE_S
+
+    def __post_init__(self) -> None:
+        self._servers = [ReferenceServer(url.rstrip("/")) for url in self.urls]
+        self._probes = Probes.of(self.tokenizer)
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self._room = asyncio.Semaphore(CALLS_PER_SERVER * len(self._servers))
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -237,7 +238,7 @@ class ReferenceServers:
         before take no longer each."""
         failed: dict[str, str] = {}
         num_tries = max(MIN_TRIES, len(self._servers))
-        pause_s, left = self._pause_s, list[ReferenceServer]()
+        pause_s, left = self.pause_s, list[ReferenceServer]()
         loop = asyncio.get_running_loop()
         async with self._room:
             for number in range(num_tries):
@@ -270,9 +271,9 @@ class ReferenceServers:
         try:
             _, texts = await self._answer(server, self._probes.wanted, with_texts=True)
         except CallFailed as error:
-            raise self._wrong(server, f"does not know the tokens of {self._model_path}: {error}") from error
+            raise self._wrong(server, f"does not know the tokens of {self.model_path}: {error}") from error
         if foreign := self._probes.foreign(texts):
-            raise self._wrong(server, f"its vocabulary is not that of {self._model_path}: {foreign}")
+            raise self._wrong(server, f"its vocabulary is not that of {self.model_path}: {foreign}")
         server.is_known = True
 
     def _wrong(self, server: ReferenceServer, why: str) -> ConfigError:
@@ -290,7 +291,7 @@ class ReferenceServers:
             status, raw, _ = await post_bounded(
                 self._open(), f"{server.url}/generate",
                 question(wanted, with_texts=with_texts, is_checked=is_checked), self._headers,
-                within_s=self._timeout_s, max_bytes=len(wanted.ids) * BYTES_PER_TOKEN + SPARE_BYTES, name=server.url,
+                within_s=self.timeout_s, max_bytes=len(wanted.ids) * BYTES_PER_TOKEN + SPARE_BYTES, name=server.url,
             )  # fmt: skip
             if status == 200:
                 return scores_in(raw, wanted)

@@ -194,26 +194,24 @@ class GroupMember:
         return f"(group {prompt.group_id}, sample {self.index}, row {prompt.row} of {prompt.source})"
 
 
+@dataclass(eq=False)
 class RunningGroup:
     """What there is of a group at any moment, for another actor that must continue it."""
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        prompt_ids: I32,
-        clock: Clock,
-        on_change: Callable[[RolloutSpan | None, RolloutSpan | None], None],
-    ) -> None:
-        """`on_change`: see `Timeline`."""
-        self.assignment = assignment
-        self.prompt = assignment.prompt
-        self.prompt_ids = prompt_ids
+    assignment: Assignment
+    prompt_ids: I32
+    clock: Clock
+    on_change: Callable[[RolloutSpan | None, RolloutSpan | None], None]
+    """See `Timeline`."""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.assignment.prompt
         recorded = defaultdict[int, list[Sample]](list)
-        for sample in assignment.partial:
+        for sample in self.assignment.partial:
             recorded[sample.index].append(sample)
         self.members = [
-            GroupMember(self, index, Timeline(clock.monotonic, on_change), tuple(recorded[index]))
-            for index in range(assignment.num_samples)
+            GroupMember(self, index, Timeline(self.clock.monotonic, self.on_change), tuple(recorded[index]))
+            for index in range(self.assignment.num_samples)
         ]
 
     @property
@@ -233,41 +231,32 @@ class RunningGroup:
         }
 
 
+@dataclass(kw_only=True, eq=False)
 class GroupRunner:
     """Runs groups. One per rollout actor; `run` may be called concurrently."""
 
-    def __init__(
-        self,
-        *,
-        workflow: Workflow | WorkflowPool,
-        scorer: Scorer,
-        tokenizer: Tokenizer,
-        model: ModelAccess,
-        clock: Clock,
-        options: RolloutOptions,
-        on_load: Callable[[GroupLoad], None] = lambda load: None,
-        vocab_size: int | None = None,
-    ) -> None:
-        """`workflow`: one that never holds the loop, or the processes that run it. `model.sampling` is replaced by what
-        each assignment asks for."""
-        self._workflow = workflow
-        self._scorer = scorer
-        self._tokenizer = tokenizer
-        self._renderer = TurnRenderer(tokenizer)
-        self.model = model
-        self._clock = clock
-        self.options = options
-        self._on_load = on_load
-        self._vocab_size = vocab_size
-        self.reference: Reference | None = None
-        """Gives the log-probs of every finished sample; None: they are not needed."""
-        self.on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
-        """Called for each failure of a workflow: its kind, and in words what becomes of the member."""
-        self.on_end: Callable[[RunningGroup], None] = lambda group: None
-        """Called for each group that does not run any more."""
+    workflow: Workflow | WorkflowPool
+    """One that never holds the loop, or the processes that run it."""
+    scorer: Scorer
+    tokenizer: Tokenizer
+    model: ModelAccess
+    """`model.sampling` is replaced by what each assignment asks for."""
+    clock: Clock
+    options: RolloutOptions
+    on_load: Callable[[GroupLoad], None] = lambda load: None
+    vocab_size: int | None = None
+    reference: Reference | None = None
+    """Gives the log-probs of every finished sample; None: they are not needed."""
+    on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
+    """Called for each failure of a workflow: its kind, and in words what becomes of the member."""
+    on_end: Callable[[RunningGroup], None] = lambda group: None
+    """Called for each group that does not run any more."""
+
+    def __post_init__(self) -> None:
         names = (*(f"failures/{kind}" for kind in FAILURE_KINDS), "num_retried", "num_masked")
         self.failures = Counter[str]({f"rollout/{name}": 0 for name in names})
         """Of workflows, since the actor began, by the names of their gauges."""
+        self._renderer = TurnRenderer(self.tokenizer)
         self._load = GroupLoad()
         self._running: dict[int, RunningGroup] = {}
         self.sums = defaultdict[str, float](float)
@@ -276,16 +265,16 @@ class GroupRunner:
         """Of rollouts that are over, by what they did."""
         self._lasted: dict[Doing, deque[float]] = {kind: deque(maxlen=MAX_LASTED) for kind in DOINGS}
         """Seconds of the newest stretches."""
-        self._is_lasting = isinstance(workflow, Lasting)
+        self._is_lasting = isinstance(self.workflow, Lasting)
         """It bounds its own phases."""
-        if isinstance(workflow, WorkflowPool):
-            self._load.function = workflow.name
-            workflow.on_waits = self._hear_place
+        if isinstance(self.workflow, WorkflowPool):
+            self._load.function = self.workflow.name
+            self.workflow.on_waits = self._hear_place
 
     def judged_by(self, scorer: Scorer) -> GroupRunner:
         """This one, load and sums included, with other rewards and no reference: for an evaluation."""
         other = copy(self)
-        other._scorer, other.reference = scorer, None
+        other.scorer, other.reference = scorer, None
         return other
 
     def so_far(self, group_id: int) -> tuple[Sample, ...]:
@@ -301,7 +290,7 @@ class GroupRunner:
         no member is left or the policy made one fail, RequestRefused for a request that no engine can serve."""
         group_id = assignment.prompt.group_id
         group = self._running[group_id] = RunningGroup(
-            assignment, self._renderer.prompt(assignment.prompt), self._clock, self._moved
+            assignment, self._renderer.prompt(assignment.prompt), self.clock, self._moved
         )
         try:
             ends = await all_or_first_error([self._ran(member) for member in group.members])
@@ -335,7 +324,7 @@ class GroupRunner:
     async def _ran(self, member: GroupMember) -> Interrupted | MemberFailed | None:
         """Generate a member, and judge it unless the group is judged at once. Returns why it is not finished."""
         try:
-            with member.timeline.during("workflow" if isinstance(self._workflow, WorkflowPool) else "engine"):
+            with member.timeline.during("workflow" if isinstance(self.workflow, WorkflowPool) else "engine"):
                 member.finished = await self._tried(member)
         except Interrupted as interrupted:
             member.again(interrupted.partial)
@@ -350,10 +339,10 @@ class GroupRunner:
             self.sums["truncated"] += sample.finish == "length"
         if self.reference is not None:
             member.finished = await self._referenced(self.reference, member)
-        if not self._scorer.judges_groups and member.outcome is None:
+        if not self.scorer.judges_groups and member.outcome is None:
             completion = self._completion(member.group.prompt, member.finished[-1])
             try:
-                member.outcome = await self._rewarded(self._scorer.score(completion), [member])
+                member.outcome = await self._rewarded(self.scorer.score(completion), [member])
             except MemberFailed as failed:  # its judge gave no score
                 member.finished = ()
                 self._settle(member, failed)
@@ -412,8 +401,8 @@ class GroupRunner:
 
     async def _judge_together(self, group: RunningGroup, members: Sequence[GroupMember]) -> None:
         """Of all members that have no outcome of their own."""
-        if self._scorer.judges_groups:
-            scoring = self._scorer.score_group([self._completion(group.prompt, one.finished[-1]) for one in members])
+        if self.scorer.judges_groups:
+            scoring = self.scorer.score_group([self._completion(group.prompt, one.finished[-1]) for one in members])
             for member, outcome in zip(members, await self._rewarded(scoring, members), strict=True):
                 member.outcome = member.outcome or outcome
 
@@ -427,9 +416,9 @@ class GroupRunner:
             request_prefix=f"{self.model.request_prefix}a{assignment.attempt}.{f'r{number}.' if number else ''}",
         )
         try:
-            if isinstance(self._workflow, WorkflowPool):
-                return await self._in_worker(self._workflow, member, model)
-            return await self._in_loop(self._workflow, member, model)
+            if isinstance(self.workflow, WorkflowPool):
+                return await self._in_worker(self.workflow, member, model)
+            return await self._in_loop(self.workflow, member, model)
         finally:
             member.timeline.forget_waits()
 
@@ -438,7 +427,7 @@ class GroupRunner:
         episode = Episode(
             prompt=prompt,
             index=member.index,
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             model=model,
             renderer=self._renderer,
             prompt_ids=member.group.prompt_ids,
@@ -447,7 +436,7 @@ class GroupRunner:
         member.so_far = episode.so_far
         context = WorkflowContext(
             episode=episode,
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             max_turns=self.options.max_turns,
             index=member.index,
             session_id=self._session_id(member),
@@ -499,17 +488,17 @@ class GroupRunner:
             prompt,
             member.index,
             temperatures=temperatures,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             loss_parts=self.options.loss_parts,
         )
 
     def _hear_place(self, place: str) -> None:
         self._load.function = place
-        self._on_load(self._load)
+        self.on_load(self._load)
 
     def _moved(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
         self._load.move(before, after)
-        self._on_load(self._load)
+        self.on_load(self._load)
 
     def _count_time(self, group: RunningGroup) -> None:
         for member in group.members:
@@ -529,7 +518,7 @@ class GroupRunner:
 
     def under_way(self, actor: str) -> tuple[RolloutNow, ...]:
         """See `RolloutContract.under_way`."""
-        now_s, found = self._clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()
+        now_s, found = self.clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()
         for group in self._running.values():
             prompt, is_held_out = group.prompt, group.assignment.attempt < 0
             for member in group.members:
@@ -578,7 +567,7 @@ class GroupRunner:
         mask = sample.loss_mask.tobytes()
         start = mask.rfind(0, 0, mask.rfind(1) + 1) + 1
         given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
-        return begins_in_thought(self._tokenizer, given.tolist())
+        return begins_in_thought(self.tokenizer, given.tolist())
 
     async def _rewarded(self, scoring: Awaitable[T], members: Sequence[GroupMember]) -> T:
         try:

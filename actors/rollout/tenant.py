@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -43,12 +43,7 @@ class RolloutTenant(Tenant):
     """See the module's head. To be made on the actor's loop."""
 
     def __init__(
-        self,
-        report: Reporter,
-        engine: Engine,
-        tenancy: Tenancy,
-        *,
-        on_change: Callable[[bool], None],
+        self, report: Reporter, engine: Engine, tenancy: Tenancy, *, on_change: Callable[[bool], None]
     ) -> None:
         """`on_change(has_turn)`: the device was given to, or taken from, this engine."""
         ctx = report.ctx
@@ -95,23 +90,19 @@ def require(tenant: RolloutTenant | None, name: str) -> RolloutTenant:
     return tenant
 
 
+@dataclass(eq=False)
 class EngineTurn:
     """The gate of an engine that has its device in turns; closed until `resume`. Made on the engine's loop."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        memory: ReleasesMemory,
-        *,
-        on_weights_lost: Callable[[], Awaitable[None]],
-        on_change: Callable[[bool], None] = lambda _: None,
-    ) -> None:
-        """`on_weights_lost`: the memory of the weights came back without contents. `on_change(has_turn)`: the gate
-        moved."""
-        self._engine = engine
-        self._memory = memory
-        self._on_weights_lost = on_weights_lost
-        self._on_change = on_change
+    engine: Engine
+    memory: ReleasesMemory
+    _: KW_ONLY
+    on_weights_lost: Callable[[], Awaitable[None]]
+    """The memory of the weights came back without contents."""
+    on_change: Callable[[bool], None] = lambda _: None
+    """Called with `has_turn`: the gate moved."""
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._gate = asyncio.Event()
         self._empty = asyncio.Event()
@@ -130,7 +121,7 @@ class EngineTurn:
     def started(self) -> None:
         """The engine is loaded: from here on it can be parked."""
         self._is_started = True
-        self._tags = self._memory.memory_tags()
+        self._tags = self.memory.memory_tags()
 
     def end(self) -> None:
         """The actor leaves: requests that wait at the gate, or come to it, end with finish "abort"."""
@@ -147,7 +138,7 @@ class EngineTurn:
         self._num_inside += 1
         self._empty.clear()
         try:
-            stream = cast("AsyncGenerator[Delta, None]", self._engine.generate(request))
+            stream = cast("AsyncGenerator[Delta, None]", self.engine.generate(request))
             async with aclosing(stream):
                 async for delta in stream:
                     yield delta
@@ -162,25 +153,25 @@ class EngineTurn:
         """Admit nothing, end what runs (its tokens stay with those who asked), wait until the engine is idle."""
         if not self._is_ending:
             self._gate.clear()
-        self._on_change(self.has_turn)
+        self.on_change(self.has_turn)
         if not self._is_started:
             return
         while self._num_inside:
-            await self._engine.abort()
+            await self.engine.abort()
             try:
                 async with asyncio.timeout(TIMEOUTS.rollout.abort_every_s):
                     await self._empty.wait()
             except TimeoutError:
                 continue
-        await self._memory.park(TIMEOUTS.rollout.park_s)
+        await self.memory.park(TIMEOUTS.rollout.park_s)
 
     async def resume(self) -> None:
         if self._owes_loss:
             raise EngineError("the engine's weights have no contents", remedy="a version has to be given to it first")
         if self._is_started:
-            await self._memory.unpark()
+            await self.memory.unpark()
         self._gate.set()
-        self._on_change(self.has_turn)
+        self.on_change(self.has_turn)
 
     # -- the engine's memory, from a thread
 
@@ -200,19 +191,19 @@ class EngineTurn:
 
     async def _release(self, tags: Collection[Tag]) -> None:
         try:
-            await self._memory.release_memory(self._known(tags))
+            await self.memory.release_memory(self._known(tags))
         finally:
-            self._tags = self._memory.memory_tags()
+            self._tags = self.memory.memory_tags()
 
     async def _restore(self, tags: Collection[Tag]) -> None:
         away = {report.tag for report in self._tags if report.backing == "discarded"}
         try:
-            await self._memory.restore_memory(self._known(tags))
+            await self.memory.restore_memory(self._known(tags))
         finally:
-            self._tags = self._memory.memory_tags()
+            self._tags = self.memory.memory_tags()
         self._owes_loss = self._owes_loss or ("weights" in away and "weights" in tags)
         if self._owes_loss:
-            await self._on_weights_lost()
+            await self.on_weights_lost()
             self._owes_loss = False
 
     def _known(self, tags: Collection[Tag]) -> list[Tag]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,7 +100,7 @@ class NodeAgent(Actor):
 class ManagerOptions:
     """Plain settings of the role."""
 
-    gangs: Mapping[str, Iterable[str]]
+    gangs: Mapping[str, Sequence[str]]
     """Actor names of each gang's tenants."""
     limits: LeaseOptions = field(default_factory=LeaseOptions)
     measure_s: float = 20.0

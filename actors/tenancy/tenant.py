@@ -17,7 +17,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from ...core.activity import TelemetryBuffer
@@ -70,28 +70,21 @@ class TenantOptions:
     """Bytes and policy of tags that are going to be loaded: estimates, until `loaded`."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Tenant:
     """See the module's head. One per actor, made and used on its loop."""
 
-    def __init__(
-        self,
-        *,
-        options: TenantOptions,
-        gate: Gate,
-        in_thread: InThread,
-        clock: Clock,
-        pids: Callable[[], tuple[int, ...]] | None = None,
-        telemetry: TelemetryBuffer | None = None,
-    ) -> None:
-        """`in_thread`: runs blocking work off the loop, one piece at a time. `pids`: whose memory this is, default this
-        process."""
-        self._options = options
-        self._gate = gate
-        self._in_thread = in_thread
-        self._clock = clock
-        self._pids = pids or (lambda: (os.getpid(),))
-        self._telemetry = telemetry
-        self._planned: CountedRoom | None = CountedRoom(options.planned)
+    options: TenantOptions
+    gate: Gate
+    in_thread: InThread
+    """Runs blocking work off the loop, one piece at a time."""
+    clock: Clock
+    pids: Callable[[], tuple[int, ...]] = lambda: (os.getpid(),)
+    """Whose memory this is."""
+    telemetry: TelemetryBuffer | None = None
+
+    def __post_init__(self) -> None:
+        self._planned: CountedRoom | None = CountedRoom(self.options.planned)
         """None: everything is loaded."""
         self._assets = TenantAssets([self._planned], None)
         self.state: TenantState = "quiet"
@@ -105,17 +98,17 @@ class Tenant:
 
     def report(self) -> TenantReport:
         """Its present state. While a command works on the memory: the state before."""
-        pids = self._pids() or (os.getpid(),)
+        pids = self.pids() or (os.getpid(),)
         return TenantReport(
-            tenant=self._options.name,
-            epoch=self._options.epoch,
-            gang=self._options.gang,
-            devices=self._options.devices,
+            tenant=self.options.name,
+            epoch=self.options.epoch,
+            gang=self.options.gang,
+            devices=self.options.devices,
             pids=pids,
             state=self.state,
             tags=self._assets.tags(is_busy=self._running is not None),
             reserved_bytes=0 if self._planned is None else self._planned.held_bytes,
-            node=self._options.node,
+            node=self.options.node,
         )
 
     def loaded(self, stores: Sequence[AssetStore], comms: CommResidency | None = None) -> None:
@@ -125,8 +118,8 @@ class Tenant:
 
     async def command(self, command: MemoryCommand) -> MemoryReply:
         """Obey, answer again, or refuse. A caller that goes away does not end what it began."""
-        if command.tenant_epoch not in (0, self._options.epoch):
-            reason = f"meant for epoch {command.tenant_epoch} of {self._options.name}, this is {self._options.epoch}"
+        if command.tenant_epoch not in (0, self.options.epoch):
+            reason = f"meant for epoch {command.tenant_epoch} of {self.options.name}, this is {self.options.epoch}"
             return self._reply(command, reason=reason)
         task = self._tasks.get(command.command_id)
         if task is None:
@@ -141,43 +134,43 @@ class Tenant:
         self._epoch = max(self._epoch, command.epoch)
         async with self._turn:
             if command.epoch < self._epoch:
-                reason = f"epoch {command.epoch} is over; {self._options.name} has seen {self._epoch}"
+                reason = f"epoch {command.epoch} is over; {self.options.name} has seen {self._epoch}"
                 return self._reply(command, reason=reason)
             if self.state == "active" and command.kind in ("release", "restore"):  # memory of what runs
-                reason = f"{self._options.name} is {self.state}: {command.kind} is not possible"
+                reason = f"{self.options.name} is {self.state}: {command.kind} is not possible"
                 return self._reply(command, reason=reason)
-            started, wall_s = self._clock.monotonic(), self._clock.wall()
+            started, wall_s = self.clock.monotonic(), self.clock.wall()
             self._running = command
             try:
                 return await self._carry_out(command)
             finally:
                 self._running = None
-                self._span(command, wall_s, self._clock.monotonic() - started)
+                self._span(command, wall_s, self.clock.monotonic() - started)
 
     async def _carry_out(self, command: MemoryCommand) -> MemoryReply:
         try:
             if command.kind == "drain" and self.state == "active":
                 return await self._drain(command)
             if command.kind == "commit" and self.state != "active":
-                await self._gate.resume()
+                await self.gate.resume()
                 self.state = "active"
             copied_bytes = 0
             if command.kind in ("release", "restore"):
                 self.state = "moving"
                 move = self._assets.release if command.kind == "release" else self._assets.restore
-                copied_bytes = await self._in_thread(lambda: move(command))
+                copied_bytes = await self.in_thread(lambda: move(command))
             return self._reply(command, copied_bytes=copied_bytes)
         except MyxaError as error:
             return self._reply(command, reason=str(error))
         except Exception as error:  # noqa: BLE001 -- a store of another's making: the manager must hear of it
-            _log.exception("%s: %s", self._options.name, command.command_id)
+            _log.exception("%s: %s", self.options.name, command.command_id)
             return self._reply(command, reason=f"{type(error).__name__}: {error}")
 
     async def _drain(self, command: MemoryCommand) -> MemoryReply:
         self.state = "draining"
         try:
             async with asyncio.timeout(command.deadline_s):
-                await self._gate.quiesce()
+                await self.gate.quiesce()
         except TimeoutError:
             await self._reopen()
             return self._reply(command, reason=f"what runs did not end within {command.deadline_s:.1f} s")
@@ -191,9 +184,9 @@ class Tenant:
         """After a drain that failed: open the gate; if it cannot be, it is closed, and a commit opens it later."""
         try:
             async with asyncio.timeout(TIMEOUTS.memory.reopen_s):
-                await self._gate.resume()
+                await self.gate.resume()
         except Exception:  # noqa: BLE001 -- a gate of another's making may raise anything
-            _log.exception("%s: the gate does not open", self._options.name)
+            _log.exception("%s: the gate does not open", self.options.name)
             self.state = "quiet"
         else:
             self.state = "active"
@@ -212,9 +205,9 @@ class Tenant:
         )
 
     def _span(self, command: MemoryCommand, wall_s: float, seconds: float) -> None:
-        if self._telemetry is not None:
+        if self.telemetry is not None:
             tags = wholes(command.tags)
-            self._telemetry.span(
+            self.telemetry.span(
                 command.kind, "wait-memory", wall_s, seconds, track="memory", epoch=command.epoch, tags=tags
             )
 
@@ -287,38 +280,36 @@ def _known(store: AssetStore, tags: Sequence[Tag]) -> list[Tag]:
 WORKSPACE: Tag = "workspace"
 
 
+@dataclass(eq=False)
 class CountedRoom:
     """Room on a device that is only counted. An `AssetStore` of what is going to be loaded; and, for a tenant's turn,
     of what is not allocated ahead (activations, logits), so that the engine leaves as much as the trainer's step will
     take. But torch keeps what a step took: `vacate` gives back the unused part when the room is given up."""
 
-    def __init__(
-        self,
-        sizes: Mapping[Tag, tuple[int, TagPolicy]],
-        *,
-        is_held: bool = False,
-        vacate: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._sizes = sizes
-        self._held = set(sizes) if is_held else set[Tag]()
-        self._vacate = vacate
+    sizes: Mapping[Tag, tuple[int, TagPolicy]]
+    _: KW_ONLY
+    is_held: bool = False
+    vacate: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._held = set(self.sizes) if self.is_held else set[Tag]()
 
     @property
     def held_bytes(self) -> int:
-        return sum(self._sizes[tag][0] for tag in self._held)
+        return sum(self.sizes[tag][0] for tag in self._held)
 
     def report(self) -> tuple[TagReport, ...]:
         return tuple(
             TagReport(tag, num_bytes, policy, "mapped_dirty" if tag in self._held else "discarded")
-            for tag, (num_bytes, policy) in self._sizes.items()
+            for tag, (num_bytes, policy) in self.sizes.items()
         )
 
     def release(self, tags: Collection[Tag]) -> int:
         if left := self._held.intersection(tags):
             self._held -= left
-            self._vacate()
+            self.vacate()
         return 0
 
     def restore(self, tags: Collection[Tag]) -> int:
-        self._held.update(tag for tag in tags if tag in self._sizes)
+        self._held.update(tag for tag in tags if tag in self.sizes)
         return 0

@@ -60,12 +60,7 @@ class BackendTurn:
 class TrainerTenant(Tenant):
     """See the module's head. To be made on the actor's loop."""
 
-    def __init__(
-        self,
-        report: Reporter,
-        tenancy: TrainerTenancy,
-        in_thread: InThread,
-    ) -> None:
+    def __init__(self, report: Reporter, tenancy: TrainerTenancy, in_thread: InThread) -> None:
         """`in_thread`: runs work in the backend's thread, in order."""
         self._tenancy = tenancy
         self.turn = BackendTurn(in_thread)
@@ -87,5 +82,5 @@ class TrainerTenant(Tenant):
         if WORKSPACE in self._tenancy.planned:
             room: dict[Tag, tuple[int, TagPolicy]] = {WORKSPACE: self._tenancy.planned[WORKSPACE]}
             stores.append(CountedRoom(room, is_held=True, vacate=self._tenancy.vacate))
-        comms = None if self._tenancy.comms is None else await self._in_thread(self._tenancy.comms)
+        comms = None if self._tenancy.comms is None else await self.in_thread(self._tenancy.comms)
         self.loaded(stores, comms)

@@ -16,7 +16,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from ...core.actor import PeerEvent
@@ -386,25 +386,24 @@ class TrainLoop:
             await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
 
 
+@dataclass(eq=False)
 class TrainerGang:
     """Calls all ranks at once, with one deadline, and names a rank that does not answer. A rank that died ends the wait
     at once, because the other ranks would wait for it in a collective. A rank that hangs ends the wait at the deadline.
     Both fail the loop, and the gang restarts as one."""
 
-    def __init__(
-        self,
-        report: Reporter,
-        world_size: int,
-        *,
-        shard_of_rank: Sequence[int],
-        step_timeout_s: float,
-    ) -> None:
-        """`shard_of_rank`: empty where each rank trains its own shard."""
-        self._shard_of_rank = tuple(shard_of_rank) or tuple(range(world_size))
-        self._step_timeout_s = step_timeout_s
-        self._telemetry, self._clock = report.telemetry, report.clock
-        members = report.ctx.group(TrainerContract, [f"trainer/{rank}" for rank in range(world_size)])
-        self.together: ActorGroup[TrainerContract] = members.options(deadline_s=step_timeout_s, fails_fast=True)
+    report: Reporter
+    world_size: int
+    _: KW_ONLY
+    shard_of_rank: Sequence[int]
+    """Empty where each rank trains its own shard."""
+    step_timeout_s: float
+
+    def __post_init__(self) -> None:
+        ranks = range(self.world_size)
+        self.shard_of_rank = self.shard_of_rank or ranks
+        members = self.report.ctx.group(TrainerContract, [f"trainer/{rank}" for rank in ranks])
+        self.together: ActorGroup[TrainerContract] = members.options(deadline_s=self.step_timeout_s, fails_fast=True)
         """For collectives: with one rank gone the others may hang in them, and cannot be cancelled there."""
 
     @property
@@ -414,13 +413,15 @@ class TrainerGang:
     async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
         """All ranks at once, with the same values; returns rank 0's metrics. Raises TrainError
         naming who failed, UserCodeError if it was the user's loss."""
-        started, began = self._clock.wall(), self._clock.monotonic()
+        started, began = self.report.clock.wall(), self.report.clock.monotonic()
         try:
-            stats = await self.together.scatter(lambda rank, i: rank.train_shard(shards[self._shard_of_rank[i]], knobs))
+            stats = await self.together.scatter(lambda rank, i: rank.train_shard(shards[self.shard_of_rank[i]], knobs))
         except GatherError as error:
             raise self._failed(shards[0].step, error) from error
         group_ids = {sample.group_id for shard in shards for sample in shard.samples}
-        self._telemetry.hop("train", group_ids, started, self._clock.monotonic() - began, step=shards[0].step)
+        self.report.telemetry.hop(
+            "train", group_ids, started, self.report.clock.monotonic() - began, step=shards[0].step
+        )
         return stats["trainer/0"]
 
     def _failed(self, step: int, error: GatherError) -> MyxaError:
@@ -431,7 +432,7 @@ class TrainerGang:
             return TrainError(f"{name} failed in step {step}: {cause}", remedy=f"see the log of {name}")
         silent = ", ".join(name for name in self.names if name in error.errors or name in error.unheard)
         return TrainError(
-            f"step {step} was not done within {self._step_timeout_s:g} s: no answer from {silent}",
+            f"step {step} was not done within {self.step_timeout_s:g} s: no answer from {silent}",
             remedy="see their logs for where they hang; a step that needs longer wants a higher trainer.step_timeout_s",
         )
 

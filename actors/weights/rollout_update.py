@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal
 
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
@@ -34,21 +33,14 @@ from ...core.weight_channel import SENT_CHANNELS, WeightProgress
 from ..contracts import RolloutContract, TrainerContract
 from ..telemetry import Reporter
 
-
-class EngineState(Enum):
-    """Life of one engine incarnation as adoption sees it."""
-
-    JOINED = "joined"
-    ADOPTING = "adopting"
-    SERVING = "serving"
-    FENCED = "fenced"
-
+EngineState = Literal["joined", "adopting", "serving", "fenced"]
+"""Life of one engine incarnation as adoption sees it."""
 
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
-    EngineState.JOINED: frozenset({EngineState.ADOPTING, EngineState.FENCED}),
-    EngineState.ADOPTING: frozenset({EngineState.SERVING, EngineState.JOINED, EngineState.FENCED}),
-    EngineState.SERVING: frozenset({EngineState.ADOPTING, EngineState.JOINED, EngineState.FENCED}),
-    EngineState.FENCED: frozenset(),
+    "joined": frozenset({"adopting", "fenced"}),
+    "adopting": frozenset({"serving", "joined", "fenced"}),
+    "serving": frozenset({"adopting", "joined", "fenced"}),
+    "fenced": frozenset(),
 }
 
 _UNKNOWN_LINEAGE = -1
@@ -71,7 +63,7 @@ class _Engine:
 
     def move(self, name: str, to: EngineState) -> None:
         if to not in _ALLOWED[self.state]:
-            raise ValueError(f"{name} (epoch {self.epoch}) cannot go from {self.state.value} to {to.value}")
+            raise ValueError(f"{name} (epoch {self.epoch}) cannot go from {self.state} to {to}")
         self.state = to
 
 
@@ -109,13 +101,11 @@ class Adoption:
     def serving(self) -> dict[str, int]:
         """Engine -> version, for engines that serve (an adopting engine serves its old version); after a rewind that
         may be a version that was undone."""
-        return {
-            name: e.version for name, e in self._engines.items() if e.state is not EngineState.FENCED and e.version >= 0
-        }
+        return {name: e.version for name, e in self._engines.items() if e.state != "fenced" and e.version >= 0}
 
     @property
     def adopting(self) -> tuple[str, ...]:
-        return tuple(sorted(n for n, e in self._engines.items() if e.state is EngineState.ADOPTING))
+        return tuple(sorted(n for n, e in self._engines.items() if e.state == "adopting"))
 
     def engines_at(self, version: int | None) -> list[str]:
         """Engines that serve that version of the trainer as it is now, not an undone one; None: any of its versions."""
@@ -143,18 +133,13 @@ class Adoption:
     def joined(self, engine: str, epoch: int, version: int = -1) -> None:
         """An engine reported in. `version` >= 0: it serves that already, by an earlier coordinator. It adopts again if
         that is newer than what the trainer has or there was a rewind. An older incarnation of the name is forgotten."""
-        known = self._engines.get(engine)
-        if known is not None and known.epoch >= epoch:
+        if self.epoch_of(engine) >= epoch:
             return
-        joined = _Engine(epoch=epoch, version=version, state=EngineState.JOINED)
-        if version >= 0:
-            joined.state = EngineState.SERVING
-            joined.lineage = self.lineage if self.lineage == 0 else _UNKNOWN_LINEAGE
-        self._engines[engine] = joined
+        lineage = 0 if version >= 0 and self.lineage == 0 else _UNKNOWN_LINEAGE
+        self._engines[engine] = _Engine(epoch, version, "joined" if version < 0 else "serving", lineage)
 
     def gone(self, engine: str, epoch: int) -> None:
-        known = self._engines.get(engine)
-        if known is not None and known.epoch <= epoch:
+        if engine in self._engines and self.epoch_of(engine) <= epoch:
             del self._engines[engine]
 
     def epoch_of(self, engine: str) -> int:
@@ -170,13 +155,13 @@ class Adoption:
         behind = [
             (e.lineage if e.version >= 0 else _UNKNOWN_LINEAGE - 1, e.version, name)
             for name, e in self._engines.items()
-            if e.state in (EngineState.JOINED, EngineState.SERVING) and self._is_behind(e) and not self._waits(e)
+            if e.state in ("joined", "serving") and self._is_behind(e) and not self._waits(e)
         ]
         if not behind:
             return None
         name = min(behind)[-1]
         engine = self._engines[name]
-        engine.move(name, EngineState.ADOPTING)
+        engine.move(name, "adopting")
         engine.target, engine.target_lineage, engine.is_put_off = newest, self.lineage, False
         return Adopt(engine=name, epoch=engine.epoch, manifest=self._manifests[newest])
 
@@ -184,7 +169,7 @@ class Adoption:
         """The engine serves `version`. The word of a dead or fenced incarnation has no effect: False."""
         known = self._alive(engine, epoch)
         if known is not None:
-            known.move(engine, EngineState.SERVING)
+            known.move(engine, "serving")
             known.version, known.lineage, known.num_refusals = version, known.target_lineage, 0
         return known is not None
 
@@ -198,7 +183,7 @@ class Adoption:
         known = self._alive(instruction.engine, instruction.epoch)
         if known is None:
             return 0
-        known.move(instruction.engine, EngineState.SERVING if known.version >= 0 else EngineState.JOINED)
+        known.move(instruction.engine, "serving" if known.version >= 0 else "joined")
         known.is_put_off = True
         known.num_refusals += instruction.manifest.lineage > self._ended_trainer
         return known.num_refusals
@@ -210,20 +195,20 @@ class Adoption:
 
     def lost(self, engine: str, epoch: int) -> None:
         known = self._alive(engine, epoch)
-        if known is not None and known.state is EngineState.SERVING:
-            known.move(engine, EngineState.JOINED)
+        if known is not None and known.state == "serving":
+            known.move(engine, "joined")
             known.version = -1
 
     def fenced(self, engine: str, epoch: int) -> None:
         """The engine missed a deadline or refused: it gets nothing more."""
         if (known := self._alive(engine, epoch)) is not None:
-            known.move(engine, EngineState.FENCED)
+            known.move(engine, "fenced")
 
     def releasable(self) -> tuple[int, ...]:
         """Versions that no engine will read again, oldest first; they are forgotten by this call."""
         engines = self._engines.values()
-        keep = {e.target for e in engines if e.state is EngineState.ADOPTING and e.target_lineage == self.lineage}
-        if self._keeps_newest or any(self._is_behind(e) for e in engines if e.state is not EngineState.FENCED):
+        keep = {e.target for e in engines if e.state == "adopting" and e.target_lineage == self.lineage}
+        if self._keeps_newest or any(self._is_behind(e) for e in engines if e.state != "fenced"):
             keep.add(self.newest)
         free = tuple(sorted(v for v in self._manifests if v not in keep))
         for version in free:
@@ -233,7 +218,7 @@ class Adoption:
     def _alive(self, engine: str, epoch: int) -> _Engine | None:
         """That incarnation; None: it is dead or fenced."""
         known = self._engines.get(engine)
-        return known if known and known.epoch == epoch and known.state is not EngineState.FENCED else None
+        return known if known and known.epoch == epoch and known.state != "fenced" else None
 
     def _is_behind(self, engine: _Engine) -> bool:
         """Or ahead: a number that the trainer does not have is one of weights that were undone."""
@@ -391,12 +376,8 @@ class Adopter:
         if num_refusals > MAX_REFUSALS:
             self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
             return
-        await asyncio.sleep(
-            min(
-                TIMEOUTS.coordinator.longest_repeat_s,
-                TIMEOUTS.coordinator.first_repeat_s * 2 ** max(num_refusals - 1, 0),
-            )
-        )
+        first_s, longest_s = TIMEOUTS.coordinator.first_repeat_s, TIMEOUTS.coordinator.longest_repeat_s
+        await asyncio.sleep(min(longest_s, first_s * 2 ** max(num_refusals - 1, 0)))
         self.adoption.ask_again(name, epoch)
 
     def fence(self, name: str, epoch: int, reason: str) -> None:
@@ -474,8 +455,6 @@ class StallCheck:
         that nothing can be counted just now counts as progress: then only the phase's deadline counts."""
         last, self._last = self._last, progress or self._last
         self._is_silent = progress is None
-        if progress is not None:
-            is_first = last is None
-            if is_first or not progress.is_counted or progress.num_done != last.num_done:
-                self._moved_s = now_s
+        if progress is not None and (last is None or not progress.is_counted or progress.num_done != last.num_done):
+            self._moved_s = now_s
         return bool(self._limit_s) and now_s - self._moved_s > self._limit_s

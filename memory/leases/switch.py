@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Generator, Iterable, Mapping
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from ...core.clock import Clock
@@ -99,24 +99,21 @@ class Site(Protocol):
     def spawn(self, work: Coroutine[Any, Any, LeaseReply], name: str) -> asyncio.Task[LeaseReply]: ...
 
 
+@dataclass(eq=False)
 class Leases:
     """All leases of a run."""
 
-    def __init__(
-        self,
-        site: Site,
-        gangs: Mapping[str, Iterable[str]],
-        options: LeaseOptions,
-        clock: Clock,
-        *,
-        incarnation: int = 1,
-    ) -> None:
-        """`gangs`: names of each gang's tenants. `incarnation`: number of this manager, above that of all before it."""
-        self.site = site
-        self.gangs = {gang: tuple(names) for gang, names in gangs.items()}
-        self.options = options
-        self.clock = clock
-        self.epoch = max(incarnation - 1, 0) * EPOCHS_PER_MANAGER
+    site: Site
+    gangs: Mapping[str, Sequence[str]]
+    """Names of each gang's tenants."""
+    options: LeaseOptions
+    clock: Clock
+    _: KW_ONLY
+    incarnation: int = 1
+    """Number of this manager, above that of all before it."""
+
+    def __post_init__(self) -> None:
+        self.epoch = max(self.incarnation - 1, 0) * EPOCHS_PER_MANAGER
         self.switching = ""
         """What is under way, for people."""
         self.reports: dict[str, TenantReport] = {}

@@ -178,7 +178,7 @@ def test_a1_ids_equal_those_of_transformers(pair: tuple[Any, FolderTokenizer, Pa
     num_equal = 0
     for arguments in ARGUMENTS if "enable_thinking" in source else ARGUMENTS[:1]:
         template = ChatTemplate(source, f"{name}.jinja", special, arguments, day=DAY)
-        mine = FolderTokenizer(ours._tokenizer, template, ours.eos_token_ids)
+        mine = FolderTokenizer(ours.tokenizer, template, ours.eos_token_ids)
         for which, rows, tools, how in cases():
             wanted = judged(judge, rows, tools, how, arguments)
             opens, goes_on = how["add_generation_prompt"], how.get("continue_final_message", False)
@@ -352,7 +352,7 @@ def learn(tokenizer: FolderTokenizer, prompt: Prompt) -> Sample:
 
 def with_template(ours: FolderTokenizer, source: str, special: dict[str, str], **arguments: Any) -> FolderTokenizer:
     template = ChatTemplate(source, "x.jinja", special, arguments, day=DAY)
-    return FolderTokenizer(ours._tokenizer, template, ours.eos_token_ids)
+    return FolderTokenizer(ours.tokenizer, template, ours.eos_token_ids)
 
 
 def runs(sample: Sample, tokenizer: FolderTokenizer) -> list[str]:

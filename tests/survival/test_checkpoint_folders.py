@@ -124,7 +124,7 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
 
 def pruned(folder: Path, newest: int, **options: Any) -> list[int]:
     nobody: Any = None
-    kept = Checkpoints(nobody, CheckpointOptions(run_dir=str(folder.parent), **options), nobody, nobody)
+    kept = Checkpoints(nobody, CheckpointOptions(run_dir=str(folder.parent), **options), nobody, nobody, nobody)
     kept._prune(folder / f"version_{newest:08d}")
     return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
 
@@ -170,7 +170,7 @@ def test_one_that_lost_its_place_in_a_crash_counts_as_any_other(tmp_path: Path):
         (tmp_path / f"version_{version:08d}").replace(tmp_path / f".old-version_{version:08d}")
     (tmp_path / "version_20-mine").mkdir()
     nobody: Any = None
-    kept = Checkpoints(nobody, CheckpointOptions(str(tmp_path), keep_last=2), nobody, nobody)
+    kept = Checkpoints(nobody, CheckpointOptions(str(tmp_path), keep_last=2), nobody, nobody, nobody)
     kept._prune(tmp_path / "version_00000030")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [".old-version_00000020", "version_00000030", "version_20-mine"]

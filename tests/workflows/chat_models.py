@@ -56,7 +56,7 @@ class ChatModel:
 def tokenizer_of(template: ChatTemplate | PlainText, marks: Sequence[str], ends: Sequence[str]) -> FolderTokenizer:
     bpe = byte_level(tuple(marks))
     id_of = bpe.get_vocab()
-    return FolderTokenizer(bpe, template, [id_of[end] for end in ends])
+    return FolderTokenizer(bpe, template, tuple(id_of[end] for end in ends))
 
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")

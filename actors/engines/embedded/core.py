@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from random import Random
 from typing import Any, NamedTuple
 
@@ -103,39 +103,34 @@ _NOTHING = Delta(output_ids=_EMPTY_I32, logprobs=np.zeros(0, dtype=np.float32), 
 """The end of a request that had no untold token."""
 
 
+@dataclass(eq=False)
 class EngineCore:
     """The engine without its thread."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: DecoderWeights,
-        options: EmbeddedOptions,
-        *,
-        num_slots: int,
-        context_length: int,
-        eos_token_ids: frozenset[int],
-        decode: Decode,
-        allocate: Allocate | None = None,
-    ) -> None:
-        """`decode`: text of token ids, special tokens kept. `allocate`: of the cache."""
-        self._config = config
-        self.weights = weights
-        self._options = options
-        self._context_length = context_length
-        self._eos_token_ids = eos_token_ids
-        self._decode = decode
-        self.decoder = Decoder(config, context_length)
-        self._cache = SlotCache(config, num_slots, context_length, weights.dtype, allocate)
-        self._slots = SlotTable(self._cache, num_slots, context_length)
+    config: ModelConfig
+    weights: DecoderWeights
+    options: EmbeddedOptions
+    _: KW_ONLY
+    num_slots: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    decode: Decode
+    """Text of token ids, special tokens kept."""
+    allocate: Allocate | None = None
+    """Of the cache."""
+
+    def __post_init__(self) -> None:
+        self.decoder = Decoder(self.config, self.context_length)
+        self._cache = SlotCache(self.config, self.num_slots, self.context_length, self.weights.dtype, self.allocate)
+        self._slots = SlotTable(self._cache, self.num_slots, self.context_length)
         self._waiting: deque[Running] = deque()
         self._ids: set[str] = set()
         self._events: list[RequestEvent] = []
-        self._random = Random(options.seed)
+        self._random = Random(self.options.seed)
         self._steps_untold = 0
-        self.version = options.version
+        self.version = self.options.version
         self.is_paused = False
-        if options.is_invariant:
+        if self.options.is_invariant:
             self._check_invariance()
 
     # -- state
@@ -162,12 +157,12 @@ class EngineCore:
 
     def submit(self, request: GenerateRequest, owner: object) -> None:
         """Queue a request; its events carry `owner`. One that cannot be served gets RequestRefused as only event."""
-        name = self._options.name
+        name = self.options.name
         try:
             self._check(request)
             seed = request.sampling.seed
             state = stream_state(self._random.getrandbits(64) if seed is None else seed)
-            running = make_running(request, owner, self._eos_token_ids, state, self._decode)
+            running = make_running(request, owner, self.eos_token_ids, state, self.decode)
         except EngineError as err:
             self._events.append(RequestEvent(owner, err))
         except Exception as err:  # noqa: BLE001 -- whatever is wrong with it, its owner waits for an answer
@@ -182,8 +177,8 @@ class EngineCore:
             self._waiting.append(running)
 
     def _check(self, request: GenerateRequest) -> None:
-        name = self._options.name
-        check_request(request, vocab_size=self._config.vocab_size, context_length=self._context_length, place=name)
+        name = self.options.name
+        check_request(request, vocab_size=self.config.vocab_size, context_length=self.context_length, place=name)
         if request.request_id in self._ids:
             raise RequestRefused(
                 f"{name}: request {request.request_id!r} is running already",
@@ -267,9 +262,9 @@ class EngineCore:
         self._waiting.extendleft(reversed(sound))
 
     def _request_failed(self, request: Running, err: BaseException) -> EngineError:
-        _log.error("%s: request %r failed", self._options.name, request.request_id, exc_info=err)
+        _log.error("%s: request %r failed", self.options.name, request.request_id, exc_info=err)
         error = EngineError(
-            f"{self._options.name}: request {request.request_id!r} failed in a step: {type(err).__name__}: {err}",
+            f"{self.options.name}: request {request.request_id!r} failed in a step: {type(err).__name__}: {err}",
             remedy="other requests are served; the engine's log has the place",
         )
         error.__cause__ = err
@@ -284,20 +279,20 @@ class EngineCore:
         num_drawn = len(self._slots)
         self._draw(logits)
         self._steps_untold += 1
-        if self._steps_untold == self._options.stream_interval:
+        if self._steps_untold == self.options.stream_interval:
             self.tell()
         return num_drawn
 
     def _forward(self, admission: AdmissionPlan) -> torch.Tensor:
         """Logits of the next token, float32: of the running rows, then of the requests that join."""
-        if self._options.is_invariant:
+        if self.options.is_invariant:
             return self._forward_tiles(admission)
         ids, positions = self._slots.inputs()
         count = len(ids)
         attentions: list[Attention] = []
         wanted = None
         if count:
-            attentions.append(DecodeAttention(self._cache, positions, self.weights.dtype, self._config.num_kv_heads))
+            attentions.append(DecodeAttention(self._cache, positions, self.weights.dtype, self.config.num_kv_heads))
         if admission.rows:
             prefill = PrefillAttention(self._cache, admission.rows, admission.lengths)
             attentions.append(prefill)
@@ -339,7 +334,7 @@ class EngineCore:
         return torch.cat([self._hidden_tile(ids[tile], rows[tile], positions[tile]) for tile in tiles])
 
     def _hidden_tile(self, ids: Index, rows: Index, positions: Index) -> torch.Tensor:
-        attention = TileAttention(self._cache, rows, positions, self.weights.dtype, self._config.num_kv_heads)
+        attention = TileAttention(self._cache, rows, positions, self.weights.dtype, self.config.num_kv_heads)
         return self.decoder.hidden(self.weights, as_tensor(ids), as_tensor(positions), attention)
 
     @torch.inference_mode()
@@ -350,7 +345,7 @@ class EngineCore:
         logits = self.decoder.logits(self.weights, hidden)
         if not (torch.equal(logits, logits[:1].expand_as(logits)) or logits.isnan().any()):
             raise EngineError(
-                f"{self._options.name}: this machine's matrix products depend on a row's place in its batch, so no run "
+                f"{self.options.name}: this machine's matrix products depend on a row's place in its batch, so no run "
                 "here repeats to the bit",
                 remedy="set rollout.deterministic = false, or use another machine",
             )
@@ -362,7 +357,7 @@ class EngineCore:
         attention = PrefillAttention(self._cache, [0], [1])
         if not self.decoder.forward(self.weights, first, first, attention).isfinite().all():
             raise ModelError(
-                f"{self._options.name}: the logits of the model folder's weights are not finite for token 0",
+                f"{self.options.name}: the logits of the model folder's weights are not finite for token 0",
                 remedy="the weights overflow in this dtype: use another engine.dtype, or an earlier checkpoint",
             )
 
@@ -373,8 +368,8 @@ class EngineCore:
             penalise(logits[row], slots.rows[row].sampling, slots.answer(row), slots.rows[row].end_ids)
         records = slots.records
         numbers = uniforms(records["state"], records["length"])
-        drawing = draw_tiles if self._options.is_invariant else draw
-        drawn = drawing(logits, records, numbers, tells_kept=self._options.tells_kept)
+        drawing = draw_tiles if self.options.is_invariant else draw
+        drawn = drawing(logits, records, numbers, tells_kept=self.options.tells_kept)
         stopped, ended = slots.append(drawn, self.version)
         failed: dict[int, EngineError] = {}
         for row in np.flatnonzero(slots.records["has_stops"]).tolist():
@@ -403,7 +398,7 @@ class EngineCore:
 
     def _not_finite(self, request_id: str, num_tokens: int) -> EngineError:
         return EngineError(
-            f"{self._options.name}: request {request_id!r}: the logits of weight version {self.version} are not finite "
+            f"{self.options.name}: request {request_id!r}: the logits of weight version {self.version} are not finite "
             f"after {num_tokens} tokens",
             remedy="the weights hold NaN or overflow: look at the trainer's gradient norm, lower the learning rate",
         )

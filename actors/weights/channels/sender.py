@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -88,29 +88,25 @@ class Channel:
             self.group.abort()
 
 
+@dataclass(eq=False)
 class DeviceWeightSender:
     """One rank. `name` is its actor's, under which engines ask for it."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        channel: SentChannel,
-        bucket_bytes: int,
-        host: str,
-        quantise: Callable[[Tensors], Tensors] | None = None,
-        keeps_buffers: bool = True,
-        is_needed: bool = True,
-    ) -> None:
-        """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold.
-        `keeps_buffers`: see `Staging`. `is_needed` False: no engine asks this rank for what it is given, so it keeps
-        nothing, and only takes part in gathering."""
-        self._name = name
-        self._channel: SentChannel = channel
-        self._host = host
-        self._quantise = quantise
-        self._is_needed = is_needed
-        self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)
+    name: str
+    _: KW_ONLY
+    channel: SentChannel
+    bucket_bytes: int
+    host: str
+    """Boot id of this host."""
+    quantise: Callable[[Tensors], Tensors] | None = None
+    """Turns exported tensors into those that the engines hold."""
+    keeps_buffers: bool = True
+    """See `Staging`."""
+    is_needed: bool = True
+    """False: no engine asks this rank for what it is given, so it keeps nothing, and only takes part in gathering."""
+
+    def __post_init__(self) -> None:
+        self._staging = Staging(self.bucket_bytes, keeps_buffers=self.keeps_buffers)
         self._lock = threading.Lock()
         self._channels: dict[str, Channel] = {}
         self._is_closed = False
@@ -124,23 +120,23 @@ class DeviceWeightSender:
         self._close_idle()
         return WeightManifest(
             version=version,
-            channel=self._channel,
-            location=self._name,
+            channel=self.channel,
+            location=self.name,
             num_bytes=staged.buffers.plan.num_bytes,
             tensors=(),
             digest=staged.digest,
-            host=self._host,
+            host=self.host,
         )
 
     def _wanted(self, tensors: Tensors) -> Tensors:
         """What is staged of an export, which is gone through to its end either way."""
-        if not self._is_needed:
+        if not self.is_needed:
             for _ in tensors:
                 pass
-        elif self._quantise is None:
+        elif self.quantise is None:
             yield from tensors
         else:
-            yield from self._quantise(tensors)
+            yield from self.quantise(tensors)
 
     def release(self, version: int) -> None:
         self._staging.release(version)
@@ -194,20 +190,20 @@ class DeviceWeightSender:
         """Open a meeting place and wait there in a thread. Raises TrainError for a name that was used."""
         device = self._staging.device
         if device is None:
-            raise TrainError(f"{self._name} has published nothing yet", remedy="publish a version first")
+            raise TrainError(f"{self.name} has published nothing yet", remedy="publish a version first")
         channel = Channel(request)
         with self._lock:
             if self._is_closed or request.channel in self._channels:
                 state = "is closing" if self._is_closed else "has a channel of that name"
-                raise TrainError(f"{self._name} {state}: {request.channel}", remedy="ask again under another name")
+                raise TrainError(f"{self.name} {state}: {request.channel}", remedy="ask again under another name")
             self._channels[request.channel] = channel
         world_size = request.num_ranks + 1
         try:
-            address = address_for(request, self._host)
+            address = address_for(request, self.host)
             store = host_store(address, 0, world_size, request.timeout_s)
         except (RuntimeError, OSError) as err:
             self._leave(request.channel, f"no meeting place: {err}")
-            raise TrainError(f"{self._name}: cannot open a meeting place: {err}", remedy="is a port free?") from err
+            raise TrainError(f"{self.name}: cannot open a meeting place: {err}", remedy="is a port free?") from err
 
         def build() -> None:
             try:
@@ -236,7 +232,7 @@ class DeviceWeightSender:
         channel = self._channels.get(order.channel)
         if channel is None:
             self._staging.done(staged)
-            raise TrainError(f"{self._name} has no channel {order.channel}", remedy="join again under another name")
+            raise TrainError(f"{self.name} has no channel {order.channel}", remedy="join again under another name")
         channel.num_idle = 0
         outcome: list[BaseException | None] = []
         is_over = channel.over = threading.Event()
@@ -260,7 +256,7 @@ class DeviceWeightSender:
         at = channel.at
         self._leave(order.channel, f"sending version {order.version} failed at {at}: {why}")
         raise TrainError(
-            f"{self._name} could not send weight version {order.version} to {channel.request.engine}: {at}: {why}",
+            f"{self.name} could not send weight version {order.version} to {channel.request.engine}: {at}: {why}",
             remedy="the engine gets it again through a new channel, or is restarted",
         ) from result
 
@@ -287,7 +283,7 @@ class DeviceWeightSender:
     def close(self) -> None:
         self._is_closed = True
         for name in list(self._channels):
-            self._leave(name, f"{self._name} ends")
+            self._leave(name, f"{self.name} ends")
         self._staging.close()
 
 
