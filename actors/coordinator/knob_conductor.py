@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
@@ -69,26 +69,24 @@ class Order:
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class KnobConductor:
     """See the module's head."""
 
-    def __init__(
-        self,
-        run: RunContext,
-        *,
-        own: KnobsContract,
-        engines: Collection[str],
-        on_broken: Callable[[str, str], Awaitable[None]],
-    ) -> None:
-        """`own`: the coordinator as an owner of knobs. `engines`: the rollout actors that reported in, as they change;
-        others get what was decided when they report in. `on_broken`: called with name and reason of an owner that could
-        not use what was decided."""
+    run: RunContext
+    _: KW_ONLY
+    own: KnobsContract
+    """The coordinator as an owner of knobs."""
+    engines: Collection[str]
+    """The rollout actors that reported in, as they change; others get what was decided when they report in."""
+    on_broken: Callable[[str, str], Awaitable[None]]
+    """Called with name and reason of an owner that could not use what was decided."""
+
+    def __post_init__(self) -> None:
+        run = self.run
         self.decisions = Decisions(run.options.launch)
         self._ctx, self._clock, self._tell, self._version = run.ctx, run.clock, run.tell, run.version
         self._record = run.record
-        self._own = own
-        self._engines = engines
-        self._on_broken = on_broken
         self._turn = asyncio.Lock()
         self._is_attached = asyncio.Event()
         """Whether owners that an earlier incarnation knew have reported in, or had the time to."""
@@ -128,7 +126,7 @@ class KnobConductor:
 
     async def roster(self) -> OwnerStates:
         """Every owner with its knobs; those that do not answer within `ask_s` are silent."""
-        names = [self._ctx.name, *self._others(), *sorted(self._engines)]
+        names = [self._ctx.name, *self._others(), *sorted(self.engines)]
         answers = await asyncio.gather(*(self._sheet(name) for name in names))
         silent = {name: a for name, a in zip(names, answers, strict=True) if isinstance(a, str)}
         return OwnerStates(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
@@ -151,7 +149,7 @@ class KnobConductor:
             return error.message
 
     def _ref(self, name: str) -> KnobsContract:
-        return self._own if name == self._ctx.name else self._ctx.ref(KnobsContract, name)
+        return self.own if name == self._ctx.name else self._ctx.ref(KnobsContract, name)
 
     async def news(self, after: int, number: int) -> LiveKnobs:
         """The decisions after epoch `after`. `number`: of the boundary that the owner is
@@ -311,7 +309,7 @@ class KnobConductor:
                 num_failed += 1
                 self._tell("knob-not-used", f"{owner} could not use change {epoch}: {error.message}", owner=owner)
                 if num_failed >= TELL_TRIES:
-                    await self._on_broken(owner, f"it could not use change {epoch} of the knobs: {error.message}")
+                    await self.on_broken(owner, f"it could not use change {epoch} of the knobs: {error.message}")
                     return f"{owner} failed to use it: {error.message}"
                 await asyncio.sleep(TIMEOUTS.coordinator.tell_again_s)
             except (MyxaError, TimeoutError) as error:

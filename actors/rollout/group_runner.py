@@ -243,7 +243,9 @@ class GroupRunner:
     """`model.sampling` is replaced by what each assignment asks for."""
     clock: Clock
     options: RolloutOptions
-    on_load: Callable[[GroupLoad], None] = lambda load: None
+    load: GroupLoad = field(default_factory=GroupLoad)
+    """As its groups change it."""
+    on_load: Callable[[GroupLoad], object] = lambda load: None
     vocab_size: int | None = None
     reference: Reference | None = None
     """Gives the log-probs of every finished sample; None: they are not needed."""
@@ -257,7 +259,6 @@ class GroupRunner:
         self.failures = Counter[str]({f"rollout/{name}": 0 for name in names})
         """Of workflows, since the actor began, by the names of their gauges."""
         self._renderer = TurnRenderer(self.tokenizer)
-        self._load = GroupLoad()
         self._running: dict[int, RunningGroup] = {}
         self.sums = defaultdict[str, float](float)
         """Since they were cleared last: tokens, samples, truncated."""
@@ -268,7 +269,7 @@ class GroupRunner:
         self._is_lasting = isinstance(self.workflow, Lasting)
         """It bounds its own phases."""
         if isinstance(self.workflow, WorkflowPool):
-            self._load.function = self.workflow.name
+            self.load.function = self.workflow.name
             self.workflow.on_waits = self._hear_place
 
     def judged_by(self, scorer: Scorer) -> GroupRunner:
@@ -493,12 +494,12 @@ class GroupRunner:
         )
 
     def _hear_place(self, place: str) -> None:
-        self._load.function = place
-        self.on_load(self._load)
+        self.load.function = place
+        self.on_load(self.load)
 
     def _moved(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
-        self._load.move(before, after)
-        self.on_load(self._load)
+        self.load.move(before, after)
+        self.on_load(self.load)
 
     def _count_time(self, group: RunningGroup) -> None:
         for member in group.members:

@@ -170,6 +170,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._has_turn = tenancy is None
         """The engine has its device now."""
         self._load = GroupLoad()
+        """What the groups are doing."""
         self._traced = FlowSampler(GROUPS_TRACED_PER_S)
         self._is_at_work = False
         self._broke: EngineError | None = None
@@ -246,10 +247,13 @@ class Rollout(OwnsKnobs, RolloutContract):
             model=model,
             clock=self._clock,
             options=self._options,
-            on_load=self._note_load,
+            load=self._load,
+            on_load=lambda load: self._book(),
             vocab_size=vocab_size,
+            reference=self._reference,
+            on_failure=lambda kind, words: self._tell("member-failed", f"{kind}: {words}", failure=kind),
+            on_end=self._trace,
         )
-        runner.reference, runner.on_failure, runner.on_end = self._reference, self._tell_failure, self._trace
         self._telemetry.more_seconds = runner.seconds
         if self.gateway is not None:
             self.gateway.answer_eval(
@@ -449,15 +453,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 values["rollout/truncated_fraction"] = sums["truncated"] / num_samples
             self._telemetry.metric(load.version if self._engine is not None else -1, values)
 
-    def _tell_failure(self, kind: str, words: str) -> None:
-        self._tell("member-failed", f"{kind}: {words}", failure=kind)
-
     # ---- groups
-
-    def _note_load(self, load: GroupLoad) -> None:
-        """What the groups are doing."""
-        self._load = load
-        self._book()
 
     def _trace(self, group: RunningGroup) -> None:
         """What a group and its rollouts did, for the trace."""

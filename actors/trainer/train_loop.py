@@ -94,24 +94,22 @@ class TrainLoopOptions:
         return TrainerKnobs(first)
 
 
+@dataclass(eq=False)
 class TrainLoop:
     """Claims, plans, trains, publishes and reports until the run ends. One per run, in the actor trainer/0."""
 
-    def __init__(
-        self,
-        report: Reporter,
-        options: TrainLoopOptions,
-        owner: KnobOwner,
-        knobs: TrainerKnobs,
-        share: TimeShare | None = None,
-    ) -> None:
-        """`owner` puts changes of `knobs` into force. `share`: where ranks and engines have the devices in turns."""
-        self._owner = owner
-        self._knobs = knobs
-        self._share = share
+    report: Reporter
+    options: TrainLoopOptions
+    owner: KnobOwner
+    """Puts changes of `knobs` into force."""
+    knobs: TrainerKnobs
+    share: TimeShare | None = None
+    """Where ranks and engines have the devices in turns."""
+
+    def __post_init__(self) -> None:
+        report, options = self.report, self.options
         self._ctx, self._meter, self._telemetry = report.ctx, report.meter, report.telemetry
         self._clock, self._tell, self._ask = report.clock, report.tell, report.ask
-        self._options = options
         self._gang = TrainerGang(
             report, options.world_size, shard_of_rank=options.shard_of_rank, step_timeout_s=options.step_timeout_s
         )
@@ -152,10 +150,10 @@ class TrainLoop:
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
         start_version = version
         self.checkpoints.continue_from(version)
-        await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self._options.setup_timeout_s)
+        await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self.options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
-        manifest = await self.publisher.publish(version) if self._options.publishes else None
+        manifest = await self.publisher.publish(version) if self.options.publishes else None
         async with self._engines_turn(version):
             await self.link.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
@@ -177,15 +175,15 @@ class TrainLoop:
     @property
     def _last(self) -> int:
         """The version that ends the run, as far as knobs are in force."""
-        return self._knobs.count("num_steps") or sys.maxsize
+        return self.knobs.count("num_steps") or sys.maxsize
 
     async def _is_end(self, version: int) -> bool:
         """Whether no step is made from `version`. What was decided for that step is used before this is said; after it
         the end moves no more, and a change that would move it is refused."""
-        if version >= self._last and not self._knobs.is_at_end:
+        if version >= self._last and not self.knobs.is_at_end:
             await self._pass_step(version)
-            self._knobs.is_at_end = version >= self._last
-        return self._knobs.is_at_end
+            self.knobs.is_at_end = version >= self._last
+        return self.knobs.is_at_end
 
     async def _next_batch(self, version: int) -> ClaimedBatch | None:
         """Wait for a whole batch; None when there is none to come or the run is to stop."""
@@ -206,15 +204,15 @@ class TrainLoop:
         return None
 
     async def _claim(self, version: int, blocked_by: str) -> Claim:
-        lacks = self._options.publishes and self.publisher.newest < version
+        lacks = self.options.publishes and self.publisher.newest < version
         wait_s = TIMEOUTS.trainer.held_back_s if lacks and blocked_by not in _RESTING else TIMEOUTS.trainer.claim_s
         return await self._ask("buffer", lambda: self._buffer.claim(version, wait_s, blocked_by))
 
     async def _between_claims(self, version: int, blocked_by: str) -> None:
         """There is no batch yet: do what else can be done while the trainer is at `version`."""
-        newcomers = self._share is not None and self._share.has_newcomers
+        newcomers = self.share is not None and self.share.has_newcomers
         # in turns on a device, a checkpoint is finished with the next step, for a turn costs the engines seconds
-        is_written = self.checkpoints.is_written and (self._share is None or blocked_by in _RESTING)
+        is_written = self.checkpoints.is_written and (self.share is None or blocked_by in _RESTING)
         if newcomers or is_written or self.orders.are_waiting:
             async with self._trainers_turn(version):
                 await self.checkpoints.at_boundary(version)
@@ -238,21 +236,21 @@ class TrainLoop:
         started = self._clock.monotonic()
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
-            options = self._knobs.planned(self._options.plan)
-            plan = await planned_step(version, batch, options, self._options.step_timeout_s)
-        if self._share is not None:
-            await self._share.take()
+            options = self.knobs.planned(self.options.plan)
+            plan = await planned_step(version, batch, options, self.options.step_timeout_s)
+        if self.share is not None:
+            await self.share.take()
         with self._meter.during("wait-data", "ranks"):
-            stats = await self._gang.train(plan.shards, self._knobs.for_step())
-        metrics = plan.metrics | self._parts.of(batch.groups) | stats.metrics | self._knobs.metrics()
-        metrics["knobs/epoch"] = float(self._owner.epoch)
+            stats = await self._gang.train(plan.shards, self.knobs.for_step())
+        metrics = plan.metrics | self._parts.of(batch.groups) | stats.metrics | self.knobs.metrics()
+        metrics["knobs/epoch"] = float(self.owner.epoch)
         made = self.link.version = version + 1
         with self._meter.during("wait-data", "tell buffer"):
             await self._ask("buffer", lambda: self._buffer.trained(version))
         await self._is_end(made)  # before anything is written or published as the run's last
-        if self._share is not None:
+        if self.share is not None:
             await self._write_if_due(made)
-            self._share.trained()
+            self.share.trained()
         publish_started = self._clock.monotonic()
         manifest = await self._publish_if_due(made)
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
@@ -263,10 +261,10 @@ class TrainLoop:
         async with self._engines_turn(made):
             with self._meter.during("wait-weights", "tell coordinator"):
                 await self._ask("coordinator", lambda: self._coordinator.version_made(manifest, report))
-        if self._share is None:
+        if self.share is None:
             await self._write_if_due(made)
         else:
-            self._telemetry.metric(made, self._share.metrics())
+            self._telemetry.metric(made, self.share.metrics())
         if not any(plan.lags):
             await self._guard(version, stats.metrics.get("train/logprob_diff_abs_mean", 0.0))
         return made
@@ -275,14 +273,14 @@ class TrainLoop:
         """`gap`: mean |log p(engine) - log p(trainer)| of tokens that `version` generated, under `version`. It measures
         precision, kernels, a wrong layout of a tensor, a weight that never arrived. The largest difference does not:
         one unlikely token in bf16 may be off by a nat. Raises TrainError above the bound if that is to fail the run."""
-        bound = self._options.guard_bound
+        bound = self.options.guard_bound
         if not bound or gap <= bound:
             return
         reason = (
             f"engines and trainer disagree at weight version {version}: mean |log-prob difference| {gap:.3g} nats, "
             f"guard.bound is {bound:g}"
         )
-        if self._options.guard_fails:
+        if self.options.guard_fails:
             raise TrainError(reason, remedy=GUARD_REMEDY)
         self._ctx.log.error("%s -- %s", reason, GUARD_REMEDY)
         await self._ask("coordinator", lambda: self._coordinator.pause(f"{reason} -- {GUARD_REMEDY}"))
@@ -290,26 +288,26 @@ class TrainLoop:
     async def _pass_step(self, version: int) -> None:
         """What was decided for the step from `version` is in force from here on."""
         with self._meter.during("wait-data", "knobs"):
-            used = await pull(self._ctx, self._owner, "step", version)
+            used = await pull(self._ctx, self.owner, "step", version)
         if used:
             self.checkpoints.options = replace(
                 self.checkpoints.options,
-                every=self._knobs.count("checkpoint_every"),
-                keep_last=self._knobs.count("keep_last"),
+                every=self.knobs.count("checkpoint_every"),
+                keep_last=self.knobs.count("keep_last"),
             )
 
     async def _publish_if_due(self, made: int) -> WeightManifest | None:
         """None where engines keep what they have. The last version is always published."""
-        if not self._options.publishes:
+        if not self.options.publishes:
             return None
         with self._meter.during("wait-weights", "knobs"):
-            await pull(self._ctx, self._owner, "weights", made)
-        is_due = made - self.publisher.newest >= self._knobs.count("weights_every", 1)
+            await pull(self._ctx, self.owner, "weights", made)
+        is_due = made - self.publisher.newest >= self.knobs.count("weights_every", 1)
         return await self.publisher.publish(made) if is_due or made >= self._last else None
 
     async def _give_held_back(self, version: int) -> None:
         """Engines lack `version`: given once nothing is under way, for no group may start before they have it."""
-        if not self._options.publishes or self.publisher.newest == version:
+        if not self.options.publishes or self.publisher.newest == version:
             return
         stats = await self._ask("buffer", self._buffer.stats)
         if not stats.states.get(State.DISPATCHED, 0):
@@ -321,21 +319,21 @@ class TrainLoop:
 
     async def _finish(self, version: int, start_version: int, reason: str) -> None:
         self.orders.close(reason)
-        self._knobs.is_at_end = True
-        if self._options.publishes and self.publisher.newest < version:
+        self.knobs.is_at_end = True
+        if self.options.publishes and self.publisher.newest < version:
             await self._offer(version)
         if self._written != version:
             asked = self.checkpoints.options
             is_wanted = asked.every > 0 or (asked.at_stop and bool(self._stop_reason))
             is_new = is_wanted and (version > start_version or self.checkpoints.lacks(version))
-            if is_new or self.checkpoints.is_pending or self._options.export_at_end:
+            if is_new or self.checkpoints.is_pending or self.options.export_at_end:
                 async with self._trainers_turn(version):
                     await self._write_last(version, is_new=is_new)
         await self.link.finished(version, reason)
 
     async def _write_last(self, version: int, *, is_new: bool) -> None:
         """What is left of a run: a whole checkpoint, the exported model. A disk that refuses them is waited for."""
-        run_dir = Path(self._options.run_dir)
+        run_dir = Path(self.options.run_dir)
         await until_written(
             lambda: self._try_last(version, is_new=is_new), path=run_dir, tell=self._tell, meter=self._meter
         )
@@ -346,15 +344,15 @@ class TrainLoop:
         if is_new:
             await self.checkpoints.save(version)
             await self.checkpoints.settle()
-        if self._options.export_at_end:
-            folder = str(Path(self._options.run_dir) / "export")
+        if self.options.export_at_end:
+            folder = str(Path(self.options.run_dir) / "export")
             with self._meter.during("compute", "finish"):
                 await self._together.all(TrainerContract.export_hf, folder)
 
     async def _write_if_due(self, version: int) -> None:
         """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
         await self.checkpoints.at_boundary(version)
-        if self._share is not None and version >= self._last:
+        if self.share is not None and version >= self._last:
             await self._write_last(version, is_new=self.checkpoints.options.every > 0)
         elif self.checkpoints.is_due(version):
             await self.checkpoints.save_by_schedule(version)
@@ -364,23 +362,23 @@ class TrainLoop:
     async def _engines_turn(self, version: int) -> AsyncGenerator[None]:
         """Around telling that `version` was published: before, engines have room for it; after, once all of them took
         it, their turn. Where engines have their own devices, only the announcement."""
-        if self._share is None:
+        if self.share is None:
             yield
             return
-        await self._share.offer()
+        await self.share.offer()
         yield
         await self.publisher.await_release(version)
-        await self._share.give()
+        await self.share.give()
 
     @asynccontextmanager
     async def _trainers_turn(self, version: int) -> AsyncGenerator[None]:
         """The ranks compute inside; then `version`, which may have left the engines, is handed over again."""
-        if self._share is None:
+        if self.share is None:
             yield
             return
-        await self._share.take()
+        await self.share.take()
         yield
-        self._share.trained()
+        self.share.trained()
         manifest = await self.publisher.publish(version)
         async with self._engines_turn(version):
             await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))

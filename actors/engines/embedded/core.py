@@ -300,7 +300,8 @@ class EngineCore:
             positions = np.concatenate([positions, prefill.positions])
             wanted = as_tensor(np.concatenate([np.arange(count), count + admission.lasts]))
         attention = attentions[0] if len(attentions) == 1 else MixedAttention(*attentions, num_first=count)
-        return self.decoder.forward(self.weights, as_tensor(ids), as_tensor(positions), attention, wanted)
+        hidden = self.decoder.hidden(self.weights, as_tensor(ids), as_tensor(positions), attention, wanted)
+        return self.decoder.logits(self.weights, hidden)
 
     def _forward_tiles(self, admission: AdmissionPlan) -> torch.Tensor:
         """The same, tile by tile: a running row shares its tile with its neighbours, or with slots that are free."""
@@ -355,7 +356,8 @@ class EngineCore:
         """Raise ModelError where finite weights overflow in the forward pass: no prompt could be answered."""
         first = torch.zeros(1, dtype=torch.int64)
         attention = PrefillAttention(self._cache, [0], [1])
-        if not self.decoder.forward(self.weights, first, first, attention).isfinite().all():
+        hidden = self.decoder.hidden(self.weights, first, first, attention)
+        if not self.decoder.logits(self.weights, hidden).isfinite().all():
             raise ModelError(
                 f"{self.options.name}: the logits of the model folder's weights are not finite for token 0",
                 remedy="the weights overflow in this dtype: use another engine.dtype, or an earlier checkpoint",

@@ -391,17 +391,6 @@ class Decoder:
         self._turns = torch.polar(torch.full_like(angles, rotary_gain(config)), angles)[:, None]
         """Rotations as complex numbers, [context, 1, D / 2] (arXiv 2104.09864, equation 12)."""
 
-    def forward(
-        self,
-        weights: DecoderWeights,
-        ids: Tensor,
-        positions: Tensor,
-        attention: Attention,
-        wanted: Tensor | None = None,
-    ) -> Tensor:
-        """Logits float32 [N, vocabulary] of tokens `ids` int64 [N], or of the rows `wanted` int64 [M] only."""
-        return self.logits(weights, self.hidden(weights, ids, positions, attention, wanted))
-
     def hidden(
         self,
         weights: DecoderWeights,
@@ -410,7 +399,8 @@ class Decoder:
         attention: Attention,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """What the last layer says of them, [N, hidden] or [M, hidden]."""
+        """What the last layer says of tokens `ids` int64 [N], or of the rows `wanted` int64 [M] only: [N, hidden] or
+        [M, hidden]."""
         x = weights.embedding[ids]
         turns = self._turns[positions]
         for number, layer in enumerate(weights.layers):
