@@ -198,10 +198,10 @@ class Groups:
     def _num_new(self, request: DrawRequest) -> int:
         """Groups that this actor may begin beside the reserved shares of others. Admission bounds the sum of all."""
         num_free = max(0, self.admission.slots_total - self.admission.slots_used)
-        return self.shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held_by)
-
-    def _held_by(self) -> Counter[str]:
-        return Counter(row.rollout for row in self.ledger.rows(State.DISPATCHED))
+        room, rows = request.room or request.max_groups, self.ledger.rows
+        return self.shares.limit(
+            request.rollout, room, num_free, lambda: Counter(row.rollout for row in rows(State.DISPATCHED))
+        )
 
     def _dispatchable(self, rows: list[Row], version: int) -> list[Row]:
         return [row for row in rows if self.admission.may_dispatch(version, row.group_id)]

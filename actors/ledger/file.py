@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, TypeVar, get_args
+from typing import IO, Any, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -394,28 +394,24 @@ def copy_ledger(path: Path, target: Path) -> FileEntry:
     """Copy the ledger, which may be in use, to `target`; any thread, one after another. Returns what is durably there
     then. A target belongs to one process, which finds what a crash left of a draft and replaces it. Raises LedgerError
     naming both files if it cannot be read or written."""
-    with _one_at_a_time:
-        return _copy(path, target)
-
-
-def _copy(path: Path, target: Path) -> FileEntry:
     draft = target.with_name(f"{target.name}.part")
-    try:
-        draft.unlink(missing_ok=True)
-        with (
-            contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
-            contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as copy,
-        ):
-            source.backup(copy)
-            copy.execute("PRAGMA journal_mode=DELETE")  # else the copy would be two files when opened
-        entry = describe_file(draft)
-        draft.replace(target)
-    except (sqlite3.Error, OSError) as error:
-        draft.unlink(missing_ok=True)
-        raise LedgerError(
-            f"{path} cannot be copied to {target}: {error}", remedy="is the disk full or the file system read-only?"
-        ) from error
-    return FileEntry(name=target.name, num_bytes=entry.num_bytes, sha256=entry.sha256)
+    with _one_at_a_time:
+        try:
+            draft.unlink(missing_ok=True)
+            with (
+                contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
+                contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as copy,
+            ):
+                source.backup(copy)
+                copy.execute("PRAGMA journal_mode=DELETE")  # else the copy would be two files when opened
+            entry = describe_file(draft)
+            draft.replace(target)
+        except (sqlite3.Error, OSError) as error:
+            draft.unlink(missing_ok=True)
+            raise LedgerError(
+                f"{path} cannot be copied to {target}: {error}", remedy="is the disk full or the file system read-only?"
+            ) from error
+    return replace(entry, name=target.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,17 +454,9 @@ def read_facts(path: Path) -> LedgerFacts:
         raise LedgerError(f"{path} is damaged: {error!r}") from error
 
 
-def floor_of(path: Path) -> int:
-    """The oldest version that an unused ledger can go back to. Raises LedgerError if it cannot be read."""
-    return int(_mark(path, "payload_floor"))
-
-
-def dataset_of(path: Path) -> str:
-    """Fingerprint of the prompts that an unused ledger was written for. Raises LedgerError if it cannot be read."""
-    return _mark(path, "dataset")
-
-
-def _mark(path: Path, name: str) -> str:
+def recorded(path: Path, name: Literal["payload_floor", "dataset"]) -> str:
+    """What an unused ledger says of itself: the oldest version that it can go back to, or the fingerprint of the
+    prompts that it was written for. Raises LedgerError if it cannot be read."""
     try:
         with contextlib.closing(LedgerReader(path)) as file:
             return file.meta()[name]

@@ -22,7 +22,7 @@ from ...actors.data.layout import RowLayout
 from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, layout_of, open_data
 from ...actors.data.row_file import Row, RowError
 from ...actors.engines.sglang.server_args import check_sizes
-from ...actors.ledger.file import LEDGER, dataset_of, is_in_use
+from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.hf_folder import check_critic, check_second_model, check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
@@ -336,7 +336,7 @@ def _check_data_of(config: RunConfig, checkpoint: Path) -> None:
     own = checkpoint.parent.parent / LEDGER
     ledger = checkpoint / LEDGER if is_in_use(own) or not own.is_file() else own
     try:
-        known = dataset_of(ledger)
+        known = recorded(ledger, "dataset")
     except LedgerError:  # the choice of the ledger reports it
         return
     try:

@@ -37,7 +37,7 @@ from ...actors.checkpoints.folder import (
     read_manifest,
     writing_run,
 )
-from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledger, floor_of, is_in_use, lock_ledger
+from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledger, is_in_use, lock_ledger, recorded
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, LedgerError, MyxaError
 from ..run_dir import RunDir, is_run_folder
@@ -204,7 +204,7 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = No
     life = Life(
         version=point.version,
         ledger=point.ledger_words,
-        floor=floor_of(run_dir.path / LEDGER),
+        floor=int(recorded(run_dir.path / LEDGER, "payload_floor")),
         passed_over=point.passed_over,
     )
     origin = msgspec.structs.replace(origin, lives=(*origin.lives, life))

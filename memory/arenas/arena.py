@@ -15,7 +15,7 @@ from threading import RLock
 from ...core.device_memory import Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault
 from .driver import VmmDriver
-from .host_pool import HostPool
+from .host_pool import HostPool, rounded
 from .tagged_memory import (
     AWAY,
     LEAST_GRANULES,
@@ -38,7 +38,7 @@ class Arena:
     memory is created, copied and given back in pieces of this size at most (rounded up to the driver's granularity)."""
 
     def __init__(self, driver: VmmDriver, pool: HostPool, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._chunk_bytes = _rounded(chunk_bytes, driver.granularity)
+        self._chunk_bytes = rounded(chunk_bytes, driver.granularity)
         self._mover = ChunkMover(driver, pool, window_bytes=2 * self._chunk_bytes)
         self._memories: dict[Tag, TaggedMemory] = {}
         self._lock = RLock()
@@ -73,7 +73,7 @@ class Arena:
         granularity. Raises OutOfDeviceMemory with nothing changed."""
         with self._lock:
             memory = self._growing(tag)
-            total = _rounded(num_bytes, self.driver.granularity)
+            total = rounded(num_bytes, self.driver.granularity)
             address = self.driver.reserve(total)
             starts = range(0, total, self._chunk_bytes)
             chunks = [MemoryChunk(address + start, min(self._chunk_bytes, total - start)) for start in starts]
@@ -235,10 +235,6 @@ class Arena:
             f"tag {memory.tag!r} ({memory.policy}) is {memory.backing} and cannot be {what}",
             REMEDIES.get(memory.backing, ""),
         )
-
-
-def _rounded(num_bytes: int, granularity: int) -> int:
-    return -(-num_bytes // granularity) * granularity
 
 
 @dataclass(frozen=True, slots=True)

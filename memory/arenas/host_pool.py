@@ -18,11 +18,16 @@ Pin = Callable[[int, int], Unpin]
 """(address, bytes) -> how to undo it."""
 
 
+def rounded(num_bytes: int, granule: int) -> int:
+    """Up to whole granules."""
+    return -(-num_bytes // granule) * granule
+
+
 class HostPool:
     """Best fit over one range; neighbours that are free grow together. Not thread-safe: its arena's lock guards it."""
 
     def __init__(self, limit_bytes: int, pin: Pin | None = None) -> None:
-        self.limit_bytes = _rounded(limit_bytes)
+        self.limit_bytes = rounded(limit_bytes, libc.PAGE_BYTES)
         self.used_bytes = 0
         self._base = libc.map_anonymous(self.limit_bytes) if self.limit_bytes else 0
         self._taken: dict[int, int] = {}
@@ -39,7 +44,7 @@ class HostPool:
 
     def take(self, num_bytes: int) -> int:
         """Address of a new piece. Raises MemoryFault with the numbers when there is no room."""
-        wanted = _rounded(num_bytes)
+        wanted = rounded(num_bytes, libc.PAGE_BYTES)
         fitting = [(size, address) for address, size in self._free if size >= wanted]
         if not fitting:
             largest = max((size for _, size in self._free), default=0)
@@ -81,7 +86,3 @@ class HostPool:
         self._taken.clear()
         self._free.clear()
         self.used_bytes = 0
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // libc.PAGE_BYTES) * libc.PAGE_BYTES

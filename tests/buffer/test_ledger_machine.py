@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.ledger.file import LEFTOVER, STALE, Row, State, floor_of
+from myxa.actors.ledger.file import LEFTOVER, STALE, Row, State, recorded
 from myxa.actors.ledger.ledger import Ledger
 from myxa.core.errors import LedgerError
 
@@ -49,7 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
             assert audit_ledger(self.path).problems == (), "also as it is judged from outside"
-            assert floor_of(self.path) == self.floor, "what training may fall back to"
+            assert recorded(self.path, "payload_floor") == str(self.floor), "what training may fall back to"
             self.ledger.close()
             self.folder.cleanup()
 

@@ -48,16 +48,13 @@ class TorchOffload(RankOffload):
         """First and second moments, zeros of the same shapes and types; those of one parameter lie in one part."""
         sizes = [2 * parameter.nbytes for parameter in parameters]
         firsts, seconds = list(parameters), list(parameters)
-        for part, indices in zip(OPTIMIZER_PARTS, shares(sizes, len(OPTIMIZER_PARTS), self._least_bytes), strict=False):
+        least_bytes = LEAST_GRANULES * self._arena.driver.granularity
+        for part, indices in zip(OPTIMIZER_PARTS, shares(sizes, len(OPTIMIZER_PARTS), least_bytes), strict=False):
             own = [parameters[index] for index in indices]
             both = _zeroed(self._empty(part, [*own, *own]))
             for place, index in enumerate(indices):
                 firsts[index], seconds[index] = both[place], both[len(own) + place]
         return firsts, seconds
-
-    @property
-    def _least_bytes(self) -> int:
-        return LEAST_GRANULES * self._arena.driver.granularity
 
     def _empty(self, tag: Tag, like: Sequence[Tensor]) -> list[Tensor]:
         if not like:
