@@ -41,7 +41,7 @@ from ..checkpoints.folder import (
 )
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import write_safetensors
-from .torch_backend.accounting import ReferenceModel
+from .torch_backend.accounting import ReferenceModel, TrainedModel
 from .torch_backend.tensors import from_bytes
 from .torch_backend.world import World
 
@@ -126,14 +126,15 @@ class TrainingState(ABC):
 
     world: World
     model: ModelConfig
+    policy: TrainedModel
     reference: ReferenceModel[Any] | None = None
 
     def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
         """Copy everything away. Collective."""
         version = self.reference.version if self.reference else 0
         own = Manifest(
-            format=FORMAT, model=identity_of(self.model), world_size=self.world.size, num_updates=self.num_updates,
-            files=(), extra=dict(extra), reference_version=version,
+            format=FORMAT, model=identity_of(self.model), world_size=self.world.size, files=(),
+            num_updates=self.policy.num_updates, extra=dict(extra), reference_version=version,
         )  # fmt: skip
         return PendingCheckpoint(folder, self.world, msgspec.structs.replace(own, **self.facts()), self.copy)
 
@@ -148,11 +149,10 @@ class TrainingState(ABC):
             if self.reference is not None:
                 self.reference.version = manifest.reference_version
             self.restore(path, manifest)
+            self.policy.optimizer.num_updates = manifest.num_updates
+            if self.reference is not None and self.reference.version:
+                self.reference.written()
         return manifest.extra
-
-    @property
-    @abstractmethod
-    def num_updates(self) -> int: ...
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

@@ -110,9 +110,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             world,
             stepper,
             Exporter(world, model, config.export_types(model), config.model_path, whole_tensors, has_stages=has_stages),
-            MegatronTrainingState(
-                world=world, model=model, reference=reference, optimizer=optimizer, layout=config.layout
-            ),
+            MegatronTrainingState(world=world, model=model, reference=reference, policy=policy, layout=config.layout),
         )
         return self._facts(model, world, wrapped, has_reference=reference is not None)
 

@@ -38,7 +38,7 @@ from ..rank_backend import named_array
 from . import mcore
 from .hf_weights import unwrapped
 from .layout import ParallelLayout
-from .optimizer import MegatronOptimizer
+from .schedule import MegatronPolicy
 
 FILES = "dist_checkpointing.strategies.filesystem_async"
 
@@ -151,18 +151,14 @@ SHARDING = {
 class MegatronTrainingState(TrainingState):
     """What a checkpoint is made of."""
 
-    optimizer: MegatronOptimizer
+    policy: MegatronPolicy
     layout: ParallelLayout
-
-    @property
-    def num_updates(self) -> int:
-        return self.optimizer.num_updates
 
     def facts(self) -> dict[str, Any]:
         return {"backend": "megatron", "layout": asdict(self.layout)}
 
     def copy(self, partial: Path) -> RankCopy:
-        self.optimizer.settle()
+        self.policy.optimizer.settle()
         shards = begin_shards(_sharded(self, is_loading=False), str(partial))
         return RankCopy([named_array(name, found) for name, found in random_state(self.world.device)], shards)
 
@@ -179,15 +175,13 @@ class MegatronTrainingState(TrainingState):
     def restore(self, path: Path, manifest: Manifest) -> None:
         with as_train_error("reading"):
             loaded = mcore.module("dist_checkpointing").load(_sharded(self, is_loading=True), str(path))
-        for name, chunk in _named_chunks(self.optimizer.chunks):
+        for name, chunk in _named_chunks(self.policy.chunks):
             chunk.load_state_dict(loaded[name], strict=True)
-        _restore_optimizer(self.optimizer.megatron, loaded["optimizer"])
+        _restore_optimizer(self.policy.optimizer.megatron, loaded["optimizer"])
         if self.reference is not None and self.reference.version:
             for name, chunk in _named_chunks(self.reference.model.chunks):
                 found = {key.removeprefix(REFERENCE): value for key, value in loaded[f"{REFERENCE}{name}"].items()}
                 chunk.load_state_dict(found, strict=True)
-            self.reference.written()
-        self.optimizer.num_updates = manifest.num_updates
         own_file = path / rank_file(self.world.rank)
         if own_file.exists():  # not in a larger gang than the one that saved
             with open_safetensors(own_file) as own:
@@ -199,12 +193,14 @@ def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any
     group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**SHARDING, "dp_cp_group": group}
     shards: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(state.optimizer.chunks)
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(state.policy.chunks)
     }
     if state.reference is not None and state.reference.version:
         for name, chunk in _named_chunks(state.reference.model.chunks):
             shards[f"{REFERENCE}{name}"] = chunk.sharded_state_dict(prefix=REFERENCE, metadata=metadata)
-    shards["optimizer"] = state.optimizer.megatron.sharded_state_dict(shards, is_loading=is_loading, metadata=metadata)
+    shards["optimizer"] = state.policy.optimizer.megatron.sharded_state_dict(
+        shards, is_loading=is_loading, metadata=metadata
+    )
     return shards
 
 

@@ -222,6 +222,8 @@ class Pipeline:
 class MegatronPolicy(Pipeline, TrainedModel):
     """A pipeline with its optimizer."""
 
+    optimizer: MegatronOptimizer
+
     def __init__(
         self,
         chunks: Sequence[nn.Module],
@@ -235,19 +237,15 @@ class MegatronPolicy(Pipeline, TrainedModel):
         self.world, self.replicas, self.vocab_size = world, world.replicas, vocab_size
         self.is_scoring, self.is_teller = world.grid.is_scoring, world.grid.is_teller
         self.routing = routing
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._cutting = cutting
-
-    @property
-    def num_updates(self) -> int:
-        return self._optimizer.num_updates
 
     def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Pack]:
         missing = -len(micros) % self._cutting.multiple_of_micros
         return [pack_samples(samples, members, self._cutting) for members in (*micros, *[()] * missing)]
 
     def parts(self) -> dict[str, Tensor]:
-        self._optimizer.settle()
+        self.optimizer.settle()
         return super().parts()
 
     def score_start(self, layouts: Sequence[Pack]) -> list[TokenScores]:
@@ -263,16 +261,13 @@ class MegatronPolicy(Pipeline, TrainedModel):
         return self.routing.during(mode) if self.routing is not None else nullcontext()
 
     def gradient_norm(self) -> Tensor:
-        return torch.tensor(self._optimizer.gradient_norm(), dtype=torch.float64)
+        return torch.tensor(self.optimizer.gradient_norm(), dtype=torch.float64)
 
     def has_finite_gradient(self) -> bool:
-        return math.isfinite(self._optimizer.gradient_norm())
+        return math.isfinite(self.optimizer.gradient_norm())
 
     def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
-        self._optimizer.update(rate, weight_decay, max_norm)
-
-    def forget_gradients(self) -> None:
-        self._optimizer.forget_gradients()
+        self.optimizer.update(rate, weight_decay, max_norm)
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **rest: Any) -> None:

@@ -192,10 +192,15 @@ class TrainedModel(ABC):
     vocab_size: int
     is_scoring = True
     is_teller = True
+    optimizer: Any
+    """Counts its `num_updates`; has `forget_gradients`."""
 
     @property
-    @abstractmethod
-    def num_updates(self) -> int: ...
+    def num_updates(self) -> int:
+        return self.optimizer.num_updates
+
+    def forget_gradients(self) -> None:
+        self.optimizer.forget_gradients()
 
     def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Any]]]:
         """[minibatch][micro-batch], without samples of advantage 0 if `skips_neutral`. Raises TrainError for a sample
@@ -243,9 +248,6 @@ class TrainedModel(ABC):
     @abstractmethod
     def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
         """AdamW, with gradients of that norm scaled down to `max_norm`."""
-
-    @abstractmethod
-    def forget_gradients(self) -> None: ...
 
 
 @dataclass(slots=True)

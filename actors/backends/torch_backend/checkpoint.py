@@ -46,10 +46,6 @@ class TorchState(TrainingState):
         if self.reference is not None and self.reference.version:
             yield REFERENCE, self.reference.model, {}
 
-    @property
-    def num_updates(self) -> int:
-        return self.policy.num_updates
-
     def facts(self) -> dict[str, Any]:
         return {"critic": {} if self.critic is None else {"num_updates": self.critic.model.num_updates}}
 
@@ -64,11 +60,8 @@ class TorchState(TrainingState):
     def restore(self, path: Path, manifest: Manifest) -> None:
         with ExitStack() as stack:
             _restore(self, [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files])
-        self.policy.optimizer.num_updates = manifest.num_updates
         if self.critic is not None:
             self.critic.model.optimizer.num_updates = manifest.critic["num_updates"]
-        if self.reference is not None:
-            self.reference.written()
 
 
 def _tensors(state: TorchState) -> Iterator[tuple[str, Tensor]]:

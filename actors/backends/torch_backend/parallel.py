@@ -167,10 +167,6 @@ class TorchModel(Replica, TrainedModel):
         """Once the parameters are where they stay. `offload`: where moments and gradients lie if they can leave."""
         self.optimizer = AdamW(self._trained(), config.betas, config.eps, offload)
 
-    @property
-    def num_updates(self) -> int:
-        return self.optimizer.num_updates
-
     def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Layout]:
         cost, device = self._linear_cost, self.world.device
         return [plan_layout(samples, members, linear_cost=cost, device=device) for members in micros]
@@ -191,9 +187,6 @@ class TorchModel(Replica, TrainedModel):
     def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
         torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained()], max_norm, norm)
         self.optimizer.update(rate, weight_decay)
-
-    def forget_gradients(self) -> None:
-        self.optimizer.forget_gradients()
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
