@@ -168,19 +168,19 @@ async def test_a_value_whose_time_is_over_goes_back_once_that_can_be_recorded(
         assert coordinator is not None
         await until(lambda: len(coordinator.fleet.present) == 1, "the engine")
         await room.change(room=2, for_s=0.5)
-        desk = coordinator.conductor._audit
-        write, num_tried = desk.write, 0
+        desk = coordinator.conductor
+        write, num_tried = desk._record, 0
 
         async def full(record: Any) -> Any:
             nonlocal num_tried
             num_tried += 1
             raise LedgerError("audit.jsonl: no space left on device")
 
-        monkeypatch.setattr(desk, "write", full)
+        monkeypatch.setattr(desk, "_record", full)
         await until(lambda: num_tried > 1, "two attempts")
         assert "could not be recorded" in (await room.change(lr=2e-3)).refused
         assert set((await room.ref.knob_table()).reverts) == {"room"}
-        monkeypatch.setattr(desk, "write", write)
+        monkeypatch.setattr(desk, "_record", write)
         await until(lambda: any(r.verb == "expire" and r.result == "done" for r in read_audit(room.audit)), "the third")
         await room.node.start(late, "rollout/1")
         await until(lambda: late.desk.values["room"] == engine.desk.values["room"] == 8, "the old value")
