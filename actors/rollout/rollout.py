@@ -229,8 +229,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 self._tenant.set_up()
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
-            self._max_running = info.max_running
-            self._checks.vocab_size = info.vocab_size
+            self._max_running, self._checks.vocab_size = info.max_running, info.vocab_size
             generate = self._checks.watch(generate)
             self.ctx.spawn(self._watch(self._engine), name="engine-watch")
         model = ModelAccess(

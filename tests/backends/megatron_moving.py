@@ -54,7 +54,7 @@ class Shelf:
         self.dirty.append(tag)
 
     def tensors(self, tag: str) -> list[torch.Tensor]:
-        optimizer = self.backend._parts.state.optimizer
+        optimizer = self.backend._parts.state.policy.optimizer
         if tag in ("params", "grads"):
             buffers = [b for chunk in optimizer.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
             return [b.param_data if tag == "params" else b.grad_data for b in buffers]
