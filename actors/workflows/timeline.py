@@ -178,8 +178,10 @@ class Timeline:
     def _begin(self, number: int, kind: Doing, name: str, branch: int, at_s: float) -> None:
         """In place of what had that number."""
         if (last := self._last(branch)) is not None:
-            self._cut(last, at_s)
             at_s = max(at_s, last.began_s)
+            self._cut(last, at_s)
+        if kind == "engine":
+            self._hold_agents(at_s, is_end=False)
         self._open.pop(number, None)
         self._open[number] = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), at_s)
         self._changed()
@@ -190,18 +192,29 @@ class Timeline:
         was_last = self._last(one.branch) is one
         del self._open[number]
         if was_last:
+            at_s = max(at_s, one.began_s)
             self._cut(one, at_s)
             if (before := self._last(one.branch)) is not None:
-                before.began_s, before.turn = max(at_s, one.began_s), self._turns.get(one.branch, 0)
+                before.began_s, before.turn = at_s, self._turns.get(one.branch, 0)
+        if one.kind in _RANKS:
+            self._hold_agents(at_s, is_end=True)
         self._changed()
 
     def _last(self, branch: int) -> RolloutSpan | None:
         return next((one for one in reversed(self._open.values()) if one.branch == branch), None)
 
+    def _hold_agents(self, at_s: float, *, is_end: bool) -> None:
+        """What an agent does ends with a turn of any of its samples, and begins behind it."""
+        for one in (one for one in self._open.values() if one.kind == "agent"):
+            if not is_end:
+                self._cut(one, at_s)
+            one.began_s, one.turn = max(at_s, one.began_s), self.turn
+
     def _cut(self, one: RolloutSpan, now_s: float) -> None:
         """What it was doing up to now is one stretch."""
-        if now_s > one.began_s and (len(self.stretches) < MAX_STRETCHES or one.kind == "reward"):
-            self.stretches.append(RolloutSpan(one.kind, one.name, one.branch, one.turn, one.began_s, now_s))
+        began_s, one.began_s = one.began_s, max(now_s, one.began_s)
+        if now_s > began_s and (len(self.stretches) < MAX_STRETCHES or one.kind == "reward"):
+            self.stretches.append(RolloutSpan(one.kind, one.name, one.branch, one.turn, began_s, now_s))
 
     def _changed(self) -> None:
         newest = {one.branch: one for one in self._open.values()}

@@ -61,16 +61,19 @@ async def test_an_agents_time_is_what_lies_between_its_turns() -> None:
         await rollout.turn(1)
         rollout.clock.advance(3.0)
         await rollout.turn(1, branch=1, waits_s=0.5)  # a sub-agent's
+        rollout.clock.advance(1.0)
+        assert rollout.timeline.doing is not None
+        assert rollout.timeline.doing.began_s == rollout.clock.monotonic() - 1.0, "it is waited for since the last turn"
         rollout.note(1)
     assert rollout.told() == [
-        ("agent", 0, 5.0), ("engine", 1, 1.0), ("generate", 1, 2.0), ("engine", 1, 0.5), ("generate", 1, 2.0),
-        ("agent", 1, 5.5),
+        ("agent", 0, 5.0), ("engine", 1, 1.0), ("generate", 1, 2.0), ("agent", 1, 3.0), ("engine", 1, 0.5),
+        ("generate", 1, 2.0), ("agent", 1, 1.0),
     ]  # fmt: skip
     assert [[one.label for one in row] for row in rows(rollout.timeline.stretches)] == [
-        ["agent", "engine", "generate", "agent"], ["engine", "generate"],
+        ["agent", "engine", "generate", "agent", "agent"], ["engine", "generate"],
     ]  # fmt: skip
     spent = rollout.timeline.seconds()
-    assert (spent["agent"], spent["engine"], spent["generate"]) == (8.0, 1.5, 4.0)
+    assert (spent["agent"], spent["engine"], spent["generate"]) == (9.0, 1.5, 4.0)
     assert rollout.moves[-1] == ("engine", "") and rollout.timeline.doing is None
 
 
@@ -119,7 +122,7 @@ async def test_every_second_is_counted_once_and_rows_do_not_overlap(seed: int, t
                 await rollout.turn(number, branch=rng.randrange(3), waits_s=rng.random(), lasts_s=rng.random())
             else:
                 open_numbers.append(number)
-                rollout.note(number, rng.choice(["tool", "environment", "judge"]), "x", rng.randrange(3), at_s)
+                rollout.note(number, rng.choice(["tool", "environment", "judge", "agent"]), "x", rng.randrange(3), at_s)
         rollout.timeline.forget_waits()
     assert sum(rollout.timeline.seconds().values()) == pytest.approx(rollout.clock.monotonic() - began_s)
     spans = [
