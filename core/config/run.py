@@ -533,8 +533,8 @@ class EnvironmentSettings(Section, frozen=True):
     kind: EnvironmentKind
     """gym (Gymnasium's interface), verifiers, reasoning_gym, openenv (a server of it), or mcp (tools of servers)."""
     id: CodeName = ""
-    """Which one. gym: `file.py:Class`, `module:Class` or an id that Gymnasium knows; verifiers: the environment's id;
-    reasoning_gym: the task's name; openenv: the server's address; mcp: empty."""
+    """Which one. gym: `file.py:Class`, `module:Class` or an id that Gymnasium knows; verifiers: an installed
+    taskset, or `file.py:Class`; reasoning_gym: the task's name; openenv: the server's address; mcp: empty."""
     args: Annotated[Table, AfterValidator(check_json)] = {}
     """Its named arguments: JSON values. mcp: `servers`, each with a `command` or a `url`."""
     python: ProgramName = ""
