@@ -60,6 +60,7 @@ class Count:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         note("step", self._row["session_id"], action, threading.get_ident())
+        time.sleep(float(os.environ.get("GAMES_PACE_S", "0")))
         self._misbehaves("step")
         self._said += 1
         right = action.strip() == f"{self._said:g}"

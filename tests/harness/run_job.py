@@ -58,9 +58,9 @@ class Job:
 
     folder: Path
 
-    def words(self, *overrides: str) -> list[str]:
-        """After `myxa`."""
-        return ["up", str(self.folder / "run.toml"), *(part for item in overrides for part in ("--set", item))]
+    def words(self, *overrides: str, more: Sequence[str] = ()) -> list[str]:
+        """After `myxa`. `more`: further run files."""
+        return ["up", str(self.folder / "run.toml"), *more, *(part for item in overrides for part in ("--set", item))]
 
     def command(self, *overrides: str) -> list[str]:
         """The whole line, for those who start an interpreter of their own."""
@@ -71,9 +71,9 @@ class Job:
         done = run_command(*self.words(*overrides), folder=self.folder, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr, self.run_dir()
 
-    def start(self, *overrides: str) -> Command:
+    def start(self, *overrides: str, more: Sequence[str] = ()) -> Command:
         """Start and return at once."""
-        return Command(self.words(*overrides), self.folder)
+        return Command(self.words(*overrides, more=more), self.folder)
 
     def paced(self, steps_per_s: float = 4.0) -> tuple[str, ...]:
         """Overrides of a run that has to go on while something else is looked at: so many steps a second, not all that

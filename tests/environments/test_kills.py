@@ -1,0 +1,90 @@
+"""A whole run whose environment workers, and whose rollout actor, are killed: nothing survives, is lost or doubled."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.harness.ledger_audit import audit_ledger
+from tests.harness.run_job import Job, make_job, metrics, worker_pids
+from tests.harness.waiting import wait_until
+
+from myxa.actors.ledger.file import decode_group
+
+pytestmark = pytest.mark.timeout(280)
+
+GAMES = Path(__file__).with_name("games.py")
+
+
+def step(job: Job) -> int:
+    if not any((job.folder / "runs").glob("*/metrics.jsonl")):
+        return 0
+    return max((int(point["step"]) for point in metrics(job.run_dir()) if "train/loss" in point["values"]), default=0)
+
+
+def environment_pids(actor: int) -> list[int]:
+    found: list[int] = []
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(actor).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if any("environments/worker.py" in word for word in one.cmdline()) and "subreaper" not in one.cmdline():
+                    found.append(one.pid)
+    return found
+
+
+def check_groups(ledger: Path) -> int:
+    """Of the finished groups that the ledger holds; returns their number."""
+    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db:
+        rows = db.execute("SELECT group_id, data FROM payloads WHERE is_whole").fetchall()
+    for group_id, data in rows:
+        group = decode_group(group_id, data)
+        assert [one.index for one in group.samples] == sorted({one.index for one in group.samples})
+        assert len(group.samples) + group.num_masked == 4
+        assert all(one.num_turns == 3 and one.loss_mask.any() for one in group.samples)
+    return len(rows)
+
+
+def test_a_run_outlives_its_environments_workers_and_their_actor(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    dice, job, num_groups, seen = random.Random(seed), make_job(tmp_path), 0, set[int]()
+    (tmp_path / "environments.toml").write_text(
+        f'[environments.count]\nkind = "gym"\nid = "{GAMES}:Count"\nconcurrency = 4\n'
+        f'env = {{ GAMES_LOG = "{tmp_path / "log"}", GAMES_PACE_S = "0.05" }}\n'
+    )
+    process = job.start(
+        "run.num_steps=10", 'rollout.workflow="environment"', "rollout.max_turns=4", "rollout.workers=2",
+        "rollout.save_partials_s=0.2", 'reward.fn="workflow"', "rollout.max_retries=50",
+        more=(str(tmp_path / "environments.toml"),),
+    )  # fmt: skip
+    try:
+        for done in range(1, 7):
+            wait_until(lambda done=done: process.poll() is not None or step(job) >= done, f"step {done}")
+            assert process.poll() is None, process.communicate()[0]
+            actor = worker_pids(process.pid, "rollout/0")[0]
+            workers = environment_pids(actor)
+            seen.update(workers)
+            if done == 4:
+                os.kill(actor, signal.SIGKILL)
+                wait_until(lambda workers=workers: not any(map(psutil.pid_exists, workers)), "no worker survives")
+            elif workers:
+                with suppress(ProcessLookupError):
+                    os.kill(dice.choice(workers), signal.SIGKILL)
+            num_groups += check_groups(job.run_dir() / "ledger.sqlite")
+        text, _ = process.communicate(timeout=150)
+        assert process.returncode == 0, text
+    finally:
+        process.terminate()
+    found = audit_ledger(job.run_dir() / "ledger.sqlite")
+    assert found.problems == ()
+    assert set(found.trained.values()) == {1}
+    assert num_groups > 0 and len(seen) > 2
+    assert not any(map(psutil.pid_exists, seen))
+    replays = [line.split() for line in (tmp_path / "log").read_text().splitlines() if line.startswith("reset")]
+    assert {is_replay for _, _, attempt, is_replay, _ in replays if attempt != "0"} == {"True"}
