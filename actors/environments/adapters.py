@@ -240,10 +240,10 @@ class OpenEnv(Environment):
 
     def __init__(self, name: str, args: Mapping[str, Any]) -> None:
         super().__init__(name, args)
-        self.package = importlib.import_module("openenv")
+        self.client = importlib.import_module("openenv").GenericEnvClient  # which takes many seconds to import
 
     async def setup(self, session: EnvironmentSession) -> None:
-        client = self.package.GenericEnvClient(base_url=self.name, **self.args.get("client", {}))
+        client = self.client(base_url=self.name, **self.args.get("client", {}))
         session.env = await session.stack.enter_async_context(client)
         schema = (await session.called(_json_at, f"{self.name.rstrip('/')}/schema"))["action"]
         session.metadata["fields"] = schema.get("required", [])
@@ -265,7 +265,13 @@ class OpenEnv(Environment):
                 session.heard(f"That is no action: {error}")
                 continue
             for action, call in itertools.zip_longest(actions, calls):
-                told = await session.env.step(action)
+                try:
+                    told = await session.env.step(action)
+                except RuntimeError as error:
+                    if "VALIDATION_ERROR" not in str(error):
+                        raise
+                    session.heard(f"That is no action: {error}", call)
+                    continue
                 session.earned(told.reward or 0.0)
                 is_over = is_over or bool(told.done)
                 session.heard(self._text(told.observation), call)

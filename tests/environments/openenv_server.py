@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 import uvicorn
-from openenv.core.env_server import create_app  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
-from openenv.core.env_server.interfaces import Environment  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
-from openenv.core.env_server.types import Action, Observation, State  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+from openenv.core.env_server import create_app  # pyright: ignore[reportMissingImports]
+from openenv.core.env_server.interfaces import Environment  # pyright: ignore[reportMissingImports]
+from openenv.core.env_server.types import Action, Observation, State  # pyright: ignore[reportMissingImports]
 
 
 class Say(Action):
@@ -41,4 +41,8 @@ class Counting(Environment):
 
 
 if __name__ == "__main__":
-    uvicorn.run(create_app(Counting, Say, Heard, env_name="counting"), port=int(sys.argv[1]), log_level="warning")
+    uvicorn.run(
+        create_app(Counting, Say, Heard, env_name="counting", max_concurrent_envs=16),
+        port=int(sys.argv[1]),
+        log_level="warning",
+    )

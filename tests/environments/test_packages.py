@@ -4,6 +4,7 @@ MYXA_PYTHON_<PACKAGE> names. What is not installed is skipped."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -103,8 +104,12 @@ async def test_a_server_of_openenv(tmp_path: Path) -> None:
     with served(python, "openenv_server.py", "/health") as url:
         async with packaged(tmp_path, counts, kind="openenv", id=url, python=python) as made:
             group = await made.run(3)
-    assert group.rewards.tolist() == [1.5] * 3
+        turns = iter(["one", "1", "[1]", '{"number": 2}', "3"])
+        async with packaged(tmp_path, lambda prompt: next(turns), kind="openenv", id=url, python=python) as made:
+            other = await made.run()
+    assert group.rewards.tolist() == [1.5] * 3 and other.rewards.tolist() == [1.5]
     assert all(one.turns == ("1", "2", "3") for one in group.samples)
+    assert "no action" in other.samples[0].replies[0][0].content
 
 
 async def test_a_toy_text_game_of_gymnasium(tmp_path: Path) -> None:
@@ -121,10 +126,12 @@ async def test_a_toy_text_game_of_gymnasium(tmp_path: Path) -> None:
 
 def rows_of(tmp_path: Path, environment: dict[str, Any]) -> list[dict[str, Any]]:
     """What a run would train on."""
-    import json
-
-    settings = {"environments": {"one": environment}, "rollout": {"workflow": "environment"}}
-    rest = {"data": {"train": "environment:one@[:3]"}, "model": {"path": "m"}, "reward": {"fn": "workflow"}}
+    settings: dict[str, Any] = {"environments": {"one": environment}, "rollout": {"workflow": "environment"}}
+    rest: dict[str, Any] = {
+        "data": {"train": "environment:one@[:3]"},
+        "model": {"path": "m"},
+        "reward": {"fn": "workflow"},
+    }
     frozen = freeze(RunConfig(**settings, **rest), tmp_path)
     path, found, slice_ = str(frozen.config.data.train).partition("@")
     assert found + slice_ == "@[:3]" and f"rows/one.jsonl{found}{slice_}" in frozen.text
