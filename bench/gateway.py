@@ -25,7 +25,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import aiohttp
-from aiohttp import web
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
@@ -63,12 +62,10 @@ async def be_client() -> None:
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as http:
         while line := await asyncio.to_thread(sys.stdin.readline):
             asked = json.loads(line)
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             took = await asyncio.gather(*(talk(asked["url"], key, asked["turns"], http) for key in asked["keys"]))
-            print(
-                json.dumps({"s": time.perf_counter() - began, "turns": [one for some in took for one in some]}),
-                flush=True,
-            )
+            spent = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - began_cpu}
+            print(json.dumps({**spent, "turns": [one for some in took for one in some]}), flush=True)
 
 
 class World:
@@ -95,9 +92,9 @@ class World:
         episode = Episode(prompt=prompt, index=0, tokenizer=self.tokenizer, model=self.access)
         return OpenSession(AgentSession(episode, self.tokenizer), prompt)
 
-    async def call(self, turns: int) -> list[float]:
+    async def call(self, turns: int, one: OpenSession | None = None) -> list[float]:
         """A rollout without the gateway."""
-        episode, took = self.session().session._root, []
+        episode, took = (one or self.session()).session._root, []
         for _ in range(turns):
             began = time.perf_counter()
             await episode.generate()
@@ -115,21 +112,25 @@ async def asked(client: asyncio.subprocess.Process, **what: Any) -> dict[str, An
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
     world, gateway = World(folder, options), Gateway()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, cores[:1])  # threads that come later have it too
     await world.engine.start()
-    runner = web.AppRunner(gateway.app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await gateway.start()
+    url = (await gateway.served()).base_url
     client = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--client", stdin=-1, stdout=-1, limit=1 << 26
     )
+    os.sched_setaffinity(client.pid, cores[1:2] or cores)
     lost = 0
 
     async def through(num: int, turns: int) -> dict[str, Any]:
         nonlocal lost
         opened = [world.session() for _ in range(num)]
         keys = [gateway.open(one) for one in opened]
+        began_cpu = time.process_time()
         found = await asked(client, url=url, keys=keys, turns=turns)
+        found["server_cpu_s"] = time.process_time() - began_cpu
         for one, key in zip(opened, keys, strict=True):
             samples = one.session.samples()
             lost += turns * options.tokens - sum(int(sample.loss_mask.sum()) for sample in samples)
@@ -142,29 +143,37 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     for _ in range(options.rounds):
         alone += await world.call(ALONE_TURNS // options.rounds)
         gated += (await through(1, ALONE_TURNS // options.rounds))["turns"]
-    ratios: list[float] = []
-    rates: list[tuple[float, float]] = []
+    rounds: list[dict[str, float]] = []
     total = options.sessions * options.turns * options.tokens
     for _ in range(options.rounds):
-        began = time.perf_counter()
-        await asyncio.gather(*(world.call(options.turns) for _ in range(options.sessions)))
-        alone_s = time.perf_counter() - began
-        gated_s = (await through(options.sessions, options.turns))["s"]
-        ratios.append(alone_s / gated_s)
-        rates.append((total / alone_s, total / gated_s))
+        waiting = [world.session() for _ in range(options.sessions)]
+        began, began_cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(world.call(options.turns, one) for one in waiting))
+        middle, middle_cpu = time.perf_counter(), time.process_time()
+        told = await through(options.sessions, options.turns)
+        rounds.append({
+            "alone_s": middle - began, "gated_s": told["s"], "client_cpu_s": told["cpu_s"],
+            "alone_cpu_s": middle_cpu - began_cpu, "gated_cpu_s": told["server_cpu_s"],
+        })  # fmt: skip
     one_ms, gated_ms = statistics.median(alone) * 1e3, statistics.median(gated) * 1e3
-    own, theirs = (statistics.median(one[at] for one in rates) for at in (0, 1))
+    mid = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    ratio = statistics.median(one["alone_s"] / one["gated_s"] for one in rounds)
+    cpu_ratio = statistics.median(one["alone_cpu_s"] / one["gated_cpu_s"] for one in rounds)
+    cpu_ms = {name: mid[name] / (options.sessions * options.turns) * 1e3 for name in mid}
     print("| what | engine alone | through the gateway | |\n|---|---:|---:|---|")
     print(
         f"| a turn of one session, ms, median | {one_ms:.2f} | {gated_ms:.2f} | {gated_ms - one_ms:.2f} more (goal 3) |"
     )
-    ratio = statistics.median(ratios)
-    print(f"| tokens/s, {options.sessions} sessions | {own:,.0f} | {theirs:,.0f} | {ratio:.3f} (goal 0.97) |")
+    rates = f"{total / mid['alone_s']:,.0f} | {total / mid['gated_s']:,.0f}"
+    print(f"| tokens/s, {options.sessions} sessions | {rates} | {ratio:.3f} (goal 0.97) |")
+    server = f"{cpu_ms['alone_cpu_s']:.2f} | {cpu_ms['gated_cpu_s']:.2f}"
+    print(f"| processor ms a turn, server | {server} | {cpu_ratio:.3f} |")
+    print(f"| processor ms a turn, client | | {cpu_ms['client_cpu_s']:.2f} | |")
     print(f"| learnt tokens that are missing | | {lost} | |")
     assert client.stdin is not None
     client.stdin.close()
     await client.wait()
-    await runner.cleanup()
+    await gateway.stop()
     await world.engine.close()
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from ..workflows.episode import ModelsOfRollout
 from .anthropic_messages import AnthropicMessage, anthropic_fault
-from .exchange import MODEL, Exchange, event, fingerprint
+from .exchange import MODEL, Exchange, event, fingerprint, read_body
 from .openai_chat import ChatCompletion, TextCompletion, openai_fault
 from .openai_responses import Response
 from .session import AgentSession, Answer, ComingTurn, RequestFault
@@ -57,6 +57,7 @@ def session_of(body: bytes, policy: AgentSession, models: ModelsOfRollout) -> Ag
 
 def read_exchange(path: str, body: bytes, session: AgentSession, retry_key: str = "") -> Exchange:
     """Raises RequestFault."""
+    session.check_size(len(body))
     key = fingerprint(path, body, retry_key)
     if path == Response.path:
         exchange: Exchange = Response(body, key, session)
@@ -67,23 +68,16 @@ def read_exchange(path: str, body: bytes, session: AgentSession, retry_key: str 
         if path not in kinds:
             raise RequestFault("not-found", f"there is no {path}: there are {', '.join((*PATHS, MODELS_PATH))}")
         exchange = kinds[path](body, key)
-    exchange.decode = session.decode
+    exchange.id, exchange.decode = session.new_id(), session.decode
     return exchange
 
 
 def num_tokens(body: bytes, session: AgentSession) -> dict[str, int]:
     """What Anthropic's `count_tokens` answers. Raises RequestFault."""
-    table = read_table(body)
+    session.check_size(len(body))
+    table = read_body(body, dict[str, Any])
     asked = AnthropicMessage(msgspec.json.encode({"max_tokens": 1, **table}), b"").asked
     return {"input_tokens": session.num_tokens(asked)}
-
-
-def read_table(body: bytes) -> dict[str, Any]:
-    """Raises RequestFault."""
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise RequestFault("invalid", f"the body cannot be read: {error}") from None
 
 
 class Answering:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -34,7 +33,8 @@ class Exchange(ABC):
     is_stream: bool = False
 
     def __init__(self) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = ""
+        """Set by the server."""
         self.created = int(time.time())
         self.decode: Decode = lambda ids: ""
         """Special tokens kept; set by the server."""
@@ -81,6 +81,8 @@ def read_body(body: bytes, kind: type[T]) -> T:
     """A JSON body as a struct. Raises RequestFault, which names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
+    except (RecursionError, UnicodeError) as error:
+        raise RequestFault("invalid", f"the body is nested too deeply, or is no UTF-8: {error}") from None
     except msgspec.DecodeError as error:
         found = _PLACE.search(str(error))
         param = (found[1] or found[2]) if found else None

@@ -490,6 +490,8 @@ async def body_of(request: web.Request) -> bytes:
     try:
         if (request.content_length or 0) > MAX_BODY_BYTES:
             raise web.HTTPRequestEntityTooLarge(max_size=MAX_BODY_BYTES, actual_size=request.content_length or 0)
+        if request.content.is_eof():  # it is here: no timer is needed
+            return await request.read()
         async with asyncio.timeout(BODY_S):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:

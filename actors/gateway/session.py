@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
+import itertools
+import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -26,7 +27,7 @@ from msgspec.structs import replace
 
 from ...core.errors import DataError, PromptTooLong, TemplateError, UserCodeError
 from ...core.messages import SamplingParams
-from ...core.protocols import Tokenizer
+from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Message, Prompt, Sample
 from ...core.sampling import sampling_fault
 from ..workflows.episode import Episode
@@ -38,6 +39,8 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 MAX_KEPT_REQUESTS = 64
 """Whose turns are remembered for clients that ask again; those that have been delivered are forgotten first."""
 MAX_KEPT_CONVERSATIONS = 256
+BYTES_A_TOKEN, BYTES_BESIDE = 32, 64 << 10
+"""Of a request: at most so many for each token of the context, and beside them."""
 
 FaultKind = Literal["invalid", "auth", "not-found", "too-large", "too-long", "busy", "engine"]
 
@@ -99,6 +102,42 @@ class Answer:
         return Message(role="assistant", content=self.text.content, tool_calls=calls, extra=extra)
 
 
+class GrowingText:
+    """The text of a turn under way. New tokens are decoded with those of the piece before, not from the beginning: what
+    a token says may depend on its neighbours, not on those far away. Pieces end where characters do."""
+
+    def __init__(self, episode: Episode, decode: Callable[[Sequence[int]], str]) -> None:
+        self._episode = episode
+        self._decode = decode
+        self._parts: Sequence[Delta] = ()
+        self._num_parts = 0
+        self._ids: list[int] = []
+        self._num_again = 0
+        """Tokens that come a second time, in another stream of the same turn."""
+        self._piece = self._end = 0
+        """Where the last piece begins, and ends."""
+        self._text = ""
+        """Up to that end."""
+
+    def read(self) -> str:
+        """All of it so far."""
+        parts = self._episode.under_way
+        if parts is not self._parts:
+            self._parts, self._num_parts, self._num_again = parts, 0, len(self._ids)
+        for part in parts[self._num_parts :]:
+            ids: list[int] = part.output_ids.tolist()
+            self._ids += ids[self._num_again :]
+            self._num_again = max(0, self._num_again - len(ids))
+        self._num_parts = len(parts)
+        known = len(self._decode(self._ids[self._piece : self._end]))
+        new = self._decode(self._ids[self._piece :])[known:]
+        if not new or new.endswith(HALF):
+            return self._text + new.rstrip(HALF)
+        self._text += new
+        self._piece, self._end = self._end, len(self._ids)
+        return self._text
+
+
 class ComingTurn:
     """A turn under way. Several clients may read it; it comes to its end without any."""
 
@@ -109,48 +148,53 @@ class ComingTurn:
         """A client waits for it, as far as is known."""
         self.place: _Place | None = None
         """Of a turn of a chat that has ended."""
-        self._text = TurnText()
+        self.read: Callable[[], TurnText] = TurnText
+        """What is there of it."""
         self._answer: Answer | BaseException | None = None
-        self._news = asyncio.Event()
+        self._news: asyncio.Event | None = None
+        """Somebody waits for more."""
 
     def delivered(self) -> None:
         self.is_delivered = True
         if self.place is not None:
             self.place.is_delivered = True
 
-    def grown(self, text: TurnText) -> None:
-        self._text = text
-        self._stir()
-
     def ended(self, how: Answer | BaseException) -> None:
         self._answer = how
-        self._stir()
+        self.stir()
 
-    def _stir(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def stir(self) -> None:
+        """There is more of it."""
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     async def parts(self) -> AsyncIterator[TurnText | Answer]:
         """The text so far, each time that there is more of it, and the answer last. Raises RequestFault."""
         seen: TurnText | None = None
         while self._answer is None:
-            news = self._news
-            if self._text != seen:
-                seen = self._text
+            if (text := self.read()) != seen:
+                seen = text
                 yield seen
-                continue
-            await news.wait()
-        if isinstance(self._answer, Answer):
-            yield self._answer
-        else:
-            raise self._answer
+            else:
+                await self._more()
+        yield self._ending()
 
     async def answer(self) -> Answer:
         """Raises RequestFault."""
-        async for part in self.parts():
-            if isinstance(part, Answer):
-                return part
-        raise AssertionError("a turn ends with an answer or an error")
+        while self._answer is None:
+            await self._more()
+        return self._ending()
+
+    async def _more(self) -> None:
+        self._news = self._news or asyncio.Event()
+        await self._news.wait()
+
+    def _ending(self) -> Answer:
+        if isinstance(self._answer, Answer):
+            return self._answer
+        assert self._answer is not None
+        raise self._answer
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +254,8 @@ class AgentSession:
         self._drawing: set[asyncio.Task[None]] = set()
         self._num_turns = 0
         self._is_closed = False
+        self._name = secrets.token_hex(12)
+        self._numbers = itertools.count()
         self.fault: BaseException | None = None
         """Why the rollout cannot continue: the engine failed, or had to stop."""
         self.interrupted = asyncio.Event()
@@ -224,9 +270,21 @@ class AgentSession:
         """Turns under way."""
         return len(self._drawing)
 
+    def new_id(self) -> str:
+        """Of a request, an answer or a call. No secret; the system is asked for randomness once a session, since each
+        question gives the interpreter away to the engine's thread."""
+        return f"{self._name}{next(self._numbers):08x}"
+
     def decode(self, ids: Sequence[int]) -> str:
         """With special tokens."""
         return self._tokenizer.decode(ids, skip_special=False)
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises RequestFault for a request that is too large for any prompt in the context: others would wait while
+        its prompt is written out and made tokens of."""
+        most = BYTES_BESIDE + BYTES_A_TOKEN * self._root.context_length
+        if num_bytes > most:
+            raise RequestFault("too-long", f"the request has {num_bytes} bytes; this context is for {most} at most")
 
     def num_tokens(self, asked: Asked) -> int:
         """Of the prompt, if nothing of it was said here. Raises RequestFault."""
@@ -258,7 +316,7 @@ class AgentSession:
         line, known = self._line(asked, params)
         line.is_busy = True
         kept = sorted(self._coming, key=lambda mark: not self._coming[mark].is_delivered)
-        for mark in kept[: len(kept) - MAX_KEPT_REQUESTS]:
+        for mark in kept[: max(0, len(kept) - MAX_KEPT_REQUESTS)]:
             del self._coming[mark]
         coming = self._coming[asked.fingerprint] = ComingTurn()
         task = asyncio.ensure_future(self._drawn(line, known, asked, params, coming))  # noqa: TID251 -- ended by close
@@ -350,12 +408,13 @@ class AgentSession:
         begins_inside = begins_in_thought(self._tokenizer, episode.token_ids)
         num_prompt = episode.num_tokens
 
-        def grown() -> None:
-            text = self._tokenizer.decode(self._said(episode.under_way), skip_special=False).rstrip(HALF)
-            text = without_begun(cut_at(text, params.stop)[0], params.stop)
-            coming.grown(read_turn(text, form, begins_inside=begins_inside, is_whole=False))
+        growing = GrowingText(episode, lambda ids: self.decode(self._said(ids)))
 
-        episode.on_tokens = grown
+        def so_far() -> TurnText:
+            text = without_begun(cut_at(growing.read(), params.stop)[0], params.stop)
+            return read_turn(text, form, begins_inside=begins_inside, is_whole=False)
+
+        coming.read, episode.on_tokens = so_far, coming.stir
         try:
             turn = await episode.generate(params)
         except asyncio.CancelledError:
@@ -379,14 +438,14 @@ class AgentSession:
         text, stop = cut_at(text, params.stop)
         read = read_turn(text, form, begins_inside=begins_inside)
         answer = Answer(
-            id=uuid.uuid4().hex,
+            id=self.new_id(),
             text=read,
             finish="length" if turn.finish == "length" else "stop",
             num_prompt=num_prompt,
             token_ids=turn.token_ids,
             logprobs=tuple(drawn.logprobs.tolist()),
             versions=(int(drawn.versions.min(initial=2**31 - 1)), int(drawn.versions.max(initial=-1))),
-            call_ids=tuple(f"call_{uuid.uuid4().hex[:24]}" for _ in read.calls),
+            call_ids=tuple(f"call_{self.new_id()}" for _ in read.calls),
             stop=stop,
         )
         line.rewards[answer.id] = 0.0

@@ -300,9 +300,15 @@ class Episode:
         return len(self._turns)
 
     @property
-    def under_way(self) -> list[int]:
-        """Token ids of the turn that comes, so far."""
-        return joined(self._under_way).output_ids.tolist()
+    def context_length(self) -> int:
+        """Tokens that prompt and answers may have together."""
+        return self._model.context_length
+
+    @property
+    def under_way(self) -> Sequence[Delta]:
+        """The turn that comes, so far. Grows; where the turn is asked for again it is another list, which may begin as
+        the first one did."""
+        return self._under_way
 
     @property
     def last_turn(self) -> Delta:
