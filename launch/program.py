@@ -287,16 +287,16 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     judges = make_judges(config, models)
     scorer = make_rewarder(config, judges)
     tokenizer = load_tokenizer(config.model.path, config.data)
-    access = {name: one.access for name, one in models.items()}
+    reached = {name: one.reached for name, one in models.items()}
     own_gateway = gateway(spec, config, run_dir)
     if spec.kind == "recorded":
         workflow = RecordedAnswers(config)
     elif own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
-        workflow = agent_workflow(config, own_gateway, models)
+        workflow = agent_workflow(config, own_gateway, reached)
     elif config.rollout.workflow == ENVIRONMENT_WORKFLOW:
         workflow = EnvironmentWorkflow(config.environments, max_workers=config.rollout.workers, environ=os.environ)
     else:
-        workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer, access)
+        workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer, reached)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.
     engine = _engine(spec, config, model, run_dir, senders) if has_engines(config) else None
     rollout = Rollout(

@@ -33,8 +33,8 @@ from ...core.errors import FailureKind, MemberFailed
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
 from ..user_code.sandbox import Job, Limits, Sandbox, file_out, sandbox, scratch_folder
-from ..workflows.episode import Episode, WorkflowContext
-from .clients import ReachedModel, models_of_rollout
+from ..workflows.episode import Episode, ReachedModel, WorkflowContext
+from .clients import models_of_rollout
 from .exchange import MODEL
 from .server import Gateway, OpenSession, task_of
 from .session import AgentSession, RequestFault

@@ -23,10 +23,8 @@ from ...core.errors import UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import Sample
-from ..models.tokenizer import load_tokenizer
 from ..user_code.process import run_worker
-from ..workflows.episode import AskOther, Draw, Episode, ModelAccess, ModelOfRollout, ModelsOfRollout
-from ..workflows.turn_renderer import TurnRenderer
+from ..workflows.episode import AskOther, Draw, Episode, ModelOfRollout, ModelsOfRollout, ReachedModel
 from ..workflows.worker import WorkflowWorker, no_engine
 from .answering import COUNT_PATH, MODELS_PATH, Answering, fault_body, models, num_tokens, read_exchange, session_of
 from .exchange import STATUS
@@ -140,15 +138,6 @@ class SessionClients:
         return httpx.Response(status, headers=head, content=msgspec.json.encode(data))
 
 
-@dataclass(frozen=True, slots=True)
-class ReachedModel:
-    """A model of the run's own, as a process reaches it."""
-
-    tokenizer: Tokenizer
-    access: ModelAccess
-    renderer: TurnRenderer
-
-
 def models_of_rollout(
     episode: Episode,
     models: Mapping[str, ReachedModel],
@@ -197,11 +186,7 @@ class SdkWorker(WorkflowWorker):
     def __init__(self, first: bytes, outgoing: BinaryIO) -> None:
         super().__init__(first, outgoing)
         preload(self.workflow.fn)
-        self.models: dict[str, ReachedModel] = {}
-        for name, of in self.spec.models.items():
-            tokenizer = load_tokenizer(of.model_path, of)
-            access = ModelAccess(generate=no_engine, sampling=of.sampling, context_length=of.context_length)
-            self.models[name] = ReachedModel(tokenizer, access, TurnRenderer(tokenizer))
+        self.models = {name: ReachedModel.of(spec, no_engine) for name, spec in self.spec.models.items()}
 
     def clients(self, episode: Episode, ask: AskOther) -> tuple[SessionClients, ModelsOfRollout]:
         models = models_of_rollout(episode, self.models, self.loop, ask)

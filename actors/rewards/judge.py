@@ -89,32 +89,14 @@ def _over_http(posts: Posts, model: str) -> Chat:
         }
         raw = await posts.post(msgspec.json.encode(asked))
         try:
-            answer = _answer.decode(raw)
-            return answer.choices[0].message.content, answer.usage.total_tokens if answer.usage else 0
-        except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+            answer: Any = msgspec.json.decode(raw)
+            said, usage = answer["choices"][0]["message"]["content"], answer.get("usage")
+            tokens = usage["total_tokens"] if usage else 0
+        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
             raise NoAnswer(f"answered with no chat completion: {shown(raw)!r}") from error
+        return said if isinstance(said, str) else None, tokens if isinstance(tokens, int) else 0
 
     return chat
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-
-
-class _Usage(msgspec.Struct):
-    total_tokens: int = 0
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-
-_answer = msgspec.json.Decoder(_Answer)
 
 
 class JudgeReward:

@@ -19,14 +19,13 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.clock import Clock
 from ...core.errors import CallError, EngineError, MemberFailed, RequestRefused, UserCodeError
-from ...core.messages import SamplingParams
 from ...core.protocols import Delta, Engine, GenerateRequest, Tokenizer
 from ...core.refs import with_deadline
 from ...core.samples import Message
 from ...core.timeouts import TIMEOUTS
 from ..contracts import ModelContract, MonitorContract
 from ..telemetry import REPORT_S, report_forever
-from ..workflows.episode import ModelAccess, drawn, stops_of
+from ..workflows.episode import ModelSpec, ReachedModel, drawn, stops_of
 
 _log = logging.getLogger(__name__)
 REST_S = 2.0
@@ -100,23 +99,10 @@ class ModelServer(ModelContract):
 class OtherModel:
     """How one rollout actor reaches a model of that name. Used from one loop, after `join`."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        num_actors: int,
-        tokenizer: Tokenizer,
-        sampling: SamplingParams,
-        context_length: int,
-        max_requests: int,
-        timeout_s: float,
-    ) -> None:
-        """`sampling`: where a request says nothing. `timeout_s`: for a request, deaths of actors included."""
+    def __init__(self, name: str, spec: ModelSpec, *, num_actors: int, max_requests: int, timeout_s: float) -> None:
+        """`timeout_s`: for a request, deaths of actors included. Raises ModelError as `ReachedModel.of`."""
         self.name = name
-        self.tokenizer = tokenizer
-        self.access = ModelAccess(
-            generate=self.generate, sampling=sampling, context_length=context_length, goes_on=lambda: True
-        )
+        self.reached = ReachedModel.of(spec, self.generate)
         self._names = tuple(f"model/{name}/{index}" for index in range(num_actors))
         self._refs: Mapping[str, ModelContract] = {}
         self._open = dict.fromkeys(self._names, 0)
@@ -169,13 +155,12 @@ class OtherModel:
         from ..rewards.call import CallFailed
 
         messages = (Message(role="user", content=text),)
-        ids = self.tokenizer.render(messages, add_generation_prompt=True)
-        room = self.access.context_length - len(ids)
+        ids = self.reached.tokenizer.render(messages, add_generation_prompt=True)
+        room = self.reached.spec.context_length - len(ids)
         if room < 1:
             raise CallFailed(f"has no room for a text of {len(ids)} tokens", is_refusal=True)
-        sampling = replace(
-            self.access.sampling, temperature=temperature, max_new_tokens=min(max_tokens, room), seed=None
-        )
+        limit = min(max_tokens, room)
+        sampling = replace(self.reached.spec.sampling, temperature=temperature, max_new_tokens=limit, seed=None)
         asked = GenerateRequest(request_id="judge", input_ids=np.asarray(ids, np.int32), sampling=sampling)
         try:
             answer = await self._answer(asked)
@@ -184,4 +169,4 @@ class OtherModel:
         except UserCodeError as refused:
             raise CallFailed(refused.message, is_refusal=True) from refused
         said = cast("list[int]", answer.output_ids.tolist())
-        return self.tokenizer.decode(said), len(ids) + len(said)
+        return self.reached.tokenizer.decode(said), len(ids) + len(said)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -31,6 +32,7 @@ from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import F32, I32, NO_VERSION, FinishReason, LossPart, Message, Prompt, Sample, joined_kept
 from ...core.sampling import StopStrings, sampling_fault
 from ...core.suggestion import suggest
+from ..models.tokenizer import load_tokenizer
 from .demonstrated import demonstrate
 from .timeline import WaitKind, WaitNote, waiting
 from .turn_renderer import TurnRenderer
@@ -140,6 +142,37 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
     pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
     on_wait: Callable[[WaitNote], None] = lambda note: None
     """Told what the workflow waits for beside the model."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of the run's own."""
+
+    model_path: str
+    chat_template_kwargs: dict[str, Any]
+    date: str
+    sampling: SamplingParams
+    """Where a request says nothing."""
+    context_length: int
+    apply_chat_template: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReachedModel:
+    """A model of the run's own, as a process reaches it."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    renderer: TurnRenderer
+    access: ModelAccess
+
+    @classmethod
+    def of(cls, spec: ModelSpec, generate: Generate) -> ReachedModel:
+        """Raises ModelError for a tokenizer that cannot be loaded."""
+        tokenizer = load_tokenizer(spec.model_path, spec)
+        access = ModelAccess(
+            generate=generate, sampling=spec.sampling, context_length=spec.context_length, goes_on=lambda: True
+        )
+        return cls(spec, tokenizer, TurnRenderer(tokenizer), access)
 
 
 NO_STOPS = StopStrings((), lambda ids: "")

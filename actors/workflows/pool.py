@@ -20,14 +20,13 @@ from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Sample, joined_kept
 from ..user_code.process import Call, Lost, WorkerPool
-from .episode import NO_STOPS, Interrupted, ModelAccess, drawn, joined, stops_of
+from .episode import NO_STOPS, Interrupted, ModelAccess, ReachedModel, drawn, joined, stops_of
 from .timeline import WaitNote
 from .worker_messages import (
     AskModel,
     DrawnTurn,
     EpisodeDone,
     EpisodeFailed,
-    ModelSpec,
     PhaseLimits,
     StartEpisode,
     WorkflowSpec,
@@ -86,7 +85,7 @@ class WorkflowPool(WorkerPool):
         tokenizer: Tokenizer,
         *,
         max_workers: int,
-        models: Mapping[str, ModelAccess] | None = None,
+        models: Mapping[str, ReachedModel] | None = None,
     ) -> None:
         """`limits.run_s` is that of each episode's start. `models`: of the run's own."""
         super().__init__(
@@ -169,13 +168,13 @@ class WorkflowPool(WorkerPool):
     async def _draw_other(self, ask: AskModel, call: Call) -> None:
         """By a model of the run's own: nothing of it is recorded."""
         try:
-            segment, finish = await drawn(self._models[ask.model].generate, ask.request, NO_STOPS, [ask.start])
+            segment, finish = await drawn(self._models[ask.model].access.generate, ask.request, NO_STOPS, [ask.start])
             await call.worker.send(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             call.inbox.put_nowait(error)
 
 
-def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, ModelAccess]) -> WorkflowPool:
+def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, ReachedModel]) -> WorkflowPool:
     """What runs the workflow of this run, which is the user's own. `models`: of the run's own."""
     of = config.rollout
     spec = WorkflowSpec(
@@ -187,17 +186,7 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, Mode
         apply_chat_template=config.data.apply_chat_template,
         chat_template_kwargs=config.data.chat_template_kwargs,
         date=config.data.date,
-        models={
-            name: ModelSpec(
-                model_path=one.path,
-                apply_chat_template=True,
-                chat_template_kwargs=one.chat_template_kwargs,
-                date=config.data.date,
-                sampling=models[name].sampling,
-                context_length=models[name].context_length,
-            )
-            for name, one in config.models.items()
-        },
+        models={name: one.spec for name, one in models.items()},
     )
     limits = PhaseLimits(
         setup_s=of.setup_timeout_s,

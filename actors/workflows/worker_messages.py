@@ -21,6 +21,7 @@ from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import I32, FinishReason, Prompt, Sample
 from ..user_code.process import Cancel, Ended, Stuck, Waits, array_in
+from .episode import ModelSpec
 from .timeline import WaitNote
 
 
@@ -36,17 +37,6 @@ class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_s(self) -> float:
         return self.setup_s + self.run_s + self.finalize_s + self.score_s + self.teardown_s
-
-
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model of the run's own."""
-
-    model_path: str
-    apply_chat_template: bool
-    chat_template_kwargs: dict[str, Any]
-    date: str
-    sampling: SamplingParams
-    context_length: int
 
 
 class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ...actors.rewards.judge import Judges
     from ...actors.rewards.rewarder import Rewarder
     from ...actors.rollout.other_models import OtherModel
+    from ...actors.workflows.episode import ReachedModel
 
 
 SAMPLED = (
@@ -128,11 +129,9 @@ async def serve_model(
         await engine.close()
 
 
-def agent_workflow(config: RunConfig, own: Gateway, models: Mapping[str, OtherModel]) -> AgentWorkflow:
+def agent_workflow(config: RunConfig, own: Gateway, models: Mapping[str, ReachedModel]) -> AgentWorkflow:
     """What is started for each rollout. `own`: the actor's gateway."""
     from ...actors.gateway.agent import AgentWorkflow, OutsideAgentOptions, split_command
-    from ...actors.gateway.clients import ReachedModel
-    from ...actors.workflows.turn_renderer import TurnRenderer
 
     agent = config.agent
     options = OutsideAgentOptions(
@@ -152,10 +151,7 @@ def agent_workflow(config: RunConfig, own: Gateway, models: Mapping[str, OtherMo
         env=agent.env,
         folder=agent.dir or ".",
     )
-    reached = {
-        name: ReachedModel(one.tokenizer, one.access, TurnRenderer(one.tokenizer)) for name, one in models.items()
-    }
-    return AgentWorkflow(options, own, reached)
+    return AgentWorkflow(options, own, models)
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:
@@ -178,21 +174,20 @@ def other_models(config: RunConfig) -> dict[str, OtherModel]:
     if not config.models:
         return {}
     from ...actors.models.hf_folder import read_config
-    from ...actors.models.tokenizer import load_tokenizer
     from ...actors.rollout.other_models import OtherModel
+    from ...actors.workflows.episode import ModelSpec
 
     found: dict[str, OtherModel] = {}
     for name, one in config.models.items():
-        view = config.of_model(name)
-        found[name] = OtherModel(
-            name,
-            num_actors=one.count * len(one.nodes),
-            tokenizer=load_tokenizer(one.path, view.data),
-            sampling=train_sampling(view),
+        spec = ModelSpec(
+            model_path=one.path,
+            chat_template_kwargs=one.chat_template_kwargs,
+            date=config.data.date,
+            sampling=train_sampling(config.of_model(name)),
             context_length=one.engine.context_length or read_config(one.path).context_length,
-            max_requests=one.max_requests,
-            timeout_s=one.timeout_s,
         )
+        num = one.count * len(one.nodes)
+        found[name] = OtherModel(name, spec, num_actors=num, max_requests=one.max_requests, timeout_s=one.timeout_s)
     return found
 
 

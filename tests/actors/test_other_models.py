@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.gateway.clients import ReachedModel, models_of_rollout
+from myxa.actors.gateway.clients import models_of_rollout
 from myxa.actors.http_client import NoAnswer
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -23,8 +23,7 @@ from myxa.actors.rewards.call import CallFailed
 from myxa.actors.rewards.judge import Judges
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.other_models import ModelServer, OtherModel
-from myxa.actors.workflows.episode import Episode
-from myxa.actors.workflows.turn_renderer import TurnRenderer
+from myxa.actors.workflows.episode import Episode, ModelSpec
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.completions import Completion
@@ -87,9 +86,8 @@ class Floor:
 @asynccontextmanager
 async def floor(folder: Path, *, serves: int = 1, **options: Any) -> AsyncIterator[Floor]:
     settings: dict[str, Any] = {"max_requests": 8, "timeout_s": 30.0, "num_actors": max(serves, 1), **options}
-    model = OtherModel(
-        "critic", tokenizer=load_tokenizer(folder), sampling=GREEDY, context_length=512, **settings
-    )  # fmt: skip
+    spec = ModelSpec(model_path=str(folder), chat_template_kwargs={}, date="", sampling=GREEDY, context_length=512)
+    model = OtherModel("critic", spec, **settings)
     node = await Node.attach(name="models")
     try:
         await node.start(Asker(model), name="asker")
@@ -111,7 +109,7 @@ async def test_it_answers_what_its_folder_says_and_stops_at_texts(folder: Path) 
         answers = await asyncio.gather(*(there.ask() for _ in range(6)))  # ids of requests may be equal
         for one in answers:
             assert one.output_ids.tolist() == np.concatenate(parts).tolist() and one.finish == "length"
-        text = there.model.tokenizer.decode(answers[0].output_ids.tolist(), skip_special=False)
+        text = there.model.reached.tokenizer.decode(answers[0].output_ids.tolist(), skip_special=False)
         stopped = await there.ask(replace(GREEDY, stop=(text[3:6],)))
         assert stopped.finish == "stop" and len(stopped.output_ids) < 24
         with pytest.raises(UserCodeError, match='the model "critic" refused'):
@@ -189,9 +187,10 @@ async def test_a_judge_may_be_a_model_of_the_run_itself(folder: Path) -> None:
 async def test_in_a_rollout_its_words_are_no_tokens_of_the_policy(folder: Path) -> None:
     prompt = Prompt(group_id=1, row=0, pass_index=0, messages=(Message(role="user", content="3 1 2"),))
     async with floor(folder) as there:
-        model, tokenizer = there.model, there.model.tokenizer
-        policy = Episode(prompt=prompt, index=0, tokenizer=tokenizer, model=model.access)
-        reached = {"critic": ReachedModel(tokenizer, model.access, TurnRenderer(tokenizer))}
+        reached = {"critic": there.model.reached}
+        policy = Episode(
+            prompt=prompt, index=0, tokenizer=there.model.reached.tokenizer, model=there.model.reached.access
+        )
         models = models_of_rollout(policy, reached, asyncio.get_running_loop())
         await policy.generate()
         talk = models["critic"].session(prompt.messages)

@@ -19,10 +19,9 @@ from tests.gateway.scripted import SAMPLING, Says
 from tests.workflows.chat_models import QWEN3
 
 from myxa.actors.gateway.agent import AgentWorkflow, OutsideAgentOptions
-from myxa.actors.gateway.clients import ReachedModel
 from myxa.actors.gateway.server import Gateway
 from myxa.actors.user_code.sandbox import namespaces_trouble, trouble_with
-from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
+from myxa.actors.workflows.episode import Episode, ModelAccess, ModelSpec, ReachedModel, WorkflowContext
 from myxa.actors.workflows.turn_renderer import TurnRenderer
 from myxa.core.errors import ConfigError, EngineError, FailureKind, MemberFailed
 from myxa.core.samples import Message, Prompt, Sample
@@ -74,7 +73,8 @@ async def programmed(tmp_path: Path, code: str, says: Says | None = None, **opti
 async def test_a_program_asks_a_model_of_the_run_by_its_name_and_learns_nothing_of_what_it_says(tmp_path: Path) -> None:
     policy, judge = Says(QWEN3, lambda prompt: "hello"), Says(QWEN3, lambda prompt: "fine")
     access = ModelAccess(generate=judge.generate, sampling=SAMPLING, context_length=8192)
-    models = {"judge": ReachedModel(judge.tokenizer, access, TurnRenderer(judge.tokenizer))}
+    spec = ModelSpec(model_path="", chat_template_kwargs={}, date="", sampling=SAMPLING, context_length=8192)
+    models = {"judge": ReachedModel(spec, judge.tokenizer, TurnRenderer(judge.tokenizer), access)}
     code = """
 def said(answer): return answer["choices"][0]["message"]["content"]
 about = [{"role": "user", "content": "Is it good? " + said(answer)}]
