@@ -125,7 +125,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
         text, config = dump_config(config), with_start(config, options)
         async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
             run_dir = stack.enter_context(_run_dir(config, options))
-            frozen = freeze(config, run_dir.path)
+            frozen = await asyncio.to_thread(freeze, config, run_dir.path)  # rows of an environment take their time
             config = frozen.config
             screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, rendezvous.posted(run_dir.rdzv):
