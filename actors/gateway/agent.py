@@ -22,6 +22,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,7 +189,7 @@ class AgentWorkflow:
             end = await self._sandbox.run(job)
         except OSError as error:
             raise _failed(f"the agent's program cannot be started: {error}", "sandbox") from error
-        tail = end.output[-TAIL_CHARS:].strip()
+        tail = end.output[-TAIL_CHARS:].replace(key, "<its key>").strip()
         return end.status, f"the agent's program ended with {end.words}: {tail or '(no output)'}"
 
     def _environment(self, key: str, scratch: str, url: str) -> dict[str, str]:
@@ -251,7 +252,8 @@ class AgentWorkflow:
                     await one.ended.wait()
 
     async def _pushed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
-        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        once = blake2b(key.encode(), digest_size=16).hexdigest()  # such headers are logged, keys are not to be
+        headers = {"Content-Type": "application/json", "Idempotency-Key": once}
         self._http = self._http or client_session(keepalive_s=15.0)
         body = msgspec.json.encode(task)
         while not one.ended.is_set():
@@ -266,7 +268,7 @@ class AgentWorkflow:
             if 200 <= status < 300:
                 return
             if status not in (429, 502, 503, 504):
-                words = reply[-TAIL_CHARS:].decode(errors="replace")
+                words = reply[-TAIL_CHARS:].decode(errors="replace").replace(key, "<its key>")
                 raise _failed(f"the agent service refused the task with status {status}: {words}", "network")
             await asyncio.sleep(RETRY_S)
 

@@ -213,7 +213,9 @@ class Gateway:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._services: dict[str, set[str]] = {}
         """Keys of services that poll; with the keys of the sessions that each has taken."""
-        self._offered: asyncio.Queue[Offer] = asyncio.Queue()
+        self._offered: dict[str, Offer] = {}
+        """By the keys of their sessions."""
+        self._has_offers = asyncio.Event()
         self.num_taken = 0
         """Tasks that services took."""
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[in_dialect])
@@ -273,6 +275,7 @@ class Gateway:
     async def close(self, key: str) -> None:
         """Its key is refused from now on; its turns under way end."""
         one = self._open.pop(key, None)
+        self._offered.pop(key, None)
         for taken in self._services.values():
             taken.discard(key)
         self._ended[key] = None
@@ -283,8 +286,8 @@ class Gateway:
 
     def offer(self, task: dict[str, Any], key: str) -> Offer:
         """Put a task where services that poll get it."""
-        one = Offer(task, key)
-        self._offered.put_nowait(one)
+        one = self._offered[key] = Offer(task, key)
+        self._has_offers.set()
         return one
 
     def add_service(self) -> str:
@@ -302,9 +305,9 @@ class Gateway:
 
     def refuse_offers(self, why: str) -> None:
         """Nothing will ever take the tasks that wait: their rollouts fail."""
-        while not self._offered.empty():
-            offer = self._offered.get_nowait()
-            if (one := self._open.get(offer.key)) is not None:
+        while self._offered:
+            key, offer = self._offered.popitem()
+            if (one := self._open.get(key)) is not None:
                 one.end = SessionEnd(failure=why, kind="user-code")
                 one.ended.set()
                 offer.taken.set()
@@ -315,18 +318,21 @@ class Gateway:
             raise RequestFault("auth", "tasks are given for the key of a service alone")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.0 if "now" in request.query else POLL_S):
-                while True:
-                    offer = await self._offered.get()
-                    if offer.key in self._open:  # else its rollout has ended
-                        return await self._given(offer, key, request)
-        return web.Response(status=204)
+                while not self._offered:
+                    self._has_offers.clear()
+                    await self._has_offers.wait()
+        if not self._offered:
+            return web.Response(status=204)
+        return await self._given(self._offered.pop(next(iter(self._offered))), key, request)
 
     async def _given(self, offer: Offer, key: str, request: web.Request) -> web.StreamResponse:
         """Hand the task over; to another service where this one has left."""
         try:
             response = await sent(request, json_response(offer.task))
         except BaseException:
-            self._offered.put_nowait(offer)
+            if offer.key in self._open:
+                self._offered[offer.key] = offer
+                self._has_offers.set()
             raise
         offer.taken.set()
         self.num_taken += 1

@@ -159,10 +159,13 @@ class Deaths:
     def kill_actors(self) -> None:
         """Those that agents ask for."""
         for name in sorted(self.done() - set(self.killed)):
-            self.killed.append(name)
             if name.endswith(".rollout"):
+                pids = worker_pids(self.command.pid, "rollout/0")
+                if not pids:  # it is being started
+                    continue
                 with suppress(ProcessLookupError):
-                    os.kill(worker_pids(self.command.pid, "rollout/0")[0], signal.SIGKILL)
+                    os.kill(pids[0], signal.SIGKILL)
+            self.killed.append(name)
 
 
 @contextmanager
@@ -203,7 +206,7 @@ def struck(folder: Path, kind: str, strikes: tuple[str, ...], *more: str) -> Dea
     }[kind]  # fmt: skip
     flags = (
         *how, 'reward.fn="workflow"', f"run.num_steps={NUM_STEPS + 2 * len(strikes)}", "rollout.num_samples=2", "rollout.max_groups=4",
-        "rollout.save_partials_s=0.2", "rollout.max_retries=10", "algo.batch_size=2", "data.max_passes=1",
+        "roles.rollout.max_restarts=20", "rollout.save_partials_s=0.2", "rollout.max_retries=10", "algo.batch_size=2", "data.max_passes=1",
     )  # fmt: skip
     command = job.start(*flags, *more)
     run = Deaths(job, command)
