@@ -30,7 +30,7 @@ from ...core.messages import SamplingParams
 from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Message, Prompt, Sample
 from ...core.sampling import sampling_fault
-from ..workflows.episode import Episode
+from ..workflows.episode import Episode, Turn
 from ..workflows.turn_renderer import begins_in_thought
 from .turn_text import ToolForm, TurnText, cut_at, form_of, read_turn, without_begun
 
@@ -417,27 +417,26 @@ class AgentSession:
         coming.read, episode.on_tokens = so_far, coming.stir
         try:
             turn = await episode.generate(params)
+            text, stop = cut_at(self._tokenizer.decode(self._said(turn.token_ids), skip_special=False), params.stop)
+            read = read_turn(text, form, begins_inside=begins_inside)
+            answer = self._answer(turn, episode.last_turn, read, num_prompt=num_prompt, stop=stop)
+            self._keep(line, known, answer, coming)
         except asyncio.CancelledError:
             coming.ended(RequestFault("busy", "the session has ended"))
             raise
         except UserCodeError as error:
             coming.ended(RequestFault("invalid", f"{error.message}: {error.remedy}"))
-            return
         except Exception as error:  # noqa: BLE001 -- raised where the rollout is awaited
             self.fault = error
             self.interrupted.set()
             coming.ended(RequestFault("engine", f"the engine could not answer: {error}"))
-            return
+        else:
+            coming.ended(answer)
         finally:
             line.is_busy, episode.on_tokens = False, None
-        self._num_turns += 1
-        self.counts["turns"] += 1
-        line.num_turns, line.last = line.num_turns + 1, self._num_turns
-        drawn = episode.last_turn
-        text = self._tokenizer.decode(self._said(turn.token_ids), skip_special=False)
-        text, stop = cut_at(text, params.stop)
-        read = read_turn(text, form, begins_inside=begins_inside)
-        answer = Answer(
+
+    def _answer(self, turn: Turn, drawn: Delta, read: TurnText, *, num_prompt: int, stop: str) -> Answer:
+        return Answer(
             id=self.new_id(),
             text=read,
             finish="length" if turn.finish == "length" else "stop",
@@ -448,12 +447,16 @@ class AgentSession:
             call_ids=tuple(f"call_{self.new_id()}" for _ in read.calls),
             stop=stop,
         )
+
+    def _keep(self, line: _Line, known: _Known | None, answer: Answer, coming: ComingTurn) -> None:
+        self._num_turns += 1
+        self.counts["turns"] += 1
+        line.num_turns, line.last = line.num_turns + 1, self._num_turns
         line.rewards[answer.id] = 0.0
         if known is not None:
             digest = _digest(known.digest, _told(answer.message()))
-            coming.place = _Place(line, line.num_turns, (*known.thoughts, read.reasoning.strip()))
+            coming.place = _Place(line, line.num_turns, (*known.thoughts, answer.text.reasoning.strip()))
             self._places.setdefault(digest, []).append(coming.place)
-        coming.ended(answer)
 
     def _said(self, ids: Sequence[int]) -> Sequence[int]:
         """Without the token that ends the turn."""
@@ -544,4 +547,17 @@ def _told(message: Message) -> object:
     if message.role != "assistant":
         return message.role, message.content, message.name, message.tool_call_id
     calls = [call.get("function", call) for call in message.tool_calls]
-    return message.role, message.content.strip(), [(one.get("name"), one.get("arguments")) for one in calls]
+    return message.role, message.content.strip(), [(one.get("name"), _plain(one.get("arguments"))) for one in calls]
+
+
+def _plain(arguments: object) -> object:
+    """As any language writes them: JavaScript has no 1.0."""
+    return _decoder.decode(msgspec.json.encode(arguments))
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+_decoder = msgspec.json.Decoder(object, float_hook=_number)

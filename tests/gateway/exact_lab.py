@@ -215,7 +215,16 @@ class Said:
 
 
 def plain(value: object) -> str:
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(without_points(value), sort_keys=True)
+
+
+def without_points(value: Any) -> Any:
+    """Numbers as JavaScript writes them."""
+    if isinstance(value, dict):
+        return {name: without_points(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [without_points(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 History = tuple[Said, ...]
@@ -653,7 +662,7 @@ class Anthropic(Dialect):
         calls: list[tuple[str, str, str]] = []
         for block in body["content"]:
             if block["type"] == "tool_use":
-                calls.append((block["id"], block["name"], json.dumps(block["input"])))
+                calls.append((block["id"], block["name"], json.dumps(without_points(block["input"]))))
             else:
                 kinds[block["type"]] += block[block["type"]]
         said = Said("assistant", kinds["text"], kinds["thinking"], tuple(calls))

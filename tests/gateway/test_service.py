@@ -201,3 +201,26 @@ async def test_a_service_that_is_away_at_first_and_forgets_that_it_took_the_task
             (sample,) = await rollout
     assert sample.reward == 1.0
     assert 1 <= len(seen) <= 2 and len(set(seen)) == 1
+
+
+async def test_a_session_that_ends_while_a_body_comes() -> None:
+    """The request is refused; no turn begins that nobody would learn from."""
+    says = Says(QWEN3, lambda prompt: "hello")
+    late: list[bytes] = []
+
+    async def act(client: Client) -> None:
+        await client.ask()
+        where = httpx.URL(client.task["base_url"])
+        reader, writer = await asyncio.open_connection(where.host, where.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.task['key']}\r\n"
+        body = b'{"messages": [{"role": "user", "content": "late"}]}'
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:10])
+        await client.post("/v1/session/end", {"reward": 1.0})
+        await asyncio.sleep(0.3)
+        writer.write(body[10:])
+        late.append(await reader.readline())
+        writer.close()
+
+    await played(act, says)
+    assert late == [b"HTTP/1.1 401 Unauthorized\r\n"]
+    assert len(says.prompts) == 1

@@ -254,3 +254,32 @@ async def test_random_conversations_are_learnt_as_they_were_drawn(model: ChatMod
             role = rng.choice(model.replies)
             histories.append((*history, answer.message(), Message(role=role, content=f"reply {rng.random()}")))
         assert learnt(session.samples()) == Counter(drawn)
+
+
+async def test_arguments_come_back_as_another_language_writes_them() -> None:
+    says = Says(
+        QWEN3, lambda prompt: '<tool_call>{"name": "f", "arguments": {"x": 1.0, "y": {"b": 2, "a": 1e3}}}</tool_call>'
+    )
+    session = session_of(says).session
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    first = await told(session, *USER, tools=(tool,))
+    call = {"id": "", "type": "function", "function": {"name": "f", "arguments": {"y": {"a": 1000, "b": 2}, "x": 1}}}
+    back = Message(role="assistant", content="", tool_calls=(call,))
+    await told(session, *USER, back, Message(role="tool", content="7"), tools=(tool,))
+    assert (session.counts["continued"], session.counts["edited"], len(first.call_ids)) == (1, 0, 1)
+
+
+async def test_a_turn_that_cannot_be_read_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = Says(QWEN3, lambda prompt: "yes")
+    session = session_of(says).session
+    decode = says.tokenizer.decode
+
+    def broken(ids: Any, *, skip_special: bool = True) -> str:
+        if not skip_special and len(ids) == 3:
+            raise ValueError("a tokenizer with a fault")
+        return decode(ids, skip_special=skip_special)
+
+    monkeypatch.setattr(says.tokenizer, "decode", broken)
+    with pytest.raises(RequestFault, match="a tokenizer with a fault"):
+        await told(session, *USER)
+    assert isinstance(session.fault, ValueError)
