@@ -231,9 +231,13 @@ class Inbox:
     def forget(self, source: bytes) -> None:
         self._assemblies.forget(source)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Read no more; what comes waits in the socket."""
         if self._pump is not None:
             self._pump.stop()
+
+    def close(self) -> None:
+        self.stop()
         self._socket.close(linger=0)
 
     def _take(self) -> bool:

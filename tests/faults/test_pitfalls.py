@@ -65,7 +65,7 @@ def test_every_socket_is_made_with_our_options():
                 socket: Any = make(context, lane, key, *server)
                 assert socket.linger == 0
                 assert (socket.sndhwm, socket.rcvhwm) == (0, 0)
-                assert 0 < socket.maxmsgsize <= zmq_sockets.max_message(Lane.BULK)
+                assert 0 < socket.maxmsgsize <= zmq_sockets.max_message(lane)
                 assert bool(socket.getsockopt(zmq.HEARTBEAT_IVL)) == (lane is Lane.CONTROL and key is not None)
                 assert socket.getsockopt(zmq.HEARTBEAT_TTL) < 6553 * 1000
                 assert socket.type == (zmq.ROUTER if make is zmq_sockets.make_inbox else zmq.DEALER)
