@@ -131,6 +131,10 @@ class ProcessSandbox:
         """As whom it runs; its scratch folder is that user's from now on."""
         return os.getuid()
 
+    def environment(self, job: Job) -> Mapping[str, str] | None:
+        """Of the program that is started; None: this process's."""
+        return {**job.environ, **job.env}
+
     async def run(self, job: Job) -> JobEnd:
         user = self.user_of(job)
         async with AsyncExitStack() as stack:
@@ -138,7 +142,7 @@ class ProcessSandbox:
             has_door = job.serve is not None and not job.has_network
             process = await asyncio.create_subprocess_exec(
                 *self.wrapped(job, user, theirs.fileno() if has_door else -1),
-                cwd=job.folder or str(job.scratch), env={**job.environ, **job.env}, start_new_session=True,
+                cwd=job.folder or str(job.scratch), env=self.environment(job), start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                 pass_fds=[theirs.fileno()] if has_door else (),
             )  # fmt: skip
@@ -165,7 +169,7 @@ async def _talk(process: asyncio.subprocess.Process, told: bytes, output: bytear
     with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop's, where it has ended already
         process.stdin.write(told)
         await process.stdin.drain()
-    process.stdin.close()
+        process.stdin.close()
     while more := await process.stdout.read(1 << 16):
         output += more
         del output[:-TAIL_BYTES]
@@ -294,6 +298,9 @@ class DockerSandbox(RlimitsSandbox):
         for name, value in job.env.items():
             words += ["--env", f"{name}={value}"]
         return [*_subreaper(), *words, "--workdir", job.folder or scratch, self.image, *job.command]
+
+    def environment(self, job: Job) -> None:
+        """The client needs its own: it names the daemon."""
 
     async def run(self, job: Job) -> JobEnd:
         try:
