@@ -17,6 +17,7 @@ from tests.harness.run_job import make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
 from myxa.actors.ledger.file import decode_group
+from myxa.actors.user_code.sandbox import sandbox as make_sandbox
 from myxa.actors.user_code.sandbox import trouble_with
 from myxa.core.config.run import SandboxName
 
@@ -90,6 +91,7 @@ def test_programs_and_their_actor_are_killed_and_nothing_is_lost(tmp_path: Path,
     finally:
         process.terminate()
     assert programs(mark) == []
+    make_sandbox(sandbox)  # the next owner removes the folders that the killed one left
     found = audit_ledger(job.run_dir() / "ledger.sqlite")
     assert found.problems == ()
     assert set(found.trained.values()) == {1}
