@@ -18,6 +18,7 @@ import anthropic
 import httpx2 as httpx
 import openai
 import pytest
+from tests.harness.commands import run as run_command
 from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
@@ -157,3 +158,30 @@ def test_one_address_of_a_run(tmp_path: Path) -> None:
     points = metrics(job.run_dir())
     assert max(point["values"].get("gateway/requests", 0) for point in points) > 0
     assert not any(point["values"].get("rollout/num_errors", 0) for point in points)
+
+
+def test_people_ask_beside_any_workflow(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    process = job.start("run.num_steps=0", "data.max_passes=0", "run.max_wall_s=100", "gateway.eval_requests=1")
+    try:
+        wait_until(lambda: any((tmp_path / "runs").glob("small-*/agents.0.json")), "the address")
+        run = ("--run", str(job.run_dir()))
+        (place,) = json.loads(run_command("gateway", *run, "--json", folder=tmp_path, timeout_s=30).stdout)
+        assert place["eval_key"] in run_command("gateway", *run, folder=tmp_path, timeout_s=30).stdout
+        asyncio.run(people(place))
+
+        async def after(value: int) -> int:
+            done = run_command("set", f"eval_requests={value}", *run, folder=tmp_path, timeout_s=60)
+            assert done.returncode == 0, done.stderr
+            async with httpx.AsyncClient(base_url=place["base_url"], timeout=60) as http:
+                headers = {"Authorization": f"Bearer {place['eval_key']}"}
+                status = (await http.get("/v1/session", headers=headers)).status_code
+                assert status == 401, "it has no task"
+                body = {"messages": HELLO}
+                return (await http.post("/v1/chat/completions", headers=headers, json=body)).status_code
+
+        assert asyncio.run(after(0)) == 503
+        assert asyncio.run(after(1)) == 200
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
