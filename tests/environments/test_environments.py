@@ -27,7 +27,7 @@ from myxa.core.config import RewardSettings
 from myxa.core.config.run import EnvironmentSettings
 from myxa.core.errors import ConfigError, MemberFailed
 from myxa.core.messages import Assignment, SamplingParams
-from myxa.core.samples import Group, Message, Prompt
+from myxa.core.samples import Group, Message, Prompt, Sample
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -66,9 +66,12 @@ class Bench:
     def lines(self, word: str) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if line.startswith(word)]
 
-    async def run(self, num: int = 1, group: int = 5, **metadata: Any) -> Group:
+    async def run(self, num: int = 1, group: int = 5, recorded: tuple[Sample, ...] = (), **metadata: Any) -> Group:
         prompt = Prompt(group_id=group, row=7, pass_index=0, messages=ASKED, label="", source="d", metadata=metadata)
-        return await self.runner.run(Assignment(prompt=prompt, attempt=1, num_samples=num, sampling=SAMPLING))
+        assignment = Assignment(
+            prompt=prompt, attempt=1 + bool(recorded), num_samples=num, sampling=SAMPLING, partial=recorded
+        )
+        return await self.runner.run(assignment)
 
 
 @asynccontextmanager
@@ -106,8 +109,14 @@ async def test_a_wrong_answer_earns_nothing_and_turns_are_limited(tmp_path: Path
     assert sample.num_turns == 5 and sample.metadata["ended_by"] == "max_turns"
 
 
-@pytest.mark.parametrize("phase", ["setup", "step", "finalize", "score"])
-@pytest.mark.parametrize("mode", ["die", "hang", "raise", "network"])
+@pytest.mark.parametrize(
+    ("phase", "mode"),
+    [
+        *((phase, mode) for phase in ("setup", "step", "finalize", "score") for mode in ("die", "hang")),
+        ("setup", "raise"),
+        ("score", "network"),
+    ],
+)
 async def test_a_member_whose_environment_failed_is_tried_again(tmp_path: Path, phase: str, mode: str) -> None:
     limits: dict[str, Any] = {f"{phase}_s": 0.7} if mode == "hang" else {}
     async with bench(tmp_path, **limits) as made:
@@ -121,6 +130,15 @@ async def test_a_member_whose_environment_failed_is_tried_again(tmp_path: Path, 
         assert attempts == {("0", "False"), ("1", "True")}
         if mode != "die":
             await until(lambda: len(made.lines("close r1.5.0")) == 2, "both attempts are torn down")
+
+
+async def test_another_actor_plays_the_recorded_turns_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        (first,) = (await made.run()).samples
+        made.says.prompts.clear()
+        (again,) = (await made.run(recorded=(first,))).samples
+        assert made.says.prompts == [] and again.response_ids.tolist() == first.response_ids.tolist()
+        assert again.reward == 1.5 and made.lines("reset r1.5.0 1 True")
 
 
 async def test_a_member_that_fails_always_is_masked_and_the_others_go_on(tmp_path: Path) -> None:
@@ -175,7 +193,7 @@ async def test_workers_are_killed_at_random_and_nothing_is_lost_or_doubled(tmp_p
 
 async def test_the_number_of_workers_is_live(tmp_path: Path) -> None:
     async with bench(tmp_path, workers=1, concurrency=2) as made:
-        slow = {"modes": {"setup": "slow", "step": "slow"}}
+        slow: dict[str, Any] = {"modes": {"setup": "slow", "step": "slow"}}
         one = asyncio.ensure_future(made.run(8, 1, **slow))
         await until(lambda: len(made.lines("reset")) >= 2, "two sessions run")
         await asyncio.sleep(0.3)
