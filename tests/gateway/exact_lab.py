@@ -403,7 +403,7 @@ class Talk:
             fits = [
                 ids
                 for had, ids in self.ends.get(key, ())
-                if all(not told or told == was for told, was in zip(thoughts, had, strict=True))
+                if all(not told or not was or told == was for told, was in zip(thoughts, had, strict=True))
             ]
             if fits and key[:-1] in self.orphans:  # the turn that was not got may say the same
                 fits += [call.prompt + call.ids for call in self.witness.calls if not call.is_claimed]
