@@ -346,7 +346,7 @@ class AgentSession:
                 raise RequestFault("invalid", words, param="messages")
             if not known.places or rest[-1].role == "assistant":  # a turn that its client began
                 return self._begun(replace(self._root.prompt, messages=messages, tools=asked.tools), None), known
-            place = max(known.places, key=lambda one: (one.is_delivered, self._is_free(one, params)))
+            place = max(known.places, key=lambda one: one.is_delivered)
             ids = place.line.episode.reply_ids(rest, place.num_turns)
             if ids is None:
                 words = "the conversation leaves no room for an answer in the context"

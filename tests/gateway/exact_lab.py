@@ -395,18 +395,19 @@ class Talk:
 
     # -- what must hold
 
-    def known(self, history: History, has_tools: bool) -> tuple[int, list[list[int]]]:
-        """Messages up to the last turn of the model that was said so, and tokens that may stand for them."""
+    def known(self, history: History, has_tools: bool) -> tuple[int, list[tuple[tuple[str, ...], list[int]]]]:
+        """Messages up to the last turn of the model that was said so; thoughts and tokens that may stand for them."""
         for size in range(len(history), 0, -1):
             key = (has_tools, *(one.key for one in history[:size]))
             thoughts = [one.thought.strip() for one in history[:size] if one.role == "assistant"]
             fits = [
-                ids
+                (had, ids)
                 for had, ids in self.ends.get(key, ())
-                if all(not told or not was or told == was for told, was in zip(thoughts, had, strict=True))
+                if all(not told or told == was for told, was in zip(thoughts, had, strict=True))
             ]
             if fits and key[:-1] in self.orphans:  # the turn that was not got may say the same
-                fits += [call.prompt + call.ids for call in self.witness.calls if not call.is_claimed]
+                told = tuple(thoughts)
+                fits += [(told, call.prompt + call.ids) for call in self.witness.calls if not call.is_claimed]
             if fits:
                 return size, fits
         return 0, []
@@ -420,7 +421,7 @@ class Talk:
             self.tally.refused["template"] += 1
             return
         _, fits = self.known(history, has_tools)
-        is_long = max([len(ids), *map(len, fits)]) > CONTEXT * 0.5
+        is_long = max([len(ids), *(len(one) for _, one in fits)]) > CONTEXT * 0.5
         assert ("room for an answer" in fault or "context" in fault) == is_long or "append" in fault, (fault, len(ids))
         self.tally.refused["append" if "append" in fault else "long"] += 1
 
@@ -437,7 +438,7 @@ class Talk:
             """What was said, verbatim, and the rest as the template writes it."""
             if not size:
                 return ids == self.tokenizer.encode(text)
-            begun = next((one for one in fits if ids[: len(one)] == one), None)
+            begun = next((one for _, one in fits if ids[: len(one)] == one), None)
             tail = "" if begun is None else self.tokenizer.decode(ids[len(begun) :], skip_special=False)
             return bool(tail) and text.endswith(tail) and all(one in tail for one in told)
 
@@ -453,13 +454,15 @@ class Talk:
         said = (*history, answer.said)
         key = (has_tools, *(one.key for one in said))
         thoughts = tuple(one.thought.strip() for one in said if one.role == "assistant")
+        had = next((had for had, one in fits if call.prompt[: len(one)] == one), ())
+        thoughts = (*had, *thoughts[len(had) :])
         self.ends.setdefault(key, []).append((thoughts, call.prompt + call.ids))
         self.tally.turns += 1
         self.tally.calls += len(answer.said.calls)
         self.tally.thoughts += bool(answer.said.thought)
         self.tally.cut += answer.is_cut
 
-    def explained(self, size: int, fits: list[list[int]], text: str, answer: Answered) -> str:
+    def explained(self, size: int, fits: list[tuple[tuple[str, ...], list[int]]], text: str, answer: Answered) -> str:
         def shown(ids: list[int]) -> str:
             return repr(self.tokenizer.decode(ids, skip_special=False))
 
@@ -469,7 +472,7 @@ class Talk:
                 f"no turn of the engine is {answer}, whose history is",
                 repr(text),
                 f"of {size} known messages:",
-                *map(shown, fits),
+                *(shown(one) for _, one in fits),
                 "turns that are not told:",
                 *(f"{len(call.prompt)}: {shown(call.prompt)} -> {shown(call.ids)}" for call in left),
             )
