@@ -184,7 +184,7 @@ class GatewayRelay(GatewayContract):
                 while not self._tasks:
                     if self._look is None or self._look.done():
                         self._look = self.ctx.spawn(self._look_for_task(), name="look for a task")
-                    await asyncio.wait([self._look])  # which goes on where this service leaves
+                    await asyncio.wait([self._look])  # it continues where this service leaves
                     if not self._tasks:
                         await asyncio.sleep(LOOK_S)
                 task = self._tasks.pop()

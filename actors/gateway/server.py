@@ -200,7 +200,7 @@ class Gateway:
     """The door of one process. Sessions come and go; the server stays."""
 
     def __init__(self, options: ListenOptions | None = None, *, prefix: str = "", is_behind: bool = False) -> None:
-        """`prefix`: of keys, says which process has the session. `is_behind`: agents are told another address, that of
+        """`prefix`: of keys, says which process has the session. `is_behind`: agents get another address, that of
         the gateway role."""
         self._eval: EvalAccess | None = None
         """None: there is no engine yet."""
@@ -255,13 +255,13 @@ class Gateway:
         return self._listener.place
 
     def found(self, address: str) -> None:
-        """What agents are told from now on."""
+        """What agents get from now on."""
         if self._address is None or self._address.done():
             self._address = asyncio.get_running_loop().create_future()
         self._address.set_result(address)
 
     async def address(self) -> str:
-        """What agents are told, once it is known."""
+        """What agents get, once it is known."""
         if self._address is None:
             self._address = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._address)
@@ -459,7 +459,7 @@ class Gateway:
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
-    """What an agent is told of its row."""
+    """What an agent gets of its row."""
     return {
         "messages": [message.as_template_sees() for message in prompt.messages],
         "tools": list(prompt.tools),

@@ -152,7 +152,7 @@ class ComingTurn:
         """What is there of it."""
         self._answer: Answer | BaseException | None = None
         self._news: asyncio.Event | None = None
-        """Somebody waits for more."""
+        """A client waits for more."""
 
     def delivered(self) -> None:
         self.is_delivered = True

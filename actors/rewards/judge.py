@@ -60,7 +60,7 @@ class Judges:
 
     def settings_with(self, args: Mapping[str, Any], key: str, known: Collection[str]) -> JudgeSettings:
         """`known`: models of the run's own. Raises ConfigError for a key that is none, a value that it cannot have, and
-        where nobody could be asked."""
+        where no model could be asked."""
         try:
             said = self.settings.model_dump(exclude_unset=True)
             of = JudgeSettings.model_validate({**said, **args}) if args else self.settings

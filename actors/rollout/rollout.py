@@ -281,7 +281,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         return GatewayPlace() if self.gateway is None else await self.gateway.served()
 
     async def _find_gateway(self, gateway: Gateway) -> None:
-        """The address of the role, which agents are told."""
+        """The address of the role, which agents get."""
         ask = self.ctx.ref(GatewayContract, GATEWAY).gateway_place
         place = await self._report.ask(GATEWAY, ask)
         gateway.found(place.base_url)

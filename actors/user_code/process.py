@@ -137,7 +137,7 @@ class UserProcess:
     """A worker and its subreaper, seen from the actor. Its pool's task for it waits for its end."""
 
     def __init__(self, encode: Callable[[object], bytes], *, is_alone: bool) -> None:
-        """`encode`: what it is told. `is_alone`: it is for one call only."""
+        """`encode`: what it gets. `is_alone`: it is for one call only."""
         self._encode = encode
         self.is_alone = is_alone
         self.calls: dict[int, Call] = {}
@@ -251,7 +251,7 @@ class WorkerPool:
         max_block_s: float = 0.0,
     ) -> None:
         """`program`: of a worker, `:module` or a command. `what` the spec names, for messages. `decoder`: of the
-        worker's messages; one of JSON: so is what it is told. `max_calls`: of one worker, before a further one is
+        worker's messages; one of JSON: so is what it gets. `max_calls`: of one worker, before a further one is
         started; 1: a call that is given up ends its worker. `grace_s`: for the workers to clean up when their input
         ends, or this process. `max_block_s`: of the workers' loops; 0: they may be silent."""
         self._program = program

@@ -88,7 +88,7 @@ class RolloutSpan:
     turn: int
     """The turn that came, or the last one before it; 0: none yet."""
     began_s: float
-    """On the monotonic clock: when it began, or went on after something else."""
+    """On the monotonic clock: when it began, or continued after something else."""
     ended_s: float = 0.0
 
     @property

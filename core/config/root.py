@@ -456,7 +456,7 @@ def _model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield from clashes(
             (not MODEL_NAME.fullmatch(name) or name == POLICY, key, named),
             (one.nodes == "*", f"{key}.nodes", "must name the nodes"),
-            (config.algo.kind == "sft", f"{key} algo.kind", 'is asked by nobody: algo.kind = "sft" has no rollouts'),
+            (config.algo.kind == "sft", f"{key} algo.kind", 'is never asked: algo.kind = "sft" has no rollouts'),
         )
         for other, of in placed.items():
             shared = sorted(set(one.device_ids) & set(of.device_ids))

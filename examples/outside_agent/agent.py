@@ -1,4 +1,4 @@
-"""An agent with a loop of its own and the plain OpenAI SDK. It knows nothing of the run but what its environment says.
+"""An agent with a loop of its own and the plain OpenAI SDK. It knows of the run only what its environment says.
 
 It polls for tasks, 16 at a time, asks the policy to sort digits and then to sort its own answer again, and posts a
 reward: the share of digits that are in their places.

@@ -39,7 +39,7 @@ async def planner(ctx: WorkflowContext, prompt: Prompt) -> Sequence[Sample]:
 
 
 async def short_history(ctx: WorkflowContext, prompt: Prompt) -> Sequence[Sample]:
-    """After two turns the conversation goes on in another session that knows the last answer alone."""
+    """After two turns the conversation continues in another session that knows the last answer alone."""
     draft = (await ctx.episode.generate()).text
     ctx.episode.reply("user", f"sort {draft}")
     better = (await ctx.episode.generate()).text

@@ -135,7 +135,7 @@ def _said(table: dict[str, Any], indent: str) -> Iterator[str]:
     for tool in table["tools"]:
         yield visible(f"{indent}offers {tool['name']}: {tool['text']}")
     for message in table["messages"]:
-        is_alone = len(table["messages"]) == 1 and message["is_model"]  # the answer says all that is told of it
+        is_alone = len(table["messages"]) == 1 and message["is_model"]  # the answer says all of it
         yield from _message_lines({**message, "role": "", "facts": ()} if is_alone else message, indent)
 
 

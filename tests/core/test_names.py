@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from myxa.core.errors import ConfigError
 from myxa.core.ids import check_name
-from myxa.core.import_path import load_callable
+from myxa.launch.worker import load_callable
 
 
 @given(st.text(max_size=200))
