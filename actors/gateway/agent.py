@@ -21,15 +21,15 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import aiohttp
 import msgspec
 
-from ...core.config.run import SandboxName
+from ...core.config.run import AgentSettings
 from ...core.errors import FailureKind, MemberFailed
 from ...core.samples import Prompt, Sample
 from ..http_client import NoAnswer, client_session, post_bounded
@@ -50,7 +50,6 @@ OFFER_S = 30.0
 """For a service to take a task."""
 MAX_REPLY_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
-RewardFrom = Literal["verifier", "exit", "file"]
 
 
 class FileReward(msgspec.Struct):
@@ -60,38 +59,20 @@ class FileReward(msgspec.Struct):
     answers: dict[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class OutsideAgentOptions:
-    """Plain settings; see `[agent]`."""
-
-    command: tuple[str, ...] = ()
-    url: str = ""
-    polls: bool = False
-    workers: int = 2
-    silence_s: float = 120.0
-    reward: RewardFrom = "verifier"
-    sandbox: SandboxName = "none"
-    image: str = ""
-    network: Literal["gateway", "all"] = "gateway"
-    memory_gb: float = 0.0
-    cpu_s: float = 0.0
-    timeout_s: float = 600.0
-    environ: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of this process: what programs get besides."""
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    folder: str = "."
-    """Where programs run: that of the run file."""
-
-
 class AgentWorkflow:
     """One per rollout actor: what is started for each rollout."""
 
     def __init__(
-        self, options: OutsideAgentOptions, gateway: Gateway, models: Mapping[str, ReachedModel] | None = None
+        self,
+        settings: AgentSettings,
+        gateway: Gateway,
+        models: Mapping[str, ReachedModel] | None = None,
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`gateway`: of this actor; started and stopped by its owner. `models`: of the run's own; requests may name
-        one."""
-        self._options = options
+        one. `environ`: of this process, what programs get besides."""
+        self._settings = settings
+        self._environ = environ
         self.gateway = gateway
         self._models = models or {}
         self._sandbox: Sandbox | None = None
@@ -100,7 +81,7 @@ class AgentWorkflow:
 
     async def start(self) -> None:
         """Start what polls. Raises ConfigError where the sandbox is not there."""
-        of = self._options
+        of = self._settings
         self._sandbox = await asyncio.to_thread(sandbox, of.sandbox, of.image)
         if of.polls and of.command:
             self._workers = [asyncio.ensure_future(self._kept()) for _ in range(of.workers)]  # noqa: TID251 -- see close
@@ -124,12 +105,14 @@ class AgentWorkflow:
         acting = asyncio.ensure_future(self._acted(ctx, prompt, one, key))  # noqa: TID251 -- ended below
         try:
             done, _ = await asyncio.wait(
-                (interrupted, acting), timeout=self._options.timeout_s, return_when=asyncio.FIRST_COMPLETED
+                (interrupted, acting),
+                timeout=None if ctx.run_s == math.inf else ctx.run_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if session.fault is not None:
                 raise session.fault
             if not done:
-                raise _failed(f"the agent did not finish within {self._options.timeout_s:g} s")
+                raise _failed(f"the agent did not finish within {ctx.run_s:g} s (rollout.timeout_s)")
             await acting
         finally:
             for task in (interrupted, acting):
@@ -148,7 +131,7 @@ class AgentWorkflow:
             "session_id": ctx.session_id,
             "attempt": ctx.attempt,
         }
-        if self._options.command and not self._options.polls:
+        if self._settings.command and not self._settings.polls:
             with ctx.episode.waits_for("agent"):
                 await self._programmed(task, one, key)
         else:
@@ -159,7 +142,7 @@ class AgentWorkflow:
     # -- a program
 
     async def _programmed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
-        of = self._options
+        of = self._settings
         async with scratch_folder() as scratch:
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
             status, told = await self._ran(scratch, key)
@@ -174,13 +157,14 @@ class AgentWorkflow:
     async def _ran(self, scratch: Path, key: str) -> tuple[int, str]:
         """The program's exit status, negative for a signal, and how it ended, in words with the end of its output. It
         ends with this call, and all that it started. Raises MemberFailed if it cannot be started."""
-        of = self._options
+        of = self._settings
+        folder = str(Path(of.dir or ".").resolve())
         is_inside = of.sandbox != "none" and of.network == "gateway"
         port = (await self.gateway.served()).port
         url = f"http://127.0.0.1:{port}" if is_inside else await self.gateway.address()
         job = Job(
-            command=of.command, scratch=scratch, folder=str(Path(of.folder).resolve()), visible=("/", of.folder),
-            environ=of.environ, env={**of.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
+            command=tuple(shlex.split(of.command)), scratch=scratch, folder=folder, visible=("/", folder),
+            environ=self._environ, env={**of.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
             limits=Limits(cpu_s=of.cpu_s, memory_gb=of.memory_gb),
             has_network=not is_inside, port=port, serve=self.gateway.serving,
         )  # fmt: skip
@@ -204,7 +188,7 @@ class AgentWorkflow:
             "MYXA_TASK_FILE": f"{scratch}/task.json",
             "MYXA_REWARD_FILE": f"{scratch}/reward.json",
             "MYXA_SCRATCH": scratch,
-            **({"MYXA_TASKS_KEY": key} if self._options.polls else {}),
+            **({"MYXA_TASKS_KEY": key} if self._settings.polls else {}),
             "HOME": scratch,
             "TMPDIR": scratch,
         }
@@ -233,7 +217,7 @@ class AgentWorkflow:
         url = await self.gateway.address()
         whole = {**task, "key": key, "base_url": url, "openai_base_url": f"{url}/v1", "model": MODEL}
         with episode.waits_for("agent", "to take its task"):
-            if self._options.polls:
+            if self._settings.polls:
                 await self.gateway.offer(whole, key).taken.wait()
             else:
                 await self._pushed(whole, one, key)
@@ -241,7 +225,7 @@ class AgentWorkflow:
             await self._until_ended(one)
 
     async def _until_ended(self, one: OpenSession) -> None:
-        loop, silence_s = asyncio.get_running_loop(), self._options.silence_s
+        loop, silence_s = asyncio.get_running_loop(), self._settings.silence_s
         one.heard_s = loop.time()
         while not one.ended.is_set():
             silent_s = 0.0 if one.num_under_way else loop.time() - one.heard_s
@@ -259,8 +243,8 @@ class AgentWorkflow:
         while not one.ended.is_set():
             try:
                 status, reply, _ = await post_bounded(
-                    self._http, self._options.url, body, headers,
-                    within_s=OFFER_S, max_bytes=MAX_REPLY_BYTES, name=f"the agent service at {self._options.url}",
+                    self._http, self._settings.url, body, headers,
+                    within_s=OFFER_S, max_bytes=MAX_REPLY_BYTES, name=f"the agent service at {self._settings.url}",
                 )  # fmt: skip
             except NoAnswer:
                 await asyncio.sleep(RETRY_S)  # it is absent: rollout.timeout_s bounds how long
@@ -292,8 +276,3 @@ class AgentWorkflow:
 
 def _failed(words: str, kind: FailureKind = "environment") -> MemberFailed:
     return MemberFailed(words, kind=kind, remedy="see what the agent does; docs/agents.md")
-
-
-def split_command(command: str) -> tuple[str, ...]:
-    """A command line as a shell would split it. Raises ValueError."""
-    return tuple(shlex.split(command))

@@ -131,27 +131,10 @@ async def serve_model(
 
 def agent_workflow(config: RunConfig, own: Gateway, models: Mapping[str, ReachedModel]) -> AgentWorkflow:
     """What is started for each rollout. `own`: the actor's gateway."""
-    from ...actors.gateway.agent import AgentWorkflow, OutsideAgentOptions, split_command
+    from ...actors.gateway.agent import AgentWorkflow
 
-    agent = config.agent
-    options = OutsideAgentOptions(
-        command=split_command(agent.command),
-        url=agent.url,
-        polls=agent.polls,
-        workers=agent.workers,
-        silence_s=agent.silence_s,
-        reward=agent.reward,
-        sandbox=agent.sandbox,
-        image=agent.image,
-        network=agent.network,
-        memory_gb=agent.memory_gb,
-        cpu_s=agent.cpu_s,
-        timeout_s=config.rollout.timeout_s,
-        environ={**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))},
-        env=agent.env,
-        folder=agent.dir or ".",
-    )
-    return AgentWorkflow(options, own, models)
+    path = os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))
+    return AgentWorkflow(config.agent, own, models, {**os.environ, "PATH": path})
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import shlex
 import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,16 +20,18 @@ from aiohttp import web
 from tests.gateway.scripted import SAMPLING, Says
 from tests.workflows.chat_models import QWEN3
 
-from myxa.actors.gateway.agent import AgentWorkflow, OutsideAgentOptions
+from myxa.actors.gateway.agent import AgentWorkflow
 from myxa.actors.gateway.server import Gateway
 from myxa.actors.user_code.sandbox import namespaces_trouble, trouble_with
 from myxa.actors.workflows.episode import Episode, ModelAccess, ModelSpec, ReachedModel, WorkflowContext
 from myxa.actors.workflows.turn_renderer import TurnRenderer
+from myxa.core.config.run import AgentSettings
 from myxa.core.errors import ConfigError, EngineError, FailureKind, MemberFailed
 from myxa.core.samples import Message, Prompt, Sample
 
 bubblewrap = pytest.mark.skipif(bool(trouble_with("bubblewrap")), reason=trouble_with("bubblewrap"))
 ROW = Prompt(group_id=7, row=3, pass_index=0, messages=(Message(role="user", content="task"),), label="L", source="d")
+PROGRAM = shlex.join((sys.executable, "agent.py"))
 ASKS = """
 import json, os, sys, urllib.request
 task = json.load(open(os.environ["MYXA_TASK_FILE"]))
@@ -43,18 +47,20 @@ json.dump(rewards, open(os.environ["MYXA_REWARD_FILE"], "w"))
 """
 
 
-def context(says: Says, recorded: tuple[Sample, ...] = (), attempt: int = 0) -> WorkflowContext:
+def context(
+    says: Says, recorded: tuple[Sample, ...] = (), attempt: int = 0, run_s: float = math.inf
+) -> WorkflowContext:
     access = ModelAccess(generate=says.generate, sampling=SAMPLING, context_length=8192)
     episode = Episode(prompt=ROW, index=0, tokenizer=says.tokenizer, model=access, recorded=recorded)
     return WorkflowContext(
-        episode=episode, tokenizer=says.tokenizer, max_turns=1, index=0, session_id="s", attempt=attempt
+        episode=episode, tokenizer=says.tokenizer, max_turns=1, index=0, session_id="s", attempt=attempt, run_s=run_s
     )
 
 
 @asynccontextmanager
 async def running(models: Any = None, **options: Any) -> AsyncGenerator[AgentWorkflow]:
     gateway = Gateway()
-    workflow = AgentWorkflow(OutsideAgentOptions(**options), gateway, models)
+    workflow = AgentWorkflow(AgentSettings(**options), gateway, models)
     await gateway.start()
     await workflow.start()
     try:
@@ -64,10 +70,12 @@ async def running(models: Any = None, **options: Any) -> AsyncGenerator[AgentWor
         await gateway.stop()
 
 
-async def programmed(tmp_path: Path, code: str, says: Says | None = None, **options: Any) -> tuple[Sample, ...]:
+async def programmed(
+    tmp_path: Path, code: str, says: Says | None = None, run_s: float = math.inf, **options: Any
+) -> tuple[Sample, ...]:
     (tmp_path / "agent.py").write_text(ASKS + code)
-    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), **options) as workflow:
-        return await workflow(context(says or Says(QWEN3, lambda prompt: "hello")), ROW)
+    async with running(command=PROGRAM, dir=str(tmp_path), **options) as workflow:
+        return await workflow(context(says or Says(QWEN3, lambda prompt: "hello"), run_s=run_s), ROW)
 
 
 async def test_a_program_asks_a_model_of_the_run_by_its_name_and_learns_nothing_of_what_it_says(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ listed = json.load(urllib.request.urlopen(urllib.request.Request(os.environ["OPE
 assert [one["id"] for one in listed["data"]] == ["policy", "judge"]
 """
     (tmp_path / "agent.py").write_text(ASKS + code)
-    options: dict[str, Any] = {"command": (sys.executable, "agent.py"), "folder": str(tmp_path)}
+    options: dict[str, Any] = {"command": PROGRAM, "dir": str(tmp_path)}
     async with running(models=models, **options) as workflow:
         (sample,) = await workflow(context(policy), ROW)
     assert sample.num_turns == 1 and "hello" in sample.text and len(policy.prompts) == 1 and len(judge.prompts) == 3
@@ -137,7 +145,7 @@ async def test_where_the_reward_comes_from(tmp_path: Path, code: str, how: Any, 
         ),
         ('open(os.environ["MYXA_REWARD_FILE"], "w").write("1e999")', {"reward": "file"}, "environment", "read|finite"),
         ('post("/v1/session/end", {"failure": "no browser", "kind": "sandbox"})', {}, "sandbox", "no browser"),
-        ("import time; time.sleep(60)", {"timeout_s": 1.5}, "environment", "within 1.5 s"),
+        ("import time; time.sleep(60)", {"run_s": 1.5}, "environment", "within 1.5 s"),
     ],
 )
 async def test_faults_of_a_program(
@@ -150,7 +158,7 @@ async def test_faults_of_a_program(
 
 async def test_a_program_that_asks_nothing(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("")
-    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path)) as workflow:
+    async with running(command=PROGRAM, dir=str(tmp_path)) as workflow:
         with pytest.raises(MemberFailed, match="without a turn"):
             await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
 
@@ -160,7 +168,7 @@ async def test_nothing_of_a_program_outlives_its_rollout(tmp_path: Path) -> None
         "import subprocess; subprocess.Popen(['sleep', '77.125'], start_new_session=True); import time; time.sleep(60)"
     )
     with pytest.raises(MemberFailed):
-        await programmed(tmp_path, code, timeout_s=2.0)
+        await programmed(tmp_path, code, run_s=2.0)
     assert not [one for one in psutil.process_iter(["cmdline"]) if "77.125" in (one.info["cmdline"] or ())]
 
 
@@ -178,7 +186,7 @@ async def test_a_second_attempt_replays_the_turns_that_were_recorded(tmp_path: P
     again = Says(QWEN3, lambda prompt: "other")
     code = 'open("seen.json", "w").write(json.dumps([task["is_replay"], answer["choices"][0]["message"]["content"]]))'
     (tmp_path / "agent.py").write_text(ASKS + code)
-    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path)) as workflow:
+    async with running(command=PROGRAM, dir=str(tmp_path)) as workflow:
         (replayed,) = await workflow(context(again, recorded=(sample,), attempt=1), ROW)
     assert again.prompts == []
     assert replayed.response_ids.tolist() == sample.response_ids.tolist()
@@ -189,7 +197,7 @@ async def test_a_sandbox_that_is_not_installed_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", "/nowhere")
     trouble_with.cache_clear()
     with pytest.raises(ConfigError, match="bwrap"):
-        await AgentWorkflow(OutsideAgentOptions(sandbox="bubblewrap"), Gateway()).start()
+        await AgentWorkflow(AgentSettings(command=PROGRAM, sandbox="bubblewrap"), Gateway()).start()
     trouble_with.cache_clear()
 
 
@@ -221,9 +229,10 @@ json.dump({"reward": sum(n << i for i, n in enumerate(told))}, open(os.environ["
 async def test_in_a_sandbox_it_reaches_the_gateway_and_its_scratch_folder(
     tmp_path: Path, options: dict[str, Any], can: int
 ) -> None:
+    limits = {} if options["sandbox"] == "none" else {"memory_gb": 4.0, "cpu_s": 60.0}
     with socket.create_server(("127.0.0.1", 0)) as server:
         (tmp_path / "port").write_text(str(server.getsockname()[1]))
-        (sample,) = await programmed(tmp_path, INSIDE, reward="file", memory_gb=4.0, cpu_s=60.0, **options)
+        (sample,) = await programmed(tmp_path, INSIDE, reward="file", **limits, **options)
     assert sample.reward == can
 
 
@@ -302,7 +311,7 @@ async def test_a_program_that_polls_is_started_again_and_what_it_had_taken_fails
     (tmp_path / "agent.py").write_text(POLLS)
     more: dict[str, Any] = {"polls": True, "workers": 1}
     says = Says(QWEN3, lambda prompt: "hello")
-    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), **more) as workflow:
+    async with running(command=PROGRAM, dir=str(tmp_path), **more) as workflow:
         with pytest.raises(MemberFailed, match="ended with exit status 1"):
             await workflow(context(says), ROW)
         (sample,) = await workflow(context(says), ROW)
@@ -327,7 +336,7 @@ async def test_a_service_that_falls_silent_is_given_up() -> None:
 
 async def test_a_program_that_never_takes_a_task_fails_its_rollouts(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("import no_such_module")
-    async with running(command=(sys.executable, "agent.py"), folder=str(tmp_path), polls=True, workers=1) as workflow:
+    async with running(command=PROGRAM, dir=str(tmp_path), polls=True, workers=1) as workflow:
         async with asyncio.timeout(30):
             with pytest.raises(MemberFailed, match="no_such_module") as caught:
                 await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)

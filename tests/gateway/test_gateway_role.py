@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import stat
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ async def act(run_dir: Path, pid: int, is_over: Any) -> Counter[str]:
     return service.taken
 
 
-async def until(is_so: Any, workers: list[asyncio.Future[None]]) -> None:
+async def until(is_so: Any, workers: Sequence[asyncio.Future[None]]) -> None:
     async with asyncio.timeout(90):
         while not is_so():
             assert not any(one.done() for one in workers), [one.exception() for one in workers if one.done()]

@@ -133,9 +133,9 @@ async def test_two_services_with_one_task() -> None:
 
 async def test_a_task_whose_rollout_has_ended_is_not_given() -> None:
     says = Says(QWEN3, lambda prompt: "hello")
-    async with running(polls=True, timeout_s=0.2) as workflow, httpx.AsyncClient(timeout=30) as http:
+    async with running(polls=True) as workflow, httpx.AsyncClient(timeout=30) as http:
         with pytest.raises(MemberFailed, match=r"within 0\.2 s"):
-            await workflow(context(says), ROW)
+            await workflow(context(says, run_s=0.2), ROW)
         place = await workflow.gateway.served()
         headers = {"Authorization": f"Bearer {place.tasks_key}"}
         assert (await http.post(f"{place.base_url}/v1/tasks/next?now", headers=headers)).status_code == 204
