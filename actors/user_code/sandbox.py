@@ -232,7 +232,7 @@ def _interpreter() -> str:
 
 def _visible(job: Job) -> list[str]:
     """What is there of it, and not in the scratch folder."""
-    named = {*SYSTEM, sys.base_prefix, *job.visible} - {"/"}
+    named = {*SYSTEM, sys.base_prefix, sys.prefix, *job.visible} - {"/"}
     if "/" in job.visible:
         named.update(str(path) for path in Path("/").iterdir() if path.name not in HIDDEN)
     return sorted(path for path in named if os.path.lexists(path) and named.isdisjoint(map(str, Path(path).parents)))

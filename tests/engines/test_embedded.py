@@ -104,7 +104,7 @@ def broken_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], b
     """Has the decoder raise on the calls that are picked, as a bug or a lack of memory would."""
 
     def begin(is_broken: Callable[[int], bool]) -> None:
-        number, inner = 0, Decoder.forward
+        number, inner = 0, Decoder.hidden
 
         def forward(self, *args, **named):
             nonlocal number
@@ -113,7 +113,7 @@ def broken_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], b
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
             return inner(self, *args, **named)
 
-        monkeypatch.setattr(Decoder, "forward", forward)
+        monkeypatch.setattr(Decoder, "hidden", forward)
 
     return begin
 

@@ -57,13 +57,13 @@ def test_members_of_a_group_share_one_prefill(folders, make_core, run_core, judg
     prompts = [np.arange(5, 25), np.arange(30, 37)]
     requests = [ask(f"g{i}", prompts[i % 2], max_new_tokens=8, ignore_eos=True) for i in range(16)]
     forwarded = []
-    inner = Decoder.forward
+    inner = Decoder.hidden
 
-    def forward(self, weights, ids, *rest):
+    def forward(self, weights, ids, *rest, **named):
         forwarded.append(len(ids))
-        return inner(self, weights, ids, *rest)
+        return inner(self, weights, ids, *rest, **named)
 
-    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(Decoder, "hidden", forward)
     results = run_core(make_core(folders[0]), requests)
     assert forwarded == [20 + 7] + [16] * 7, "tokens per forward pass: both prompts once, then a token for each member"
     assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE

@@ -24,7 +24,7 @@ def score(name: str, text: str, label: str = "", pattern: str = "", **args: Any)
 
 
 def test_the_run_file_knows_the_same_names() -> None:
-    assert (*BUILTINS, "remote") == REWARD_BUILTINS
+    assert (*BUILTINS, "remote", "judge", "unit_tests") == REWARD_BUILTINS
 
 
 CASES: dict[str, list[tuple[str, str, dict[str, Any], float]]] = {

@@ -247,7 +247,7 @@ def test_mistakes_of_an_evaluation_sets_function_are_told_by_their_key(tmp_path:
     assert found.keys() == {"eval.sets.sums.reward_args.tol", "eval.sets.far.reward_args.url", "eval.sets.own.reward"}
     raw["eval"]["sets"] = {"own": {"path": path, "reward": f"{file}:shap"}}
     with pytest.raises(ConfigError, match=r"^eval\.sets\.own\.reward: "):
-        eval_rewarders(RunConfig.model_validate(raw))
+        eval_rewarders(RunConfig.model_validate(raw), None)
 
 
 def test_mistakes_are_told_by_their_key(tmp_path: Path, file: Path) -> None:

@@ -89,7 +89,7 @@ async def test_where_engines_have_the_device_it_is_finished_with_the_next_step(
     options = {"every": 1, "is_async": True}
     async with trainer_room(model, tmp_path, checkpoints=options, conductor=TakesAtOnce()) as room:
         leader: Any = room.trainer._leader
-        turns = leader._share = Turns()
+        turns = leader.share = Turns()
         room.data.allow(1)
         await room.conductor.steps(1)
         checkpoints = leader.checkpoints

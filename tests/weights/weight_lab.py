@@ -63,7 +63,7 @@ class InProcess:
     """Senders in this process."""
 
     def __init__(self, *senders: DeviceWeightSender) -> None:
-        self.senders = {sender._name: sender for sender in senders}
+        self.senders = {sender.name: sender for sender in senders}
         self.left: list[str] = []
 
     async def ask(self, sender: str, order: Any) -> Any:
