@@ -36,8 +36,8 @@ def main() -> None:
     try:
         import torch
         import transformers
-        import trl
-        from datasets import load_dataset
+        import trl  # pyright: ignore[reportMissingImports]  # of the peers
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         report.missing(f"TRL cannot be imported: {error}")
     began = time.monotonic()

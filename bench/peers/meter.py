@@ -109,7 +109,9 @@ async def async_client(
     while text := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(text)
         depth, seconds = command["depth"], command["seconds"]
-        floods = [asyncio.ensure_future(_for_ever(bulk)) for _ in range(2 if bulk and command.get("bulk") else 0)]
+        floods: list[asyncio.Task[None]] = []
+        if bulk is not None and command.get("bulk"):
+            floods = [asyncio.create_task(_for_ever(bulk)) for _ in range(2)]
         await _flood(once, depth, WARM_UP_S)
         result = Result(pids())
         taken: list[int] = []

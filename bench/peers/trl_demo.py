@@ -32,8 +32,8 @@ def main() -> None:
 
     import torch
     import transformers
-    from datasets import load_dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from datasets import load_dataset  # pyright: ignore[reportMissingImports]  # only in the peers' environment
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(options.threads)
     events = options.events.open("w", buffering=1)

@@ -16,7 +16,6 @@ from myxa import __version__
 from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.errors import ConfigError, DataError, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
-from myxa.core.supervision import ChildState
 from myxa.core.timeouts import LauncherTimeouts
 from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
 from myxa.launch.contracts import (
@@ -132,7 +131,7 @@ class Stage:
     supervisor: RunSupervisor
     hands: list[Hands] = field(default_factory=list[Hands])
 
-    def states(self) -> dict[str, ChildState]:
+    def states(self) -> dict[str, str]:
         return {record.name: record.state for record in self.supervisor.statuses()}
 
     def facts(self, node: int, nonce: str = "") -> NodeFacts:
