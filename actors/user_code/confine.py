@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 4096, 8192, 16384, 1 << 18, 2, 4
+MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_RDONLY = 4096, 8192, 16384, 1 << 18, 2, 4, 1
 SYS_MOUNT_SETATTR, MOUNT_ATTR_RDONLY, AT_RECURSIVE = 442, 1, 0x8000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
@@ -85,7 +85,8 @@ def new_root(scratch: str, visible: list[str], scratch_mb: int) -> None:
     bind(root + scratch, f"{root}/dev/shm")
     os.makedirs(f"{root}/proc", exist_ok=True)
     try:
-        mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)
+        # settings of the kernel are root's to write, without any capability: a program to start at a crash, for one
+        mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_RDONLY)
     except OSError:
         pass  # a container may hide parts of it, and then it cannot be had
     make_readonly(root, 0)

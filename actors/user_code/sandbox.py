@@ -51,7 +51,10 @@ FIRST_USER, NUM_USERS = 61184, 4096
 """Users without a name, as systemd's dynamic ones. The kernel counts no processes of root's: so each job of root's that
 has such a limit gets one of these."""
 SYSTEM = ("/bin", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/usr")
-HIDDEN = frozenset({"dev", "proc", "sys", "tmp"})
+HIDDEN = frozenset({"dev", "proc", "run", "sys", "tmp"})
+"""Of the root folder. In /run are sockets of daemons, docker's and systemd's, that start what they are told outside."""
+NAMES = "/etc/resolv.conf"
+"""Often a link to a file in /run."""
 CONFINE = str(Path(__file__).with_name("confine.py"))
 OWNER = "myxa.owner"
 """Label of containers: boot, process and its start time, so that what a dead owner left is known."""
@@ -235,6 +238,7 @@ def _visible(job: Job) -> list[str]:
     named = {*SYSTEM, sys.base_prefix, sys.prefix, *job.visible} - {"/"}
     if "/" in job.visible:
         named.update(str(path) for path in Path("/").iterdir() if path.name not in HIDDEN)
+        named.add(os.path.realpath(NAMES))
     return sorted(path for path in named if os.path.lexists(path) and named.isdisjoint(map(str, Path(path).parents)))
 
 
@@ -272,7 +276,8 @@ class BubblewrapSandbox(RlimitsSandbox):
             words += [how, str(path.readlink() if path.is_symlink() else path), str(path)]
         if job.scratch_mb:
             words += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", scratch]
-        words += ["--dir", "/tmp", "--dev", "/dev", "--proc", "/proc", "--remount-ro", "/", "--"]
+        words += ["--dir", "/tmp", "--dev", "/dev", "--proc", "/proc", "--remount-ro", "/proc"]
+        words += ["--remount-ro", "/", "--"]
         return [*_subreaper(), *words, *_confined(job, user, channel, has_namespaces=False)]
 
 

@@ -143,6 +143,26 @@ async def test_what_is_visible_can_be_read_and_not_changed(name: SandboxName, tm
 
 @with_namespaces
 @kinds
+async def test_one_that_reads_all_files_changes_no_setting_and_asks_no_daemon(
+    name: SandboxName, tmp_path: Path
+) -> None:
+    code = """
+import os
+def writable(path):
+    try: os.close(os.open(path, os.O_WRONLY))
+    except OSError: return False
+    return True
+found = [os.path.join(at, one) for at, _, files in os.walk("/proc/sys/kernel") for one in files]
+found += [f"/proc/{one}" for one in ("sysrq-trigger", "irq", "bus")]
+sockets = [os.path.join(at, one) for at, _, files in os.walk("/run") for one in files if one.endswith(("sock", "socket"))]
+print([one for one in found if writable(one)], sockets, os.path.exists("/run/docker"), os.path.isdir("/root"))
+"""
+    end = await ran(name, tmp_path, code, {"num_processes": 0}, visible=("/",), has_network=True)
+    assert end.output == "[] [] False True\n"
+
+
+@with_namespaces
+@kinds
 async def test_its_only_network_is_what_is_served_inside(name: SandboxName, tmp_path: Path) -> None:
     answered = asyncio.Event()
 
