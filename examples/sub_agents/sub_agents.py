@@ -2,9 +2,9 @@
 
 Both sort digits, as the demo's model does. All samples of a rollout get the reward of its last answer.
 
-    myxa demo                               # leaves a model that sorts one prompt in four: runs/demo-.../sft-.../export
-    myxa up planner.toml --set 'model.path="..."' --set 'data.train="..."'
-    myxa up short_history.toml --set 'model.path="..."' --set 'data.train="..."'
+    myxa demo --dir demo         # leaves a model that sorts one prompt in four: demo/sft/export
+    myxa up planner.toml
+    myxa up short_history.toml
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from myxa.core.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = ROOT / "examples"
+EXAMPLE_PAGES = sorted(EXAMPLES.rglob("README.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:core|transport|memory|algos|actors|launch|tests|bench|examples)/[\w./-]*[\w-](?:\.\w+|/))`")
 MOST_LINES = 3500
@@ -29,7 +31,7 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, *EXAMPLE_PAGES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     for target in LINK.findall(without_code(path.read_text())):
         if target.startswith("http"):
@@ -48,6 +50,22 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
         if not any((folder / name).exists() for folder in (ROOT, ROOT / "tests"))
     ]
     assert missing == []
+
+
+def test_every_example_has_a_page_that_the_index_lists() -> None:
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    listed = LINK.findall((EXAMPLES / "README.md").read_text())
+    assert {target.removesuffix("/README.md") for target in listed if "/" in target} == folders
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {target for target in listed if "/" not in target}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(EXAMPLES.glob("*/*.toml")),
+    ids=lambda path: str(path.relative_to(EXAMPLES)),
+)
+def test_run_files_of_examples_are_valid(path: Path) -> None:
+    RunConfig.model_validate(tomllib.loads(path.read_text()))
 
 
 def test_every_page_is_in_the_reading_order() -> None:
