@@ -42,6 +42,7 @@ PHASES = ("setup", "run", "finalize", "score")
 KINDS = ("environment", "sandbox", "network", "policy", "user-code")
 NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "aiohttp", "urllib", "urllib3", "websockets")
 MAX_METADATA = 32 << 10
+TOO_LONG = "context_length_exceeded"
 Row = dict[str, Any]
 Message = dict[str, Any]
 
@@ -97,7 +98,7 @@ class EnvironmentSession:
         self.task = asyncio.get_running_loop().create_task(self._live())
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The policy's answer to a body of OpenAI's chat completions. Raises NoTurn."""
+        """The policy's answer to a body of OpenAI's chat completions. Raises NoTurn; Blamed for a body that is wrong."""
         self.num_turns += 1
         turn = self.num_turns
         answer = self._answers[turn] = asyncio.get_running_loop().create_future()
@@ -107,7 +108,8 @@ class EnvironmentSession:
         finally:
             del self._answers[turn]
         if "error" in told:
-            raise NoTurn(str(told["error"].get("code") or "invalid"), told["error"]["message"])
+            text, code = told["error"]["message"], told["error"].get("code")
+            raise NoTurn(code, text) if code == TOO_LONG else Blamed(f"the turn was refused: {text}", "environment")
         return told
 
     async def turn(self, tools: Iterable[Mapping[str, Any]] = ()) -> Message:

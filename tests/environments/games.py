@@ -78,6 +78,13 @@ class Count:
         self._misbehaves("close")
 
 
+class Pictures(Count):
+    """Shows one after the first turn, to a model that reads text."""
+
+    def step(self, action: str) -> Any:
+        return [{"role": "user", "content": [{"type": "image_url"}]}], 0.5, False, False, {}
+
+
 class Weather:
     """With a tool; actions are whole messages."""
 

@@ -109,6 +109,14 @@ async def test_a_wrong_answer_earns_nothing_and_turns_are_limited(tmp_path: Path
     assert sample.num_turns == 5 and sample.metadata["ended_by"] == "max_turns"
 
 
+async def test_what_an_environment_asks_wrongly_is_its_failure_and_no_end_of_the_game(tmp_path: Path) -> None:
+    async with bench(tmp_path, id=f"{GAMES}:Pictures") as made:
+        made.runner.options.max_retries = 0
+        with pytest.raises(MemberFailed, match="this model reads text") as caught:
+            await made.run()
+        assert caught.value.kind == "environment"
+
+
 @pytest.mark.parametrize(
     ("phase", "mode"),
     [
