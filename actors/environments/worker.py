@@ -98,7 +98,7 @@ class EnvironmentSession:
         self.task = asyncio.get_running_loop().create_task(self._live())
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The policy's answer to a body of OpenAI's chat completions. Raises NoTurn; Blamed for a body that is wrong."""
+        """The policy's answer to a body of OpenAI's chat completions. Raises NoTurn, Blamed if it is refused."""
         self.num_turns += 1
         turn = self.num_turns
         answer = self._answers[turn] = asyncio.get_running_loop().create_future()
@@ -191,6 +191,8 @@ class EnvironmentSession:
                     await self.stack.aclose()
         except BaseException as error:  # noqa: BLE001 -- any error is reported
             teardown = words_of(error)
+        for one in self._answers.values():  # nothing will come: whoever waits elsewhere is told
+            one.cancel()
         self._pool.shutdown(wait=False)
         del self._worker.sessions[self.call]
         self._worker.put("Closed", call=self.call, is_hanging=bool(self.threads), teardown=teardown)
@@ -351,7 +353,9 @@ def read_frame(stream: BinaryIO) -> Any:
 
 
 def write_frame(stream: BinaryIO, message: Mapping[str, Any]) -> None:
-    body = json.dumps(message, default=str).encode()
+    body = json.dumps(message, default=str, ensure_ascii=False).encode(
+        errors="replace"
+    )  # names of files may be no text
     data = memoryview(LENGTH.pack(len(body)) + body)
     with contextlib.suppress(OSError):  # its reader is gone; the end of the input says so too
         while data:

@@ -42,6 +42,8 @@ class Count:
             os.kill(os.getpid(), signal.SIGSTOP)
         if mode == "raise":
             raise KeyError("level")
+        if mode == "odd-name":
+            raise FileNotFoundError(os.fsdecode(b"level-\xff"))
         if mode == "network":
             raise ConnectionError("no route")
         if mode == "policy":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from tests.harness.group_runner import runner_of
 from tests.harness.waiting import until
 from tests.workflows.chat_models import QWEN3
 
+from myxa.actors.environments.worker import Environment, EnvironmentSession, Worker
 from myxa.actors.environments.workflow import EnvironmentWorkflow
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.config import RewardSettings
@@ -115,6 +117,33 @@ async def test_what_an_environment_asks_wrongly_is_its_failure_and_no_end_of_the
         with pytest.raises(MemberFailed, match="this model reads text") as caught:
             await made.run()
         assert caught.value.kind == "environment"
+
+
+async def test_an_error_whose_words_are_no_text_harms_no_other_session(tmp_path: Path) -> None:
+    async with bench(tmp_path, workers=1) as made:
+        made.runner.options.max_retries = 0
+        failing, other = await asyncio.gather(
+            made.run(group=1, modes={"step": "odd-name"}), made.run(group=2, modes={"step": "slow"}),
+            return_exceptions=True,
+        )  # fmt: skip
+    assert isinstance(failing, MemberFailed) and "raised FileNotFoundError: level-" in failing.message
+    assert isinstance(other, Group) and other.rewards.tolist() == [1.5]
+
+
+async def test_who_waits_for_a_turn_elsewhere_is_told_that_the_session_has_ended() -> None:
+    class AsksBeside(Environment):
+        async def run(self, session: EnvironmentSession) -> None:
+            asking.append(asyncio.ensure_future(session.ask({})))
+            await asyncio.sleep(0)
+
+    asking: list[asyncio.Task[Any]] = []
+    worker = Worker(AsksBeside("beside", {}), io.BytesIO())
+    row = {"messages": [], "metadata": {}}
+    facts = {"session_id": "s", "attempt": 0, "is_replay": False, "max_turns": 1, "teardown_s": 1.0}
+    worker.sessions[1] = session = EnvironmentSession(worker, {"call": 1, "row": row, **facts})
+    await session.task
+    await asyncio.wait(asking, timeout=5)
+    assert asking[0].cancelled()
 
 
 @pytest.mark.parametrize(
