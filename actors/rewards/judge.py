@@ -162,10 +162,11 @@ class JudgeReward:
 
 def score_in(text: str, of: JudgeSettings) -> float | None:
     """The reward that a judge's answer says; None: it says none."""
+    text = after_thought(text) or ""
     if of.json_field:
         found = _field_of_last_object(text, of.json_field)
     else:
-        matches = re.findall(of.pattern, after_thought(text) or "")
+        matches = re.findall(of.pattern, text)
         found = matches[-1] if matches else None
     if found is None or isinstance(found, list | dict):
         return None

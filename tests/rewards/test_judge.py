@@ -197,6 +197,7 @@ async def test_only_so_many_requests_are_under_way() -> None:
     ('{"score": 1} or {"why": {"score": 0}, "score": 0.5}', {"json_field": "score"}, 0.5),
     ('```json\n{"ok": true}\n```', {"json_field": "ok", "scores": {"true": 1.0, "false": 0.0}}, 1.0),
     ('{"score": [1]}', {"json_field": "score"}, None), ('{"score": ', {"json_field": "score"}, None),
+    ('<think>{"score": 1}', {"json_field": "score"}, None),
     ("{" * 5000, {"json_field": "score"}, None), ('[{"score": 1}]', {"json_field": "score"}, 1.0),
 ])  # fmt: skip
 def test_scores(text: str, settings: dict[str, Any], score: float | None) -> None:
