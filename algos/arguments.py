@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -38,5 +39,5 @@ def _check_type(key: str, value: object, hint: Any) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, allowed) or (is_bool and hint is not bool):
         raise ConfigError(f"{key} = {value!r}: must be of type {hint.__name__}")
-    if isinstance(value, (int, float)) and not is_bool and value < 0:
-        raise ConfigError(f"{key} = {value!r}: must not be negative")
+    if isinstance(value, (int, float)) and not is_bool and not 0 <= value < inf:
+        raise ConfigError(f"{key} = {value!r}: must not be negative, infinite or nan")

@@ -32,26 +32,22 @@ WORTH_REPEATING = frozenset({408, 425, 429})
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
     """The table `[reward.args]` of `fn = "remote"`."""
 
-    url: str
-    tries: int
+    url: str = ""
+    tries: int = 3
     """How often one call is made at most."""
-    backoff_s: float
+    backoff_s: float = 0.5
     """Pause before the second try, doubled for each further one, and up to half as long or longer by chance."""
-    max_calls: int
+    max_calls: int = 64
     """Calls of one rollout actor at a time; the others wait, and their time limit with them."""
-
-
-def _options(*, url: str = "", tries: int = 3, backoff_s: float = 0.5, max_calls: int = 64) -> RemoteOptions:
-    return RemoteOptions(url, tries, backoff_s, max_calls)
 
 
 def remote_options(args: Mapping[str, Any], key: str = "reward.args") -> RemoteOptions:
     """The arguments, checked. Raises ConfigError."""
-    options = bind(_options, args, key=key, what='reward "remote"')()
+    options = bind(RemoteOptions, args, key=key, what='reward "remote"')()
     if HTTP_URL.fullmatch(options.url) is None:
         raise ConfigError(
             f'{key}.url = "{options.url}": reward "remote" asks a service', remedy="http://host:port/path"
