@@ -40,4 +40,4 @@ def _check_type(key: str, value: object, hint: Any) -> None:
     if not isinstance(value, allowed) or (is_bool and hint is not bool):
         raise ConfigError(f"{key} = {value!r}: must be of type {hint.__name__}")
     if isinstance(value, (int, float)) and not is_bool and not 0 <= value < inf:
-        raise ConfigError(f"{key} = {value!r}: must not be negative, infinite or nan")
+        raise ConfigError(f"{key} = {value!r}: must {'not be negative' if value < 0 else 'be finite'}")
