@@ -255,7 +255,7 @@ class GatewayRole(SingleRole, frozen=True):
     """One address for agents and people, in front of those of all rollout actors (docs/agents.md)."""
 
     count: Annotated[int, Field(ge=0, le=1)] = 0
-    """1, or 0: each rollout actor is asked by an address of its own."""
+    """1 = the run has one address (`agents.json`); 0 = each rollout actor has its own (`agents.N.json`)."""
     host: str = "127.0.0.1"
     """Address that it listens on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -462,18 +462,18 @@ class AgentSettings(Section, frozen=True):
     """Agents that talk to the policy by HTTP, with `rollout.workflow = "agent"` (docs/agents.md)."""
 
     command: str = ""
-    """A program that is started for each rollout, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-    ANTHROPIC_API_KEY, MYXA_TASK_FILE and others in its environment."""
+    """A program that is started for each rollout. OPENAI_BASE_URL, OPENAI_API_KEY, MYXA_TASK_FILE and others are in its
+    environment (docs/agents.md)."""
     dir: PathText = ""
-    """The folder that it starts in; empty: that of the run file."""
+    """Folder that the program starts in; empty = that of the run file."""
     url: Annotated[str, AfterValidator(_router)] = ""
-    """Or a service that gets each task by POST, with the key of its session."""
+    """Instead of `command`: address of a service that gets each task by POST, with the key of its session."""
     polls: bool = False
-    """Or services that poll POST /v1/tasks/next. With `command`: `workers` of it are started once, and poll."""
+    """Whether agents fetch tasks from POST /v1/tasks/next: `workers` programs of `command`, or services elsewhere."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2
-    """Programs that poll, per rollout actor."""
+    """With `polls` and `command`: programs per rollout actor, each started once."""
     silence_s: PositiveFloat = 120.0
-    """Seconds after which a service that asks for nothing is given up; its sample is tried again."""
+    """Seconds without a request after which a service is given up; its sample is tried again."""
     reward: Literal["verifier", "exit", "file"] = "verifier"
     """Where nothing was sent to /v1/session/reward: verifier (the run's reward function), exit (1 for status 0, else
     0) or file (what the program wrote into $MYXA_REWARD_FILE)."""
@@ -481,20 +481,20 @@ class AgentSettings(Section, frozen=True):
     """Where the program runs (docs/agents.md): rlimits or bubblewrap (it reads all files, and writes to its scratch
     folder alone), docker (in `image`)."""
     image: str = ""
-    """Of its containers, with docker; it must be on the machine."""
+    """Image of the containers, with docker; it must be on the machine."""
     network: Literal["gateway", "all"] = "gateway"
-    """What a program in a sandbox reaches: the gateway alone, or all; docker's reach all."""
+    """What a program in a sandbox reaches: the gateway alone, or everything, as with docker."""
     memory_gb: NonNegativeFloat = 0.0
-    """Address space of each of its processes in a sandbox, with docker the memory of all; 0 = any."""
+    """GiB of address space for each process in a sandbox; with docker, of memory for all of them; 0 = no limit."""
     cpu_s: NonNegativeFloat = 0.0
-    """CPU time of each of its processes in a sandbox; 0 = any."""
+    """Seconds of CPU time for each process in a sandbox; 0 = no limit."""
     env: dict[str, str] = {}
     """Further variables of the program's environment."""
     host: str = "127.0.0.1"
     """Address that each rollout actor listens on, for `gateway.eval_requests` too; it must be within reach of
     `roles.gateway`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Its port, plus the number of the actor; 0 = any free one."""
+    """Port of the first rollout actor; the next ones add their number; 0 = any free one."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Both ways at once; a service has no exit status."""
@@ -544,11 +544,11 @@ class EnvironmentSettings(Section, frozen=True):
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
     """Sessions that a worker has at a time. `rollout.workers` is the number of workers."""
     setup_s: PositiveFloat = 120.0
-    """Seconds until its first turn."""
+    """Seconds that it may take until the first turn."""
     step_s: PositiveFloat = 60.0
     """Seconds from a turn of the model to the next. All turns together have `rollout.timeout_s`."""
     finalize_s: PositiveFloat = 60.0
-    """Seconds for what it does after the last turn."""
+    """Seconds for its work after the last turn."""
     score_s: PositiveFloat = 60.0
     """Seconds to say the reward."""
     teardown_s: PositiveFloat = 30.0
@@ -556,7 +556,7 @@ class EnvironmentSettings(Section, frozen=True):
     silence_s: PositiveFloat = 30.0
     """Seconds without a sign of life after which a worker is killed; its sessions are tried again in others."""
     malformed_reward: float = 0.0
-    """What a turn earns by a tool call that cannot be read, beside what the environment says."""
+    """Reward that a turn gets for a tool call that cannot be read, added to the environment's."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """What each kind needs."""
