@@ -140,9 +140,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     await world.call(5)
     await through(1, 5)
     alone, gated = [], []
+    num_turns = min(ALONE_TURNS // options.rounds, world.access.context_length // (options.tokens + 16))
     for _ in range(options.rounds):
-        alone += await world.call(ALONE_TURNS // options.rounds)
-        gated += (await through(1, ALONE_TURNS // options.rounds))["turns"]
+        alone += await world.call(num_turns)
+        gated += (await through(1, num_turns))["turns"]
     rounds: list[dict[str, float]] = []
     total = options.sessions * options.turns * options.tokens
     for _ in range(options.rounds):

@@ -151,6 +151,7 @@ class ComingTurn:
         self.read: Callable[[], TurnText] = TurnText
         """What is there of it."""
         self._answer: Answer | BaseException | None = None
+        self._is_over = asyncio.Event()
         self._news: asyncio.Event | None = None
         """A client waits for more."""
 
@@ -161,6 +162,7 @@ class ComingTurn:
 
     def ended(self, how: Answer | BaseException) -> None:
         self._answer = how
+        self._is_over.set()
         self.stir()
 
     def stir(self) -> None:
@@ -177,18 +179,14 @@ class ComingTurn:
                 seen = text
                 yield seen
             else:
-                await self._more()
+                self._news = self._news or asyncio.Event()
+                await self._news.wait()
         yield self._ending()
 
     async def answer(self) -> Answer:
         """Raises RequestFault."""
-        while self._answer is None:
-            await self._more()
+        await self._is_over.wait()
         return self._ending()
-
-    async def _more(self) -> None:
-        self._news = self._news or asyncio.Event()
-        await self._news.wait()
 
     def _ending(self) -> Answer:
         if isinstance(self._answer, Answer):

@@ -85,7 +85,7 @@ def ours(demo: Path, sets: list[str], seed: int, num_steps: int) -> Found:
     began_s, cpu_s = time.time(), cpu_of_children()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1200)
     cpu_s = cpu_of_children() - cpu_s
-    (run_dir,) = (path for path in runs.iterdir() if path.is_dir())
+    (run_dir,) = (path for path in runs.glob("grpo-*") if path.is_dir())
     points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [point["wall_s"] for point in points if "train/step_s" in point["values"]]
     evals = [(point["wall_s"], point["values"]["eval/reward"]) for point in points if "eval/reward" in point["values"]]
