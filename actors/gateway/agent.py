@@ -20,7 +20,7 @@ import contextlib
 import logging
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ import msgspec
 from ...core.config.run import AgentSettings
 from ...core.errors import FailureKind, MemberFailed
 from ...core.samples import Prompt, Sample
-from ..http_client import NoAnswer, client_session, post_bounded
+from ..http_client import AnswerTooLong, NoAnswer, client_session, post_bounded
 from ..user_code.sandbox import Job, Limits, Sandbox, file_out, sandbox, scratch_folder
 from ..workflows.episode import Episode, ReachedModel, WorkflowContext
 from .clients import models_of_rollout
@@ -143,7 +143,7 @@ class AgentWorkflow:
 
     async def _programmed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
         of = self._settings
-        async with scratch_folder() as scratch:
+        async with _scratch() as scratch:
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
             status, told = await self._ran(scratch, key)
             if of.reward == "exit":
@@ -156,7 +156,7 @@ class AgentWorkflow:
 
     async def _ran(self, scratch: Path, key: str) -> tuple[int, str]:
         """The program's exit status, negative for a signal, and how it ended, in words with the end of its output. It
-        ends with this call, and all that it started. Raises MemberFailed if it cannot be started."""
+        ends with this call, and all that it started. Raises OSError if it cannot be started."""
         of = self._settings
         folder = str(Path(of.dir or ".").resolve())
         is_inside = of.sandbox != "none" and of.network == "gateway"
@@ -169,10 +169,7 @@ class AgentWorkflow:
             has_network=not is_inside, port=port, serve=self.gateway.serving,
         )  # fmt: skip
         assert self._sandbox is not None
-        try:
-            end = await self._sandbox.run(job)
-        except OSError as error:
-            raise _failed(f"the agent's program cannot be started: {error}", "sandbox") from error
+        end = await self._sandbox.run(job)
         tail = end.output[-TAIL_CHARS:].replace(key, "<its key>").strip()
         return end.status, f"the agent's program ended with {end.words}: {tail or '(no output)'}"
 
@@ -249,6 +246,8 @@ class AgentWorkflow:
             except NoAnswer:
                 await asyncio.sleep(RETRY_S)  # it is absent: rollout.timeout_s bounds how long
                 continue
+            except AnswerTooLong as long:
+                raise _failed(str(long), "network") from long
             if 200 <= status < 300:
                 return
             if status not in (429, 502, 503, 504):
@@ -261,17 +260,27 @@ class AgentWorkflow:
         num_fruitless = 0
         while True:
             key, num_taken = self.gateway.add_service(), self.gateway.num_taken
-            async with scratch_folder() as scratch:
-                try:
+            try:
+                async with _scratch() as scratch:
                     _, why = await self._ran(scratch, key)
-                except MemberFailed as failed:
-                    why = failed.message
+            except MemberFailed as failed:
+                why = failed.message
             _log.warning("%s; it is started again", why)
             self.gateway.drop_service(key, why)
             num_fruitless = 0 if self.gateway.num_taken > num_taken else num_fruitless + 1
             if num_fruitless >= MAX_FRUITLESS:
                 self.gateway.refuse_offers(f"programs end before they take a task: {why}")
             await asyncio.sleep(RETRY_S)
+
+
+@contextlib.asynccontextmanager
+async def _scratch() -> AsyncGenerator[Path]:
+    """A folder for a program. Raises MemberFailed where it cannot be made or filled, or the program not be started."""
+    try:
+        async with scratch_folder() as scratch:
+            yield scratch
+    except OSError as error:
+        raise _failed(f"the agent's program cannot be started: {error}", "sandbox") from error
 
 
 def _failed(words: str, kind: FailureKind = "environment") -> MemberFailed:

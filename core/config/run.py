@@ -9,6 +9,7 @@ imported: the names of its ServerArgs are checked against the installed version 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -455,13 +456,21 @@ def _router(value: str) -> str:
     return check_urls((value,))[0] if value else value
 
 
+def _command(value: str) -> str:
+    try:
+        shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"is no command: {error}") from None
+    return value
+
+
 SandboxName = Literal["none", "rlimits", "bubblewrap", "docker"]
 
 
 class AgentSettings(Section, frozen=True):
     """Agents that talk to the policy by HTTP, with `rollout.workflow = "agent"` (docs/agents.md)."""
 
-    command: str = ""
+    command: Annotated[str, AfterValidator(_command)] = ""
     """A program that is started for each rollout. OPENAI_BASE_URL, OPENAI_API_KEY, MYXA_TASK_FILE and others are in its
     environment (docs/agents.md)."""
     dir: PathText = ""

@@ -7,6 +7,7 @@ import math
 import shlex
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -286,6 +287,35 @@ async def test_a_service_that_refuses_the_task() -> None:
         with pytest.raises(MemberFailed, match="what is a task") as caught:
             await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
     assert caught.value.kind == "network"
+
+
+async def test_a_service_that_answers_a_task_without_end() -> None:
+    async def take(task: dict[str, Any]) -> web.Response:
+        return web.Response(body=bytes(2 << 20))
+
+    async with service(take) as url, running(url=url) as workflow:
+        with pytest.raises(MemberFailed, match="more than 1048576 bytes") as caught:
+            await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
+    assert caught.value.kind == "network"
+
+
+async def test_a_scratch_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(MemberFailed, match="cannot be started") as caught:
+        await programmed(tmp_path, "")
+    assert caught.value.kind == "sandbox"
+    async with running(command=PROGRAM, dir=str(tmp_path), polls=True, workers=1) as workflow:
+        failing = asyncio.ensure_future(workflow(context(Says(QWEN3, lambda prompt: "hello"), run_s=30), ROW))
+        await asyncio.sleep(0.2)
+        (tmp_path / "gone").mkdir()
+        (tmp_path / "agent.py").write_text(POLLS)
+        with pytest.raises(MemberFailed, match="exit status 1"):  # it took its task after all
+            await failing
+
+
+def test_a_command_with_an_open_quote_is_refused() -> None:
+    with pytest.raises(ValueError, match="No closing quotation"):
+        AgentSettings(command="python 'agent.py")
 
 
 POLLS = """
