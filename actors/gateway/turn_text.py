@@ -98,6 +98,8 @@ class _Form:
 
 
 _LLAMA_TAG = "<|python_tag|>"
+_LLAMA_BETWEEN = re.compile(r';\s*(?=\{\s*"\w)')
+"""Never inside of a text: its quotes are escaped, and behind its end is no letter."""
 _FORMS: Mapping[ToolForm, _Form] = {
     "hermes": _Form("<tool_call>", re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _json_call),
     "glm": _Form("<tool_call>", re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _glm_call),
@@ -143,7 +145,7 @@ def read_turn(text: str, form: ToolForm | None, *, begins_inside: bool = False, 
 
     def taken(block: re.Match[str]) -> str:
         try:
-            calls.extend(how.call(one) for one in (block[1].split("; ") if form == "llama" else (block[1],)))
+            calls.extend(how.call(one) for one in (_LLAMA_BETWEEN.split(block[1]) if form == "llama" else (block[1],)))
         except (ValueError, msgspec.MsgspecError):
             return block[0]
         return ""

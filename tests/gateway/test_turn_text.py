@@ -28,6 +28,8 @@ CASES: list[tuple[ToolForm | None, str, TurnText]] = [
      TurnText(content="<tool_call><arg_key>q</arg_key></tool_call>", is_malformed=True)),
     ("llama", LLAMA, TurnText(calls=(FIND,))),
     ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", TurnText(calls=(FIND, FIND))),
+    ("llama", '{"name": "run", "parameters": {"code": "a = 1; {"}};{"name": "run", "parameters": {"code": "; {\\"a"}}',
+     TurnText(calls=(ToolCall("run", {"code": "a = 1; {"}), ToolCall("run", {"code": '; {"a'})))),
     ("llama", "plain words", TurnText(content="plain words")),
     ("deepseek", f"x{AROUND[0]}{DEEPSEEK_R1}{AROUND[1]}", TurnText(content="x", calls=(FIND,))),
     ("deepseek", f"{AROUND[0]}{DEEPSEEK_V3}\n{DEEPSEEK_V3}{AROUND[1]}", TurnText(calls=(FIND, FIND))),
