@@ -56,6 +56,8 @@ HIDDEN = frozenset({"dev", "proc", "run", "sys", "tmp"})
 NAMES = "/etc/resolv.conf"
 """Often a link to a file in /run."""
 CONFINE = str(Path(__file__).with_name("confine.py"))
+CLIENTS = ("DOCKER_", "HOME", "HTTP", "LD_", "NO_PROXY", "PATH", "PYTHON", "TMPDIR", "http", "no_proxy")
+"""Variables that docker's client, or what starts it, would take for its own begin so."""
 OWNER = "myxa.owner"
 """Label of containers: boot, process and its start time, so that what a dead owner left is known."""
 
@@ -300,12 +302,14 @@ class DockerSandbox(RlimitsSandbox):
         words += ["--ulimit", f"cpu={int(limits.cpu_s + 0.999)}"] if limits.cpu_s else []
         for path in {job.folder, *job.visible} - {"", "/"}:
             words += ["--volume", f"{path}:{path}:ro"]
-        for name, value in job.env.items():
-            words += ["--env", f"{name}={value}"]
+        for name, value in job.env.items():  # by their names: all users of a machine see command lines
+            words += ["--env", f"{name}={value}" if name.startswith(CLIENTS) else name]
         return [*_subreaper(), *words, "--workdir", job.folder or scratch, self.image, *job.command]
 
-    def environment(self, job: Job) -> None:
-        """The client needs its own: it names the daemon."""
+    def environment(self, job: Job) -> Mapping[str, str] | None:
+        """Of the client, which needs this machine's: it names the daemon."""
+        named = {name: value for name, value in job.env.items() if not name.startswith(CLIENTS)}
+        return {**job.environ, **named} if named else None
 
     async def run(self, job: Job) -> JobEnd:
         try:
@@ -315,7 +319,11 @@ class DockerSandbox(RlimitsSandbox):
 
 
 def _docker(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(("docker", *words), capture_output=True, text=True, timeout=30, check=False)
+    """Raises OSError, also where its daemon does not answer."""
+    try:
+        return subprocess.run(("docker", *words), capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired as late:
+        raise OSError(f"docker {words[0]} did not end within {late.timeout:g} s") from late
 
 
 def remove_containers_of_dead_owners() -> None:
@@ -363,7 +371,8 @@ def sandbox(name: SandboxName, image: str = "") -> Sandbox:
         raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=REMEDIES[name])
     remove_scratch_of_dead_owners()
     if name == "docker":
-        remove_containers_of_dead_owners()
+        with contextlib.suppress(OSError):  # the next owner does it
+            remove_containers_of_dead_owners()
     return _made(name, image)
 
 

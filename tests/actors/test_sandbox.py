@@ -19,7 +19,16 @@ import psutil
 import pytest
 from tests.harness.waiting import wait_until
 
-from myxa.actors.user_code.sandbox import Job, JobEnd, Limits, namespaces_trouble, sandbox, scratch_folder, trouble_with
+from myxa.actors.user_code.sandbox import (
+    DockerSandbox,
+    Job,
+    JobEnd,
+    Limits,
+    namespaces_trouble,
+    sandbox,
+    scratch_folder,
+    trouble_with,
+)
 from myxa.core.config.run import SandboxName
 from myxa.core.errors import ConfigError
 
@@ -188,7 +197,7 @@ async def test_its_only_network_is_what_is_served_inside(name: SandboxName, tmp_
 STARTS = """
 import asyncio, sys
 from pathlib import Path
-from myxa.actors.user_code.sandbox import Job, Limits, sandbox
+from myxa.actors.user_code.sandbox import DockerSandbox, Job, Limits, sandbox
 name, scratch, *command = sys.argv[1:]
 asyncio.run(sandbox(name).run(Job(command=tuple(command), scratch=Path(scratch), limits=Limits(num_processes=24))))
 """
@@ -214,6 +223,16 @@ def test_one_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="docker"):
         sandbox("docker", "image")
     trouble_with.cache_clear()
+
+
+def test_the_command_line_of_a_container_has_no_key(tmp_path: Path) -> None:
+    env = {"OPENAI_API_KEY": "sk-1", "HOME": "/h", "DOCKER_HOST": "mine"}
+    job = Job(command=("true",), scratch=tmp_path, env=env, environ={"HOME": "/home/me", "OPENAI_API_KEY": "own"})
+    box = DockerSandbox("image")
+    words = box.wrapped(job, 1000, -1)
+    assert "sk-1" not in " ".join(words) and words[words.index("OPENAI_API_KEY") - 1] == "--env"
+    assert "DOCKER_HOST=mine" in words  # for the program, not for docker's client
+    assert box.environment(job) == {"HOME": "/home/me", "OPENAI_API_KEY": "sk-1"}
 
 
 async def test_scratch_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
