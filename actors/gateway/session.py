@@ -204,6 +204,7 @@ class _Line:
     num_turns: int = 0
     """Of its own."""
     is_busy: bool = False
+    """A turn of it is drawn, or was refused behind its reply: others branch off before that."""
     last: int = 0
     """Which of the session's turns was its last one."""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
@@ -429,9 +430,10 @@ class AgentSession:
             self.interrupted.set()
             coming.ended(RequestFault("engine", f"the engine could not answer: {error}"))
         else:
+            line.is_busy = False
             coming.ended(answer)
         finally:
-            line.is_busy, episode.on_tokens = False, None
+            episode.on_tokens = None
 
     def _answer(self, turn: Turn, drawn: Delta, read: TurnText, *, num_prompt: int, stop: str) -> Answer:
         return Answer(
