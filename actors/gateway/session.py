@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from ...core.errors import DataError, PromptTooLong, TemplateError, UserCodeError
+from ...core.errors import DataError, PromptTooLong, RequestRefused, TemplateError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Message, Prompt, Sample
@@ -423,7 +423,7 @@ class AgentSession:
         except asyncio.CancelledError:
             coming.ended(RequestFault("busy", "the session has ended"))
             raise
-        except UserCodeError as error:
+        except (UserCodeError, RequestRefused) as error:
             coming.ended(RequestFault("invalid", f"{error.message}: {error.remedy}"))
         except Exception as error:  # noqa: BLE001 -- raised where the rollout is awaited
             self.fault = error

@@ -12,7 +12,7 @@ from tests.gateway.scripted import CALL, Says, session_of
 from tests.workflows.chat_models import GLM4, LLAMA3, QWEN2_5, QWEN3, ChatModel
 
 from myxa.actors.gateway.session import AgentSession, Answer, Asked, RequestFault
-from myxa.core.errors import UserCodeError
+from myxa.core.errors import MyxaError, RequestRefused, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Message, Sample
 
@@ -59,11 +59,12 @@ async def test_a_history_as_it_was_told_continues_the_same_tokens() -> None:
     assert learnt((sample,)) == Counter([first.token_ids, second.token_ids])
 
 
-async def test_what_follows_a_refused_turn_has_its_reply_once() -> None:
+@pytest.mark.parametrize("kind", [UserCodeError, RequestRefused])
+async def test_what_follows_a_refused_turn_has_its_reply_once(kind: type[MyxaError]) -> None:
     def answer(prompt: str) -> str:
         if "more" in prompt and not refused:
             refused.append(prompt)
-            raise UserCodeError("not so", remedy="otherwise")
+            raise kind("not so", remedy="otherwise")
         return "answer"
 
     refused: list[str] = []
@@ -73,7 +74,7 @@ async def test_what_follows_a_refused_turn_has_its_reply_once() -> None:
     with pytest.raises(RequestFault, match="not so"):
         await told(session, *USER, first.message(), user("more"))
     second = await told(session, *USER, first.message(), user("more"))
-    assert says.prompts[2] == says.prompts[1]
+    assert says.prompts[2] == says.prompts[1] and session.fault is None
     assert learnt(session.samples()) == Counter([first.token_ids, second.token_ids])
 
 
