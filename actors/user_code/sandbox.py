@@ -361,7 +361,7 @@ def remove_scratch_of_dead_owners() -> None:
 
 def file_out(path: Path) -> bytes:
     """What a job left in a file, up to 1 MiB: it may have made it a link, a pipe or endless. Raises OSError."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+    with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         return file.read(1 << 20) or b""
 
 

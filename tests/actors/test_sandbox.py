@@ -24,6 +24,7 @@ from myxa.actors.user_code.sandbox import (
     Job,
     JobEnd,
     Limits,
+    file_out,
     namespaces_trouble,
     sandbox,
     scratch_folder,
@@ -223,6 +224,14 @@ def test_one_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="docker"):
         sandbox("docker", "image")
     trouble_with.cache_clear()
+
+
+def test_a_folder_in_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(IsADirectoryError):
+            file_out(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_command_line_of_a_container_has_no_key(tmp_path: Path) -> None:
