@@ -146,7 +146,8 @@ class AgentWorkflow:
         async with _scratch() as scratch:
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
             status, told = await self._ran(scratch, key)
-            if of.reward == "exit":
+            was_killed = status < 0 and not of.cpu_s  # by whom, is not known: not the policy's fault
+            if of.reward == "exit" and not was_killed:
                 one.reward = float(status == 0) if one.reward is None else one.reward
                 return
             if status != 0 and (one.end is None or one.end.failure is None):

@@ -412,7 +412,7 @@ class RolloutSettings(Section, frozen=True):
     workflow_args: Annotated[Table, AfterValidator(check_json)] = {}
     """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
-    """Model turns a workflow may take."""
+    """Model turns of `ctx.episode` and of environments. Agents over HTTP are bounded by `timeout_s` instead."""
     max_groups: PositiveInt = 64
     """Groups in flight per rollout actor."""
     timeout_s: PositiveFloat = 600.0

@@ -130,6 +130,7 @@ async def test_where_the_reward_comes_from(tmp_path: Path, code: str, how: Any, 
     [
         ("sys.stderr.write('boom'); sys.exit(3)", {}, "environment", "exit status 3: boom"),
         ("os.kill(os.getpid(), 9)", {}, "environment", "SIGKILL"),
+        ("os.kill(os.getpid(), 9)", {"reward": "exit"}, "environment", "SIGKILL"),
         ("", {"reward": "file"}, "environment", "wrote no reward"),
         (
             'open(os.environ["MYXA_REWARD_FILE"], "w").write("much")',
