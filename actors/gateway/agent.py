@@ -117,8 +117,10 @@ class AgentWorkflow:
         finally:
             for task in (interrupted, acting):
                 task.cancel()
-            await asyncio.wait((interrupted, acting))
-            await self.gateway.close(key)
+            try:
+                await asyncio.wait((interrupted, acting))
+            finally:
+                await self.gateway.close(key)
         samples = session.samples(one.reward)
         if not samples:
             raise _failed("the agent ended without a turn of the model")
