@@ -29,7 +29,7 @@ def made(name: str = "critic", more: dict[str, Any] | None = None, **model: Any)
     ("critic", {"kind": "sglang", "engine": {"attach": ["http://a:1/"]}},
      {"engine": {"attach": ["http://a:1"]}, "roles": {"rollout": {"kind": "sglang"}}},
      "models.critic.engine.attach: names http://a:1, as engine.attach does"),
-    ("critic", {}, {"algo": {"kind": "sft"}, "data": {"train": "t", "answer_key": "a"}}, "is asked by nobody"),
+    ("critic", {}, {"algo": {"kind": "sft"}, "data": {"train": "t", "answer_key": "a"}}, "is never asked"),
     ("critic", {}, {"judge": {"model": "critic"}}, 'reward.fn: must be "judge"'),
     ("critic", {"engin": {}}, {}, "models.critic.engin"),
 ])  # fmt: skip
