@@ -229,8 +229,8 @@ class Puzzles(Environment):
         session.env = await session.turn()
 
     async def score(self, session: EnvironmentSession) -> None:
-        said: Message = session.env or {}  # None: the context had no room for an answer
-        text: str = said.get("content") or ""
+        turn: Message = session.env or {}  # None: the context had no room for an answer
+        text: str = turn.get("content") or ""
         answer, task = self.extract(text), self.tasks[session.row["metadata"]["index"]]
         said = text.strip() if answer is None else answer
         session.reward = float(await session.called(self.tasks.score_answer, said, task))
