@@ -25,12 +25,11 @@ from trial_runs import (
     Stopwatch,
     add_choices,
     chosen,
-    cpu_overrides,
     facts_of,
+    imitated,
     newest_run,
     overrides,
     stage,
-    trainer_override,
     up,
 )
 
@@ -85,17 +84,7 @@ def main() -> None:
     )  # fmt: skip
     try:
         with running(first), running(second):
-            warm = up(
-                work / "learn_sft.toml",
-                [
-                    *(seed, f"run.num_steps={options.sft_steps}", trainer_override(choice)),
-                    *(cpu_overrides() if choice.is_cpu else ()),
-                ],
-                limit_s=options.sft_limit,
-            )
-            link = work / "sft"
-            link.unlink(missing_ok=True)
-            link.symlink_to(warm)
+            imitated(choice, work, [seed, f"run.num_steps={options.sft_steps}"], limit_s=options.sft_limit)
             watch.lap("supervised run")
             urls = [first.wait(), second.wait()]
             watch.lap("waiting for the servers")

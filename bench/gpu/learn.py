@@ -19,14 +19,13 @@ from trial_runs import (
     Stopwatch,
     add_choices,
     chosen,
-    cpu_overrides,
     ends_of_logs,
     engine_for,
     facts_of,
+    imitated,
     newest_run,
     overrides,
     stage,
-    trainer_override,
     up,
 )
 
@@ -58,17 +57,7 @@ def main() -> None:
     seed = f"run.seed={options.seed}"
     try:
         with engine_for(choice, work / "model", work / "server.log", mem_fraction=0.2) as server:
-            warm = up(
-                work / "learn_sft.toml",
-                [
-                    *(seed, f"run.num_steps={options.sft_steps}", trainer_override(choice)),
-                    *(cpu_overrides() if choice.is_cpu else ()),
-                ],
-                limit_s=options.sft_limit,
-            )
-            link = work / "sft"
-            link.unlink(missing_ok=True)
-            link.symlink_to(warm)
+            warm = imitated(choice, work, [seed, f"run.num_steps={options.sft_steps}"], limit_s=options.sft_limit)
             watch.lap("supervised run")
             report.say(f"- its trainer: {facts_of(warm)}")
             tell_run(report, "supervised run", read_run(warm), config)

@@ -156,6 +156,17 @@ def up(run_file: Path, sets: Sequence[str], *, limit_s: float, still_s: float = 
     return run_dir
 
 
+def imitated(choice: Choice, work: Path, sets: Sequence[str], *, limit_s: float) -> Path:
+    """The supervised run `learn_sft.toml` of the work folder; its run directory, which is `work/sft` from then on.
+    Raises RunFailedError."""
+    more = [trainer_override(choice), *(cpu_overrides() if choice.is_cpu else ())]
+    run_dir = up(work / "learn_sft.toml", [*sets, *more], limit_s=limit_s)
+    link = work / "sft"
+    link.unlink(missing_ok=True)
+    link.symlink_to(run_dir)
+    return run_dir
+
+
 def has_begun(run_dir: Path | None) -> bool:
     """Its trainer and its engines are there."""
     if run_dir is None:
