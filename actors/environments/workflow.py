@@ -258,7 +258,9 @@ class _Play:
             self._reach(event.phase)
             self._end = event if event.phase == "teardown" else None
         elif isinstance(event, Asks):
-            self._drawing.add(asyncio.ensure_future(self._drawn(event)))  # noqa: TID251 -- ended by close
+            task = asyncio.ensure_future(self._drawn(event))  # noqa: TID251 -- ended by close
+            self._drawing.add(task)
+            task.add_done_callback(self._drawing.discard)
         elif isinstance(event, Busy):
             self._place = event.place
         elif isinstance(event, _Answered):
