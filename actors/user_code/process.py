@@ -298,30 +298,34 @@ class WorkerPool:
     def resize(self, num: int) -> None:
         """So many workers at most. Surplus ones get no further calls, and end with those that they have."""
         self.max_workers = num
-        fit = [one for one in self.workers if one.is_ready and one.is_alive and not (one.is_alone or one.is_retired)]
-        for worker in sorted(fit, key=lambda one: -len(one.calls))[num:]:
+        for worker in sorted(self._fit(), key=lambda one: -len(one.calls))[num:]:
             worker.is_retired = True
             _mind(worker)
 
     async def take(self, *, is_alone: bool = False) -> UserProcess:
         """The worker for a call, which the caller enters in its `calls` at once."""
         async with self._starting:
-            fit = [
-                one for one in self.workers if one.is_ready and one.is_alive and not one.is_alone and not one.is_retired
-            ]
-            least = min(fit, key=lambda one: len(one.calls), default=None)
-            if not is_alone and least and (len(least.calls) < self._max_calls or len(fit) >= self.max_workers):
-                return least
-            if self.is_closed:
-                raise UserCodeError(f"{self._what} was called after its actor ended")
-            worker, started = UserProcess(self._encode, is_alone=is_alone), asyncio.get_running_loop().create_future()
-            self.workers[worker] = asyncio.ensure_future(self._live(worker, started))  # noqa: TID251 -- ends with it
-            try:
-                await started
-            except BaseException:
-                worker.kill()
-                raise
-            return worker
+            while True:
+                fit = self._fit()
+                least = min(fit, key=lambda one: len(one.calls), default=None)
+                if not is_alone and least and (len(least.calls) < self._max_calls or len(fit) >= self.max_workers):
+                    return least
+                if self.is_closed:
+                    raise UserCodeError(f"{self._what} was called after its actor ended")
+                worker = UserProcess(self._encode, is_alone=is_alone)
+                started = asyncio.get_running_loop().create_future()
+                self.workers[worker] = asyncio.ensure_future(self._live(worker, started))  # noqa: TID251 -- ends with it
+                try:
+                    await started
+                except BaseException:
+                    worker.kill()
+                    raise
+                if not worker.is_retired:  # by a resize, while it started
+                    return worker
+
+    def _fit(self) -> list[UserProcess]:
+        """Workers that take calls."""
+        return [one for one in self.workers if one.is_ready and one.is_alive and not (one.is_alone or one.is_retired)]
 
     async def _live(self, worker: UserProcess, started: asyncio.Future[None]) -> None:
         try:
