@@ -3,10 +3,11 @@
     python bench/gateway.py [--sessions 1000] [--turns 2] [--tokens 32] [--rounds 3] [--preset 1m]
                             [--attach URL --model FOLDER]
 
-One embedded engine in one process, or the client of an SGLang server that runs. Sessions of `--turns` turns each, all
-begun at once: their turns asked for by calls in that process, then by HTTP from a client process that keeps one
-connection for each session. Rounds alternate. Every session has to end with as many samples and learnt tokens as were
-drawn: what is missing is lost. Goals: at most 3 ms a turn, throughput at least 0.97 of the engine alone, nothing lost.
+One embedded engine in one process that is set up as an actor's, or the client of an SGLang server that runs. Sessions
+of `--turns` turns each, all begun at once: their turns asked for by calls in that process, then by HTTP from a client
+process that keeps one connection for each session. Rounds alternate. Every session has to end with as many samples and
+learnt tokens as were drawn: what is missing is lost. Goals: at most 3 ms a turn, throughput at least 0.97 of the engine
+alone, nothing lost.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import aiohttp
+import uvloop
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
@@ -36,6 +38,7 @@ from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Message, Prompt
+from myxa.launch.worker import set_up_interpreter
 
 ALONE_TURNS = 100
 
@@ -192,12 +195,11 @@ def main() -> None:
     if options.client:
         asyncio.run(be_client())
         return
-    if options.attach:
-        asyncio.run(measure(options, options.model))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model(Path(folder), preset=options.preset, seed=0)
-        asyncio.run(measure(options, Path(folder)))
+    set_up_interpreter()
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if not options.attach:
+            make_tiny_model(Path(folder), preset=options.preset, seed=0)
+        runner.run(measure(options, options.model if options.attach else Path(folder)))
 
 
 if __name__ == "__main__":

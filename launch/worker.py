@@ -154,15 +154,20 @@ GC_THRESHOLD = 50_000
 Python's 700 the collector looks through them several times per turn of the loop, a fifth of what a call costs."""
 
 
+def set_up_interpreter() -> None:
+    """The settings above, and an allocator that keeps what was freed: for a process whose every thread is the run's."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(GC_THRESHOLD, 10, 10)
+    if not any(name in os.environ for name in CHOSEN_BY):
+        keep_freed_memory()
+
+
 def main() -> int:
     path = os.environ.get(SPEC_VARIABLE, "")
     if not path:
         print(f"{SPEC_VARIABLE} is not set: workers are started by `myxa up`", file=sys.stderr)
         return LaunchError.exit_code
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.set_threshold(GC_THRESHOLD, 10, 10)
-    if not any(name in os.environ for name in CHOSEN_BY):
-        keep_freed_memory()
+    set_up_interpreter()
     raise_limit()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     _write_stacks_when_lost()

@@ -47,14 +47,15 @@ def metric(run_dir: Path, name: str) -> list[float]:
 
 
 def gateway_figures(report: Report, url: str, model: Path, *, is_dry: bool) -> None:
-    """`bench/gateway.py` on a server that runs."""
+    """`bench/gateway.py` on a server that runs, with short and with long turns."""
     program = Path(__file__).parents[1] / "gateway.py"
-    sizes = ["--sessions", "16", "--rounds", "3"] if is_dry else ["--sessions", "512", "--rounds", "3"]
-    command = [sys.executable, str(program), "--attach", url, "--model", str(model), *sizes]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    report.say(f"Gateway before one server\n\n{found.stdout}")
-    if found.returncode:
-        report.failed(f"bench/gateway.py ended with {found.returncode}:\n{found.stderr[-2500:]}")
+    sizes = ["--sessions", "16" if is_dry else "512", "--rounds", "3"]
+    for tokens in ("8",) if is_dry else ("32", "256"):
+        command = [sys.executable, str(program), "--attach", url, "--model", str(model), *sizes, "--tokens", tokens]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+        report.say(f"Gateway before one server, turns of {tokens} tokens\n\n{found.stdout}")
+        if found.returncode:
+            report.failed(f"bench/gateway.py ended with {found.returncode}:\n{found.stderr[-2500:]}")
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from myxa.core.messages import Assignment, SamplingParams, WeightManifest
 from myxa.core.samples import Message, Prompt
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.program import build_actor
-from myxa.launch.worker import GC_THRESHOLD, SWITCH_INTERVAL_S
+from myxa.launch.worker import set_up_interpreter
 from myxa.transport.node import Node, Rendezvous
 
 GROUP = 8
@@ -366,14 +366,11 @@ def main() -> None:
     if options.role == "measure":
         measure(options)
         return
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_up_interpreter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if options.role == "bare":
             runner.run(serve_bare(options.url, options.in_flight))
         else:
-            import gc
-
-            gc.set_threshold(GC_THRESHOLD, 10, 10)
             runner.run(serve_actor(options.rendezvous, options.run_file, json.loads(options.sets)))
 
 
