@@ -15,7 +15,6 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import LaunchError
 from ..run_lineage.origin import RunOrigin
 from .changes import EventRow, stairs, value_text
-from .findings import findings
 from .knob_table import knob_rows, owners_text
 from .numbers import clean, duration, name_order, percent, time_parts
 from .run_files import SUMMED, RunFiles
@@ -58,7 +57,6 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "why": clean(view.why),
         "remedy": clean(view.remedy),
         "facts": [*fact_lines(view), ("time", duration(view.elapsed_s))],
-        "findings": [_picked(found, "level text") for found in findings(run)],
         "notes": run.notes,
         "kinds": ACTIVITY_KINDS,
         "actors": [_actor(actor, dict(view.shares().get(actor.name, {}))) for actor in view.actors],

@@ -258,7 +258,6 @@ class RunFiles:
         self.event_counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         """Kind of failure -> how often workflows failed by it."""
-        self.num_steps_repeated = 0
         self.wall_range_s: tuple[float, float] | None = None
         self.generation = 0
         self.reported: list[tuple[float, int]] = []
@@ -340,7 +339,6 @@ class RunFiles:
             series.put(wall_s, self._newest_step, value)
             return
         if name == "train/loss" and step >= 0:
-            self.num_steps_repeated += bool(series.points) and step <= series.newest.x
             self._newest_step = step
             is_first = not self.reported or self.reported[-1][1] != step  # of several ranks
             if is_first and len(self.reported) < _MAX_STEPS:

@@ -223,7 +223,7 @@ def outcome(run: RunFiles) -> RunOutcome:
 
 
 ALARMING = ("fail", "error", "gone", "fenced", "non-finite", "drop", "disabled", "killed", "restart", "full", "hung",
-            "suspect")  # fmt: skip
+            "suspect", "gap")  # fmt: skip
 """Parts of the kinds of events that are worth a look."""
 
 

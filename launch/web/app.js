@@ -84,8 +84,7 @@ function drawState() {
   $("notice").classList.toggle("bad", state.isSilent || state.phase === "failed");
   $("why").textContent = state.why || "nothing is known yet";
   $("remedy").textContent = state.remedy ? `To try: ${state.remedy}.` : "";
-  $("findings").replaceChildren(...state.findings.map((f) => el("li", { class: f.level }, el("b", {}, f.level === "red" ? "problem" : "warning"), ` ${f.text}`)),
-    ...state.notes.map((note) => el("li", { class: "note" }, el("b", {}, "missing"), ` ${note}.`)));
+  $("notes").replaceChildren(...state.notes.map((note) => el("li", {}, el("b", {}, "missing"), ` ${note}.`)));
   $("tiles").replaceChildren(...state.facts.map(([label, words]) => {
     const [figure, ...notes] = words.split("   "), note = notes.join(" \u00b7 ");
     return el("div", { class: "tile" }, el("span", { class: "label" }, label), el("span", { class: "figure" }, figure), el("span", { class: "note", title: note }, note));

@@ -84,7 +84,8 @@ def test_a_killed_run_says_so_and_a_failed_one_gives_its_reason(plant_run: Plant
             file.write(json.dumps({"source": "coordinator", "wall_s": 1.8e9, "kind": kind, "text": text}) + "\n")
     state = Report(run_dir, tmp_path).state
     assert (state["phase"], state["notice"]) == ("failed", "trainer/0 failed in step 4: loss is nan")
-    assert state["findings"][0] == {"level": "red", "text": "Not a number: train/loss is nan."}
+    alarms = [event["text"] for event in Report(run_dir, tmp_path).past["events"] if event["isAlarming"]]
+    assert "train/loss is nan" in alarms
 
 
 def test_torn_and_garbage_lines_are_skipped_and_counted(planted: Path, tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
-"""Numbers, names and findings: the pure parts of what people see."""
+"""Numbers and durations as people read them."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.launch.views.findings import findings
 from myxa.launch.views.numbers import PLAIN, duration, short, sparkline
-from myxa.launch.views.run_files import RunFiles
 
 FLOATS = st.floats(min_value=-1e12, max_value=1e12, allow_nan=False)
 
@@ -46,61 +43,3 @@ def test_a_sparkline_rises_with_its_values() -> None:
     assert sparkline([3, 3, 3]) == "▅▅▅"
     assert sparkline([]) == sparkline([math.nan]) == ""
     assert len(sparkline(list(range(1000)), 30)) == 30
-
-
-def run_with(*events: tuple[str, str], **series: list[float]) -> RunFiles:
-    run = RunFiles(Path("x"))
-    run.config = {"async": {"max_staleness": 2}}
-    for name, values in series.items():
-        for step, value in enumerate(values):
-            metric = {name.replace("__", "/"): value}
-            run.take_metric({"source": "trainer/0", "step": step, "wall_s": float(step), "values": metric})
-    for kind, text in events:
-        run.take_event({"source": "x", "wall_s": 0.0, "kind": kind, "text": text})
-    return run
-
-
-SICK: list[tuple[str, str, RunFiles]] = [
-    ("red", "train/loss is nan", run_with(("non-finite", "train/loss is nan at step 3"))),
-    ("red", "Lag 3 at step 1", run_with(lag__max=[1, 3, 2])),
-    ("amber", "max_staleness was changed", run_with(("knob", "max_staleness = 4"), lag__max=[3])),
-    ("amber", "0.2 nats", run_with(train__logprob_diff_abs_mean=[0.01] * 8 + [0.2] * 2)),
-    ("red", "0.5 nats", run_with(train__logprob_diff_abs_mean=[0.5])),
-    ("amber", "75 % of the groups", run_with(reward__zero_std_groups=[24.0], batch__num_groups=[32.0])),
-    (
-        "amber",
-        "80 % all wrong, 10 % all right",
-        run_with(
-            reward__zero_std_groups=[90.0], reward__finished_groups=[100.0], reward__all_wrong=[0.8],
-            reward__all_right=[0.1], batch__num_groups=[10.0],
-        ),
-    ),
-    ("amber", "40 % of the samples", run_with(batch__truncated_fraction=[0.4])),
-    ("amber", "from 0.9 to 0.1", run_with(reward__mean=[0.1] * 5 + [0.9] * 10 + [0.1] * 10)),
-    ("amber", "from 2 to 0.001", run_with(train__entropy=[2.0] * 8 + [0.001] * 8)),
-    ("amber", "9 groups", run_with(**{"buffer/dropped/stale": [3.0, 9.0], "batch__num_groups": [10.0, 10.0]})),
-    ("amber", "Telemetry is incomplete", run_with(("sink-disabled", "sink x failed"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("level", "says", "run"), SICK, ids=[says for _, says, _ in SICK])
-def test_a_sick_run_is_found_out(level: str, says: str, run: RunFiles) -> None:
-    found = findings(run)
-    assert [finding.level for finding in found] == [level]
-    assert says in found[0].text
-
-
-def test_a_healthy_run_has_no_findings() -> None:
-    rising = [min(0.95, index / 50) for index in range(100)]
-    run = run_with(
-        reward__mean=rising,
-        lag__max=[2.0] * 100,
-        train__entropy=[2.0 - value for value in rising],
-        train__logprob_diff_abs_mean=[0.01] * 100,
-        reward__zero_std_groups=[8.0] * 100,
-        batch__num_groups=[32.0] * 100,
-        batch__truncated_fraction=[0.01] * 100,
-        **{"buffer/dropped/zero-variance": [900.0]},
-    )
-    assert findings(run) == []
-    assert findings(RunFiles(Path("x"))) == []
