@@ -30,7 +30,7 @@ from ..models.hf_folder import read_config, write_folder
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import open_safetensors
 from .megatron.families import HEAD, CutRequest, family_of, find_rule, put_together
-from .rank_backend import named_arrays
+from .rank_backend import named_arrays, sent_type
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
 
@@ -50,7 +50,8 @@ def convert(checkpoint: str | Path, model: str | Path, folder: str | Path, *, dt
     for entry in manifest.files:
         check_digest(path, entry)
     found = {
-        name: tensor.to(DTYPE_OF[dtype or NAME_OF[tensor.dtype]]) for name, tensor in _read(path, manifest, config)
+        name: tensor.to(sent_type(name, DTYPE_OF[dtype or NAME_OF[tensor.dtype]]))
+        for name, tensor in _read(path, manifest, config)
     }
     tensors = named_arrays((name, found[name]) for name in config.tensor_shapes())
     name = tensors[0].spec.dtype

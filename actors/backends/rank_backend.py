@@ -20,7 +20,7 @@ from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import TrainShard
 from ..models.hf_folder import export_dtype, write_folder
-from ..models.model_config import ModelConfig
+from ..models.model_config import ROUTER_BIAS, ModelConfig
 from .checkpoint import TrainingState
 from .offload import RankOffload
 from .step import Stepper
@@ -46,6 +46,12 @@ def named_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[NamedArray]:
         arrays.append(named_array(name, tensor, offset))
         offset += arrays[-1].spec.num_bytes
     return arrays
+
+
+def sent_type(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The number type of a weight that leaves as `dtype`: a router's correction stays float32. It can be large beside
+    its differences, and experts are chosen by these."""
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 WholeTensors = Callable[[bool], Iterator[tuple[str, Tensor]]]
@@ -81,7 +87,7 @@ class Exporter:
         on every rank. Collective: every rank must go through it to its end. Live parameters where they are whole and
         of the serving type already."""
         for name, tensor in self.tensors(to_all):
-            yield name, tensor.detach().to(self.types.device)
+            yield name, tensor.detach().to(sent_type(name, self.types.device))
 
     def on_host(self) -> list[NamedArray]:
         """All weights on rank 0 in the order of the model's own list, one behind the other (`offset`); empty on other
@@ -107,12 +113,12 @@ class Exporter:
         for name, whole in self.tensors(self.has_stages):
             if self.world.rank != 0:
                 continue
-            tensor = whole.detach().to(dtype)
+            tensor = whole.detach().to(sent_type(name, dtype))
             if tensor.device.type == "cpu":
                 found[name] = tensor
                 continue
             if name not in buffers:
-                buffers[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
+                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             found[name] = buffers[name].copy_(tensor, non_blocking=True)
         if self.world.rank != 0:
             return []

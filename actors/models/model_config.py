@@ -1,6 +1,6 @@
 """What myxa needs to know of a model's `config.json`, which tensors such a model has, and which of them are trained.
 
-Covers the decoder families Qwen3 (dense and with experts), Qwen2, Llama and GLM-4. Anything in the file that would
+Covers the decoder families of `MODEL_TYPES`. Anything in the file that would
 change the mathematics and is not implemented is never ignored: `ModelConfig.foreign` names it, and only transformers'
 own code computes the model (`trainer.impl = "hf"`); ours refuses it.
 
@@ -18,9 +18,12 @@ from typing import Any, cast
 
 from ...core.errors import ConfigError, ModelError
 
-MODEL_TYPES = ("qwen3", "qwen2", "llama", "qwen3_moe", "glm4")
-PLAIN_TYPES = ("qwen3", "qwen2", "llama")
+PLAIN_TYPES = ("qwen3", "qwen2", "llama", "mistral")
 """What the embedded engine and the torch trainer run."""
+SOFTMAX_MOE_TYPES = ("qwen2_moe", "qwen3_moe")
+SIGMOID_MOE_TYPES = ("glm4_moe",)
+"""Their routers score each expert by itself, and choose after adding a correction to the scores."""
+MODEL_TYPES = (*PLAIN_TYPES, "glm4", *SOFTMAX_MOE_TYPES, *SIGMOID_MOE_TYPES)
 MAX_DIMENSION = 1 << 24
 """No honest size in a config is larger; guards against a file that would make us allocate the moon."""
 MAX_LAYERS = 1 << 10
@@ -28,6 +31,8 @@ MAX_TOLD = 400
 """Characters of an error message, which quotes a value of the file."""
 MAX_TENSORS = 1 << 18
 """Weights of a whole model; listing more would fill the memory."""
+ROUTER_BIAS = "e_score_correction_bias"
+"""Last part of the name of a router's correction."""
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -60,9 +65,9 @@ class ModelConfig:
     """`max_position_embeddings`: longest sequence in tokens."""
     tie_word_embeddings: bool
     attention_bias: bool
-    """Whether q, k and v have a bias (Qwen2, some GLM-4); the output projection never has one."""
+    """Whether q, k and v have a bias (Qwen2, some GLM-4 and GLM-4.5); the output projection never has one."""
     has_qk_norm: bool
-    """Whether each head's q and k are normalised (Qwen3)."""
+    """Whether each head's q and k are normalised (Qwen3, GLM-4.5)."""
     dtype: str
     """Number type the weights are stored in, by the file's word."""
     rotary_dim: int
@@ -84,6 +89,20 @@ class ModelConfig:
     """Whether the weights of a token's chosen experts are made to sum to one."""
     dense_layers: tuple[int, ...] = ()
     """In a model with experts: layers that have an ordinary MLP all the same."""
+    has_sigmoid_router: bool = False
+    """Whether experts are scored by sigmoids and chosen by score + correction (DeepSeek-V3, GLM-4.5), not by one
+    softmax. The correction is a weight that no gradient reaches."""
+    num_expert_groups: int = 1
+    expert_groups_per_token: int = 1
+    """A token's experts come from so many of the groups into which experts are divided."""
+    routed_scaling: float = 1.0
+    """What the weights of a token's chosen experts are multiplied by at last."""
+    shared_intermediate_size: int = 0
+    """Inner width of the experts that every token goes through, all together; 0: there are none."""
+    has_shared_gate: bool = False
+    """Whether a sigmoid of the token weighs what the shared expert gives (Qwen2-MoE)."""
+    num_mtp_layers: int = 0
+    """Layers that the folder holds behind the last one, for speculative decoding; neither trained nor exported."""
     foreign: str = ""
     """What our own code does not compute of this model; empty: it computes all. A foreign model's sizes serve
     estimates, and a part of them may be unknown."""
@@ -102,27 +121,16 @@ class ModelConfig:
 
     def _own_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
-        num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
-            attention = prefix + "self_attn."
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
-            for name, rows in (("q_proj", num_q), ("k_proj", num_kv), ("v_proj", num_kv)):
-                shapes[f"{attention}{name}.weight"] = (rows, hidden)
-                if self.attention_bias:
-                    shapes[f"{attention}{name}.bias"] = (rows,)
-            shapes[attention + "o_proj.weight"] = (hidden, num_q)
-            if self.has_qk_norm:
-                shapes[attention + "q_norm.weight"] = (self.head_dim,)
-                shapes[attention + "k_norm.weight"] = (self.head_dim,)
+            shapes |= self._attention_shapes(prefix + "self_attn.")
             if self.has_post_norms:
                 shapes[prefix + "post_self_attn_layernorm.weight"] = (hidden,)
             shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
             if self.is_moe_layer(layer):
-                shapes[prefix + "mlp.gate.weight"] = (self.num_experts, hidden)
-                for expert in range(self.num_experts):
-                    shapes |= self._mlp_shapes(f"{prefix}mlp.experts.{expert}.", self.moe_intermediate_size)
+                shapes |= self._expert_shapes(prefix + "mlp.")
             else:
                 shapes |= self._mlp_shapes(prefix + "mlp.", self.intermediate_size)
             if self.has_post_norms:
@@ -130,6 +138,32 @@ class ModelConfig:
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    def _attention_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, rows in (("q_proj", num_q), ("k_proj", num_kv), ("v_proj", num_kv)):
+            shapes[f"{prefix}{name}.weight"] = (rows, self.hidden_size)
+            if self.attention_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes[prefix + "o_proj.weight"] = (self.hidden_size, num_q)
+        if self.has_qk_norm:
+            shapes[prefix + "q_norm.weight"] = (self.head_dim,)
+            shapes[prefix + "k_norm.weight"] = (self.head_dim,)
+        return shapes
+
+    def _expert_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (self.num_experts, self.hidden_size)}
+        if self.has_sigmoid_router:
+            shapes[f"{prefix}gate.{ROUTER_BIAS}"] = (self.num_experts,)
+        for expert in range(self.num_experts):
+            shapes |= self._mlp_shapes(f"{prefix}experts.{expert}.", self.moe_intermediate_size)
+        if self.shared_intermediate_size:
+            name = "shared_expert" if self.has_shared_gate else "shared_experts"
+            shapes |= self._mlp_shapes(f"{prefix}{name}.", self.shared_intermediate_size)
+        if self.has_shared_gate:
+            shapes[prefix + "shared_expert_gate.weight"] = (1, self.hidden_size)
         return shapes
 
     def _mlp_shapes(self, prefix: str, inner: int) -> dict[str, tuple[int, ...]]:
@@ -142,6 +176,11 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer`, from 0, has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    def is_mtp(self, name: str) -> bool:
+        """Whether a weight of the folder belongs to a layer for speculative decoding, behind the last one."""
+        ends = (self.num_layers, self.num_layers + self.num_mtp_layers)
+        return name.startswith(tuple(f"model.layers.{layer}." for layer in range(*ends)))
 
     def require_own(self, who: str) -> None:
         """Raise ModelError if our own code, which `who` runs, does not compute this model."""
@@ -184,12 +223,12 @@ class _Fields:
     def get(self, key: str) -> Any:
         return self._source.get(key)
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._source.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_DIMENSION:
-            raise self.fail(f"{key} must be a positive whole number, it is {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_DIMENSION:
+            raise self.fail(f"{key} must be a whole number of at least {least}, it is {value!r}")
         return value
 
     def number(self, key: str, value: Any) -> float:
@@ -241,9 +280,6 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     layers = fields.size("num_hidden_layers")
     if layers > MAX_LAYERS:
         raise fields.fail(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
-    experts = _experts(fields) if model_type == "qwen3_moe" else {}
-    if layers * 3 * experts.get("num_experts", 0) > MAX_TENSORS:
-        raise fields.fail(f"{layers} layers of {experts['num_experts']} experts are more than {MAX_TENSORS} weights")
     config = ModelConfig(
         model_type=str(model_type),
         vocab_size=fields.size("vocab_size"),
@@ -257,14 +293,15 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         rope_theta=_rope_theta(fields),
         context_length=fields.size("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-        attention_bias=model_type == "qwen2" or (is_glm and fields.flag("attention_bias", default=True)),
-        has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        rotary_dim=int(head_dim * _rotary_share(fields, default=0.5 if is_glm else 1.0)),
+        attention_bias=_has_attention_bias(fields, model_type),
+        has_qk_norm=model_type in ("qwen3", "qwen3_moe")
+        or (model_type == "glm4_moe" and fields.flag("use_qk_norm", default=False)),
+        rotary_dim=int(head_dim * _rotary_share(fields, default=0.5 if model_type in HALF_ROTARY else 1.0)),
         rope_scaling=_rope_scaling(fields),
         is_rope_interleaved=is_glm,
         has_post_norms=is_glm,
         has_fused_gate=is_glm,
-        **experts,
+        **_experts(fields, model_type, layers),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_token_ids=fields.ids("eos_token_id"),
         source=dict(source),
@@ -278,22 +315,62 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     return config
 
 
-def _experts(fields: _Fields) -> dict[str, Any]:
-    """What a `qwen3_moe` config says of its experts; transformers 5 writes `num_local_experts` for `num_experts`."""
-    num_experts = fields.size("num_local_experts" if fields.get("num_experts") is None else "num_experts")
+HALF_ROTARY = ("glm4", "glm4_moe")
+"""Families whose heads turn half of their channels where the file does not say."""
+
+
+def _has_attention_bias(fields: _Fields, model_type: str) -> bool:
+    if model_type in HALF_ROTARY:
+        return fields.flag("attention_bias", default=model_type == "glm4")
+    return model_type == "qwen2" or (model_type == "qwen2_moe" and fields.flag("qkv_bias", default=True))
+
+
+def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:
+    """What a config says of its experts; transformers 5 writes `num_local_experts` for `num_experts`."""
+    if model_type not in (*SOFTMAX_MOE_TYPES, *SIGMOID_MOE_TYPES):
+        return {}
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = fields.size(next((name for name in names if fields.get(name) is not None), names[0]))
     chosen = fields.size("num_experts_per_tok")
     if chosen > num_experts:
         raise fields.fail(f"num_experts_per_tok = {chosen} of {num_experts} experts")
-    layers, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step", 1)
+    step, first = fields.size("decoder_sparse_step", 1), fields.size("first_k_dense_replace", 0, least=0)
     listed: Any = fields.get("mlp_only_layers") or []
     if not isinstance(listed, list) or len(cast("list[Any]", listed)) > layers:
         raise fields.fail(f"mlp_only_layers must be a list of at most {layers} layers, it is {listed!r}")
+    if layers * 3 * num_experts > MAX_TENSORS:
+        raise fields.fail(f"{layers} layers of {num_experts} experts are more than {MAX_TENSORS} weights")
+    more = _sigmoid_router(fields) if model_type in SIGMOID_MOE_TYPES else {}
+    if model_type == "qwen2_moe":
+        width = fields.size("shared_expert_intermediate_size")
+        more = {"shared_intermediate_size": width, "has_shared_gate": True}
     return {
+        **more,
         "num_experts": num_experts,
         "experts_per_token": chosen,
         "moe_intermediate_size": fields.size("moe_intermediate_size"),
         "normalises_top_experts": fields.flag("norm_topk_prob", default=False),
-        "dense_layers": tuple(n for n in range(layers) if n in cast("list[Any]", listed) or (n + 1) % step),
+        "dense_layers": tuple(
+            n for n in range(layers) if n < first or n in cast("list[Any]", listed) or (n + 1) % step
+        ),
+    }
+
+
+def _sigmoid_router(fields: _Fields) -> dict[str, Any]:
+    """What a config of DeepSeek-V3's kind says of its router and shared experts. Families take other values where a
+    key is missing, and what they write has all of them: none is guessed."""
+    experts, groups = fields.size("n_routed_experts"), fields.size("n_group")
+    taken, shared = fields.size("topk_group"), fields.size("n_shared_experts", least=0)
+    if experts % groups or taken > groups or (taken < groups and experts < 2 * groups):
+        raise fields.fail(f"{experts} experts cannot be chosen from topk_group = {taken} of n_group = {groups} groups")
+    fields.size("first_k_dense_replace", least=0)
+    return {
+        "has_sigmoid_router": True,
+        "num_expert_groups": groups,
+        "expert_groups_per_token": taken,
+        "routed_scaling": fields.number("routed_scaling_factor", fields.get("routed_scaling_factor")),
+        "shared_intermediate_size": shared * fields.size("moe_intermediate_size"),
+        "num_mtp_layers": fields.size("num_nextn_predict_layers", 0, least=0),
     }
 
 
@@ -345,19 +422,49 @@ def _obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
         yield f"rotary positions of type {kind!r}"
     if (activation := fields.get("hidden_act")) not in (None, "silu"):
         yield f"hidden_act {activation!r}"
+    yield from _window_obstacles(fields, model_type)
+    if model_type in SIGMOID_MOE_TYPES:
+        yield from _sigmoid_obstacles(fields)
+    if model_type not in ("qwen2", *HALF_ROTARY) and fields.get("attention_bias"):
+        yield "attention_bias is true (the output projection would have one too)"
+    if fields.get("mlp_bias"):
+        yield "mlp_bias is true"
+    if model_type not in HALF_ROTARY and (share := _rotary_share(fields, default=1.0)) != 1.0:
+        yield f"partial_rotary_factor {share}"
+
+
+MISTRAL_WINDOW = 4096
+"""What transformers takes where a Mistral's file has no `sliding_window`; null says that there is none."""
+
+
+def _window_obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
+    """Attention that does not see the whole context."""
     if fields.get("use_sliding_window"):
         yield "use_sliding_window is true"
+    window, context = fields.whole.get("sliding_window", MISTRAL_WINDOW), fields.get("max_position_embeddings")
+    if (
+        model_type == "mistral"
+        and window is not None
+        and not (isinstance(window, int) and isinstance(context, int) and window >= context)
+    ):
+        yield f"sliding_window {window!r} in a context of {context!r}"
     kinds: Any = fields.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):
         yield f"layer_types is {kinds!r}"
     elif other := sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - {"full_attention"}):
         yield f"layer_types has {other[0]!r}"
-    if model_type not in ("qwen2", "glm4") and fields.get("attention_bias"):
-        yield "attention_bias is true (the output projection would have one too)"
-    if fields.get("mlp_bias"):
-        yield "mlp_bias is true"
-    if model_type != "glm4" and (share := _rotary_share(fields, default=1.0)) != 1.0:
-        yield f"partial_rotary_factor {share}"
+
+
+def _sigmoid_obstacles(fields: _Fields) -> Iterator[str]:
+    """Routers that megatron-core does not compute: it always makes the weights of several experts sum to one, never
+    that of a single expert, and judges a group by its best (num_experts_per_tok // topk_group) experts, not by two."""
+    chosen, taken, groups = (fields.size(key) for key in ("num_experts_per_tok", "topk_group", "n_group"))
+    if not fields.flag("norm_topk_prob", default=False):
+        yield "norm_topk_prob is false, with sigmoids as scores"
+    if chosen == 1:
+        yield "num_experts_per_tok 1, with sigmoids as scores"
+    if taken < groups and chosen // taken != 2:
+        yield f"num_experts_per_tok {chosen} from topk_group {taken} of n_group {groups}"
 
 
 def _foreign(fields: _Fields, why: str) -> ModelConfig:

@@ -199,7 +199,11 @@ def check_numbers(case: dict[str, Any], chunks: list[Any], config: Any, layout: 
     loss = float(expected.pop("loss"))
     result = {"gradient": 0.0, "loss": abs(float(total[0] / total[1]) - loss) / loss if reports else 0.0}
     for name, gradient in iter_hf_tensors(wrapped, config, to_all=True, pick=main_grad):
-        wanted, gradient = expected.pop(name), gradient.cpu()
+        wanted = expected.pop(name, None)
+        if wanted is None:
+            assert name.endswith("e_score_correction_bias"), f"transformers trains no {name}"
+            continue
+        gradient = gradient.cpu()
         result["gradient"] = max(
             result["gradient"], float((gradient - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
         )
@@ -208,7 +212,8 @@ def check_numbers(case: dict[str, Any], chunks: list[Any], config: Any, layout: 
 
 
 def main_grad(parameter: Any) -> torch.Tensor:
-    return parameter.main_grad
+    """A router's correction has none: no gradient reaches it."""
+    return getattr(parameter, "main_grad", parameter)
 
 
 def run_case(case: dict[str, Any], gang: Gang) -> dict[str, Any]:

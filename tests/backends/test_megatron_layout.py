@@ -32,8 +32,21 @@ SOURCE: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 
 
+CORRECTED: dict[str, Any] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "n_shared_experts": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "use_qk_norm": True,
+}  # fmt: skip
+EXTRA: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 14},
+    "glm4_moe": CORRECTED,
+    "mistral": {"sliding_window": None},
+}
+
+
 def config_of(model_type: str = "qwen3", **changes: Any) -> ModelConfig:
-    extra = EXPERTS if model_type == "qwen3_moe" else {}
+    extra = EXTRA.get(model_type, {})
     return parse_model_config({"model_type": model_type} | SOURCE | extra | changes, "here")
 
 
@@ -60,6 +73,7 @@ def test_layouts_that_mean_nothing(layout: dict[str, Any], key: str) -> None:
         ({"ep": 4}, "qwen3_moe", "megatron.ep = 4: does not divide the model's num_experts = 6"),
         ({"etp": 3}, "qwen3_moe", "megatron.etp = 3: does not divide the model's moe_intermediate_size = 10"),
         ({"ep": 2}, "llama", "megatron.ep = 2: but a llama model has no experts"),
+        ({"tp": 4}, "qwen2_moe", "megatron.tp = 4: does not divide the model's shared experts, 14 wide"),
         ({"pp": 4}, "glm4", "megatron.pp = 4: times vpp = 1 does not divide the model's 6 layers"),
         ({"pp": 3, "vpp": 4}, "qwen2", "megatron.pp = 3: times vpp = 4 does not divide"),
     ],
@@ -138,6 +152,7 @@ def test_rules_name_every_weight_of_the_folder(model_type: str) -> None:
             prefix = f"model.layers.{layer}.mlp.experts.{expert}."
             made |= {prefix + name for rule in family.expert for name in rule.names}
     assert set(config.tensor_shapes()) <= made
+    assert not config.foreign
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

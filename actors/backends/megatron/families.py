@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....core.errors import ModelError, TrainError
-from ...models.model_config import ModelConfig
+from ...models.model_config import ROUTER_BIAS, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,14 +163,38 @@ QWEN2 = Family(model=MODEL, layer=(*NORMS, *ATTENTION, *ATTENTION_BIAS, *MLP))
 
 
 QWEN3 = Family(model=MODEL, layer=(*NORMS, *ATTENTION, *HEAD_NORMS, *MLP))
-QWEN3_MOE = Family(
-    model=MODEL,
-    layer=(*QWEN3.layer, Rule("mlp.router.weight", ("mlp.gate.weight",))),
-    expert=(
-        Rule("mlp.experts.w1", ("gate_proj.weight", "up_proj.weight"), gate_and_up),
-        Rule("mlp.experts.w2", ("down_proj.weight",), columns),
-    ),
+
+
+def shared(name: str) -> tuple[Rule, ...]:
+    """Of the experts that every token goes through, one MLP whatever their number."""
+    return (
+        Rule(
+            "mlp.shared_experts.linear_fc1.weight",
+            (f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"),
+            gate_and_up,
+        ),
+        Rule("mlp.shared_experts.linear_fc2.weight", (f"mlp.{name}.down_proj.weight",), columns),
+    )
+
+
+ROUTER = (Rule("mlp.router.weight", ("mlp.gate.weight",)),)
+CORRECTED_ROUTER = (*ROUTER, Rule("mlp.router.expert_bias", (f"mlp.gate.{ROUTER_BIAS}",)))
+SHARED_GATE = (Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),)
+EXPERTS = (
+    Rule("mlp.experts.w1", ("gate_proj.weight", "up_proj.weight"), gate_and_up),
+    Rule("mlp.experts.w2", ("down_proj.weight",), columns),
 )
+
+
+QWEN3_MOE = Family(model=MODEL, layer=(*QWEN3.layer, *ROUTER), expert=EXPERTS)
+QWEN2_MOE = Family(model=MODEL, layer=(*QWEN2.layer, *ROUTER, *shared("shared_expert"), *SHARED_GATE), expert=EXPERTS)
+GLM4_MOE = Family(
+    model=MODEL,
+    layer=(
+        *NORMS, *ATTENTION, *ATTENTION_BIAS, *HEAD_NORMS, *MLP, *CORRECTED_ROUTER, *shared("shared_experts"),
+    ),
+    expert=EXPERTS,
+)  # fmt: skip
 
 
 GLM4 = Family(
@@ -188,8 +212,15 @@ GLM4 = Family(
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "glm4": GLM4,
-}  # fmt: skip
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "glm4": GLM4,
+    "glm4_moe": GLM4_MOE,
+}
 
 
 def family_of(model_type: str) -> Family:

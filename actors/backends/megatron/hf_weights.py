@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from ....core.errors import TrainError
 from ....core.protocols import NamedArray
 from ...models.hf_folder import open_weights
-from ...models.model_config import ModelConfig
+from ...models.model_config import ROUTER_BIAS, ModelConfig
 from ..torch_backend.tensors import DTYPE_OF, from_array, integers
 from .families import (
     EMBEDDING,
@@ -48,9 +49,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class MappedWeight:
-    """A parameter, or one expert's part of a parameter that holds all experts of this rank."""
+    """A parameter (or a router's correction, a buffer), or one expert's part of a parameter that holds all experts of
+    this rank."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     rule: Rule
     prefix: str
     """Before the rule's HuggingFace names; for experts it ends before the expert's number."""
@@ -83,7 +85,8 @@ def map_weights(chunks: Sequence[nn.Module], config: ModelConfig, grid: Grid) ->
     family = family_of(config.model_type)
     for chunk in chunks:
         model = unwrapped(chunk)
-        for name, parameter in model.named_parameters():
+        corrections = (pair for pair in model.named_buffers() if pair[0].endswith(".expert_bias"))
+        for name, parameter in chain(model.named_parameters(), corrections):
             match = _LAYER.fullmatch(name)
             if match is None:
                 yield _of_model(family, name, parameter, config)
@@ -107,7 +110,7 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {f"{number}.{name}": part.detach() for number, own in enumerate(parts) for name, part in own}
 
 
-def _of_model(family: Family, name: str, parameter: nn.Parameter, config: ModelConfig) -> MappedWeight:
+def _of_model(family: Family, name: str, parameter: Tensor, config: ModelConfig) -> MappedWeight:
     rule = find_rule(family.model, name)
     if config.tie_word_embeddings and rule.names == (HEAD,):
         return MappedWeight(parameter, replace(rule, names=(EMBEDDING,)), "", is_tied_copy=True)
@@ -115,7 +118,7 @@ def _of_model(family: Family, name: str, parameter: nn.Parameter, config: ModelC
 
 
 def _of_layer(
-    family: Family, name: str, parameter: nn.Parameter, layer: int, num_experts: int, grid: Grid
+    family: Family, name: str, parameter: Tensor, layer: int, num_experts: int, grid: Grid
 ) -> Iterator[MappedWeight]:
     prefix = f"model.layers.{layer}."
     if all(rule.parameter != name for rule in family.expert):
@@ -174,14 +177,14 @@ def iter_hf_tensors(
     config: ModelConfig,
     *,
     to_all: bool = False,
-    pick: Callable[[nn.Parameter], Tensor] = Tensor.detach,
+    pick: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[Named]:
     """(HuggingFace name, whole tensor on this rank's device) in a fixed order. Collective: every rank must run through
     to the end. Yields on the sending rank of each pipeline stage (first of its tensor, context and data-parallel
     groups) what the stage holds, elsewhere nothing; with `to_all` the whole model on every rank, stage by stage.
     Padding of the vocabulary is cut off and a tied head is left out, as in the folder. `pick` says which tensor, shaped
-    like the parameter and of one number type for all, to export: values, gradients, moments. A tensor may share memory
-    with the picked one, so use it before training on."""
+    like the parameter and of one number type for all but the routers' corrections (float32), to export: values,
+    gradients, moments. A tensor may share memory with the picked one, so use it before training on."""
     grid = read_grid()
     exporter = _Exporter(
         config, config.tensor_shapes(), grid, pick, [w for w in map_weights(chunks, config, grid) if not w.is_tied_copy]
@@ -197,7 +200,7 @@ class _Exporter:
     config: ModelConfig
     shapes: Mapping[str, Shape]
     grid: Grid
-    pick: Callable[[nn.Parameter], Tensor]
+    pick: Callable[[Tensor], Tensor]
     weights: Sequence[MappedWeight]
 
     def of_this_stage(self, *, yields: bool) -> Iterator[Named]:
@@ -217,7 +220,8 @@ class _Exporter:
             own = self.of_this_stage(yields=True) if stage == group.rank() else None
             for number in numbers:
                 name = known[number]
-                tensor = next(own)[1].contiguous() if own else like.new_empty(self.shapes[name])
+                kind = torch.float32 if name.endswith(ROUTER_BIAS) else like.dtype
+                tensor = next(own)[1].contiguous() if own else like.new_empty(self.shapes[name], dtype=kind)
                 cast(Any, dist).broadcast(tensor, src=source, group=group)
                 yield name, tensor
 

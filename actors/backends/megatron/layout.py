@@ -93,6 +93,7 @@ class ParallelLayout:
             ("tp", self.tp, config.num_heads, heads),
             ("tp", self.tp, config.num_kv_heads, groups),
             ("tp", self.tp, config.intermediate_size, f"intermediate_size = {config.intermediate_size}"),
+            ("tp", self.tp, config.shared_intermediate_size, f"shared experts, {config.shared_intermediate_size} wide"),
             ("etp", self.etp, config.moe_intermediate_size, f"moe_intermediate_size = {config.moe_intermediate_size}"),
             ("ep", self.ep, config.num_experts, f"num_experts = {config.num_experts}"),
         ):

@@ -87,6 +87,9 @@ def build_model_chunks(
             chunk = _chunk(config, layout, settings, stage).to(mcore.default_device())
         if precision != torch.float32:
             chunk = mcore.module("transformer.module").Float16Module(settings, chunk)
+            for part in chunk.modules():
+                if isinstance(bias := getattr(part, "expert_bias", None), Tensor):
+                    bias.data = bias.data.float()  # routers do it in their first pass, too late for loading
         chunks.append(chunk)
     return chunks
 
@@ -184,14 +187,22 @@ def _numerics(precision: torch.dtype, layout: ParallelLayout) -> dict[str, Any]:
 
 
 def _expert_fields(config: ModelConfig) -> dict[str, Any]:
+    has_groups = config.expert_groups_per_token < config.num_expert_groups
     return {
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.experts_per_token,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_layer_freq": [int(config.is_moe_layer(layer)) for layer in range(config.num_layers)],
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": "sigmoid" if config.has_sigmoid_router else "softmax",
         # Softmax of the chosen experts' logits alone = softmax of all, made to sum to one over the chosen.
-        "moe_router_pre_softmax": not config.normalises_top_experts,
+        "moe_router_pre_softmax": not (config.normalises_top_experts or config.has_sigmoid_router),
+        "moe_router_enable_expert_bias": config.has_sigmoid_router,
+        "moe_router_bias_update_rate": 0.0,  # a policy's correction stays as it was trained
+        "moe_router_num_groups": config.num_expert_groups if has_groups else None,
+        "moe_router_group_topk": config.expert_groups_per_token if has_groups else None,
+        "moe_router_topk_scaling_factor": config.routed_scaling if config.routed_scaling != 1.0 else None,
+        "moe_shared_expert_intermediate_size": config.shared_intermediate_size or None,
+        "moe_shared_expert_gate": config.has_shared_gate,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
