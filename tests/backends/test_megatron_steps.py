@@ -130,17 +130,21 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
-    """A mixture of experts, made by HuggingFace."""
+    """A mixture of experts with all that GLM-4.5 has, made by HuggingFace."""
     import transformers
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
-        "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.15, "tie_word_embeddings": False,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "n_routed_experts": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True, "initializer_range": 0.15,
+        "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(5)
     folder = tmp_path_factory.mktemp("experts")
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).save_pretrained(folder)
+    model: Any = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes))
+    torch.nn.init.normal_(model.model.layers[1].mlp.gate.e_score_correction_bias)
+    model.save_pretrained(folder)
     for name in TOKENIZER_FILES:
         if (dense / name).exists():
             (folder / name).write_bytes((dense / name).read_bytes())
