@@ -89,17 +89,17 @@ class ConductContract(Actor):
         the later change, when a knob was changed again since."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True)
+    @call(deadline=60, reentrant=True)
     async def pause_run(self, who: Operator, reason: str) -> int:
         """No new work and no new step; the current step ends. Returns the version the trainer will rest at."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True)
+    @call(deadline=60, reentrant=True)
     async def resume_run(self, who: Operator, reason: str) -> None:
         """Resume after a pause."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True)
+    @call(deadline=60, reentrant=True)
     async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
         """Train so many steps, then pause; returns the version at which it will pause."""
         raise NotImplementedError
@@ -206,13 +206,6 @@ class BufferContract(KnobsContract):
     async def rewind(self, version: int, lineage: int) -> int:
         """The trainer restarted from the checkpoint of `version`, with a leader of the epoch `lineage`: groups trained
         after it are READY again, and versions above it that earlier leaders made are undone."""
-        raise NotImplementedError
-
-    @call(deadline=10)
-    async def set_paused(self, is_paused: bool, until_step: int = 0, reason: str = "") -> int:
-        """Stop or resume handing out work, durably. Paused, steps below `until_step` are served all the same, and a
-        step that was claimed already is answered again. Returns the version that the trainer will rest at:
-        `until_step`, or the first step without a claim if that is later."""
         raise NotImplementedError
 
     @call(deadline=10)

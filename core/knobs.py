@@ -275,7 +275,7 @@ class AuditRecord(Record, frozen=True):
     """From 1, without gaps."""
     wall_s: float
     verb: str
-    """Such as set, undo, pause, scale, kill. With `who.via` "auto": expire, resume (values of a checkpoint), rewind
+    """Such as set, undo, pause, scale, kill. With `who.via` "auto": expire, restore (values of a checkpoint), rewind
     (the trainer went back to an older version, where later values are in force at once)."""
     who: Operator
     arguments: dict[str, object]

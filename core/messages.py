@@ -289,19 +289,6 @@ class EvalResult(Record, frozen=True):
         return f"; {self.num_left_out:,} held-out rows beyond num_prompts were left out" if self.num_left_out else ""
 
 
-class PauseState(Record, frozen=True):
-    """What an operator has the buffer hold back; see `BufferContract.set_paused`."""
-
-    is_paused: bool = False
-    until_step: int = 0
-    """Steps below it are served all the same."""
-    reason: str = ""
-
-    def serves(self, step: int) -> bool:
-        """Whether that step may begin, and work for it be handed out."""
-        return not self.is_paused or step < self.until_step
-
-
 class BufferStats(Record, frozen=True):
     """Counts of groups by state and what admission allows now."""
 
@@ -319,7 +306,8 @@ class BufferStats(Record, frozen=True):
     """"trained", and each reason for dropping -> mean response tokens of a group: shows a bias for short answers"""
     complaint: str = ""
     """What a person should know now: no group could be used for a long time, or `disk`."""
-    pause: PauseState = PauseState()
+    next_step: int = 0
+    """The first step without a claim."""
     disk: str = ""
     """Why the ledger cannot be written and what to do; the run waits for it. The counts are those from before."""
 

@@ -75,8 +75,6 @@ class CoordinatorTimeouts:
     """For how long an append waits for the others."""
     keep_s: float = 10.0
     """Limit for a journal write that the run does not depend on."""
-    pause_s: float = 20.0
-    """For how long a buffer that is away is waited for; less than an operator's call has."""
     turn_s: float = 20.0
     """How long a request waits for the change before it."""
     ask_s: float = 5.0

@@ -53,7 +53,6 @@ from ...core.messages import (
     DrawRequest,
     GroupDropped,
     GroupReturned,
-    PauseState,
     PutResult,
     SamplingParams,
 )
@@ -157,6 +156,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 finished=self._finished, tell=self._tell, log=self.ctx.log, started_s=clock.monotonic(),
             )  # fmt: skip
             knobs.use = partial(self._retune, opened)
+            knobs.on_pause = self._book_waiting
             knobs.add((LOG_LEVEL,))
             await catch_up(self.ctx, knobs, waits=waits)
         except BaseException:
@@ -164,7 +164,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             raise
         self._opened, self._refused = opened, None
         self._book_waiting()
-        self._polls.ring()
 
     async def on_stop(self, why: str) -> None:
         if self._opened is not None:
@@ -322,7 +321,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     def _claim_now(self, step: int) -> Claim:
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         is_new = not self._groups.ledger.claim_of(step)
-        if is_new and not self._groups.knobs.paused.serves(step):
+        if is_new and not self._groups.knobs.serves(step):
             return Claim(step=step, blocked_by="paused")
         with self._at_work("claim"):
             groups = self._groups.claim(step)
@@ -384,17 +383,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._tell("retuned", f"{words}; {num_dropped} groups dropped")
         self._polls.ring()
 
-    async def set_paused(self, is_paused: bool, until_step: int = 0, reason: str = "") -> int:
-        with self._at_work("pause"):
-            self._groups.knobs.pause(PauseState(is_paused=is_paused, until_step=until_step, reason=reason))
-        self._book_waiting()
-        self._polls.ring()
-        return max(self._groups.ledger.next_step, until_step)
-
     def _book_waiting(self) -> None:
+        """What a pause, or its end, changes for the meter and for those who wait."""
         if self._opened is None:
             return
-        is_going = self._groups.knobs.paused.serves(self._groups.ledger.next_step)
+        self._polls.ring()
+        is_going = self._groups.knobs.serves(self._groups.ledger.next_step)
         self._meter.switch(*(("wait-data", "messages") if is_going else ("paused", "paused")))
 
     async def stats(self) -> BufferStats:

@@ -115,7 +115,7 @@ class Groups:
         self.cursor.is_searching = False  # no search while nothing is given
         if self.is_finished:
             return [], "finished"
-        if not self.knobs.paused.serves(self.ledger.next_step):
+        if not self.knobs.serves(self.ledger.next_step):
             return [], "paused"
         announced = ServedWeights(request.lineage, request.version)
         newest = self.admission.newest_version
@@ -407,7 +407,7 @@ class Groups:
             policy=self.admission.policy,
             mean_tokens=tally.mean_tokens,
             complaint=self.starvation.complaint,
-            pause=self.knobs.paused,
+            next_step=self.ledger.next_step,
         )
 
     def gauges(self) -> dict[str, float]:

@@ -15,13 +15,12 @@ from ...algos.staleness import POLICIES, Admission, make_policy
 from ...core.activity import TelemetryBuffer
 from ...core.errors import ConfigError
 from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
-from ...core.messages import PauseState, Record, SamplingParams
-from ..knobs.owner import Knob, KnobOwner
+from ...core.messages import Record, SamplingParams
+from ..knobs.owner import PAUSE_AT, Knob, KnobOwner
 from ..ledger.file import Terms
 from ..ledger.ledger import Ledger
 from .cursor import NO_WINDOW, Window, mix_text, parse_mix
 
-_PAUSED = "paused"
 NO_IDS = "none"
 MAX_ID = (1 << 31) - 1
 MAX_DIGITS = len(str(MAX_ID))
@@ -130,8 +129,7 @@ class BufferLimits:
 
 
 class BufferKnobs(KnobOwner):
-    """The knobs of a buffer, and whether it is paused. The ledger keeps the latter; a restarted buffer asks the
-    coordinator for the knobs."""
+    """The knobs of a buffer. A restarted buffer asks the coordinator for them."""
 
     def __init__(
         self,
@@ -154,13 +152,16 @@ class BufferKnobs(KnobOwner):
         """Of the newest change of `values`; 0: none yet."""
         self.use: Callable[[Mapping[str, KnobValue], int], object] = self.change
         """Puts other values into force; the buffer's own does more than `change`."""
-        self.paused = msgspec.json.decode(ledger.recall(_PAUSED) or "{}", type=PauseState)
-        """While it is so, no work is handed out and no batch formed."""
+        self.pause_at = -1
+        """From that step on no work is handed out and no batch formed; -1: there is none."""
+        self.on_pause: Callable[[], object] = lambda: None
+        """Called when `pause_at` has another value."""
         self._sampling = sampling
         self._vocab_size = limits.vocab_size
         self._only_temperature = limits.only_temperature
         self._sources = first.sources
         super().__init__(name, (self._knob(t) for t in buffer_tunables(filters, limits, self._sources)), telemetry)
+        self.add((Knob(PAUSE_AT, read=lambda: self.pause_at, use=self._pause),))
         self._past_epoch = ledger.newest_epoch
 
     def _knob(self, tunable: Tunable) -> Knob:
@@ -190,9 +191,13 @@ class BufferKnobs(KnobOwner):
         self.terms_epoch = max(self.terms_epoch, epoch)
         return overdue
 
-    def pause(self, paused: PauseState) -> None:
-        self.ledger.remember(_PAUSED, msgspec.json.encode(paused).decode())
-        self.paused = paused
+    def _pause(self, value: KnobValue) -> None:
+        self.pause_at = int(value)
+        self.on_pause()
+
+    def serves(self, step: int) -> bool:
+        """Whether that step may begin, and work for it be handed out."""
+        return self.pause_at < 0 or step < self.pause_at
 
     def sheet(self) -> KnobSheet:
         return msgspec.structs.replace(super().sheet(), past_epoch=self._past_epoch)
@@ -202,10 +207,10 @@ class BufferKnobs(KnobOwner):
         refusal = super().judge(values, at).refusal or self._contradiction(new)
         return KnobVerdict(refusal=refusal, remark=self._consequence(new) if not refusal else "")
 
-    def _put(self, values: Mapping[str, KnobValue], epoch: int) -> None:
-        super()._put(values, epoch)
+    def _put(self, values: Mapping[str, KnobValue], epochs: Mapping[str, int]) -> None:
+        super()._put(values, epochs)
         if mine := self._mine(values):
-            self.use(mine, epoch)
+            self.use(mine, max(epochs[name] for name in mine))
 
     def _mine(self, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
         return {name: value for name, value in values.items() if name in BufferValues.__struct_fields__}

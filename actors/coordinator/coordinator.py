@@ -99,21 +99,21 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     def _make_parts(self, run: RunContext) -> None:
         options = self._options
         engines: dict[str, EngineStatus] = {}
-        self.conductor = KnobConductor(run, own=self, engines=engines, on_broken=self._owner_is_broken)
+        self.conductor = KnobConductor(
+            run, own=self, engines=engines, on_broken=self._owner_is_broken, on_decided=lambda: self.control.look()
+        )
         self._adopter = Adopter(
             run, self._adoption, options.limits, lambda name, epoch, version: self.fleet.adopted(name, epoch, version)
         )
         self.fleet = EngineFleet(run, engines, self.conductor, self._adoption, self._adopter, self._changed.set)
         self.evaluator = Evaluator(run, self._adoption, self._adopter)
-        self.control = RunControl(run, self._evaluate_now)
+        self.control = RunControl(run, self.conductor, self._evaluate_now)
         self._leader = LeaderControl(run)
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name.startswith(OTHER_OWNERS):
             if event.kind in ("up", "restarted"):
                 self.ctx.spawn(self.conductor.joined(event.name), name=f"knobs-for-{event.name}")
-                if event.name == "buffer":
-                    self.ctx.spawn(self.control.look(), name="pause-of-buffer")
             if event.name == LEADER and event.kind != "up":
                 self._adoption.trainer_ended(event.epoch - (event.kind == "restarted"))
         elif event.kind in ("down", "restarted"):
@@ -122,8 +122,9 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
             await self._rejoin()
-            if self._state.phase == "running" and not self.control.paused:
+            if self._state.phase == "running":
                 self.meter.switch("wait-data", "orders")
+        self.control.look()
         self.conductor.begin()
         if self._state.is_over:
             return
@@ -197,8 +198,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 while self._missing() and not self._state.is_over:
                     self._reported.clear()
                     await self._reported.wait()
-                if self.ctx.peers("buffer"):
-                    await self.control.look()
         except TimeoutError:
             self._event("coordinator-alone", f"not heard within {limit_s:g} s: {', '.join(self._missing())}")
         took_s = self._clock.monotonic() - began_s
@@ -291,7 +290,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._changed.set()
         if report.version <= before:
             return  # a repeated message
-        self.control.version_made(report.version)
+        self.control.look()
         if self.conductor.version_made(before, report.version):
             await self._keep()  # what is in force stays so when the trainer is thrown back
         every = self._options.eval_every

@@ -81,6 +81,8 @@ class KnobConductor:
     """The rollout actors that reported in, as they change; others get what was decided when they report in."""
     on_broken: Callable[[str, str], Awaitable[None]]
     """Called with name and reason of an owner that could not use what was decided."""
+    on_decided: Callable[[], None]
+    """Called when a change is made."""
 
     def __post_init__(self) -> None:
         run = self.run
@@ -241,6 +243,7 @@ class KnobConductor:
         self.decisions.add(record)
         self._news.set()
         self._tell_moves(record)
+        self.on_decided()
         # Owners that came between the look at all owners and the decision: they asked too early to hear of it.
         for name in (*self._others(), *self._ctx.peers("rollout/")):
             if name not in draft.wanted:

@@ -24,9 +24,11 @@ from ...core.knobs import (
     KnobValue,
     LiveKnob,
     LiveKnobs,
+    Operator,
     Tunable,
 )
 from ...core.suggestion import suggest
+from ..knobs.owner import PAUSE_AT
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def _check_expected(request: ChangeRequest, roster: OwnerStates, decisions: Deci
     return complaints
 
 
-RESTORE = "resume"
+RESTORE = "restore"
 """Verb of the changes that bring a checkpoint's values into force."""
 NEVER = 1 << 62
 """A number after all others."""
@@ -163,20 +165,23 @@ class _Decided:
     """A value that was decided, and what became of it since."""
 
     knob: LiveKnob
+    record: AuditRecord
     decision: Decision
-    made_at: tuple[int, int, float]
-    """As the record has them: number, the run's version, wall clock."""
+    """The record's."""
     at: int
     """As it was decided, or the version to which the trainer went back; 0 for a knob without numbers."""
     ended: int = NEVER
     """Number from which on it is not in force any more."""
-    is_restored: bool = False
-    """From a checkpoint: no person made this change in this run."""
 
     @property
     def stands(self) -> bool:
         """Whether the value still comes from this change, unless a later one set it again."""
         return self.knob.value is not None and self.ended == NEVER
+
+    @property
+    def is_restored(self) -> bool:
+        """From a checkpoint: no person made this change in this run."""
+        return self.record.verb == RESTORE
 
     @property
     def is_for_a_time(self) -> bool:
@@ -219,21 +224,21 @@ class Decisions:
                 one.at = _back(one.at, record.at, record.version)
                 one.ended = _back(one.ended, record.at, record.version)
             return
-        made_at = record.at, record.version, record.wall_s
-        self._take(decision, record.epoch, made_at, is_restored=record.verb == RESTORE)
+        self._take(record, decision)
 
     def with_one(self, decision: Decision) -> Decisions:
         """All of them and one more."""
         after = Decisions(self.launch)
         after._decided = [replace(one) for one in self._decided]
-        after._take(decision, self.epoch + 1, (0, 0, 0.0))
+        epoch, who = self.epoch + 1, Operator()
+        record = AuditRecord(number=0, wall_s=0.0, verb="set", who=who, arguments={}, result="", epoch=epoch)
+        after._take(record, decision)
         return after
 
-    def _take(
-        self, decision: Decision, epoch: int, made_at: tuple[int, int, float], *, is_restored: bool = False
-    ) -> None:
+    def _take(self, record: AuditRecord, decision: Decision) -> None:
+        epoch = record.epoch
         self.epoch = max(self.epoch, epoch)
-        at = dict.fromkeys(decision.numbered, made_at[0])
+        at = dict.fromkeys(decision.numbered, record.at)
         knobs = [
             LiveKnob(name, value, decision.first[name], epoch, at.get(name, 0))
             for name, value in decision.values.items()
@@ -243,7 +248,7 @@ class Decisions:
                 is_over = one.knob.epoch == decision.undoes or one.is_for_a_time
                 if one.knob.name == knob.name and one.stands and is_over:
                     one.ended = knob.at
-        self._decided += [_Decided(knob, decision, made_at, knob.at, is_restored=is_restored) for knob in knobs]
+        self._decided += [_Decided(knob, record, decision, knob.at) for knob in knobs]
 
     def continue_from(self, epoch: int) -> None:
         self.epoch = max(self.epoch, epoch)
@@ -257,6 +262,11 @@ class Decisions:
         found = self._holder(name, NEVER - 1)
         return default if found is None or found.knob.value is None else found.knob.value
 
+    def why(self, name: str) -> str:
+        """The reason of the change that gave a knob its value, or who made it; empty for the run file's value."""
+        found = self._holder(name, NEVER - 1)
+        return "" if found is None else found.record.reason or f"by {found.record.who.user or found.record.who.via}"
+
     def news(self, after: int) -> LiveKnobs:
         """What an owner needs that knows the decisions up to epoch `after`: of each knob that was decided since, all
         values from now on."""
@@ -268,10 +278,11 @@ class Decisions:
         is for a time, with the time that is left. `now_s`: wall clock."""
         lasting = Decisions(self.launch)
         lasting._decided = [one for one in self._decided if not one.is_for_a_time]
-        kept = [
-            knob for name in sorted({one.knob.name for one in self._decided}) for knob in lasting._kept(name, version)
-        ]
+        names = sorted({one.knob.name for one in self._decided} - {PAUSE_AT.name})
+        kept = [knob for name in names for knob in lasting._kept(name, version)]
         for one, kind, end in self._ends():
+            if one.knob.name == PAUSE_AT.name:
+                continue
             at = max(one.at, version) if kind == "number" or one.knob.name in one.decision.numbered else 0
             left = end - {"s": now_s, "version": version, "number": at}[kind]
             time = {"for_s": left} if kind == "s" else {"for_steps": int(left)}
@@ -339,7 +350,7 @@ class Decisions:
     def _change(self, epoch: int) -> list[_Decided]:
         """The knobs of a change that can be taken back; 0: the newest. Raises ConfigError."""
         wanted = epoch or max(
-            (one.knob.epoch for one in self._decided if one.stands and not one.is_restored), default=0
+            (one.knob.epoch for one in self._decided if one.stands and one.record.verb == "set"), default=0
         )
         if not wanted:
             raise ConfigError("there is no change to take back", remedy="`myxa history` lists the changes")
@@ -354,15 +365,15 @@ class Decisions:
         """Of changes for a time: what the end is counted in ("s": wall clock, "number": of the boundary, "version": of
         the run), and where that is."""
         for one in self._decided:
-            (number, version, wall_s), decision = one.made_at, one.decision
+            record, decision = one.record, one.decision
             if not one.is_for_a_time:
                 continue
             if decision.for_s:
-                yield one, "s", wall_s + decision.for_s
+                yield one, "s", record.wall_s + decision.for_s
             elif one.knob.name in decision.numbered:
-                yield one, "number", number + decision.for_steps
+                yield one, "number", record.at + decision.for_steps
             else:
-                yield one, "version", version + decision.for_steps
+                yield one, "version", record.version + decision.for_steps
 
     def due(self, version: int, now_s: float, number: int = -1) -> list[Due]:
         """What is to go back now, of which numbered values for `number`, before that is passed. `now_s`: wall clock."""

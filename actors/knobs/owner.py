@@ -57,6 +57,13 @@ LOG_LEVEL = Knob(
     use=lambda value: logging.getLogger(LOGGER).setLevel(str(value)),
 )  # fmt: skip
 """Of every owner; actors that share a process share it."""
+_knob = knob_maker("buffer", "now")
+# fmt: off
+PAUSE_AT = _knob("pause_at", "int", "", "Steps from this one on are not begun, and no work for them is handed out: 0 "
+                 "pauses now, -1 never. `pause`, `step` and `resume` set it. It ends with the run.",
+                 unit="steps", low=-1)
+# fmt: on
+"""What pauses a run; its first value is -1."""
 
 
 class KnobOwner:
@@ -143,7 +150,7 @@ class KnobOwner:
             return {}
         old = {name: self._knobs[name].read() for name in fresh}
         values = {name: self._value(live) for name, live in fresh.items()}
-        self._put(values, max(live.epoch for live in fresh.values()))
+        self._put(values, {name: live.epoch for name, live in fresh.items()})
         for name, live in fresh.items():
             self._used[name] = live.epoch
             if self._telemetry is not None:
@@ -158,7 +165,7 @@ class KnobOwner:
         used = self._used.get(live.name, 0)
         return live.epoch > used or (live.epoch == used and self._value(live) != self._knobs[live.name].read())
 
-    def _put(self, values: Mapping[str, KnobValue], epoch: int) -> None:
+    def _put(self, values: Mapping[str, KnobValue], epochs: Mapping[str, int]) -> None:
         for name, value in values.items():
             self._knobs[name].use(value)
 

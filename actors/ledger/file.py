@@ -488,8 +488,8 @@ def adopt_copy(earlier: Path, path: Path, run: str) -> None:
 
 
 def begin_life(path: Path, run: str) -> None:
-    """The ledger is `run`'s from now on, and forgets what was set during an earlier life (that it was paused, values of
-    knobs), which comes with a checkpoint. Raises LedgerError if it cannot be written."""
+    """The ledger is `run`'s from now on, and forgets what was set during an earlier life (values of knobs), which comes
+    with a checkpoint. Raises LedgerError if it cannot be written."""
     try:
         with contextlib.closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))

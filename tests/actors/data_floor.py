@@ -153,6 +153,9 @@ class Floor:
         ref = self.buffer if owner == "buffer" else self.ref(owner)
         return await self.coordinator.change(ref, epoch, **values)
 
+    async def pause(self, at: int = 0) -> None:
+        await self.coordinator.hold_from(self.buffer, at)
+
     async def states(self) -> dict[str, int]:
         return (await self.buffer.stats()).states
 

@@ -29,7 +29,7 @@ def question(num_prompts: int = 2, **wishes: Any) -> EvalRequest:
 
 async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
-        await floor.buffer.set_paused(True)
+        await floor.pause()
         engine = await floor.add("rollout/0")
         both = [asyncio.ensure_future(floor.ref().evaluate(question())) for _ in range(2)]
         await until(lambda: engine.open == 4, "both run")
@@ -40,7 +40,7 @@ async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(tm
 
 async def test_a_set_with_a_reward_of_its_own_is_judged_by_that_and_training_is_not(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
-        await floor.buffer.set_paused(True)
+        await floor.pause()
         own = Evaluation({"own": FixedReward(0.25)})
         engine = await floor.add("rollout/0", evaluation=own)
         engine.gate.set()

@@ -59,11 +59,11 @@ async def test_more_room_is_used_at_once_and_less_lets_groups_end(tmp_path: Path
 
 async def test_work_that_was_on_its_way_when_the_room_went_is_handed_back(tmp_path: Path) -> None:
     async with data_floor(tmp_path, batch_size=8) as floor:
-        await floor.buffer.set_paused(True)
+        await floor.pause()
         engine = await floor.add(max_groups=6)
         await asyncio.sleep(0.1)  # it waits in a draw for six groups
-        await floor.change("rollout/0", 1, concurrency=2)
-        await floor.buffer.set_paused(False)
+        await floor.change("rollout/0", 2, concurrency=2)
+        await floor.pause(-1)
         await until(lambda: engine.open == 4, "two groups")
         await floor.until_states(lambda s: s == {"DISPATCHED": 2, "REQUEUED": 4}, "four came back")
         engine.gate.set()
@@ -126,9 +126,9 @@ async def test_time_is_booked_by_what_is_waited_for(tmp_path: Path) -> None:
         await until(lambda: state() == ("compute", "generate"), "room")
         engine.gate.set()
         await until(lambda: state() == ("wait-capacity", "draw"), "held back by staleness")
-        await floor.buffer.set_paused(True)
+        await floor.pause()
         await until(lambda: state() == ("paused", "paused"), "the pause")
-        await floor.buffer.set_paused(False)
+        await floor.pause(-1)
         await until(lambda: state() == ("wait-capacity", "draw"), "the end of the pause")
         engine.gate.clear()
         assert (await floor.buffer.claim(0, WAIT_S)).groups
@@ -138,7 +138,7 @@ async def test_time_is_booked_by_what_is_waited_for(tmp_path: Path) -> None:
         await until(lambda: state() == ("compute", "generate"), "work again")
         assert await floor.ref().drain() == 2
         await until(lambda: state() == ("paused", "drained"), "the drain")
-        await floor.buffer.set_paused(True)
+        await floor.pause()
         buffer = floor.buffer_actor._meter
         assert (buffer.kind, buffer._state.name) == ("paused", "paused")
         totals = meter.named_totals()

@@ -155,6 +155,9 @@ class Desk:
     async def change(self, epoch: int, **values: KnobValue) -> Outcome:
         return await self.decider.change(self.ref, epoch, **values)
 
+    async def pause(self, at: int = 0) -> None:
+        await self.decider.hold_from(self.ref, at)
+
     async def knobs(self) -> dict[str, KnobState]:
         return {state.tunable.name: state for state in (await self.ref.knobs()).knobs}
 

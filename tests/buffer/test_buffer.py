@@ -261,19 +261,19 @@ async def test_nothing_is_handed_out_or_claimed_while_paused(shop: Any) -> None:
     async with shop.open() as desk:
         await desk.fill()
         await desk.ref.claim(0, 0.0)
-        await desk.ref.set_paused(True)
+        await desk.pause()
         assert (await desk.draw()).blocked_by == "paused"
         assert len((await desk.ref.claim(0, 0.0)).groups) == 2, "what is claimed stays claimed"
         await desk.ref.trained(0)
         assert (await desk.ref.claim(1, 0.0)).blocked_by == "paused"
         waiting = asyncio.ensure_future(desk.ref.claim(1, WAIT_S))
         await asyncio.sleep(0.02)
-        assert await desk.ref.set_paused(True, 2) == 2, "one more step"
+        await desk.pause(2)  # one more step
         assert len((await waiting).groups) == 2
         assert (await desk.draw()).blocked_by == "paused", "work for later steps"
         await desk.ref.trained(1)
         assert (await desk.ref.claim(2, 0.0)).blocked_by == "paused"
-        await desk.ref.set_paused(False)
+        await desk.pause(-1)
         assert (await desk.ref.claim(2, 0.0)).blocked_by == "wait-data"
 
 
@@ -379,7 +379,7 @@ async def test_e08_a_disk_that_refuses_is_a_pause(shop: Any) -> None:
             assert (await desk.draw()).blocked_by == "disk"
             assert (await desk.ref.claim(0, 0.0)).blocked_by == "disk"
             with pytest.raises(DiskRefused):
-                await desk.ref.set_paused(True)
+                await desk.ref.knobs()
             stats = await desk.ref.stats()
             assert path in stats.disk
             assert stats.complaint == stats.disk

@@ -168,11 +168,11 @@ async def test_a_new_reason_for_waiting_is_told_at_once(shop: Any) -> None:
         assert not waiting.done()
         assert not claiming.done()
         assert (await desk.draw(**request, blocked_by="")).blocked_by == "staleness", "answered at once"
-        await desk.ref.set_paused(True)
+        await desk.pause()
         async with asyncio.timeout(WAIT_S / 2):
             assert (await waiting).blocked_by == "paused"
             assert (await claiming).blocked_by == "paused"
-        await desk.ref.set_paused(False)
+        await desk.pause(-1)
         for assignment in first:
             await desk.put(assignment)
         await desk.train(0)

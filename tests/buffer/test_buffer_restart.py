@@ -51,7 +51,7 @@ async def test_a_claim_outlives_the_buffer(shop: Any) -> None:
 
 async def test_a_pause_outlives_the_buffer_and_not_the_run(shop: Any, tmp_path: Path) -> None:
     async with shop.open() as desk:
-        await desk.ref.set_paused(True)
+        await desk.pause()
     async with shop.open() as desk:
         assert (await desk.draw()).blocked_by == "paused"
     later = type(shop)(tmp_path / "later.sqlite", run="run-2")

@@ -29,7 +29,7 @@ from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeRequest, LiveKnob, LiveKnobs
-from myxa.core.messages import Assignment, DrawRequest, GroupReturned, PauseState, SamplingParams
+from myxa.core.messages import Assignment, DrawRequest, GroupReturned, SamplingParams
 
 BATCH = 2
 FIRST = BufferValues(
@@ -59,7 +59,6 @@ class KnobsMachine(RuleBasedStateMachine):
         self.out: dict[int, Assignment] = {}
         self.trained: list[int] = []
         self.step = 0
-        self.is_paused = False
         self.open()
 
     def open(self) -> None:
@@ -116,13 +115,16 @@ class KnobsMachine(RuleBasedStateMachine):
 
     @rule()
     def pause(self) -> None:
-        self.is_paused = True
-        self.knobs.pause(PauseState(is_paused=True))
+        self._pause_at(0)
 
     @rule()
     def go_on(self) -> None:
-        self.is_paused = False
-        self.knobs.pause(PauseState())
+        self._pause_at(-1)
+
+    def _pause_at(self, step: int) -> None:
+        self.epoch += 1
+        self.knobs.take(news(self.epoch, pause_at=step))
+        self.in_force["pause_at"], self.force_epochs["pause_at"] = step, self.epoch
 
     @rule()
     def restart(self) -> None:
@@ -148,7 +150,7 @@ class KnobsMachine(RuleBasedStateMachine):
             if assignment.attempt == 1:
                 assert told == (now.terms_epoch, now.terms.sampling, now.values.num_samples)
             self.out[group_id] = assignment
-        if self.is_paused:
+        if self.in_force.get("pause_at") == 0:
             assert self.groups.draw(request, 0.0)[1] in ("paused", "finished")
 
     @precondition(lambda self: bool(self.out))
@@ -185,7 +187,7 @@ class KnobsMachine(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
-        if self.is_paused and not self.ledger.claim_of(self.step):
+        if self.in_force.get("pause_at") == 0 and not self.ledger.claim_of(self.step):
             return
         batch = self.groups.claim(self.step)
         if not batch:
@@ -208,8 +210,10 @@ class KnobsMachine(RuleBasedStateMachine):
             return
         values = self.knobs.values
         for name, value in self.in_force.items():
-            assert getattr(values, name) == value
-        assert self.knobs.terms_epoch == self.knobs.epoch == max(self.force_epochs.values(), default=0)
+            assert getattr(self.knobs if name == "pause_at" else values, name) == value
+        assert self.knobs.epoch == max(self.force_epochs.values(), default=0)
+        of_terms = [epoch for name, epoch in self.force_epochs.items() if name != "pause_at"]
+        assert self.knobs.terms_epoch == max(of_terms, default=0)
         states = self.ledger.tally.states
         assert sum(states.values()) == self.ledger.draws.next_id == len(self.first_terms)
         assert states.get(State.TRAINED, 0) == len(self.trained)

@@ -57,6 +57,10 @@ class Decider(CoordinatorContract):
             await owner.knobs_decided(epoch)
         return Outcome(not verdict.refusal, verdict.refusal or verdict.remark, number)
 
+    async def hold_from(self, buffer: Any, at: int = 0) -> None:
+        """No step from `at` on; -1: they go on. It takes the next epoch."""
+        assert (await self.change(buffer, self.decisions.epoch + 1, pause_at=at)).accepted
+
 
 def news(epoch: int, at: int = 0, /, **values: KnobValue | None) -> LiveKnobs:
     """What an owner takes: these values by that change."""

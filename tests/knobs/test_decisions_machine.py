@@ -189,7 +189,7 @@ class DecisionsMachine(RuleBasedStateMachine):
             request = ChangeRequest(values={one.name: one.value}, who=WHO, for_steps=one.for_steps)
             draft = draft_change(request, self.roster, resumed)
             resumed.add(
-                decided(draft, resumed.epoch + 1, max(one.at, self.version), version=self.version, verb="resume")
+                decided(draft, resumed.epoch + 1, max(one.at, self.version), version=self.version, verb="restore")
             )
         for name, knobs in KNOBS.items():
             for number in range(self.version, self.version + 12):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from myxa.actors.buffer.knobs import BufferLimits, buffer_tunables
 from myxa.actors.coordinator.options import COORDINATOR_TUNABLES
-from myxa.actors.knobs.owner import LOG_LEVEL
+from myxa.actors.knobs.owner import LOG_LEVEL, PAUSE_AT
 from myxa.actors.rollout import knobs as rollout_knobs
 from myxa.actors.trainer import knobs as trainer_knobs
 from myxa.algos.filters import GROUP_FILTERS
@@ -30,6 +30,7 @@ def declared() -> tuple[Tunable, ...]:
         *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources=("math", "code")),
         *rollout_knobs.TUNABLES,
         *COORDINATOR_TUNABLES,
+        PAUSE_AT,
         LOG_LEVEL.tunable,
     )
 

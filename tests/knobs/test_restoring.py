@@ -94,7 +94,7 @@ def restored(room: Room) -> list[tuple[Mapping[str, Any], int]]:
     return [
         (r.arguments["values"], r.at)  # type: ignore[misc]
         for r in read_audit(room.audit)
-        if r.verb == "resume"
+        if r.verb == "restore"
     ]
 
 

@@ -231,13 +231,12 @@ def test_a_run_that_lives_is_left_alone(run: RunOnDisk, monkeypatch: pytest.Monk
 
 
 def test_settings_of_the_last_life_are_forgotten(run: RunOnDisk):
-    """A run that was paused when it died is not paused: nobody would know of it."""
     ledger = run.open()
-    ledger.remember("paused", "{}")
+    ledger.remember("deaths", "{}")
     ledger.close()
     go_on(run, 4)
     ledger = run.open()
-    assert ledger.recall("paused") == ""
+    assert ledger.recall("deaths") == ""
     ledger.close()
 
 
