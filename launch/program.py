@@ -74,11 +74,6 @@ def build_actor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock 
     return _BUILDERS[spec.role](spec, config, run_dir, clock or SystemClock())
 
 
-def has_engines(config: RunConfig) -> bool:
-    """Otherwise samples are demonstrations or recorded: no engine takes part, no weights travel."""
-    return config.algo.kind != "sft" and config.roles.rollout.kind != "recorded"
-
-
 def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.coordinator.audit import AUDIT_FILE
     from ..actors.coordinator.coordinator import Coordinator
@@ -91,7 +86,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
         options=CoordinatorOptions(
             name=config.run.name,
             num_steps=config.run.num_steps,
-            has_engines=has_engines(config),
+            has_engines=config.generates,
             audit_path=run_dir / AUDIT_FILE,
             journal_path=run_dir / JOURNAL_FILE,
             past_journal=past_of(run_dir, len(RunOrigin.load(run_dir).lives) - 1) / JOURNAL_FILE,
@@ -122,12 +117,13 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
     from ..actors.buffer.buffer import Buffer
     from ..actors.buffer.filters import load_group_filters, load_sample_filter
     from ..actors.data.prompts import open_data
+    from ..actors.data.recorded import Recording
     from ..algos.staleness import Admission
     from .run_lineage.resume_point import earlier_ledger
 
     prompts = open_data(config)
     prompts.check_batch(config.algo.batch_size)
-    return Buffer(
+    buffer = Buffer(
         source=prompts,
         ledger_path=run_dir / "ledger.sqlite",
         run=run_dir.name,
@@ -147,6 +143,8 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
         limits=buffer_limits(config),
         resume_from=earlier_ledger(config, run_dir),
     )
+    buffer.recorded = Recording(config).group if config.data.is_recorded else None
+    return buffer
 
 
 def buffer_limits(config: RunConfig) -> BufferLimits:
@@ -270,7 +268,6 @@ MLFLOW_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
 
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from ..actors.data.recorded import RecordedAnswers
     from ..actors.environments.workflow import EnvironmentWorkflow
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
@@ -289,16 +286,14 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     tokenizer = load_tokenizer(config.model.path, config.data)
     reached = {name: one.reached for name, one in models.items()}
     own_gateway = gateway(spec, config, run_dir)
-    if spec.kind == "recorded":
-        workflow = RecordedAnswers(config)
-    elif own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
+    if own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
         workflow = agent_workflow(config, own_gateway, reached)
     elif config.rollout.workflow == ENVIRONMENT_WORKFLOW:
         workflow = EnvironmentWorkflow(config.environments, max_workers=config.rollout.workers, environ=os.environ)
     else:
         workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer, reached)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.
-    engine = _engine(spec, config, model, run_dir, senders) if has_engines(config) else None
+    engine = _engine(spec, config, model, run_dir, senders) if config.generates else None
     rollout = Rollout(
         workflow=workflow,
         scorer=scorer,
@@ -437,7 +432,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         world_size=gang.world_size,
         num_steps=config.run.num_steps,
         plan=_plan_options(config, gang.rank, num_ranks=max(shards) + 1),
-        publishes=has_engines(config),
+        publishes=config.generates,
         run_dir=str(run_dir),
         checkpoints=checkpoint_options(spec, config, run_dir),
         export_at_end=config.trainer.export_at_end,

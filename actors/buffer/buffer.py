@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ from ..knobs.owner import LOG_LEVEL, OwnsKnobs, catch_up
 from ..ledger.file import continue_ledger, copy_ledger
 from ..ledger.ledger import Ledger
 from ..telemetry import REPORT_S, Reporter
-from ..weights.engine_versions import ServedWeights
+from ..weights.engine_versions import ALWAYS_NEWEST, ServedWeights
 from .cursor import Sources
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups, SampleLog
@@ -73,6 +73,10 @@ from .knobs import BufferKnobs, BufferLimits, BufferValues
 
 DEADLINE_SHARE = 0.9
 """A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""
+RECORDED = "recorded"
+"""Who has groups that are answered here."""
+RECALLED_GROUPS = 16
+"""At a time: other calls are answered in between."""
 MAX_SAMPLES = 8192
 """In one message, which holds at most 65,536 arrays."""
 
@@ -109,6 +113,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             admission, sampling, num_samples, group_filter.chosen, Sources(source).weights, limits.difficulty
         )
         self._resume_from = resume_from
+        self.recorded: Callable[[Assignment], Group] | None = None
+        """Where no rollout actor takes part: gives the group that answers a draw. Raises DataError."""
         self._opened: Groups | None = None
         """All that is made from the ledger, each time that it is opened; None: before the start, and while the disk
         refuses."""
@@ -306,17 +312,33 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
         until_s = self._polls.until_s(wait_s)
         while True:
+            has_more = False
             try:
+                has_more = await self._recall()
                 found = self._claim_now(step)
             except DiskRefused:
                 found = Claim(step=step, blocked_by="disk")
             is_news = blocked_by is not None and found.blocked_by != blocked_by
             if found.groups or found.finished or is_news:
                 return found
-            waited_s = await self._polls.wait(until_s)
+            waited_s = await self._polls.wait(until_s, is_urgent=has_more)
             self._claim_wait_s += waited_s or 0.0
             if waited_s is None:
                 return found
+
+    async def _recall(self) -> bool:
+        """The next prompts are answered by the groups that are recorded of them; False: none may be drawn now."""
+        if self.recorded is None:
+            return False
+        request = DrawRequest(
+            rollout=RECORDED, epoch=0, version=ALWAYS_NEWEST, max_groups=RECALLED_GROUPS, wait_s=0
+        )  # fmt: skip
+        given, _ = self._draw_now(request)
+        for work in given:
+            with self._at_work("recall"):
+                group = self.recorded(work)
+            await self.put_group(group, work.attempt, RECORDED)
+        return bool(given)
 
     def _claim_now(self, step: int) -> Claim:
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()

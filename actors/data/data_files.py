@@ -30,6 +30,7 @@ NO_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "stat
 """Beside the Arrow files of a dataset that `datasets` saved."""
 SHOWN_NAMES = 8
 PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+LEDGER_MAGIC = b"SQLite format 3"
 FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a git-LFS pointer, not the data itself", "fetch the data: `git lfs pull`"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
@@ -40,7 +41,6 @@ FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
       for magic in (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"[\x00", b"\x00{", b"\x00[")),
     (b"PARE", "encrypted parquet", "decrypt it"),
     (b"FEA1", "a Feather file of version 1", "write it again as parquet"),
-    (b"SQLite format 3", "an SQLite database", "write its table as JSONL"),
     (b"\x93NUMPY", "a numpy file", "write it as JSONL"),
     *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
 )  # fmt: skip
@@ -74,10 +74,7 @@ def needs_pyarrow(path: str) -> bool:
 def open_rows(path: str, layout: RowLayout, key: str) -> RowFile:
     """The rows of the files that a path names. Raises ConfigError naming `key`, DataError, OSError."""
     files = files_of(path, key)
-    if layout.is_recorded and files == (path,):
-        _kind(path, key)
-        return RecordedGroups(path)
-    if layout.is_recorded:
+    if layout.is_recorded and files != (path,):
         raise ConfigError(f"{key}: {path} is not one file", remedy="name each dump that `myxa dump` wrote")
     opened = [_open_file(file, layout, key) for file in files]
     return opened[0] if len(opened) == 1 else RowFiles(opened)
@@ -156,7 +153,7 @@ def _suffix(name: str) -> str:
 
 
 def _kind(path: str, key: str) -> Kind | str:
-    """The format of a file, by its first bytes: a Kind, or "json". Raises as `check_data_files`."""
+    """The format of a file, by its first bytes: a Kind, "json" or "ledger". Raises as `check_data_files`."""
     if path.endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz")):
         raise DataError(
             f"{path}: is CSV, whose values have no types and no nesting",
@@ -168,6 +165,8 @@ def _kind(path: str, key: str) -> Kind | str:
     for magic, what, remedy in FOREIGN_MAGIC:
         if head.lstrip(b" \r\n\t").startswith(magic):
             raise DataError(f"{path}: is {what}", remedy=f"{remedy}; {FORMATS}")
+    if head.startswith(LEDGER_MAGIC):
+        return "ledger"
     columnar = _columnar(path, head)
     if columnar and packing:
         raise DataError(f"{path}: is {packing}-compressed {columnar}", remedy="unpack it")
@@ -210,6 +209,14 @@ def _head(path: str, key: str) -> tuple[bytes, str]:
 
 def _open_file(path: str, layout: RowLayout, key: str) -> RowFile:
     kind = _kind(path, key)
+    if (kind == "ledger") != layout.is_recorded:
+        what, which = ("is", "with") if kind == "ledger" else ("is not", "for")
+        raise DataError(
+            f"{path} {what} an SQLite file, which dumps of groups are",
+            remedy=f'preset = "recorded" is {which} what `myxa dump` wrote, others for rows; {FORMATS}',
+        )
+    if kind == "ledger":
+        return RecordedGroups(path)
     return JsonlFile(path) if kind == "json" else ColumnarFile(path, layout, cast("Kind", kind))
 
 

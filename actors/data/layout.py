@@ -86,7 +86,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "verl": {"prompt": "prompt", "label": "reward_model.ground_truth", "metadata": "extra_info"},
     "chat": {"prompt": "messages", "label": "label", "metadata": "metadata", "tools": "tools"},
     "plain": {"prompt": "prompt", "label": "label"},
-    "recorded": {"prompt": "messages", "label": "label", "metadata": "metadata", "tools": "tools"},
+    "recorded": {},
 }
 """Column names of each convention."""
 SOURCE_COLUMNS = {"verl": "data_source"}
@@ -113,7 +113,7 @@ class RowLayout:
             return Column(said or usual, setting, is_required or (bool(said) and name != "answer"))
 
         self.is_recorded = settings.preset == "recorded"
-        """Whether rows are those of dumps."""
+        """Whether rows are finished groups, which hold their prompts."""
         self._rewards = rewards
         self._compares = needs_label
         """Whether the reward of each row compares with its label."""
@@ -151,14 +151,14 @@ class RowLayout:
 
     def prompt(self, columns: Columns) -> Prompt:
         """What a row means; its place in the data is 0. Raises RowError."""
+        if self.is_recorded:
+            return cast("Prompt", columns["prompt"])
         for name in MEDIA_COLUMNS:
             if columns.get(name):
                 raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
         prompt = _value(columns, self._column_of_prompt(columns))
         if not self._is_plain:
             prompt = parse_json_messages(prompt)
-        if self._is_plain and self.is_recorded:
-            prompt = _only_text(prompt)
         if self._is_plain and not isinstance(prompt, str):
             raise RowError(
                 f'column "{self._prompt.key}" holds {type(prompt).__name__}, not the text that '
@@ -303,15 +303,6 @@ def _lack(label: object) -> str:
         return ""
     answers = cast("list[Any]", label)
     return "without answers" if not answers else "that holds null" if None in answers else ""
-
-
-def _only_text(messages: Any) -> Any:
-    """The text of a conversation that is one message of a user's, as a plain text was read when it was recorded."""
-    match messages:
-        case [{"role": "user", "content": str(text)}]:
-            return text
-        case _:
-            return messages
 
 
 def _table(message: Message) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import enum
 import shutil
 import sqlite3
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -367,22 +367,25 @@ def row_of(values: Sequence[Any]) -> Row:
     return replace(row, state=State(row.state))
 
 
-_WHOLE = (
-    f"SELECT p.data, {', '.join(f'g.{name}' for name in COLUMNS)} FROM groups g "
-    "JOIN payloads p ON p.group_id = g.group_id AND p.is_whole ORDER BY g.step < 0, g.step, g.draw"
-)
+WHOLE = "FROM groups g JOIN payloads p ON p.group_id = g.group_id AND p.is_whole ORDER BY g.step < 0, g.step, g.draw"
+"""Finished groups whose payload is kept: in the order of their steps and draws, those without a step last."""
 
 
-def whole_groups(path: Path) -> Generator[tuple[Row, Group]]:
-    """Finished groups whose payload is kept, as of one moment: in the order of their steps and draws, those without a
-    step last. The ledger may be in use. Raises LedgerError if the file, or a group in it, cannot be read."""
+def dump_groups(path: Path, target: Path) -> int:
+    """Copy the ledger, which may be in use, to a new file; returns how many finished groups with tokens it holds.
+    Raises LedgerError if the file is there already, or one of the two cannot be used."""
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            for data, *columns in db.execute(_WHOLE):  # one statement: one moment
-                row = row_of(columns)
-                yield row, decode_group(row.group_id, data)
-    except sqlite3.Error as error:
-        raise LedgerError(f"{path} cannot be read: {error}") from error
+        target.touch(0o600, exist_ok=False)
+    except OSError as error:
+        raise LedgerError(f"{target} cannot be written: {error.strerror}", remedy="name another file") from error
+    try:
+        copy_ledger(path, target)
+        target.chmod(0o600)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+    with contextlib.closing(LedgerReader(target)) as file:
+        return len(file.query(f"SELECT g.group_id {WHOLE}"))
 
 
 _one_at_a_time = threading.Lock()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -90,15 +90,6 @@ def workflow(completion: Completion) -> float:
     return completion.reward
 
 
-def recorded(completion: Completion) -> float:
-    """What the answer was given when it was recorded. Raises ValueError if it was not."""
-    recorded: object = completion.metadata.get("recorded")
-    rewards = cast("dict[str, list[float]]", recorded).get("rewards", []) if isinstance(recorded, dict) else []
-    if completion.index >= len(rewards):
-        raise ValueError('of this answer no reward is recorded; data.preset = "recorded" reads those of dumps')
-    return rewards[completion.index]
-
-
 @lru_cache(maxsize=16)
 def _compiled(pattern: str, flags: int = 0) -> re.Pattern[str]:
     return re.compile(pattern, flags)
@@ -124,7 +115,6 @@ class Builtin:
 
 WORKFLOW = "workflow"
 """Not judged here: the workflow says it."""
-RECORDED = "recorded"
 BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact, reads_answer=True),
     "numeric": Builtin(numeric, reads_answer=True),
@@ -134,7 +124,6 @@ BUILTINS: Mapping[str, Builtin] = {
     "regex": Builtin(regex, takes_pattern=True, reads_answer=True),
     "format": Builtin(text_format, takes_pattern=True),
     WORKFLOW: Builtin(workflow),
-    RECORDED: Builtin(recorded),
 }
 
 
@@ -164,7 +153,7 @@ def _after_thought(fn: RewardFunction, completion: Completion) -> RewardValue:
 
 def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:
     """A built-in that alone judges: it would silently overrule the reward of the workflow."""
-    return fn if name in (WORKFLOW, RECORDED) else partial(_judged_by_text, fn, name)
+    return fn if name == WORKFLOW else partial(_judged_by_text, fn, name)
 
 
 def _judged_by_text(fn: RewardFunction, name: str, completion: Completion) -> RewardValue:

@@ -182,8 +182,8 @@ class DataSettings(RowColumns, frozen=True):
     """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
     preset: Literal["slime", "verl", "chat", "plain", "recorded"] = "slime"
     """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
-    chat (messages; the last assistant message is the demonstration), plain (prompt, label), recorded (the prompts of a
-    dump that `myxa dump` wrote; the default where `roles.rollout.kind = "recorded"`)."""
+    chat (messages; the last assistant message is the demonstration), plain (prompt, label), recorded (the finished
+    groups of a dump that `myxa dump` wrote: they are trained on as they are, and nothing is generated)."""
     learn: Literal["all", "last"] = "all"
     """Which of the assistant's turns of a conversation of `preset = "chat"` SFT learns. A message of a row switches
     itself off or on with `train`, `weight`, `loss_mask`, `step_loss_mask` or `loss` (true, false, 1, 0)."""
@@ -196,8 +196,7 @@ class DataSettings(RowColumns, frozen=True):
     """Day that the chat template writes as today's (`strftime_now`), `YYYY-MM-DD`: the same on the day that a run is
     resumed. Empty = none; a template that asks for it is refused."""
     shuffle: bool = True
-    """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order, the default where
-    `roles.rollout.kind = "recorded"`."""
+    """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order."""
     max_passes: CountInt = 0
     """Passes over the data after which it is exhausted; 0 = endless."""
     on_bad_line: Literal["stop", "skip"] = "stop"
@@ -245,15 +244,15 @@ class DataSettings(RowColumns, frozen=True):
                  'is not used by preset = "chat"; set messages_key'),
                 (preset != "chat" and rows.messages_key, f"{place}messages_key {place}preset",
                  f'is used by preset = "chat" only, not "{preset}"'),
+                (place and self.is_recorded and preset != "recorded", f"{place}preset",
+                 'must be "recorded", as that of another source is: nothing is generated'),
             )  # fmt: skip
             yield from plain_conflicts(rows, place, "apply_chat_template") if not self.apply_chat_template else ()
-        for name, part in self.parts().items():
-            place = f"sources.{name}." if name else ""
-            for key in (*_COLUMN_KEYS, "system") if part.preset == "recorded" else ():
-                if getattr(part, key):
-                    own = place if name and getattr(sources[name], key) else ""
-                    cause = 'is not used by preset = "recorded": dumped prompts are as they were read'
-                    yield Conflict((f"{own}{key}", f"{place}preset"), cause)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the run trains on recorded groups, and has no rollout actors."""
+        return any(part.preset == "recorded" for part in self.parts().values())
 
     def parts(self) -> Mapping[str, Self]:
         """Each source by its name, as a complete section; the only one is called ""."""
@@ -289,7 +288,7 @@ def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 REWARD_BUILTINS = (
-    *("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "recorded", "remote", "judge"),
+    *("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "remote", "judge"),
     "unit_tests",
 )
 FUNCTION_NAME = re.compile(r"(?=.{1,32}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
@@ -323,9 +322,9 @@ class RewardSettings(Section, frozen=True):
 
     fn: Annotated[CodeName, named(*REWARD_BUILTINS), Field(min_length=1)] = "exact"
     """exact, numeric, math, f1, choice, regex, format, workflow (what your workflow says:
-    `episode.sample(reward=...)`), recorded (what the answer was given when it was recorded), remote (a service is
-    asked), judge (a language model is asked, see `[judge]`), unit_tests (the answer's code is run with the row's tests
-    in a sandbox), or your own `module:function` or `file.py:function`."""
+    `episode.sample(reward=...)`), remote (a service is asked), judge (a language model is asked, see `[judge]`),
+    unit_tests (the answer's code is run with the row's tests in a sandbox), or your own `module:function` or
+    `file.py:function`."""
     scope: Literal["sample", "group"] = "sample"
     """What one call judges: one answer (sample), or, where a function of your own or remote judges, all answers to a
     prompt at once (group): it gets a sequence of them, and returns a reward for each."""

@@ -90,12 +90,6 @@ DEFAULTS_OF_KIND: Mapping[AlgoKind, KindDefaults] = {
 }
 """The zero-variance filter serves algorithms that live from differences inside a group; for the others a group of equal
 rewards is a lesson like any other."""
-RECORDED_REFERENCE = ("recorded",)
-"""Value of `algo.ref_urls` for log-probs that were recorded with the answers."""
-
-
-def _reference_urls(value: tuple[str, ...]) -> tuple[str, ...]:
-    return value if value == RECORDED_REFERENCE else check_urls(value)
 
 
 def _above_one(value: float) -> float:
@@ -181,10 +175,10 @@ class AlgoConfig(Section, frozen=True):
     `model.path`."""
     ref_update_every: CountInt = 0
     """Steps after which the policy of that moment becomes the reference model, again and again; 0 = never."""
-    ref_urls: Annotated[TextTuple, AfterValidator(_reference_urls)] = ()
+    ref_urls: Annotated[TextTuple, AfterValidator(check_urls)] = ()
     """Addresses of SGLang servers that serve the reference model instead, over the same vocabulary: they are asked by
-    the rollout actors once a sample is finished, and the trainer keeps no such model. `["recorded"]` = log-probs as
-    they are recorded with the answers (`roles.rollout.kind = "recorded"`). Needs `rollout.temperature = 1`."""
+    the rollout actors once a sample is finished, and the trainer keeps no such model. Needs
+    `rollout.temperature = 1`."""
     ref_key_env: str = ""
     """Environment variable of the rollout actors that holds the key of these servers (their `--api-key`); empty = they
     ask for none."""
@@ -334,7 +328,7 @@ class AlgoConfig(Section, frozen=True):
              "is for a reference model that the trainer keeps, not for servers"),
             (self.ref_path and self.ref_urls, "ref_urls ref_path",
              "does not go with ref_path: name a folder or servers, not both"),
-            (self.ref_key_env and (not self.ref_urls or self.ref_urls == RECORDED_REFERENCE), "ref_key_env ref_urls",
+            (self.ref_key_env and not self.ref_urls, "ref_key_env ref_urls",
              "needs ref_urls, the servers that ask for the key"),
         )  # fmt: skip
         yield from self._correction_conflicts()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from pydantic import Field, model_validator
 
 from ..suggestion import nearest
 from .data import SOURCE_NAME, DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
 from .learning import (
-    RECORDED_REFERENCE,
     AlgoConfig,
     AsyncSettings,
     CriticConfig,
@@ -47,8 +46,6 @@ from .run import (
 from .section import Conflict, Section, Table, as_table, clashes
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
-RECORDED_DEFAULTS = {"data": {"preset": "recorded", "shuffle": False}}
-"""Defaults of a run of recorded answers: the dump's groups in its order."""
 
 
 class RunConfig(Section, frozen=True):
@@ -113,21 +110,22 @@ class RunConfig(Section, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _fill_by_kind(cls, raw: object) -> object:
-        """SFT has one sample per prompt and no use for a filter, recorded answers have an order: values left
-        out become that, not the defaults of RL with an engine that generates."""
+        """SFT has one sample per prompt and no use for a filter: values left out become that, not the defaults of RL
+        with an engine that generates."""
         table = as_table(raw)
-        if table is None:
+        if table is None or _algo_kind(table) != "sft":
             return raw
         filled = dict(table)
-        for defaults, applies in (
-            (SFT_DEFAULTS, _kind_at(raw, "algo") == "sft"),
-            (RECORDED_DEFAULTS, _kind_at(raw, "roles", "rollout") == "recorded"),
-        ):
-            for section, values in defaults.items() if applies else ():
-                below = as_table(filled.get(section, {}))
-                if below is not None:
-                    filled[section] = {**values, **below}
+        for section, values in SFT_DEFAULTS.items():
+            below = as_table(filled.get(section, {}))
+            if below is not None:
+                filled[section] = {**values, **below}
         return filled
+
+    @property
+    def generates(self) -> bool:
+        """Otherwise samples are demonstrations or recorded: no engine takes part, no weights travel."""
+        return self.algo.kind != "sft" and not self.data.is_recorded
 
     def conflicts(self) -> Iterator[Conflict]:
         """Conflicts between sections."""
@@ -135,12 +133,11 @@ class RunConfig(Section, frozen=True):
             yield from check(self)
 
 
-def _kind_at(raw: object, *path: str) -> object:
-    """The `kind` of a section that is a table of a file, or made in Python."""
-    for key in (*path, "kind"):
-        table = as_table(raw)
-        raw = table.get(key) if table is not None else getattr(raw, key, None)
-    return raw
+def _algo_kind(table: Mapping[str, object]) -> object:
+    """Of a section that is a table of a file, or made in Python."""
+    algo = table.get("algo")
+    below = as_table(algo)
+    return getattr(algo, "kind", None) if below is None else below.get("kind")
 
 
 def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -189,7 +186,6 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Checked here, because a run that began with a KL term may continue without it."""
     algo, coef = config.algo, "algo.kl_coef"
-    is_recorded = config.roles.rollout.kind == "recorded"
     return clashes(
         (algo.ref_path and not algo.kl_coef, f"algo.ref_path {coef}",
          "needs algo.kl_coef above 0: without it no reference model is kept"),
@@ -198,8 +194,6 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (algo.ref_urls and algo.kind != "sft" and config.rollout.temperature != 1, "rollout.temperature algo.ref_urls",
          ("must be 1: servers give log-probs of given tokens at temperature 1 only, and the trainer scores samples "
           "at the temperature that they were drawn at; or use algo.ref_path")),
-        (algo.ref_urls == RECORDED_REFERENCE and not is_recorded, "algo.ref_urls roles.rollout.kind",
-         'needs roles.rollout.kind = "recorded": log-probs are recorded of those answers only'),
     )  # fmt: skip
 
 
@@ -209,13 +203,12 @@ def _agent_conflicts(config: RunConfig) -> Iterator[Conflict]:
     plain = AgentSettings(dir=agent.dir)
     if has_key:
         plain = AgentSettings(dir=agent.dir, host=agent.host, port=agent.port)
-    has_no_engine = config.algo.kind == "sft" or config.roles.rollout.kind == "recorded"
     return clashes(
         (is_asked and not (agent.command or agent.url or agent.polls), "agent.command rollout.workflow",
          f'is empty, and agent.url too: rollout.workflow = "{AGENT_WORKFLOW}" needs a program or a service'),
         (not is_asked and agent != plain, "rollout.workflow agent",
          f'must be "{AGENT_WORKFLOW}" for the table [agent] to matter'),
-        (has_key and has_no_engine, "gateway.eval_requests algo.kind roles.rollout.kind",
+        (has_key and not config.generates, "gateway.eval_requests algo.kind data.preset",
          "needs an engine that generates, and this run has none"),
         (role.count and not (is_asked or has_key), "roles.gateway.count rollout.workflow gateway.eval_requests",
          f'has nothing to serve: rollout.workflow is not "{AGENT_WORKFLOW}" and gateway.eval_requests is 0'),
@@ -282,7 +275,7 @@ SHARE = "memory.share"
 
 def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Everything in the run file that does not go with taking turns."""
-    if config.memory.share == "none" or config.roles.rollout.kind == "recorded":  # which has no memory at all
+    if config.memory.share == "none" or config.data.is_recorded:  # refused below
         return
     yield from _turn_place_conflicts(config)
     yield from _turn_part_conflicts(config)
@@ -363,28 +356,15 @@ ENGINE = "roles.rollout.kind"
 
 
 def _recorded_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """What needs an engine that generates, and what needs one that does not."""
-    is_recorded, reward = config.roles.rollout.kind == "recorded", config.reward
-    for key, fn in reward.named_functions():
-        cause = f'needs {ENGINE} = "recorded": rewards are recorded of those answers only'
-        computed = "is for rewards that are computed in this run: leave it out"
-        yield from clashes(
-            (fn == "recorded" and not is_recorded, f"{key} {ENGINE}", cause),
-            (fn == "recorded" and reward.truncated != "score", f"reward.truncated {key}", computed),
-            (fn == "recorded" and reward.overlong_tokens, f"reward.overlong_tokens {key}", computed),
-        )
-    if not is_recorded:
-        return
-    for name, part in config.data.parts().items():
-        place = f"data.sources.{name}.preset" if name else "data.preset"
-        cause = 'must be "recorded": only prompts of a dump have an answer there'
-        yield from clashes((part.preset != "recorded", f"{place} {ENGINE}", cause))
-    yield from clashes(
-        (config.algo.kind == "sft", f"{ENGINE} algo.kind", 'is an engine, and algo.kind = "sft" has none'),
-        *((getattr(config.eval, key), f"eval.{key} {ENGINE}",
-           "must be empty: to held-out prompts no answers are recorded") for key in ("data", "sets")),
-        (config.memory.share != "none", f"{SHARE} {ENGINE}", 'must be "none": an engine without a model has no turn'),
-        (config.roles.rollout.device_ids, f"roles.rollout.devices {ENGINE}", 'must be "cpu": nothing is generated'),
+    """What needs an engine that generates."""
+    is_recorded, preset = config.data.is_recorded, "data.preset"
+    return clashes(
+        (is_recorded and config.algo.kind == "sft", f"{preset} algo.kind",
+         'is for groups with rewards, and algo.kind = "sft" has none'),
+        *((is_recorded and getattr(config.eval, key), f"eval.{key} {preset}",
+           "must be empty: nothing answers held-out prompts where groups are recorded") for key in ("data", "sets")),
+        (is_recorded and config.memory.share != "none", f"{SHARE} {preset}",
+         'must be "none": there is no engine to take turns with'),
     )  # fmt: skip
 
 
@@ -484,7 +464,7 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
          f'is for servers: {rollout.kind} engines take "shm" or "disk"'),
         (rollout.kind == "sglang" and channel == "shm", f"{path} {ENGINE}",
          'is not for servers: they take "nccl", "cuda_ipc" or "disk"'),
-        (channel == "shm" and rollout.kind != "recorded" and not are_beside,
+        (channel == "shm" and not are_beside,
          f"{path} roles.rollout.nodes roles.trainer.nodes", "needs both roles on the same nodes"),
         (channel == "nccl" and shared and rollout.nodes == trainer.nodes,
          f"{path} roles.rollout.devices roles.trainer.devices",

@@ -283,10 +283,9 @@ class TrainerRole(RoleSettings, frozen=True):
 class RolloutRole(RoleSettings, frozen=True):
     """Rollout actors; `count` on each node, one engine each."""
 
-    kind: Literal["embedded", "sglang", "recorded"] = "embedded"
-    """Engine: embedded (CPU, in the process), sglang (a server that the actor launches, see `[sglang]`, or attaches
-    to, see `engine.attach`) or recorded (nothing is generated: the prompts are those of dumps, `data.preset`, and the
-    answers those that are recorded there; for debugging)."""
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """Engine: embedded (CPU, in the process) or sglang (a server that the actor launches, see `[sglang]`, or attaches
+    to, see `engine.attach`)."""
     quorum: CountInt = 0
     """The run continues without actors that may not be restarted (any more), or whose node is lost, while so many are
     left; 0 = all that it began with must be. Those that came later (`myxa scale`, `myxa launch --join`) are never

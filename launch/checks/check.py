@@ -109,11 +109,6 @@ class CheckedRun:
         """The model's config; None: it cannot be read, which is a finding of its own."""
         return self.once(model_of)
 
-    @property
-    def is_sft(self) -> bool:
-        """Whether nothing is generated."""
-        return self.config.algo.kind == "sft"
-
 
 def model_of(run: CheckedRun) -> ModelConfig | None:
     try:

@@ -181,9 +181,10 @@ def train_rows(run: CheckedRun) -> dict[str, ReadRows]:
     found: dict[str, ReadRows] = {}
     for name, part in config.data.parts().items():
         layout = layout_of(config, part, config.reward, name)
-        write = None if layout.is_recorded else run.once(writer)
         skips_bad = part.on_bad_line == "skip"
-        found[name] = read_rows(config.data.key_of(name), part.train, layout, skips_bad=skips_bad, write=write)
+        found[name] = read_rows(
+            config.data.key_of(name), part.train, layout, skips_bad=skips_bad, write=run.once(writer)
+        )
     return found
 
 
@@ -206,7 +207,7 @@ def writer(run: CheckedRun) -> Write | None:
     tokenizer = run.once(read_tokenizer).tokenizer if run.of("rollout") else None
     if tokenizer is None:
         return None
-    renderer, is_learnt = TurnRenderer(tokenizer), run.is_sft
+    renderer, is_learnt = TurnRenderer(tokenizer), run.config.algo.kind == "sft"
 
     def write(prompt: Prompt) -> None:
         renderer.prompt(prompt)
@@ -268,13 +269,13 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     if model is None:
         return
     kinds = {(actor.role, actor.kind) for actor in run.actors}
-    if run.of("rollout") and not run.is_sft:
+    if run.of("rollout") and config.generates:
         yield from looked("engine.context_length", _check_context, config, model.context_length)
-    if ("rollout", "sglang") in kinds and not (run.is_sft or config.engine.attach):
+    if ("rollout", "sglang") in kinds and config.generates and not config.engine.attach:
         yield from looked("sglang", check_sizes, config.sglang, len(run.of("rollout")[0].devices))
     if ("trainer", "torch") in kinds and config.trainer.impl == "own":
         yield from looked("model.path", model.require_plain, "the torch trainer")
-    if ("rollout", "embedded") in kinds and not run.is_sft:
+    if ("rollout", "embedded") in kinds and config.generates:
         yield from looked("model.path", model.require_plain, "the embedded engine")
     if ("trainer", "megatron") in kinds:
         yield from looked("model.path", model.require_own, "the Megatron trainer")

@@ -301,7 +301,7 @@ def memory(run: CheckedRun) -> tuple[tuple[DeviceLoad, ...], tuple[Finding, ...]
     if capacity is None and run.is_here and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
         capacity = min((one.num_bytes for one in run.once(gpus).found if one.num_bytes), default=None)
     trainer = trainer_memory(config, model, max(1, len(trainers)))
-    launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and not run.is_sft
+    launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and config.generates
     engine: tuple[Part, ...] = ()
     if launches and rollouts and rollouts[0].devices:
         engine = server_memory(config, model, len(rollouts[0].devices), capacity)

@@ -251,7 +251,7 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
     """The interpreter of servers has SGLang, and SGLang knows the arguments of `[sglang]`."""
     config = run.config
     actor = next((actor for actor in run.of("rollout") if actor.kind == "sglang"), None)
-    if actor is None or config.engine.attach or run.is_sft:
+    if actor is None or config.engine.attach or not config.generates:
         return
     key = "engine.python" if config.engine.python else "roles.rollout.python"
     if config.engine.python:

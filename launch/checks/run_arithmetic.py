@@ -109,7 +109,7 @@ def staleness_plan(run: CheckedRun) -> dict[str, Any] | None:
     step; `window` (W) of `pace`, 0 for the other policies; `concurrency`: groups that all rollout actors take at a
     time."""
     config, num_rollouts, settings = run.config, len(run.of("rollout")), run.config.asynchrony
-    if run.is_sft or not run.actors:
+    if not (run.config.generates and run.actors):
         return None
     batch = config.algo.batch_size
     policy = make_policy(settings.policy, settings.max_staleness, batch, settings.window)
@@ -166,7 +166,7 @@ PLAIN_SAMPLING = {
 def sampling(run: CheckedRun) -> Iterator[Finding]:
     """Sampling that the trainer cannot score, and seeds that decide less than they seem to."""
     rollout, data, eta = run.config.rollout, run.config.data, run.config.asynchrony.max_staleness
-    if run.is_sft:
+    if not run.config.generates:
         return
     for key, (off, text) in PLAIN_SAMPLING.items():
         value = getattr(rollout, key)

@@ -88,18 +88,17 @@ def _compare_page(names: list[str], found: list[ComparedMetric]) -> RenderableTy
 
 def _add_dump(parser: Parser) -> None:
     parser.add_argument("file", type=Path, nargs="?", default=None, metavar="FILE",
-                        help="a new file (groups.jsonl in the run directory)")  # fmt: skip
+                        help="a new file (groups.sqlite in the run directory)")  # fmt: skip
     add_run_flags(parser)
 
 
 def _dump(options: argparse.Namespace) -> int:
     """From the ledger itself, so it works after the run, too."""
-    from ...actors.buffer.dumps import write_dump
-    from ...actors.ledger.file import LEDGER
+    from ...actors.ledger.file import LEDGER, dump_groups
 
     folder = folder_of(options)
-    path: Path = options.file or folder / "groups.jsonl"
-    facts = {"path": str(path), "num_groups": write_dump(folder / LEDGER, path, folder.name)}
+    path: Path = options.file or folder / "groups.sqlite"
+    facts = {"path": str(path), "num_groups": dump_groups(folder / LEDGER, path)}
     show(options, facts, lambda told: f"{told['num_groups']} groups in {told['path']}")
     return 0
 

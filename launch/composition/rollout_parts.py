@@ -19,7 +19,6 @@ from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import EvalSetSettings
-from ...core.config.learning import RECORDED_REFERENCE
 from ...core.config.run import AGENT_WORKFLOW
 from ...core.messages import SamplingParams
 from ...core.protocols import Tokenizer
@@ -195,7 +194,7 @@ def eval_rewarders(config: RunConfig, judges: Judges | None) -> dict[str, Reward
 def served_reference(config: RunConfig, tokenizer: Tokenizer, clock: Clock) -> Reference | None:
     """None where it is not served. Raises ConfigError if the servers' key is not there."""
     algo = config.algo
-    if not algo.ref_urls or algo.ref_urls == RECORDED_REFERENCE:
+    if not algo.ref_urls:
         return None
     from ...actors.http_client import key_from
     from ...actors.reference.server import ReferenceServers, ServedReference  # a client for HTTP

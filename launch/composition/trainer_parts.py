@@ -264,7 +264,7 @@ def guard_bound(config: RunConfig) -> float:
     which the trainer does not repeat; recorded log-probs are of the weights of then."""
     rollout, bound = config.rollout, config.guard.bound
     penalties = rollout.frequency_penalty or rollout.presence_penalty or rollout.repetition_penalty != 1
-    if config.roles.rollout.kind == "recorded" or penalties or rollout.min_new_tokens:
+    if config.data.is_recorded or penalties or rollout.min_new_tokens:
         return 0.0
     if bound != "auto":
         return bound

@@ -16,6 +16,8 @@ MARGIN_S = 10.0
 def choose_channel(config: RunConfig) -> WeightChannel:
     """What `weights.channel` means here; see its description."""
     named = config.weights.channel
+    if config.data.is_recorded:  # no weights travel
+        return "disk"
     if named != "auto":
         return named
     rollout, trainer = config.roles.rollout, config.roles.trainer

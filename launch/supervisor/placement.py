@@ -78,12 +78,19 @@ class StartedRole:
 
 
 def started_roles(config: RunConfig) -> tuple[StartedRole, ...]:
-    """The roles of this run in start order: a memory manager only if memory is shared in turns."""
-    is_there = {"memory": config.memory.share == "switch", "gateway": bool(config.roles.gateway.count)}
+    """The roles of this run in start order: a memory manager only if memory is shared in turns, no rollout actors and
+    what serves them where groups are recorded."""
+    is_asked = not config.data.is_recorded
+    is_there = {
+        "memory": config.memory.share == "switch",
+        "gateway": is_asked and bool(config.roles.gateway.count),
+        "rollout": is_asked,
+    }
     found: list[StartedRole] = []
     for role in START_ORDER:
         if role == "model":
-            found += [StartedRole(f"models.{name}", f"model/{name}", role, one) for name, one in config.models.items()]
+            models = config.models.items() if is_asked else ()
+            found += [StartedRole(f"models.{name}", f"model/{name}", role, one) for name, one in models]
         elif is_there.get(role, True):
             found.append(StartedRole(f"roles.{role}", role, role, config.roles[role]))
     return tuple(found)
@@ -288,6 +295,7 @@ def staff(config: RunConfig, role: str, count: int, present: Present, devices: s
     """How to reach `count` actors of the role in the whole run. `devices`: GPUs of each node, beside the role's own,
     that new actors may use. `attach`: servers for new actors, "URL,URL,...". Raises ConfigError with the reason."""
     there = [actor for actor in present.actors if actor.role == role]
+    check_asks(config)
     check_leaver(config, role, count)
     if count <= len(there):
         ordered = sorted(there, key=lambda actor: actor.index, reverse=True)
@@ -320,6 +328,15 @@ def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
             "on GPUs"
         )
     return ""
+
+
+def check_asks(config: RunConfig) -> None:
+    """Raises ConfigError for a run without rollout actors."""
+    if config.data.is_recorded:
+        raise ConfigError(
+            'this run trains on recorded groups (data.preset = "recorded"): no rollout actor takes part',
+            remedy="start another run, on prompts",
+        )
 
 
 def check_leaver(config: RunConfig, role: str, num_left: int) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.actors.data_floor import GateEngine, data_floor
+from tests.harness.dumps import whole_groups
 from tests.harness.waiting import until
 
-from myxa.actors.ledger.file import whole_groups
 from myxa.actors.stream_checks import StreamChecks
 from myxa.core.errors import EngineLied
 from myxa.core.messages import SamplingParams

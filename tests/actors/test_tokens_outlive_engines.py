@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from tests.actors.data_floor import GateEngine, data_floor
+from tests.harness.dumps import whole_groups
 from tests.harness.waiting import until
 from tests.harness.waits import waits
 
 from myxa.actors.buffer.cursor import POISON
-from myxa.actors.ledger.file import Row, decode_partial, whole_groups
+from myxa.actors.ledger.file import Row, decode_partial
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
 from myxa.core.samples import Group

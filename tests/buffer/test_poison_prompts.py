@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from tests.buffer.conftest import make_sample
+from tests.harness.dumps import whole_groups
 
 from myxa.actors.buffer.cursor import MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, PoisonTracker
 from myxa.actors.buffer.knobs import BufferLimits
-from myxa.actors.ledger.file import Row, whole_groups
+from myxa.actors.ledger.file import Row
 from myxa.actors.ledger.ledger import Ledger
 from myxa.core.messages import Assignment
 from myxa.core.timeouts import TIMEOUTS

@@ -1,17 +1,15 @@
-"""Reference log-probs are kept with their tokens: through the ledger and the next buffer, dumps, and groups that are
+"""Reference log-probs are kept with their tokens: through the ledger and the next buffer, and groups that are
 handed back; those that cannot be are not."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from tests.buffer.conftest import make_group
-from tests.harness.dumps import read_groups
+from tests.harness.dumps import whole_groups
 
-from myxa.actors.buffer.dumps import write_dump
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.algos.filters import truncated
 from myxa.core.messages import GroupReturned
@@ -32,7 +30,7 @@ def same(found: Sample, wanted: F32) -> bool:
     return told is not None and told.dtype == np.float32 and np.array_equal(told, wanted)
 
 
-async def test_they_outlive_the_buffer_and_are_in_its_dumps(shop: Any, tmp_path: Path) -> None:
+async def test_they_outlive_the_buffer_and_are_in_the_ledger(shop: Any) -> None:
     async with shop.open(batch_size=1, of_samples=truncated) as desk:
         first, second = (await desk.draw(max_groups=2)).assignments
         assert (await desk.put_group(with_reference(make_group(first)), 1, "rollout/0")).outcome == "ready"
@@ -42,9 +40,8 @@ async def test_they_outlive_the_buffer_and_are_in_its_dumps(shop: Any, tmp_path:
         (group,) = await desk.ref.fetch((0,))
         assert same(group.samples[0], TOLD)
         assert same(group.samples[1], np.zeros(2, np.float32)), "as its log-probs, where nothing is learnt from it"
-        assert write_dump(shop.path, tmp_path / "groups.jsonl", "run-1") == 1
-        (dumped,) = read_groups(tmp_path / "groups.jsonl")
-        assert same(dumped.group.samples[0], TOLD)
+        ((_, kept),) = whole_groups(shop.path)
+        assert same(kept.samples[0], TOLD)
         (again,) = (await desk.draw(max_groups=1, rollout="rollout/1")).assignments
         assert same(again.partial[0], TOLD)
         plain = make_group(again)

@@ -22,7 +22,7 @@ def failure(folder: Path, text: str | bytes, overrides: tuple[str, ...] = ()) ->
     return str(caught.value).replace(str(file), "run.toml")
 
 
-RECORDED = '[roles.rollout]\nkind = "recorded"\n'
+RECORDED = 'preset = "recorded"\n'
 
 # What is appended to HEAD: the line (-: none, as it is a default's) and the key that are named ? the name that is proposed ! words of the cause.
 MISTAKES: dict[str, str] = {
@@ -69,7 +69,6 @@ MISTAKES: dict[str, str] = {
     '[engine]\nattach = ["http://h:1", "http://h:1/"]\n': "6 engine.attach",
     '[algo]\nref_urls = ["h:1"]\n': "6 algo.ref_urls",
     '[algo]\nref_urls = ["http://h:1", "http://h:1/"]\n': "6 algo.ref_urls",
-    '[algo]\nref_urls = ["http://h:1", "recorded"]\n': "6 algo.ref_urls",
     '[algo]\nref_urls = ["http://h:1"]\n': "6 algo.ref_urls",
     '[algo]\nref_urls = ["http://h:1"]\nref_path = "m"\nkl_coef = 1\n': "6 algo.ref_urls",
     '[algo]\nref_urls = ["http://h:1"]\nkl_coef = 1\n[rollout]\ntemperature = 0.7\n': "9 rollout.temperature",
@@ -154,15 +153,12 @@ MISTAKES: dict[str, str] = {
     "[rollout.workflow_args]\nnum = 3\n": "5 rollout.workflow_args",
     '[rollout]\nworkflow = "a:b"\nworkflow_args = { inner = [{ day = 2026-01-02 }] }\n': "7 rollout.workflow_args",
     '[roles.rollout]\ndevices = "0"\n': '6 roles.rollout.devices ! must be "cpu"',
-    f'preset = "chat"\n{RECORDED}': "5 data.preset",
-    f'system = "Be brief."\n{RECORDED}': "5 data.system",
-    f'{RECORDED}[eval]\ndata = "p.jsonl"\n': "8 eval.data",
-    f'{RECORDED}[weights]\nchannel = "nccl"\n': "8 weights.channel",
-    f'{RECORDED}[memory]\nshare = "switch"\ncapacity_mb = 64\n': "8 memory.share",
-    f'{RECORDED}devices = "0"\n': "7 roles.rollout.devices",
-    f'{RECORDED}[engine]\nattach = ["http://host:1"]\n': "6 roles.rollout.kind",
-    f'{RECORDED}[reward]\nfn = "recorded"\ntruncated = "zero"\n': "9 reward.truncated",
+    f'{RECORDED}[eval]\ndata = "p.jsonl"\n': "7 eval.data",
+    f'{RECORDED}[memory]\nshare = "switch"\ncapacity_mb = 64\n': "7 memory.share",
+    f"{RECORDED}[gateway]\neval_requests = 1\n": "7 gateway.eval_requests",
+    f'{RECORDED}answer_key = "a"\n[algo]\nkind = "sft"\n': "5 data.preset",
     '[reward]\nfn = "recorded"\n': "6 reward.fn",
+    '[roles.rollout]\nkind = "recorded"\n': "6 roles.rollout.kind",
     "[optimizer]\nlearning_rate = 1e-4\n": "6 optimizer.learning_rate ! known: betas",
     "[algo]\nbatchsize = 8\n": "6 algo.batchsize ? batch_size",
     '[algo]\nkind = "grp0"\n': "6 algo.kind ? grpo",
@@ -324,18 +320,7 @@ def test_the_file_that_set_a_value_last_is_named(tmp_path: Path) -> None:
     assert str(caught.value) == f"{second}:4: algo.batch_size = -1: must be at least 1"
 
 
-def test_recorded_answers_need_a_dump_and_an_algorithm_with_an_engine(tmp_path: Path) -> None:
-    sources = '[data.sources]\na = { path = "p.jsonl", preset = "plain" }\n'
-    assert "data.sources.a.preset" in failure(tmp_path, HEAD.replace('train = "t.jsonl"\n', sources) + RECORDED)
-    assert "roles.rollout.kind" in failure(tmp_path, f'{HEAD}{RECORDED}[algo]\nkind = "sft"\n')
-
-
-def test_recorded_answers_have_their_order_unless_the_file_says_otherwise(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(HEAD + RECORDED)
-    config = load_config(file)
-    assert (config.data.preset, config.data.shuffle) == ("recorded", False)
-    config = load_config(file, overrides=["data.shuffle=true"])
-    assert (config.data.preset, config.data.shuffle) == ("recorded", True)
-    plain = load_config(file, overrides=["roles.rollout.kind=embedded"])
-    assert (plain.data.preset, plain.data.shuffle) == ("slime", True)
+def test_sources_are_all_recorded_or_none_is(tmp_path: Path) -> None:
+    sources = '[data.sources]\na = { path = "p.jsonl", preset = "recorded" }\nb = { path = "p.jsonl" }\n'
+    said = failure(tmp_path, HEAD.replace('train = "t.jsonl"\n', sources))
+    assert "data.sources.b.preset" in said and "data.sources.a" not in said

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from tests.harness.commands import run as run_command
+from tests.harness.dumps import whole_groups
 from tests.harness.run_job import Job, audit, events, metrics, worker_pids
 from tests.harness.waiting import wait_until
-
-from myxa.actors.ledger.file import whole_groups
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = 5

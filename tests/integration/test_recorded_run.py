@@ -13,12 +13,12 @@ import pytest
 from msgspec.structs import replace
 from tests.data.opened import open_prompts
 from tests.harness.commands import Command
-from tests.harness.dumps import write_groups
+from tests.harness.dumps import whole_groups, write_groups
 from tests.harness.run_job import Job, audit, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.file import State, whole_groups
+from myxa.actors.ledger.file import State
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import make_rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, RolloutOptions
@@ -68,16 +68,16 @@ async def recorded(job: Job, path: Path) -> list[Group]:
     return groups
 
 
-def test_a_trainer_is_fed_from_a_dump_and_actors_that_die_answer_the_same_again(job: Job) -> None:
-    groups = asyncio.run(recorded(job, job.folder / "recorded.jsonl"))
+def test_a_trainer_is_fed_from_a_dump_and_a_buffer_that_dies_gives_the_same_again(job: Job) -> None:
+    groups = asyncio.run(recorded(job, job.folder / "recorded.sqlite"))
     (replay,) = re.findall(r"^```toml\n# replay\.toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (job.folder / "replay.toml").write_text(replay)
-    words = (f"run.num_steps={NUM_STEPS}", "data.max_passes=0", "roles.rollout.count=2", "async.max_staleness=0")
-    words += ('algo.ref_urls=["recorded"]', "algo.kl_coef=0.1", 'algo.kl_kind="k1"')
+    words = (f"run.num_steps={NUM_STEPS}", "data.max_passes=0", "async.max_staleness=0")
+    words += ('algo.ref_urls=["http://127.0.0.1:9"]', "algo.kl_coef=0.1", 'algo.kl_kind="k1"')
     words = [part for word in words for part in ("--set", word)]
     with Command(["up", "run.toml", "replay.toml", *words], job.folder) as process:
         wait_until(lambda: len(steps(job)) >= 3, "the third step")
-        os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
+        os.kill(worker_pids(process.pid, "buffer")[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     trained = [group for row, group in whole_groups(job.run_dir() / "ledger.sqlite") if row.state is State.TRAINED]
@@ -89,6 +89,7 @@ def test_a_trainer_is_fed_from_a_dump_and_actors_that_die_answer_the_same_again(
             for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "reference_logprobs"):
                 assert np.array_equal(getattr(sample, name), getattr(recorded_one, name)), name
             assert sample.oldest_version() == NO_VERSION, "no engine takes part"
+    assert not (job.run_dir() / "logs" / "rollout-0.log").exists()
     assert audit(job.run_dir()).trained == list(range(NUM_STEPS * 4)), "strictly in the order of the dump, pass by pass"
     values = [point["values"] for point in metrics(job.run_dir())]
     diffs = [one["train/logprob_diff_abs_max"] for one in values if "train/logprob_diff_abs_max" in one]

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.harness.commands import run as run_command
+from tests.harness.dumps import whole_groups
 from tests.harness.engine_server import scores, serve
 from tests.harness.run_job import Job, audit, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.file import whole_groups
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.samples import Group
 

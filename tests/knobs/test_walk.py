@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the run's doing
 from tests.control.live import Live, made_steps
+from tests.harness.dumps import whole_groups
 from tests.harness.run_job import BATCH, Job, audit, events, make_job, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
-from myxa.actors.ledger.file import whole_groups
 from myxa.core.samples import Group
 from myxa.launch.control.client import ControlClient
 

@@ -288,7 +288,7 @@ def test_what_is_imported_ahead_and_who_is_forked(tmp_path: Path):
     assert modules(env={"MKL_NUM_THREADS": "4"}) == (), "read when the library is loaded, not when the actor is known"
     alone = '[roles.trainer]\npython = "/usr/bin/python3"\n'
     assert modules(SFT + alone) == LIGHT
-    assert modules('preset = "recorded"\n[roles.rollout]\nkind = "recorded"\n' + alone) == LIGHT
+    assert modules('preset = "recorded"\n' + alone) == LIGHT
 
 
 # -- orphans -----------------------------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from tests.rewards.world import answer
 
-from myxa.algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
+from myxa.algos.rewards.builtin import BUILTINS, bind_builtin
 from myxa.algos.rewards.outcome import RewardOutcome, outcome_of, overlong_penalty
 from myxa.core.config.data import REWARD_BUILTINS
 from myxa.core.errors import ConfigError
@@ -116,13 +115,3 @@ def test_what_is_no_finite_number_is_refused_by_name(returned: object, words: st
 def test_length_costs_what_dapo_says() -> None:
     costs = [overlong_penalty(n, max_tokens=100, buffer=20) for n in (0, 80, 81, 90, 100, 101, 10_000)]
     assert costs == pytest.approx([0, 0, -0.05, -0.5, -1, -1, -1])
-
-
-def test_a_recorded_reward_is_that_of_the_same_sample_whatever_its_workflow_says_now() -> None:
-    judge = as_the_only_one(bind_builtin("recorded"), "recorded")
-    told = {"recorded": {"rewards": [0.25, -1.5], "run": "first"}}
-    one = msgspec.structs.replace(answer("x"), metadata=told, reward=3.0)
-    assert judge(one) == -1.5, "the helper's sample is number 1"
-    for metadata in ({}, {"recorded": {}}, {"recorded": [1.0, 2.0]}, {"recorded": {"rewards": [0.25]}}):
-        with pytest.raises(ValueError, match=r"of this answer no reward is recorded; data.preset"):
-            judge(msgspec.structs.replace(one, metadata=metadata))
