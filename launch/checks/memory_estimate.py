@@ -31,27 +31,29 @@ from .run_arithmetic import longest_answer, num_micro_batches, trainer_layout
 # -- how parallelism cuts the model ------------------------------------------------------------------------------------
 #
 # Counted over the shapes of the model's tensors (`ModelConfig.tensor_shapes`), as Megatron-core cuts them: matrices by
-# tp, experts by ep and etp, vectors and routers whole. The first pipeline stage is the fullest: it has the most layers,
-# and the embedding, which is as large as the head of the last stage.
+# tp, experts by ep and etp, vectors, routers and gates whole. The first pipeline stage has the embedding and the last
+# one the head; where the first layers have no experts, one between them can be the fullest.
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"
 
 
 def rank_parameters(model: ModelConfig, layout: ParallelLayout) -> tuple[int, int]:
-    """Of a rank of the first stage: dense parameters, which data parallelism shares over tp, pp and cp, and those of
+    """Of a rank of the fullest stage: dense parameters, which data parallelism shares over tp, pp and cp, and those of
     experts, which it shares over ep, etp and pp."""
-    dense = expert = 0
+    each, last = num_layers(model, layout), layout.pp - 1
+    dense, expert = [0] * layout.pp, [0] * layout.pp
     for name, shape in model.tensor_shapes().items():
         match, size = LAYER.match(name), math.prod(shape)
-        if not (int(match[1]) < num_layers(model, layout) if match else name == EMBEDDING or layout.pp == 1):
-            continue
+        stage = min(int(match[1]) // each, last) if match else 0 if name == EMBEDDING else last
         if ".experts." in name:
-            expert += size // (layout.ep * layout.etp)
-        else:
-            is_cut = len(shape) == 2 and not name.endswith(".mlp.gate.weight")
-            dense += size // layout.tp if is_cut else size
-    return dense, expert
+            expert[stage] += size // (layout.ep * layout.etp)
+            continue
+        is_cut = len(shape) == 2 and not name.endswith("gate.weight")
+        dense[stage] += size // layout.tp if is_cut else size
+        if name == EMBEDDING and model.tie_word_embeddings and last:
+            dense[last] += size // layout.tp
+    return max(zip(dense, expert, strict=True), key=sum)
 
 
 def num_layers(model: ModelConfig, layout: ParallelLayout) -> int:
@@ -86,7 +88,8 @@ def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> floa
     """Numbers that one layer keeps of one token on one rank, by the table above."""
     q, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Every token goes through its chosen experts, wherever they are: on average so many tokens arrive on a rank.
-    inner = model.experts_per_token * model.moe_intermediate_size if model.num_experts else model.intermediate_size
+    inner = model.experts_per_token * model.moe_intermediate_size + model.shared_intermediate_size
+    inner = inner if model.num_experts else model.intermediate_size
     cut = 3 * (q + 2 * k) + q + 3 * inner if kind == "megatron" else 3 * q + 3 * k + 4 * inner
     stream = 4 * model.hidden_size
     return cut / layout.tp + (stream / layout.tp if layout.sequence_parallel else stream)
@@ -146,12 +149,14 @@ def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tu
     passes = [pass_parts(config, model, tokens, in_flight=in_flight, is_last=layout.pp == 1)]
     passes += [pass_parts(config, model, tokens, in_flight=1, is_last=True)]
     parts += max(passes, key=total)
-    if is_between_devices(choose_channel(config)):
+    if is_between_devices(channel := choose_channel(config)):
         num, item = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, ITEM_BYTES[config.engine.dtype]
-        how = f"{num} version{'s' if num > 1 else ''} x {item} B x {count_text(model.num_parameters)}"
-        parts.append(Part("staged versions", num * item * model.num_parameters, how))
+        # Each stage has a sender; beside an engine every rank stages all of the model.
+        sent = sum(rank_parameters(model, ParallelLayout(pp=1 if channel == "cuda_ipc" else layout.pp)))
+        how = f"{num} version{'s' if num > 1 else ''} x {item} B x {count_text(sent)}"
+        parts.append(Part("staged versions", num * item * sent, how))
     if config.roles.trainer.device_ids:
-        parts += [_groups(_num_groups(layout, world_size) + (choose_channel(config) == "nccl")), CONTEXT]
+        parts += [_groups(_num_groups(layout, world_size) + (channel == "nccl")), CONTEXT]
     return tuple(part for part in parts if part.num_bytes)
 
 

@@ -12,7 +12,7 @@ from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.megatron.layout import ParallelLayout
 from myxa.actors.backends.megatron.offload import planned as planned_by_megatron
 from myxa.actors.backends.torch_backend.offload import planned as planned_by_torch
-from myxa.actors.models.model_config import ModelConfig
+from myxa.actors.models.model_config import ModelConfig, parse_model_config
 from myxa.core.config import RunConfig
 from myxa.launch.checks.check import CheckedRun, Finding, model_of
 from myxa.launch.checks.memory_estimate import (
@@ -117,6 +117,35 @@ def test_experts_are_cut_by_expert_parallelism() -> None:
     dense, expert = rank_parameters(model, ParallelLayout())
     assert (dense + expert, expert) == (model.num_parameters, 8 * 16 * 3 * 1024 * 768)
     assert rank_parameters(model, ParallelLayout(ep=4)) == (dense, expert // 4)
+
+
+GLM45_AIR: dict[str, Any] = {
+    "model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "partial_rotary_factor": 0.5, "intermediate_size": 10944, "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408, "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1, "topk_group": 1,
+    "n_routed_experts": 128, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 1000000, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_qk_norm": False, "vocab_size": 151552, "eos_token_id": [151329, 151336, 151338],
+}  # fmt: skip
+"""As published (106B, 12B of them for each token), without the layer for multi-token prediction."""
+
+
+def test_glm_4_5_air_at_its_true_size() -> None:
+    model = parse_model_config(GLM45_AIR, "GLM-4.5-Air")
+    assert model.num_parameters == 106_852_251_264
+    expert = 3 * 4096 * 1408
+    idle = 45 * (128 - 8) * expert
+    assert (model.num_parameters - idle) / 1e9 == pytest.approx(12, rel=0.2)
+    assert rank_parameters(model, ParallelLayout())[1] == 45 * 128 * expert
+    cut = {"tp": 4, "pp": 2, "ep": 8, "sequence_parallel": True}
+    dense, experts = rank_parameters(model, ParallelLayout(**cut))
+    assert experts == 23 * 128 * expert // 8, "of the second stage: the first layer of the first one has no experts"
+    config = run("megatron", 32, megatron={**cut, "recompute": "full"})
+    sizes = {part.name: part.num_bytes for part in trainer_memory(config, model, 32)}
+    assert sizes["gradients"] == 4 * (dense + experts)
+    assert sizes["optimizer"] == pytest.approx(12 * (dense / 4 + experts / 2), rel=1e-6)
+    assert layer_numbers(model, "megatron", ParallelLayout()) > 3 * 9 * 1408
 
 
 def test_parallelism_and_recomputation_make_it_less() -> None:
