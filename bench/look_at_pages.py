@@ -1,7 +1,7 @@
 """Take pictures of report and dashboard in a real browser: `python bench/look_at_pages.py [RUN] [--out FOLDER]`.
 
 Without RUN it plants one behind a real control socket. Needs Chromium (Debian: `apt-get install chromium`). Writes
-every page light and dark, 1440 and 400 pixels wide; looking at them is up to you.
+every page light and dark, of a run that is over its report, 1440 and 400 pixels wide; looking at them is up to you.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from pathlib import Path
 from browser import BROWSERS, Page, find_browser, opened_browser
 from planted_control import plant_seat, serving
 
-from myxa.launch.feed import Feed
+from myxa.launch.control.client import ControlClient, ControlNote
 from myxa.launch.views.report import write_report
-from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
 PAGES = ("overview", "learning", "speed", "metrics", "samples", "time", "knobs", "events", "config")
 LOOKS = (("light", 1440), ("dark", 1440), ("light", 400), ("dark", 400))
@@ -50,8 +49,9 @@ async def look(options: argparse.Namespace, browser: str) -> None:
             run_dir = options.run
         report = write_report(run_dir, options.out / "report.html").resolve()
         await pictures(page, report.as_uri(), options.out, ("report",))
-        feed = Feed.of(run_dir) if (run_dir / "control.json").is_file() else Feed(run_dir)
-        url = await stack.enter_async_context(Dashboard(feed, DashboardGuard(may_operate=True)).serving(0))
+        if (note := ControlNote.load(run_dir)) is None:
+            return
+        url = (await asyncio.to_thread(ControlClient(note).ask, "dashboard", operate=True))["url"]
         await page.goto(url)
         await pictures(page, url.partition("?")[0], options.out, options.pages or PAGES)
 

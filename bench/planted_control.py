@@ -38,9 +38,10 @@ from myxa.core.knobs import (
 from myxa.core.messages import BufferStats, EngineStatus, RolloutNow, RunStatus
 from myxa.launch.control import verbs
 from myxa.launch.control.client import ControlNote
-from myxa.launch.control.server import ControlServer, Handler, VerbContext
+from myxa.launch.control.server import ControlServer, Handler, ServerLimits, VerbContext
 from myxa.launch.views.numbers import name_order
 from myxa.launch.views.run_view import ActorFacts, RunView
+from myxa.launch.web.dashboard import Dashboard
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked=true'> \u202egnirts"
 
@@ -82,6 +83,9 @@ class PlantedSeat:
         self.silent: set[str] = set()
         """Verbs that answer with a missed deadline."""
         self.started = time.time() - 233
+        self.limits = ServerLimits()
+        self.noted: list[AuditRecord] = []
+        """By the control server."""
         self.rng = random.Random(3)
 
     def handlers(self) -> dict[verbs.Verb[Any], Handler]:
@@ -243,12 +247,13 @@ async def serving(seat: PlantedSeat) -> AsyncIterator[ControlNote]:
     with tempfile.TemporaryDirectory(prefix="seat-") as folder:
         context: Any = SimpleNamespace(node=SimpleNamespace(clock=SimpleNamespace(wall=time.time)))
         control = Path(folder) / "control.sock"
-        server = ControlServer(context, seat.handlers(), lambda record: None, control)
+        server = ControlServer(context, seat.handlers(), seat.noted.append, control, limits=seat.limits)
         await server.open()
         note = ControlNote(run_dir=str(seat.run_dir), control=str(control), pid=os.getpid())
         note.save(seat.run_dir)
         try:
-            yield note
+            async with Dashboard(server, seat.run_dir):
+                yield note
         finally:
             await server.close()
 

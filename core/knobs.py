@@ -153,7 +153,7 @@ class Operator(Record, frozen=True):
     pid: int = 0
     host: str = ""
     via: str = ""
-    """"socket", "http", "auto" (an expiry, a resumed run)."""
+    """"http", "dashboard", "auto" (an expiry, a resumed run)."""
 
 
 MAX_KNOB_VALUES = 64

@@ -20,7 +20,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import uvloop
 from rich.console import Console
 
@@ -50,18 +49,19 @@ from .screen import Screen
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunSetup, RunSupervisor
 from .views.live import lasting
+from .web.dashboard import Dashboard
 
 CONTROL_SOCKET = "control.sock"
 
 
 @contextlib.asynccontextmanager
-async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[ControlNote | None]:
-    """The control socket of the run, open inside; None: the run file switches it off.
+async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[str]:
+    """The control socket of the run, open inside; the URL of its dashboard. Empty: the run file switches it off.
 
     Raises LaunchError if the socket cannot be made, ConfigError if the port of the dashboard is taken.
     """
     if not context.config.control.socket:
-        yield None
+        yield ""
         return
     append = partial(append_audit, context.run_dir.path / AUDIT_FILE)
     note = ControlNote(
@@ -75,24 +75,13 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
         link = context.run_dir.path / CONTROL_SOCKET
         link.unlink(missing_ok=True)
         link.symlink_to(note.control)  # the path of a Unix socket is short: callers name it from their own folder
-        async with _dashboard(note, context.config.control.dashboard_port) as url:
-            yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
+        async with Dashboard(server, context.run_dir.path) as dashboard:
+            port = context.config.control.dashboard_port
+            yield await dashboard.opened(port) if port >= 0 else ""
     finally:
         for name in (NOTE, CONTROL_SOCKET):
             (context.run_dir.path / name).unlink(missing_ok=True)
         await server.close()
-
-
-@contextlib.asynccontextmanager
-async def _dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
-    """Serves the dashboard and gives its URL; empty for `port` -1: there is none."""
-    if port < 0:
-        yield ""
-        return
-    from .web.dashboard import run_dashboard  # aiohttp is needed here only
-
-    async with run_dashboard(note, port) as url:
-        yield url
 
 
 _log = logging.getLogger("myxa.launcher")
@@ -191,9 +180,9 @@ async def _conduct(
 
     ending = RunEnd(1, "the launcher failed")
     try:
-        async with open_control(context, runtime.path) as note:
-            if note is not None and note.dashboard:
-                screen.say(f"dashboard: {note.dashboard}")
+        async with open_control(context, runtime.path) as url:
+            if url:
+                screen.say(f"dashboard: {url}")
             with stop_signals(asked) as forced:
                 async with runtime.kept([rendezvous.rdzv_path, runtime.path / NOTE]):
                     ending = await _until_forced(lead, rendezvous, forced)

@@ -196,7 +196,7 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     settings = config.monitor
     if "mlflow" in settings.sinks:
         os.environ.setdefault(MLFLOW_VARIABLE, "true")
-    sinks = choose_sinks(settings, prometheus_key=os.environ.get(METRICS_KEY_VARIABLE, ""))
+    sinks = choose_sinks(settings)
     written_s = _written_until(run_dir)
     return Monitor(
         run_dir,
@@ -261,8 +261,6 @@ def _plain(value: object) -> Shown:
     return HIDDEN if _SECRET_ADDRESS.search(text := str(value)) else text
 
 
-METRICS_KEY_VARIABLE = "MYXA_METRICS_KEY"
-"""Key that scrapers must send to the Prometheus page; empty or not set: any program of this machine may ask."""
 MLFLOW_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
 """Newer versions of MLflow ask to be allowed their plain file store."""
 

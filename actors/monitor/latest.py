@@ -5,7 +5,7 @@ Memory is bounded: names and sources are capped, whatever the senders do.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
 from ...core.activity import ACTIVITY_KINDS
@@ -66,6 +66,9 @@ class Latest:
         self._merged: dict[str, tuple[int, float]] = {}
         self._time = defaultdict[str, _TimeShares](_TimeShares)
         self._heard_wall_s: dict[str, float] = {}
+        self._steps: dict[str, float] = {}
+        self._events: dict[str, Counter[str]] = {}
+        """Source -> kind -> how many."""
         self.num_dropped = 0
         self.num_refused = 0
         """Values that were not kept because there are too many names or sources."""
@@ -74,12 +77,19 @@ class Latest:
         self.num_dropped += bundle.dropped
         for point in bundle.metrics:
             self._apply_point(point)
+        for event in bundle.events:
+            if event.source in self._events or len(self._events) < _MAX_SOURCES:
+                kinds = self._events.setdefault(event.source, Counter())
+                if event.kind in kinds or len(kinds) < _MAX_NAMES:
+                    kinds[event.kind] += 1
 
     def _apply_point(self, point: MetricPoint) -> None:
         if point.source not in self._values and len(self._values) >= _MAX_SOURCES:
             self.num_refused += len(point.values)
             return
         self._heard_wall_s[point.source] = point.wall_s
+        if point.step >= 0:
+            self._steps[point.source] = float(point.step)
         values = self._values.setdefault(point.source, {})
         seconds: dict[str, float] = {}
         for name, value in point.values.items():
@@ -102,12 +112,15 @@ class Latest:
 
     def snapshot(self, now_wall_s: float) -> dict[str, dict[str, float]]:
         """`metrics`: newest value by name over all sources; `<source>`: its own latest values; `time/<source>`: shares
-        over the last window, with parts such as "wait-data/reward"; `age_s`: seconds since each source was heard;
-        `monitor`: counts."""
+        over the last window, with parts such as "wait-data/reward"; `events/<source>`: how many of each kind; `age_s`:
+        seconds since each source was heard; `step`: of its newest point; `monitor`: counts."""
         view: dict[str, dict[str, float]] = {source: dict(values) for source, values in self._values.items() if values}
         view["metrics"] = {name: value for name, (_, value) in self._merged.items()}
         for source, time in self._time.items():
             view[f"time/{source}"] = time.recent(self._window_s)
         view["age_s"] = {source: max(0.0, now_wall_s - wall_s) for source, wall_s in self._heard_wall_s.items()}
+        for source, kinds in self._events.items():
+            view[f"events/{source}"] = {kind: float(num) for kind, num in kinds.items()}
+        view["step"] = dict(self._steps)
         view["monitor"] = {"dropped": float(self.num_dropped), "refused": float(self.num_refused)}
         return view

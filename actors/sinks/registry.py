@@ -20,7 +20,6 @@ BUILT_IN: dict[str, str] = {
     "jsonl": "myxa.actors.sinks.jsonl:JsonlSink",
     "chrome_trace": "myxa.actors.sinks.chrome_trace:ChromeTraceSink",
     "tensorboard": "myxa.actors.sinks.trackers:TensorBoardSink",
-    "prometheus": "myxa.actors.sinks.prometheus:PrometheusSink",
 }
 SHIPPED: dict[str, str] = {
     "wandb": "myxa.actors.sinks.trackers:WandbSink",
@@ -32,7 +31,7 @@ _EXPECTED = Expected("monitor.sinks", 0, "class Sink")
 _METHODS = ("open", "write", "flush", "close")
 
 
-def choose_sinks(settings: MonitorSettings, *, prometheus_key: str = "") -> list[Sink]:
+def choose_sinks(settings: MonitorSettings) -> list[Sink]:
     """The sinks of a run."""
     from .jsonl import JsonlSink
 
@@ -41,8 +40,6 @@ def choose_sinks(settings: MonitorSettings, *, prometheus_key: str = "") -> list
         sinks.append(make_sink("chrome_trace"))
     if settings.tensorboard:
         sinks.append(make_sink("tensorboard"))
-    if settings.prometheus_port >= 0:
-        sinks.append(make_sink("prometheus", {"port": settings.prometheus_port, "key": prometheus_key}))
     return sinks + [make_sink(name, settings.options.get(name, {})) for name in settings.sinks]
 
 

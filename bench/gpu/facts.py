@@ -18,7 +18,7 @@ from typing import Any
 from figures import Report, number, parser
 
 NEEDED = (
-    *("aiohttp", "jinja2", "msgspec", "numpy", "orjson", "prometheus_client", "psutil", "pydantic", "zmq", "rich"),
+    *("aiohttp", "jinja2", "msgspec", "numpy", "orjson", "psutil", "pydantic", "zmq", "rich"),
     *("safetensors", "tokenizers", "uvloop", "torch"),
 )
 FOR_PARTS = ("sglang", "megatron.core", "transformers", "triton", "transformer_engine", "torch_memory_saver", "pytest")

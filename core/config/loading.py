@@ -167,6 +167,8 @@ class _Layers:
             self.problems.append(_unreadable(file, text or "", error))
             self.is_whole = False
             return
+        if text.startswith(HEADER):
+            _from_earlier(table)
         _resolve(table, file.absolute().parent)
         agent = as_table(table.get("agent")) or {}
         if agent.get("command") and not agent.get("dir"):
@@ -247,6 +249,8 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
         conflicts: tuple[Conflict, ...] = context["conflicts"]
         return [((*path, *one.paths[0].split(".")), one.cause) for one in conflicts]
     if kind == "extra_forbidden":
+        if path == METRICS_PORT:
+            return [(path, "is gone: the Prometheus page is `/metrics` at control.dashboard_port -- set that one")]
         what = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
         return [(path, f"is not a known {what}; {suggest(path[-1], keys_of(find(RunConfig, path)[0]))}")]
     if kind == "missing" and path == tuple(str(part) for part in detail["loc"]):
@@ -307,6 +311,18 @@ def _cause(detail: ErrorDetails) -> str:
     listed = ", ".join(f'"{choice}"' for choice in choices)
     near = suggest(value, choices) if isinstance(value, str) else ""
     return f"must be {'one of ' if len(choices) > 1 else ''}{listed}" + (f"; {near}" if "did you" in near else "")
+
+
+METRICS_PORT = ("monitor", "prometheus_port")
+
+
+def _from_earlier(table: Table) -> None:
+    """A resolved file of an earlier version may say a port for the Prometheus page alone: it is a page of the
+    dashboard's port now. -1 was none, 0 any free one."""
+    monitor, control = as_table(table.get("monitor")), as_table(table.get("control"))
+    port = monitor.pop(METRICS_PORT[1], 0) if monitor is not None else 0
+    if control is not None and isinstance(port, int) and port > 0 and control.get("dashboard_port") == -1:
+        control["dashboard_port"] = port
 
 
 # -- files and flags ---------------------------------------------------------------------------------------------------

@@ -99,8 +99,6 @@ class MonitorSettings(Section, frozen=True):
 
     tensorboard: bool = True
     """Whether TensorBoard files are written (needs the `tensorboard` extra; left out if it is not installed)."""
-    prometheus_port: Annotated[int, Field(ge=-1, le=65535)] = 0
-    """Port of the Prometheus page; 0 = any free port (named in the log), -1 = off."""
     trace: bool = True
     """Whether a Chrome trace (`trace.json`) is written."""
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8
@@ -135,7 +133,7 @@ class ControlSettings(Section, frozen=True):
     socket: bool = True
     """Whether the launcher of node 0 opens the control socket that `myxa get`, `set`, `ps` and the others speak to."""
     dashboard_port: Annotated[int, Field(ge=NO_DASHBOARD, le=65535)] = NO_DASHBOARD
-    """Port of the web dashboard on 127.0.0.1; 0 takes any free one, -1 = no dashboard."""
+    """Port on 127.0.0.1 of the web dashboard and of `/metrics` for Prometheus; 0 takes any free one, -1 = none."""
 
 
 DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")

@@ -393,14 +393,10 @@ def sandboxes(run: CheckedRun) -> Iterator[Finding]:
 
 
 def listened_ports(run: CheckedRun) -> Iterator[Finding]:
-    config = run.config
-    remedy = "set another one, 0 (any free port) or -1 (off)"
-    for role, key, port in (
-        ("monitor", "monitor.prometheus_port", config.monitor.prometheus_port),
-        ("coordinator", "control.dashboard_port", config.control.dashboard_port),
-    ):
-        if port > 0 and run.of(role):
-            yield from looked(key, check_port, f"{key} = {port}", "127.0.0.1", port, remedy)
+    key, port = "control.dashboard_port", run.config.control.dashboard_port
+    if port > 0 and run.of("coordinator"):
+        remedy = "set another one, 0 (any free port) or -1 (off)"
+        yield from looked(key, check_port, f"{key} = {port}", "127.0.0.1", port, remedy)
 
 
 def run_folder(run: CheckedRun) -> Iterator[Finding]:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
+import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import LaunchError
+from ...core.errors import LaunchError, MyxaError
 from ..control import verbs
+from ..control.client import ControlClient, ControlNote, find_run
 from ..memory_part import size_text
-from .parser import Command, Parser, add_json_flag, add_run_flags, folder_of, show, table, verb_command
+from .parser import Command, Parser, add_json_flag, folder_of, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ...core.device_memory import DeviceView
-    from ..feed import Feed
+    from ..views.run_view import RunView
 
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 2.0
+LOOK_S = 6.0
+"""How long one look may take."""
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
 
 
@@ -58,56 +62,64 @@ def _add_top(parser: Parser) -> None:
 
 
 def _top(options: argparse.Namespace) -> int:
-    from ..feed import Feed
     from ..views.live import LiveView
     from ..views.run_view import notice_text, title_text
 
-    feed = Feed.of(options.run_path)
+    run = WatchedRun(find_run(options.run_path))
     with LiveView() as screen:
-        while not (view := feed.look()).has_ended:
+        while not (view := run.look()).has_ended:
             screen.update(view)
-            feed.wait(LOOK_EVERY_S)
+            threading.Event().wait(LOOK_EVERY_S)
     screen.say(f"{title_text(view)}\n{notice_text(view)}")
     return 0
 
 
-def _add_dashboard(parser: Parser) -> None:
-    add_run_flags(parser)
-    parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port on 127.0.0.1 (any free one)")
-    parser.add_argument("--operate", action="store_true", help="let everyone who has the URL change the run, too")
+class WatchedRun:
+    """One run as `top` sees it, look after look, also while it fails or ends."""
+
+    def __init__(self, note: ControlNote) -> None:
+        from ..views.run_files import RunFiles
+
+        self._note = note
+        self._past = RunFiles(Path(note.run_dir))
+        self._last: RunView | None = None
+
+    def look(self) -> RunView:
+        """Never raises for the run: one that does not answer gives its last view and says so."""
+        import msgspec
+
+        from ..views.run_view import RunView, carried_over, outcome, with_past
+
+        self._past.read()
+        try:
+            answer = ControlClient(self._note).ask("status", timeout_s=LOOK_S, whole=True)
+            view = with_past(msgspec.convert(answer, RunView), self._past)
+        except (MyxaError, OSError, ValueError) as error:  # also a socket that breaks, or an answer of another version
+            now_s, trouble = time.time(), str(error)
+            last = self._last or RunView(now_wall_s=now_s, started_wall_s=now_s, run_dir=self._note.run_dir)
+            if has_ended := not self._note.is_live:
+                self._past.read(is_over=True)
+                how = outcome(self._past)
+                trouble = how.text if how.level != "open" else ""
+            return msgspec.structs.replace(last, has_ended=has_ended, troubles=(trouble,) if trouble else ())
+        self._last = carried_over(view, self._last or view)
+        return self._last
 
 
-def _dashboard(options: argparse.Namespace) -> int:
-    import asyncio  # commands start without it
+def _dashboard_from_files(folder: Path, options: argparse.Namespace) -> dict[str, str]:
+    """Of a run that is over the same page as a file."""
+    from ..views.report import write_report
 
-    from ..feed import Feed
-
-    try:
-        feed = Feed.of(options.run_path)
-    except LaunchError:
-        if options.run_path is None or not (options.run_path / "metrics.jsonl").is_file():
-            raise
-        feed = Feed(options.run_path.resolve())
-    return asyncio.run(_dashboard_serve(feed, options))
+    if options.operate:
+        raise LaunchError(f"the run in {folder} is over", remedy="leave --operate out: its report is written")
+    return {"report": str(write_report(folder))}
 
 
-async def _dashboard_serve(feed: Feed, options: argparse.Namespace) -> int:
-    import asyncio
-
-    from ..web.dashboard import (
-        Dashboard,  # aiohttp is needed here only
-        DashboardGuard,
-    )
-
-    dashboard = Dashboard(feed, DashboardGuard(may_operate=options.operate))
-    async with dashboard.serving(options.port) as url:
-        if options.json:
-            print(json.dumps({"url": url, "run_dir": str(feed.run_dir), "operate": options.operate}), flush=True)
-        else:
-            can = "look, and change the run" if options.operate else "look"
-            print(f"{url}\nWhoever has this URL may {can}. Ctrl-C ends it.", flush=True)
-        await asyncio.Event().wait()
-    return 0
+def _dashboard_page(answer: dict[str, Any]) -> str:
+    if "report" in answer:
+        return answer["report"]
+    can = "look, and change the run" if answer["operate"] else "look"
+    return f"{answer['url']}\nWhoever has this URL may {can}, until the run ends."
 
 
 def _why_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -224,10 +236,10 @@ TOP = Command(
     "top", "the run in a terminal, as `myxa up` shows it, until Ctrl-C", _top, _add_top,
     "Queues, staleness, engines, actors and newest changes of a live run; lines where there is no terminal.",
 )  # fmt: skip
-DASHBOARD_COMMAND = Command(
-    "dashboard", "the run in a browser of this machine", _dashboard, _add_dashboard,
-    "Serves a dashboard of the run on 127.0.0.1 until Ctrl-C and prints its URL, which holds a secret: everyone who "
-    "has the URL may look. Of an ended run it shows what its files hold.",
+DASHBOARD = verb_command(
+    verbs.DASHBOARD, _dashboard_page, from_files=_dashboard_from_files,
+    description="The run serves a dashboard on 127.0.0.1 until it ends. The URL that is printed holds a secret: "
+    "everyone who has it may look. Of an ended run its report is written.",
 )  # fmt: skip
 WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
 MEM = verb_command(verbs.MEM, memory_page)

@@ -50,8 +50,6 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
     control: str
     """Unix socket, 0600."""
     pid: int
-    dashboard: str = ""
-    """URL; empty: none."""
 
     def save(self, folder: Path) -> None:
         """Write it in one step: a reader sees all of it or no file."""

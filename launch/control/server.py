@@ -88,7 +88,12 @@ def caller_of(request: web.Request) -> Operator:
     except OSError as error:
         raise ConnectionResetError("the caller is gone") from error
     pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return Operator(user=_user(uid), uid=uid, pid=pid, host=socket.gethostname(), via="http")
+    return operator(uid, pid, "http")
+
+
+def operator(uid: int, pid: int, via: str) -> Operator:
+    """A user and process of this host."""
+    return Operator(user=_user(uid), uid=uid, pid=pid, host=socket.gethostname(), via=via)
 
 
 _CREDENTIALS = struct.Struct("3i")
@@ -126,8 +131,9 @@ class ControlServer:
         """Absent in a healthy run: "malformed", "refused", "failed", "bug"."""
         self.path = path
         self._context = context
-        self._handlers = handlers
-        self._verbs = {verb.name: verb for verb in handlers}
+        self._handlers: dict[Verb[Any], Handler] = {}
+        self._verbs: dict[str, Verb[Any]] = {}
+        self.serve(handlers)
         self._append = append
         self._audit_turn = asyncio.Lock()
         self._limits = limits = limits or ServerLimits()
@@ -142,6 +148,11 @@ class ControlServer:
             logger=_CountedLogger(self.counters), keepalive_timeout=limits.request_s,
             lingering_time=limits.close_s, shutdown_timeout=limits.close_s,
         )  # fmt: skip
+
+    def serve(self, handlers: Mapping[Verb[Any], Handler]) -> None:
+        """Answer these verbs, too."""
+        self._handlers |= handlers
+        self._verbs |= {verb.name: verb for verb in handlers}
 
     async def open(self) -> None:
         """Listen. Raises LaunchError."""
@@ -202,6 +213,15 @@ class ControlServer:
     async def _judged(self, request: web.Request, handler: Any) -> web.Response:
         if refused := self._access.refusal(Head.of(request.method, request.headers)):
             return self._malformed(refused.status, refused.text)
+        return await handler(request)
+
+    async def _verb(self, request: web.Request) -> web.Response:
+        return await self.answer(request, list(request.query.items()), caller_of)
+
+    async def answer(
+        self, request: web.Request, pairs: list[tuple[str, str]], caller: Callable[[web.Request], Operator]
+    ) -> web.Response:
+        """Carry out the verb that the request's path names. `pairs`: of its query; `caller`: who asks."""
         try:
             async with asyncio.timeout(self._limits.request_s):
                 await request.read()
@@ -209,10 +229,7 @@ class ControlServer:
             return self._malformed(408, f"the request was not whole within {self._limits.request_s:g} s")
         except ValueError as error:  # a chunked or declared body that does not add up
             return self._malformed(400, f"the body cannot be read: {error}")
-        return await handler(request)
-
-    async def _verb(self, request: web.Request) -> web.Response:
-        name, who = request.match_info["verb"], caller_of(request)
+        name, who = request.match_info["verb"], caller(request)
         verb = self._verbs.get(name)
         try:
             verb = find_verb(name, self._verbs)
@@ -221,7 +238,7 @@ class ControlServer:
             elif verb.effect == "change":
                 raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
             else:
-                arguments = arguments_from_query(verb, list(request.query.items()), who)
+                arguments = arguments_from_query(verb, pairs, who)
             if verb.effect == "read" and len(self._running) >= self._limits.num_requests:  # room to steer is left
                 served = f"{self._limits.num_requests} requests are being served"
                 raise Overloaded(served, remedy="wait for the answers of earlier ones")
@@ -229,14 +246,15 @@ class ControlServer:
             self.counters["refused"] += 1
             if verb is not None and verb.effect == "change":
                 await self._note(verb, who, None, "refused", str(error))
-            return _error(404 if verb is None else _status(error), error)
+            return error_response(error, 404 if verb is None else 0)
         try:
-            result = await self._to_its_end(self._carried_out(verb, arguments, who))
+            result = await self._to_its_end(self.carry_out(verb, arguments, who))
         except Exception as error:  # noqa: BLE001 - it is in the log; every error is an answer to the caller
-            return _error(_status(error), error)
+            return error_response(error)
         return _response(200, result)
 
-    async def _carried_out(self, verb: Verb[Any], arguments: Record, who: Operator) -> Any:
+    async def carry_out(self, verb: Verb[Any], arguments: Record, who: Operator) -> Any:
+        """The verb's answer; a change is in the audit log. Raises what the handler raises."""
         is_change = verb.effect == "change"
         is_noted_here = is_change and not verb.by
         try:
@@ -255,7 +273,8 @@ class ControlServer:
                 await self._note(verb, who, arguments, "failed", f"{type(error).__name__}: {error}")
             raise
         if is_noted_here:
-            await self._note(verb, who, arguments, "done", "" if result is None else encode(result).decode())
+            is_told = result is not None and not verb.is_secret
+            await self._note(verb, who, arguments, "done", encode(result).decode() if is_told else "")
         return result
 
     async def _note(self, verb: Verb[Any], who: Operator, arguments: Record | None, result: str, detail: str) -> None:
@@ -286,11 +305,12 @@ class ControlServer:
 
     def _malformed(self, status: int, what: str) -> web.Response:
         self.counters["malformed"] += 1
-        return _error(status, ConfigError(what, remedy=USAGE))
+        return error_response(ConfigError(what, remedy=USAGE), status)
 
 
-def _error(status: int, error: BaseException) -> web.Response:
-    return _response(status, {"error": error_answer(error)})
+def error_response(error: BaseException, status: int = 0) -> web.Response:
+    """The error as JSON. `status`: 0 for that of its kind."""
+    return _response(status or _status(error), {"error": error_answer(error)})
 
 
 def _response(status: int, answer: Any) -> web.Response:

@@ -44,6 +44,8 @@ class Verb(Generic[A]):
     """The argument, in seconds, by which it takes longer."""
     by: str = ""
     """Who carries a change out and writes it into the audit log; empty: the control server."""
+    is_secret: bool = False
+    """Its answer stays out of the audit log."""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -160,6 +162,16 @@ RESTART = Verb("restart", "change", DrainArguments, "end an actor cleanly and st
 KILL = Verb("kill", "change", KillArguments, "SIGKILL to an actor and all that it started")
 
 
+class DashboardArguments(Arguments, frozen=True, kw_only=True):
+    """Of `dashboard`."""
+
+    port: Annotated[int, argument("port on 127.0.0.1 (any free one)", "PORT", ge=0, le=65535)] = 0
+    operate: Annotated[bool, argument("let everyone who has the URL change the run, too")] = False
+
+
+DASHBOARD = Verb("dashboard", "change", DashboardArguments, "the run in a browser of this machine", is_secret=True)
+
+
 class TargetArguments(Arguments, frozen=True, kw_only=True):
     """Of `stack`."""
 
@@ -219,7 +231,7 @@ PROFILE = Verb("profile", "change", ProfileArguments, "what an actor's process d
 
 ALL: tuple[Verb[Any], ...] = (
     PS, STATUS, WHY, GET, SET, UNDO, HISTORY, PAUSE, RESUME, STEP, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
-    KILL, LOGS, STACK, PROFILE, MEM, VERBS,
+    KILL, DASHBOARD, LOGS, STACK, PROFILE, MEM, VERBS,
 )  # fmt: skip
 BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}
 

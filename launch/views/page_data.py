@@ -44,7 +44,7 @@ _MAX_LAG = 40
 _BADGES = {"running": "good", "finished": "good", "failed": "bad"}
 
 
-def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> dict[str, Any]:
+def state_table(view: RunView, run: RunFiles) -> dict[str, Any]:
     return {
         "name": view.name,
         "phase": view.phase,
@@ -52,8 +52,6 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "notice": outcome(run).text if view.is_of_files else notice_text(view),
         "origin": _origin(run),
         "hasEnded": view.has_ended,
-        "isSilent": view.silent_s > 0,
-        "mayOperate": may_operate and not view.has_ended,
         "why": clean(view.why),
         "remedy": clean(view.remedy),
         "facts": [*fact_lines(view), ("time", duration(view.elapsed_s))],

@@ -80,7 +80,6 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     troubles: tuple[str, ...] = ()
     has_ended: bool = False
     """The run is over, or its launcher does not answer any more."""
-    silent_s: float = 0.0
     is_of_files: bool = False
     """It was made from the files of the run; no actor was asked."""
     step_s: float | None = None
@@ -244,13 +243,11 @@ def title_text(view: RunView) -> str:
 
 
 def notice_text(view: RunView) -> str:
-    """The line that must not be missed: paused, ended, silent; empty when all is well."""
+    """The line that must not be missed: paused, ended, what does not answer; empty when all is well."""
     if view.has_ended:
         reason = (view.status.error or view.status.reason) if view.status else ""
         why = clean(reason or next(iter(view.troubles), ""))
         return f"the run has ended{f': {why}' if why else ''} -- this is how it was last seen"
-    if view.silent_s > 0:
-        return f"no answer for {duration(view.silent_s)}: {clean('; '.join(view.troubles))}"
     parts: list[str] = []
     if view.status is not None and view.status.paused:
         parts.append(f"paused: {clean(view.status.paused)}")

@@ -28,17 +28,18 @@ async function listen() {
     try {
       const answer = await fetch(`/api/state?seen=${seen}`);
       if (!answer.ok) {
-        setLink("off", answer.status === 401 ? "the secret is not known: open the printed URL" : "the dashboard does not answer");
+        setLink("off", answer.status === 401 ? "the secret is not known: open the printed URL" : "the run does not answer");
         continue;
       }
       const told = await answer.json();
       ({ state, generation: seen } = told);
+      state.mayOperate = told.mayOperate && !state.hasEnded;
       if (told.history) setPast(told.history);
       setLink(state.hasEnded ? "over" : "on", state.hasEnded ? "the run has ended" : "live");
       if (told.history) drawPage();
       else drawState();
     } catch {
-      setLink("off", "reconnecting");
+      setLink("off", "no answer: of a run that is over, see report.html");
     }
   }
 }
@@ -81,7 +82,7 @@ function drawState() {
   $("origin").hidden = !state.origin || isMany;
   $("notice").textContent = state.notice;
   $("notice").hidden = !state.notice || isMany;
-  $("notice").classList.toggle("bad", state.isSilent || state.phase === "failed");
+  $("notice").classList.toggle("bad", state.phase === "failed");
   $("why").textContent = state.why || "nothing is known yet";
   $("remedy").textContent = state.remedy ? `To try: ${state.remedy}.` : "";
   $("notes").replaceChildren(...state.notes.map((note) => el("li", {}, el("b", {}, "missing"), ` ${note}.`)));

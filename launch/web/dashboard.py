@@ -1,45 +1,44 @@
-"""The dashboard's web server: pages, the run's state, which a page asks for every second, and its verbs. Loopback only.
+"""The run in a browser: pages, its state, which a page asks for every second, and its verbs; `/metrics` for Prometheus.
 
-`/api/verbs/<verb>` passes a request on to the run's control socket and its answer
-back: GET to see, POST to change. It asks the run only while a page asks. `DashboardGuard` judges each request
-by its headers: host, origin and site as `actors/http_guard.py` does, and a proof that it knows the secret of the URL it
-printed. A request that changes the run must carry the secret itself in a header: cookies are shared by all ports of
-a host, and the dashboard's cookie only opens what shows. `run_dashboard` serves one inside the launcher.
+Routes of the control server at a port of 127.0.0.1. `DashboardGuard` judges each request by its headers: host, origin
+and site as `actors/http_guard.py` does, and a proof that it knows the secret of a URL that was printed. A request that
+changes the run must carry that secret itself in a header: cookies are shared by all ports of a host, and ours only
+opens what shows. `/metrics` asks programs of this machine for the key of `METRICS_KEY_VARIABLE`, if it is set.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import aiohttp
 import orjson
 from aiohttp import web
 
-from ...actors.http_client import stream_timeout
-from ...actors.http_guard import Head, Refusal, elsewhere, same
-from ...core.errors import ConfigError, LaunchError, MyxaError
-from ..control.client import ControlNote
-from ..control.server import encode, error_answer
-from ..control.verbs import HOST as CONTROL_HOST
-from ..feed import Feed
+from ...actors.http_guard import Head, HttpAccess, Refusal, elsewhere, same
+from ...core.errors import ConfigError, MyxaError
+from ...core.knobs import Operator
+from ..control import verbs
+from ..control.server import ControlServer, VerbContext, error_response, operator
 from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table
 from ..views.report import SCRIPTS, STYLES, page_file
-from ..views.run_files import SampleQuery, load_run, read_samples
+from ..views.run_files import RunFiles, SampleQuery, load_run, read_samples
+from ..views.run_view import RunView, carried_over, with_past
 
+METRICS_KEY_VARIABLE = "MYXA_METRICS_KEY"
+"""Key that scrapers must send to the Prometheus page; empty or not set: any program of this machine may ask."""
 TOKEN_HEADER = "X-Myxa-Token"
 SECURITY_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -64,13 +63,10 @@ class PageRequest(Head):
 
 
 class DashboardGuard:
-    """Judges requests by one secret."""
+    """Judges requests by two secrets: one opens what shows, the other one also changes the run."""
 
-    def __init__(self, token: str = "", *, may_operate: bool = False) -> None:
-        self.token = token or secrets.token_urlsafe(32)
-        self.may_operate = may_operate
-        self.cookie = hashlib.blake2b(b"view", key=self.token.encode()[:64], digest_size=32).hexdigest()
-        """Opens the pages that show, and does not reveal the secret."""
+    def __init__(self) -> None:
+        self.view, self.operate = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
 
     def refusal(self, ask: PageRequest) -> Refusal | None:
         """Why this request is not served; None: it is."""
@@ -78,56 +74,99 @@ class DashboardGuard:
             return refused
         unknown = Refusal(401, "open the URL that was printed: it holds the secret")
         if ask.method in ("GET", "HEAD"):
-            return None if same(ask.query_token, self.token) or same(ask.cookie, self.cookie) else unknown
-        if not self.may_operate:
-            return Refusal(403, "this dashboard only shows: start it with --operate to change the run here")
+            return None if self.may_operate(ask) or _knows(ask, self.view) else unknown
         if ask.method != "POST":
             return Refusal(405, "only POST changes anything")
-        return None if same(ask.header_token, self.token) else unknown
+        if same(ask.header_token, self.view):
+            return Refusal(403, "this URL only shows: `myxa dashboard --operate` prints one that changes the run, too")
+        return None if same(ask.header_token, self.operate) else unknown
+
+    def may_operate(self, ask: PageRequest) -> bool:
+        """Whether the page that asks is one that may change the run."""
+        return _knows(ask, self.operate)
+
+
+def cookie_of(secret: str) -> str:
+    """Opens the pages that show, and does not reveal the secret."""
+    return hashlib.blake2b(b"view", key=secret.encode()[:64], digest_size=32).hexdigest()
+
+
+def _knows(ask: PageRequest, secret: str) -> bool:
+    return same(ask.query_token, secret) or same(ask.cookie, cookie_of(secret))
 
 
 HOST = "127.0.0.1"
-JSON = {"Content-Type": "application/json"}
-LOOK_EVERY_S = 1.0
+TOKEN = "token"
+METRICS = "/metrics"
+LOOK_EVERY_S = 2.0
 CHARTS_EVERY_S = 2.0
-MAX_ASKS = 8
-ASK_S = 60.0
 MAX_BODY_BYTES = 64 * 1024
 MAX_KEPT_GROUPS = 200
 """Of samples.jsonl, which have no tokens."""
 CLOSE_S = 2.0
 TYPES: Mapping[str, str] = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 ASSETS = (*STYLES, *SCRIPTS, "icon.svg")
+URL_FILE = "dashboard.url"
+"""In the run directory, for its owner's eyes only, while the dashboard is open: the URL holds the secret that shows."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Dashboard:
-    """One dashboard of one run."""
+    """That of one run, opened by the verb `dashboard`; it ends with the block."""
 
-    def __init__(self, feed: Feed, guard: DashboardGuard) -> None:
-        self._feed = feed
-        self._guard = guard
+    def __init__(self, server: ControlServer, run_dir: Path) -> None:
+        self._server = server
+        self._run_dir = run_dir
+        self._guard = DashboardGuard()
+        self._metrics_access = HttpAccess(os.environ.get(METRICS_KEY_VARIABLE, ""))
+        self._runner: web.AppRunner | None = None
         self._port = 0
+        self._past = RunFiles(run_dir)
+        self._last: RunView | None = None
         self._state: bytes = b""
         self._charts: bytes = b""
         self._charts_of = -1
         self._charts_due_s = 0.0
         self._looked_s = float("-inf")
-        self._looking = asyncio.Lock()
-        # Not the loop's own threads: in the launcher, the verbs that are asked for need those for their answers.
+        self._turn = asyncio.Lock()
+        # Not the loop's own threads: verbs need those for their answers.
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="dashboard-look")
-        self._num_asks = 0
+        server.serve({verbs.DASHBOARD: self._asked})
 
-    @property
-    def url(self) -> str:
-        """To be opened; it holds the secret."""
-        return f"http://{HOST}:{self._port}/?token={self._guard.token}"
+    async def __aenter__(self) -> Dashboard:
+        return self
 
-    @contextlib.asynccontextmanager
-    async def serving(self, port: int) -> AsyncGenerator[str]:
-        """Serve until the block ends; gives the URL. Raises ConfigError if the port is taken."""
-        app = web.Application(middlewares=[self._headers, self._guarded], client_max_size=MAX_BODY_BYTES)
+    async def __aexit__(self, *error: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            (self._run_dir / URL_FILE).unlink(missing_ok=True)
+        self._looker.shutdown(wait=False, cancel_futures=True)
+
+    async def _asked(
+        self, context: VerbContext, arguments: verbs.DashboardArguments, who: Operator
+    ) -> dict[str, object]:
+        url = await self.opened(arguments.port, may_operate=arguments.operate)
+        return {"url": url, "run_dir": str(self._run_dir), "operate": arguments.operate}
+
+    async def opened(self, port: int, *, may_operate: bool = False) -> str:
+        """The URL, which holds a secret. `port` 0: any free one, or the one that is open. Raises ConfigError if it is
+        taken, or another one is open."""
+        async with self._turn:
+            if self._runner is None:
+                await self._open(port)
+        if port not in (0, self._port):
+            raise ConfigError(f"the dashboard of this run is at port {self._port}", remedy="leave --port out")
+        return self._url(self._guard.operate if may_operate else self._guard.view)
+
+    def _url(self, secret: str) -> str:
+        return f"http://{HOST}:{self._port}/?{TOKEN}={secret}"
+
+    async def _open(self, port: int) -> None:
+        link = _listening(port)
+        self._port = link.getsockname()[1]
+        app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
+        app.on_response_prepare.append(_secure)
         app.add_routes(
             [
                 web.get("/", self._page),
@@ -138,41 +177,25 @@ class Dashboard:
                 web.get("/api/run", self._run),
                 web.get("/api/verbs/{verb}", self._verb),
                 web.post("/api/verbs/{verb}", self._verb),
+                web.get(METRICS, self._metrics),
             ]
         )
-        runner = web.AppRunner(
+        self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S, handler_cancellation=True
         )
-        await runner.setup()
-        try:
-            link = _listening(port)
-            self._port = link.getsockname()[1]
-            await web.SockSite(runner, link).start()
-            yield self.url
-        finally:
-            self._feed.close()
-            await runner.cleanup()
-            self._looker.shutdown(wait=False, cancel_futures=True)
+        await self._runner.setup()
+        await web.SockSite(self._runner, link).start()
+        path = self._run_dir / URL_FILE
+        path.unlink(missing_ok=True)  # a leftover may have been made with other rights
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{self._url(self._guard.view)}\n")
 
-    def _take_look(self) -> None:
-        view = self._feed.look()
-        past = self._feed.past
-        self._state = orjson.dumps(state_table(view, past, may_operate=self._may_operate), default=str)
-        began_s = time.monotonic()
-        if self._charts_of != past.generation and began_s >= self._charts_due_s:
-            self._charts = orjson.dumps(past_table(past), default=str)
-            self._charts_of = past.generation
-            # A table of a long run is large: making it takes at most a tenth of the time.
-            self._charts_due_s = began_s + max(CHARTS_EVERY_S, 10 * (time.monotonic() - began_s))
-
-    @property
-    def _may_operate(self) -> bool:
-        return self._guard.may_operate and self._feed.note is not None
+    # -- what shows ----------------------------------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.Response:
         answer = web.Response(body=page_file("index.html"), content_type="text/html", charset="utf-8")
-        if "token" in request.query:
-            answer.set_cookie(self._cookie, self._guard.cookie, httponly=True, samesite="Strict", path="/")
+        if secret := request.query.get(TOKEN):
+            answer.set_cookie(self._cookie, cookie_of(secret), httponly=True, samesite="Strict", path="/")
         return answer
 
     async def _asset(self, request: web.Request) -> web.Response:
@@ -182,15 +205,33 @@ class Dashboard:
         return web.Response(body=page_file(name), content_type=TYPES[name.rpartition(".")[2]], charset="utf-8")
 
     async def _now(self, request: web.Request) -> web.Response:
-        """The run's state, at most a second old; its history, too, if it is not the one that the page has `seen`."""
-        async with self._looking:
+        """The run's state of late; its history, too, if it is not the one that the page has `seen`."""
+        async with self._turn:
             if time.monotonic() >= self._looked_s + LOOK_EVERY_S:
-                await asyncio.get_running_loop().run_in_executor(self._looker, self._take_look)
+                view = await self._status(whole=True)
+                await asyncio.get_running_loop().run_in_executor(self._looker, self._draw, view)
                 self._looked_s = time.monotonic()
-        is_known = request.query.get("seen") == str(self._charts_of)
-        history = b"null" if is_known else self._charts
-        body = b'{"generation":%d,"state":%b,"history":%b}' % (self._charts_of, self._state, history)
+        may_operate = b"true" if self._guard.may_operate(self._ask(request)) else b"false"
+        history = b"null" if request.query.get("seen") == str(self._charts_of) else self._charts
+        body = b'{"generation":%d,"mayOperate":%b,"state":%b,"history":%b}' % (
+            self._charts_of, may_operate, self._state, history,
+        )  # fmt: skip
         return web.Response(body=body, content_type="application/json")
+
+    async def _status(self, *, whole: bool) -> RunView:
+        return await self._server.carry_out(verbs.STATUS, verbs.StatusArguments(whole=whole), _this_process())
+
+    def _draw(self, view: RunView) -> None:
+        past = self._past
+        past.read()
+        self._last = carried_over(with_past(view, past), self._last or view)
+        self._state = orjson.dumps(state_table(self._last, past), default=str)
+        began_s = time.monotonic()
+        if self._charts_of != past.generation and began_s >= self._charts_due_s:
+            self._charts = orjson.dumps(past_table(past), default=str)
+            self._charts_of = past.generation
+            # A table of a long run is large: making it takes at most a tenth of the time.
+            self._charts_due_s = began_s + max(CHARTS_EVERY_S, 10 * (time.monotonic() - began_s))
 
     async def _samples(self, request: web.Request) -> web.Response:
         asked = request.query
@@ -199,14 +240,14 @@ class Dashboard:
         kinds: dict[str, bool | None] = {"held-out": True, "true": True, "1": True, "all": None}
         held_out = None if "prompt" in asked else kinds.get(asked.get("held_out", ""), False)
         wanted = SampleQuery(step, held_out, search=asked.get("search", ""), prompt=asked.get("prompt", ""))
-        read = partial(read_samples, self._feed.run_dir, wanted, min(num, MAX_KEPT_GROUPS))
+        read = partial(read_samples, self._run_dir, wanted, min(num, MAX_KEPT_GROUPS))
         return await self._read(lambda: {"groups": read()})
 
     async def _runs(self, request: web.Request) -> web.Response:
-        return await self._read(lambda: [asdict(run) for run in runs_of(self._feed.run_dir.parent)])
+        return await self._read(lambda: [asdict(run) for run in runs_of(self._run_dir.parent)])
 
     async def _run(self, request: web.Request) -> web.Response:
-        name, folder = request.query.get("name", ""), self._feed.run_dir.parent
+        name, folder = request.query.get("name", ""), self._run_dir.parent
 
         def past() -> Any:
             known = {run.name for run in runs_of(folder)}
@@ -215,86 +256,61 @@ class Dashboard:
         return await self._read(past)
 
     async def _read(self, read: Callable[[], Any]) -> web.Response:
-        with self._asking():
-            try:
-                found = await asyncio.get_running_loop().run_in_executor(self._looker, read)
-            except MyxaError as error:
-                return _answer(409, {"error": error_answer(error)})
+        found = await asyncio.get_running_loop().run_in_executor(self._looker, read)
         if found is None:
             raise web.HTTPNotFound
         return web.Response(body=orjson.dumps(found, default=str), content_type="application/json")
 
-    @contextlib.contextmanager
-    def _asking(self) -> Generator[None]:
-        if self._num_asks >= MAX_ASKS:
-            raise web.HTTPServiceUnavailable(text=f"{MAX_ASKS} questions wait for the run's answers: try again")
-        self._num_asks += 1
-        try:
-            yield
-        finally:
-            self._num_asks -= 1
+    async def _metrics(self, request: web.Request) -> web.Response:
+        snapshot = (await self._status(whole=False)).snapshot
+        if not snapshot:
+            raise web.HTTPServiceUnavailable(text="the monitor has not answered yet: try again")
+        return web.Response(text=prometheus_text(snapshot), content_type="text/plain", charset="utf-8")
+
+    # -- what changes --------------------------------------------------------------------------------------------------
 
     async def _verb(self, request: web.Request) -> web.Response:
-        """Pass the request on to the run's own socket, which checks it, and its answer back."""
         if request.method == "POST" and request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="send JSON")
-        verb, pairs = request.match_info["verb"], [pair for pair in request.query.items() if pair[0] != "token"]
-        if self._feed.note is None:
-            over = LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
-            return _answer(409, {"error": error_answer(over)})
-        with self._asking():
-            try:
-                return await self._passed_on(self._feed.note, request, verb, pairs)
-            except (OSError, aiohttp.ClientError) as error:
-                gone = LaunchError(f"the run does not answer: {error}", remedy="`myxa report RUN` shows how it ended")
-                return _answer(503, {"error": error_answer(gone)})
-            finally:
-                if request.method == "POST":
-                    self._feed.wake()
+        pairs = [pair for pair in request.query.items() if pair[0] != TOKEN]
+        answer = await self._server.answer(request, pairs, lambda _: _this_process())
+        if request.method == "POST":
+            self._looked_s = float("-inf")  # the page shows at once what it did
+        return answer
 
-    async def _passed_on(
-        self, note: ControlNote, request: web.Request, verb: str, pairs: list[tuple[str, str]]
-    ) -> web.Response:
-        url = f"http://{CONTROL_HOST}/{quote(verb, safe='')}"
-        connector = aiohttp.UnixConnector(note.control)
-        async with aiohttp.ClientSession(connector=connector, timeout=stream_timeout()) as session:
-            asked = session.request(request.method, url, params=pairs, data=await request.read() or None, headers=JSON)
-            async with asyncio.timeout(ASK_S), asked as answer:
-                body = await answer.read()
-                return web.Response(status=answer.status, body=body, content_type=answer.content_type)
+    # -- who may -------------------------------------------------------------------------------------------------------
 
     @property
     def _cookie(self) -> str:
         """Cookies are shared by all ports of a host: each dashboard has its own."""
         return f"myxa-{self._port}"
 
-    @web.middleware
-    async def _headers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            answer = await handler(request)
-        except web.HTTPException as refusal:
-            refusal.headers.update(SECURITY_HEADERS)
-            raise
-        answer.headers.update(SECURITY_HEADERS)
-        return answer
-
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        head = Head.of(request.method, request.headers)
-        ask = PageRequest(
-            **asdict(head),
-            query_token=request.query.get("token", ""),
+    def _ask(self, request: web.Request) -> PageRequest:
+        return PageRequest(
+            **asdict(Head.of(request.method, request.headers)),
+            query_token=request.query.get(TOKEN, ""),
             cookie=request.cookies.get(self._cookie, ""),
             header_token=request.headers.get(TOKEN_HEADER, ""),
         )
-        refusal = self._guard.refusal(ask)
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        ask = self._ask(request)
+        refusal = (self._metrics_access if request.path == METRICS else self._guard).refusal(ask)
         if refusal is not None:
             return web.Response(status=refusal.status, text=refusal.text + "\n")
-        return await handler(request)
+        try:
+            return await handler(request)
+        except MyxaError as error:
+            return error_response(error)
 
 
-def _answer(status: int, answer: Any) -> web.Response:
-    return web.Response(status=status, body=encode(answer), content_type="application/json")
+async def _secure(request: web.Request, answer: web.StreamResponse) -> None:
+    answer.headers.update(SECURITY_HEADERS)
+
+
+def _this_process() -> Operator:
+    return operator(os.getuid(), os.getpid(), "dashboard")
 
 
 def _listening(port: int) -> socket.socket:
@@ -303,7 +319,7 @@ def _listening(port: int) -> socket.socket:
     try:
         link.bind((HOST, port))
         link.listen(64)
-    except (OSError, OverflowError) as error:  # a number that is no port overflows
+    except OSError as error:
         link.close()
         raise ConfigError(
             f"the dashboard cannot listen on {HOST}:{port}: {error}",
@@ -313,21 +329,28 @@ def _listening(port: int) -> socket.socket:
     return link
 
 
-URL_FILE = "dashboard.url"
-"""In the run directory, for its owner's eyes only: the URL holds the secret."""
+# -- Prometheus --------------------------------------------------------------------------------------------------------
+
+BY_KIND = {"time": "myxa_time_share", "events": "myxa_events_total"}
 
 
-@contextlib.asynccontextmanager
-async def run_dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
-    """Serves the read-only dashboard of a run inside its own launcher; gives its URL. Raises ConfigError if the port is
-    taken."""
-    path = Path(note.run_dir) / URL_FILE
-    async with Dashboard(Feed(Path(note.run_dir), note), DashboardGuard()).serving(port) as url:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # a leftover may have been made with other rights
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"{url}\n")
-        try:
-            yield url
-        finally:
-            path.unlink(missing_ok=True)
+def prometheus_text(snapshot: Mapping[str, Mapping[str, float]]) -> str:
+    """What the monitor's `snapshot` says, in Prometheus' text format: `myxa_train_loss{source="trainer/0"} 0.5`."""
+    rows: dict[str, dict[str, float]] = defaultdict(dict)
+    for source, values in snapshot.items():
+        kind, _, actor = source.partition("/")
+        if kind in BY_KIND:
+            rows[BY_KIND[kind]] |= {_labels(kind=name, source=actor): one for name, one in values.items()}
+        elif source in ("age_s", "step"):
+            rows[f"myxa_{source}"] |= {_labels(source=actor): one for actor, one in values.items()}
+        elif source == "monitor":
+            rows["myxa_telemetry_dropped_total"][""] = values["dropped"]
+        elif source != "metrics":  # those of all sources as one
+            for name, one in values.items():  # of names that differ in odd characters alone the newest counts
+                rows[f"myxa_{re.sub('[^a-zA-Z0-9_]', '_', name)}"][_labels(source=source)] = one
+    return "".join(f"{name}{labels} {float(one)!r}\n" for name in sorted(rows) for labels, one in rows[name].items())
+
+
+def _labels(**labels: str) -> str:
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return "{" + ",".join(f'{name}="{text.translate(escapes)}"' for name, text in labels.items()) + "}"

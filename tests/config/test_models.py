@@ -72,3 +72,16 @@ engine = { max_running = 7 }
     (tmp_path / "frozen.toml").write_text(dump_config(config))
     again = load_config([tmp_path / "frozen.toml"])
     assert again == config and again.models["critic"].path == str(tmp_path / "critic")
+
+
+@pytest.mark.parametrize(("port", "served"), [(0, -1), (-1, -1), (9100, 9100)])
+def test_a_frozen_run_file_with_a_port_for_prometheus_serves_it_with_the_dashboard(
+    port: int, served: int, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text('[model]\npath = "m"\n[data]\ntrain = "t"\n')
+    config = load_config([tmp_path / "run.toml"])
+    earlier = dump_config(config).replace("[monitor]\n", f"[monitor]\nprometheus_port = {port}\n")
+    (tmp_path / "frozen.toml").write_text(earlier)
+    again = load_config([tmp_path / "frozen.toml"])
+    assert again.control.dashboard_port == served
+    assert (again.monitor, again.trainer, again.run) == (config.monitor, config.trainer, config.run)

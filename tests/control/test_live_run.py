@@ -23,9 +23,9 @@ from tests.harness.run_job import events
 from tests.harness.waiting import wait_until
 
 from myxa.launch.cli import main
-from myxa.launch.control.client import ControlClient
+from myxa.launch.commands.views import WatchedRun
+from myxa.launch.control.client import ControlClient, find_run
 from myxa.launch.control.verbs import ALL
-from myxa.launch.feed import Feed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -170,13 +170,14 @@ def test_the_launcher_serves_the_dashboard_which_only_shows(live: Live):
     assert "reward/raw_mean" in {row[0] for row in read("/api/state")["history"]["series"]}
     assert read("/api/samples")["groups"][0]["answers"][0]["num_tokens"] > 0
     with pytest.raises(urllib.error.HTTPError) as refused:
-        read("/api/verbs/set", method="POST", data=b"{}", headers={"Content-Type": "application/json"})
+        head = {"Content-Type": "application/json", "X-Myxa-Token": query.partition("=")[2]}
+        read("/api/verbs/set", method="POST", data=b"{}", headers=head)
     assert refused.value.code == 403
     refused.value.close()
 
 
 def test_top_reads_what_the_run_answers(live: Live):
-    view = Feed.of(live.run_dir).look()
+    view = WatchedRun(find_run(live.run_dir)).look()
     assert view.troubles == ()
     assert {"trainer/0", "rollout/0", "buffer"} <= {actor.name for actor in view.actors}
     assert view.version >= 3 and view.why and view.history and view.knobs

@@ -10,7 +10,7 @@ import pytest
 
 from myxa.launch.cli import main, make_parser
 from myxa.launch.control.handlers import HANDLERS
-from myxa.launch.control.verbs import ALL, Verb, describe
+from myxa.launch.control.verbs import ALL, DASHBOARD, Verb, describe
 
 PAGE = Path(__file__).parents[2] / "docs" / "control.md"
 HEAD, END = "<!-- verbs -->\n", "<!-- end -->"
@@ -41,7 +41,7 @@ def test_the_table_of_the_page_is_current() -> None:
 
 
 def test_every_verb_has_a_handler_and_every_argument_a_help() -> None:
-    assert set(HANDLERS) == set(ALL)
+    assert {*HANDLERS, DASHBOARD} == set(ALL)
     assert len({verb.name for verb in ALL}) == len(ALL)
     for verb in ALL:
         assert verb.help and all(each.get("description") for each in describe(verb)["arguments"].values()), verb.name

@@ -84,6 +84,6 @@ def context_of(folder: Path, **settings: Any) -> VerbContext:
 
 
 async def test_without_sockets_a_run_cannot_be_spoken_to(tmp_path: Path):
-    async with open_control(context_of(tmp_path, socket=False), tmp_path) as note:
-        assert note is None
+    async with open_control(context_of(tmp_path, socket=False), tmp_path) as url:
+        assert not url
         assert list(tmp_path.iterdir()) == []

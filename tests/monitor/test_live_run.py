@@ -135,11 +135,11 @@ def test_a_pause_is_booked_as_one_and_explained(live: Live) -> None:
 
 @pytest.mark.timeout(420)
 def test_prometheus_is_served(live: Live) -> None:
-    port = (live.client.run_dir / "prometheus.port").read_text().strip()
-    wanted = {"myxa_train_loss", "myxa_rollout_running", "myxa_time_compute", "myxa_events_total"}
+    base = live.ask("dashboard")["url"].partition("/?")[0]
+    wanted = {"myxa_train_loss", "myxa_rollout_running", "myxa_time_share", "myxa_events_total", "myxa_step"}
 
     def missing() -> set[str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"{base}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
         return wanted - {line.split("{")[0].split(" ")[0] for line in lines}
 

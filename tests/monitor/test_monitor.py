@@ -14,7 +14,6 @@ from tests.harness.manual_clock import ManualClock
 from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
-from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
 from myxa.core.sink import Sink
 
@@ -38,7 +37,7 @@ def times(source: str, second: float) -> MetricPoint:
 
 
 async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
-    monitor = alone(tmp_path, [JsonlSink(), ChromeTraceSink(), PrometheusSink(0)], run_name="sort")
+    monitor = alone(tmp_path, [JsonlSink(), ChromeTraceSink()], run_name="sort")
     await monitor.on_start()
     for step in range(5):
         point = MetricPoint(source="trainer/0", step=step, wall_s=float(step), values={"train/loss": 1.0 - step / 10})
@@ -50,14 +49,15 @@ async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
     view = await monitor.snapshot()
     assert view["trainer/0"]["train/loss"] == pytest.approx(0.6)
     assert view["time/trainer/0"]["compute"] == pytest.approx(0.7)
-    assert view["monitor"]["sinks"] == 3.0
+    assert view["events/buffer"] == {"note": 5.0}
+    assert view["monitor"]["sinks"] == 2.0
     late = Event(source="coordinator", wall_s=0.0, kind="phase", text="draining -> finished")
     await monitor.telemetry(Telemetry(events=(late,)))
     await monitor.on_stop("end of the run")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line["values"]] == list(range(5))
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert kinds == ["prometheus-bound", *["note"] * 5, "phase"]
+    assert kinds == [*["note"] * 5, "phase"]
     assert sum(event["ph"] == "X" for event in json.loads((tmp_path / "trace.json").read_text())) == 5
     assert not any(thread.name == "myxa-sinks" for thread in threading.enumerate())
 

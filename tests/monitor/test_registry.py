@@ -10,7 +10,6 @@ from tests.harness.manual_clock import ManualClock
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
-from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.registry import BUILT_IN, check_name, choose_sinks, make_sink
 from myxa.actors.sinks.trackers import TensorBoardSink
 from myxa.core.config import load_config
@@ -53,9 +52,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_monitor_section_chooses() -> None:
-    all_of_them = [JsonlSink, ChromeTraceSink, TensorBoardSink, PrometheusSink]
-    assert [type(sink) for sink in choose_sinks(MonitorSettings(prometheus_port=0))] == all_of_them
-    few = MonitorSettings(tensorboard=False, prometheus_port=-1, trace=False)
+    all_of_them = [JsonlSink, ChromeTraceSink, TensorBoardSink]
+    assert [type(sink) for sink in choose_sinks(MonitorSettings())] == all_of_them
+    few = MonitorSettings(tensorboard=False, trace=False)
     assert [type(sink) for sink in choose_sinks(few)] == [JsonlSink]
 
 

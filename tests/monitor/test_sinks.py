@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.monitor.sink_world import WALL_S, Told, bundle, context, point, span, weights
+from tests.monitor.sink_world import WALL_S, bundle, context, point, span, weights
 from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
-from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.trackers import TensorBoardSink
-from myxa.core.errors import LaunchError
 from myxa.core.messages import Event, Telemetry
 from myxa.core.sink import Sink
 
 SEED = 20
 
 
-@pytest.mark.parametrize("make", [JsonlSink, ChromeTraceSink, TensorBoardSink, PrometheusSink])
+@pytest.mark.parametrize("make", [JsonlSink, ChromeTraceSink, TensorBoardSink])
 def test_every_sink_keeps_the_contract(make: type[Sink], tmp_path: Path) -> None:
     sink = make()
     assert isinstance(sink, Sink)
@@ -189,82 +184,3 @@ def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "False"], done.stderr
-
-
-def scrape(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as reply:
-        return reply.read().decode()
-
-
-def test_prometheus_serves_the_latest_values_on_loopback(tmp_path: Path) -> None:
-    told = Told()
-    sink = PrometheusSink(0)
-    sink.open(context(tmp_path, told))
-    try:
-        port = int((tmp_path / "prometheus.port").read_text())
-        assert told.events == [("prometheus-bound", f"metrics are served at http://127.0.0.1:{port}/metrics")]
-        for step in range(3):
-            sink.write(bundle(step))
-        sink.write(Telemetry(metrics=(point(3, "rollout/1", lag__max=2.0, **{"train.loss": 9.0}),), dropped=4))
-        text = scrape(f"http://127.0.0.1:{port}/metrics")
-        assert 'myxa_train_loss{source="trainer/0"} 0.33' in text
-        assert 'myxa_lag_max{source="rollout/1"} 2.0' in text
-        assert 'myxa_step{source="trainer/0"} 2.0' in text
-        assert 'myxa_events_total{kind="group-dropped",source="buffer"} 3.0' in text
-        assert "myxa_telemetry_dropped_total 4.0" in text
-        assert "python_info" not in text  # an own registry, not the process-wide one
-        assert_loopback_only(port)
-    finally:
-        sink.close()
-    assert not (tmp_path / "prometheus.port").exists()
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def assert_loopback_only(port: int) -> None:
-    """The kernel's own table: nothing but 127.0.0.1 listens on the port."""
-    listening = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        lines = Path(table).read_text().splitlines()[1:] if Path(table).exists() else []
-        rows = [line.split() for line in lines]
-        listening += [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
-    assert listening == [f"0100007F:{port:04X}"]
-
-
-@pytest.mark.parametrize(
-    ("key", "headers", "status"),
-    [
-        ("", {}, 200),
-        ("", {"Host": "evil.example"}, 421),
-        ("", {"Origin": "http://evil.example"}, 403),
-        ("", {"Sec-Fetch-Site": "cross-site"}, 403),
-        ("k3y", {}, 401),
-        ("k3y", {"Authorization": "Bearer k3"}, 401),
-        ("k3y", {"Authorization": "Bearer k3y", "Host": "node-7"}, 200),
-    ],
-)
-def test_e03_no_page_reads_the_metrics_and_a_key_may_be_asked_for(
-    key: str, headers: dict[str, str], status: int, tmp_path: Path
-) -> None:
-    sink = PrometheusSink(0, key)
-    sink.open(context(tmp_path))
-    try:
-        link = http.client.HTTPConnection("127.0.0.1", int((tmp_path / "prometheus.port").read_text()), timeout=10)
-        link.request("GET", "/metrics", headers=headers)
-        answer = link.getresponse()
-        assert (answer.status, b"myxa_telemetry_dropped" in answer.read()) == (status, status == 200)
-        link.close()
-    finally:
-        sink.close()
-
-
-def test_prometheus_refuses_a_port_in_use(tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} .*prometheus_port"):
-            PrometheusSink(port).open(context(tmp_path))
-    assert not (tmp_path / "prometheus.port").exists()
-    with pytest.raises(LaunchError, match="70000"):
-        PrometheusSink(70000).open(context(tmp_path))

@@ -6,29 +6,30 @@ from dataclasses import replace
 
 import pytest
 
-from myxa.launch.web.dashboard import DashboardGuard, PageRequest
+from myxa.launch.web.dashboard import DashboardGuard, PageRequest, cookie_of
 
-TOKEN = "a-secret-of-some-length"
-VIEW = DashboardGuard(TOKEN)
-OPERATE = DashboardGuard(TOKEN, may_operate=True)
-LOOK = PageRequest(method="GET", host="127.0.0.1:4000", query_token=TOKEN)
+GUARD = DashboardGuard()
+LOOK = PageRequest(method="GET", host="127.0.0.1:4000", query_token=GUARD.view)
 TURN = PageRequest(
-    method="POST", host="127.0.0.1:4000", header_token=TOKEN, origin="http://127.0.0.1:4000", fetch_site="same-origin"
-)
+    method="POST", host="127.0.0.1:4000", header_token=GUARD.operate, origin="http://127.0.0.1:4000",
+    fetch_site="same-origin",
+)  # fmt: skip
 
 
-def status(guard: DashboardGuard, ask: PageRequest) -> int:
-    refusal = guard.refusal(ask)
+def status(ask: PageRequest) -> int:
+    refusal = GUARD.refusal(ask)
     return 200 if refusal is None else refusal.status
 
 
-def test_the_secret_opens_what_shows_as_query_or_by_its_cookie() -> None:
-    assert status(VIEW, LOOK) == 200
-    assert status(VIEW, replace(LOOK, query_token="", cookie=VIEW.cookie)) == 200
-    assert status(VIEW, replace(LOOK, query_token="")) == 401
-    assert status(VIEW, replace(LOOK, query_token=TOKEN[:-1])) == 401
-    assert status(VIEW, replace(LOOK, query_token="", cookie=TOKEN)) == 401, "the cookie is not the secret"
-    assert status(VIEW, replace(LOOK, query_token="\udcff")) == 401
+@pytest.mark.parametrize(("secret", "may_operate"), [(GUARD.view, False), (GUARD.operate, True)])
+def test_a_secret_opens_what_shows_as_query_or_by_its_cookie(secret: str, may_operate: bool) -> None:
+    by_cookie = replace(LOOK, query_token="", cookie=cookie_of(secret))
+    for ask in (replace(LOOK, query_token=secret), by_cookie):
+        assert (status(ask), GUARD.may_operate(ask)) == (200, may_operate)
+    assert status(replace(LOOK, query_token="")) == 401
+    assert status(replace(LOOK, query_token=secret[:-1])) == 401
+    assert status(replace(LOOK, query_token="", cookie=secret)) == 401, "the cookie is not the secret"
+    assert status(replace(LOOK, query_token="\udcff")) == 401
 
 
 OURS = ("127.0.0.1:4000", "localhost:9", "LOCALHOST", "[::1]:80", "[::1]", "127.0.0.1")
@@ -36,8 +37,8 @@ OTHERS = ("", "evil.example", "evil.example:4000", "127.0.0.1.evil.example", "0.
 
 
 def test_names_of_this_machine_are_served_and_no_others_even_with_the_secret() -> None:
-    assert {host for host in OURS if status(VIEW, replace(LOOK, host=host)) != 200} == set()
-    assert {host for host in OTHERS if status(VIEW, replace(LOOK, host=host)) != 421} == set()
+    assert {host for host in OURS if status(replace(LOOK, host=host)) != 200} == set()
+    assert {host for host in OTHERS if status(replace(LOOK, host=host)) != 421} == set()
 
 
 @pytest.mark.parametrize(
@@ -51,20 +52,22 @@ def test_names_of_this_machine_are_served_and_no_others_even_with_the_secret() -
     ],
 )
 def test_other_sites_are_not_served(site: str, mode: str, origin: str, code: int) -> None:
-    assert status(VIEW, replace(LOOK, fetch_site=site, fetch_mode=mode, origin=origin)) == code
-    assert status(OPERATE, replace(TURN, fetch_site="cross-site", fetch_mode="navigate")) == 403
+    assert status(replace(LOOK, fetch_site=site, fetch_mode=mode, origin=origin)) == code
+    assert status(replace(TURN, fetch_site="cross-site", fetch_mode="navigate")) == 403
 
 
-def test_knobs_are_turned_only_where_that_was_wished_and_with_the_secret_itself() -> None:
-    assert status(OPERATE, TURN) == 200
-    assert status(VIEW, TURN) == 403
-    assert status(OPERATE, replace(TURN, header_token="", query_token=TOKEN)) == 401
-    assert status(OPERATE, replace(TURN, header_token=OPERATE.cookie, cookie=OPERATE.cookie)) == 401
-    assert status(OPERATE, replace(TURN, origin="null")) == 403
+def test_the_run_is_changed_only_with_the_secret_for_it_itself() -> None:
+    assert status(TURN) == 200
+    assert status(replace(TURN, header_token=GUARD.view)) == 403
+    assert status(replace(TURN, header_token="", query_token=GUARD.operate)) == 401
+    assert status(replace(TURN, header_token=cookie_of(GUARD.operate), cookie=cookie_of(GUARD.operate))) == 401
+    assert status(replace(TURN, origin="null")) == 403
     for method in ("PUT", "DELETE", "OPTIONS", "PATCH"):
-        assert status(OPERATE, replace(TURN, method=method)) == 405
+        assert status(replace(TURN, method=method)) == 405
 
 
-def test_each_dashboard_has_its_own_secret() -> None:
-    assert len({DashboardGuard().token for _ in range(5)}) == 5
-    assert len(DashboardGuard().token) >= 40
+def test_each_dashboard_has_its_own_secrets() -> None:
+    guards = [DashboardGuard() for _ in range(5)]
+    secrets = {secret for guard in guards for secret in (guard.view, guard.operate)}
+    assert len(secrets) == 10
+    assert min(map(len, secrets)) >= 40

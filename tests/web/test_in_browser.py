@@ -3,6 +3,7 @@ text. Without a browser these tests are skipped, and the run of tests ends with 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,10 +13,9 @@ from typing import Any
 import pytest
 from tests.harness.scripts import loaded
 
-from myxa.launch.feed import Feed
+from myxa.launch.control.client import ControlClient
 from myxa.launch.views.compare import load_runs
 from myxa.launch.views.report import write_page, write_report
-from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -35,13 +35,12 @@ async def page() -> AsyncIterator[Any]:
 async def opened(planting: ModuleType, seat: Any, page: Any, *, operate: bool = False) -> AsyncIterator[None]:
     """The dashboard of a live seat in the tab."""
     async with planting.serving(seat) as note:
-        dashboard = Dashboard(Feed.of(Path(note.run_dir)), DashboardGuard(may_operate=operate))
-        async with dashboard.serving(0) as url:
-            await page.goto(url)
-            await page.until("document.querySelector('#link.on')", "the live link")
-            yield
-            ours = url.partition("?")[0]
-            assert [asked for asked in page.asked if not asked.startswith((ours, "about:", "data:"))] == []
+        url = (await asyncio.to_thread(ControlClient(note).ask, "dashboard", operate=operate))["url"]
+        await page.goto(url)
+        await page.until("document.querySelector('#link.on')", "the live link")
+        yield
+        ours = url.partition("?")[0]
+        assert [asked for asked in page.asked if not asked.startswith((ours, "about:", "data:"))] == []
 
 
 async def fits(page: Any) -> None:
@@ -180,13 +179,16 @@ async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, page) -> 
         assert [line for line in page.wrong if "400" not in line] == []  # the browser notes the refusal's status
 
 
-async def test_a_run_that_has_ended_is_not_called_live(seat, page) -> None:
-    dashboard = Dashboard(Feed(seat.run_dir), DashboardGuard())
-    async with dashboard.serving(0) as url:
-        await page.goto(url)
+async def test_a_run_that_has_ended_is_not_called_live(planting, seat, page) -> None:
+    async with opened(planting, seat, page, operate=True):
+        await page.says("#rollouts li", "rollout/0")
+        seat.phase = "finished"
         await page.says("#link", "the run has ended")
         assert await page.count("#link.on") == 0
         assert await page.count("#rollouts li") == 0
+        assert not await page.run("$('run-verbs').checkVisibility()")
+    await page.says("#link", "of a run that is over, see report.html")
+    await page.says("#tiles", "120")
 
 
 async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None:
