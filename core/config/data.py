@@ -105,6 +105,7 @@ MAX_SOURCES = 64
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
 """Every draw that is passed over is a row of the ledger."""
 _FOR_TEMPLATES = "is for the chat template: set apply_chat_template = true"
+_NO_NAME = "make it one of them, with a name"
 _COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key", "tools_key")
 TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 """What a chat template is given anyway."""
@@ -213,41 +214,41 @@ class DataSettings(RowColumns, frozen=True):
     difficulty_high: float = 0.0
     """The window's upper end; both ends are inside."""
 
+    relations = (
+        "max_prompt_tokens needs overlong=refuse,drop",
+        f"train needs !sources: {_NO_NAME}",
+        "chat_template_kwargs date needs apply_chat_template=true: there is no chat template to write them",
+    )
+
     def conflicts(self) -> Iterator[Conflict]:
         """Columns that the preset does not look at, and sources that do not go together."""
         sources = self.sources
         yield from clashes(
             (not (self.train or sources), "train", "must name a file, unless [data.sources] names several"),
-            (self.difficulty_low > self.difficulty_high, "difficulty_low difficulty_high",
+            (self.difficulty_low > self.difficulty_high, "difficulty_low",
              f"is above difficulty_high = {self.difficulty_high:g}"),
-            (self.max_prompt_tokens and self.overlong == "pass", "max_prompt_tokens overlong",
-             'needs overlong = "refuse" or "drop"'),
-            (self.train and sources, "train sources",
-             "does not go with [data.sources]: make it one of them, with a name"),
             (len(sources) > MAX_SOURCES, "sources",
              f"has {len(sources)} sources, but at most {MAX_SOURCES} are mixed"),
-            *((not self.apply_chat_template and getattr(self, key), f"{key} apply_chat_template", _FOR_TEMPLATES)
-              for key in ("chat_template_kwargs", "date")),
         )  # fmt: skip
         for name in sources:
             if not SOURCE_NAME.fullmatch(name):
                 cause = "a source's name is 1 to 64 letters, digits, '_' or '-', no sign first"
-                yield Conflict((f"sources.{name}",), cause)
+                yield Conflict(f"sources.{name}", cause)
         if sources and not any(source.weight for source in sources.values()):
-            paths = tuple(f"sources.{name}.weight" for name in sources)
-            yield Conflict(paths, "so no source has a weight: give one of them more than 0")
+            path = f"sources.{next(iter(sources))}.weight"
+            yield Conflict(path, "so no source has a weight: give one of them more than 0")
         named = [(f"sources.{name}.", source) for name, source in sources.items() if SOURCE_NAME.fullmatch(name)]
         for place, rows in (("", self), *named):
             preset = rows.preset or self.preset
             yield from clashes(
-                (preset == "chat" and rows.prompt_key, f"{place}prompt_key {place}preset",
+                (preset == "chat" and rows.prompt_key, f"{place}prompt_key",
                  'is not used by preset = "chat"; set messages_key'),
-                (preset != "chat" and rows.messages_key, f"{place}messages_key {place}preset",
+                (preset != "chat" and rows.messages_key, f"{place}messages_key",
                  f'is used by preset = "chat" only, not "{preset}"'),
                 (place and self.is_recorded and preset != "recorded", f"{place}preset",
                  'must be "recorded", as that of another source is: nothing is generated'),
             )  # fmt: skip
-            yield from plain_conflicts(rows, place, "apply_chat_template") if not self.apply_chat_template else ()
+            yield from plain_conflicts(rows, place) if not self.apply_chat_template else ()
 
     @property
     def is_recorded(self) -> bool:
@@ -276,12 +277,11 @@ class DataSettings(RowColumns, frozen=True):
         return self.model_copy(update={**own, **columns, "max_passes": max_passes})
 
 
-def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> Iterator[Conflict]:
-    """What rows whose texts are encoded as they are cannot have. `place`: of their table. `switch`: the key that says
-    so."""
+def plain_conflicts(rows: DataSettings | RowSource, place: str) -> Iterator[Conflict]:
+    """What rows whose texts are encoded as they are cannot have. `place`: of their table."""
     return clashes(
-        *((getattr(rows, key), f"{place}{key} {switch}", _FOR_TEMPLATES) for key in ("system", "tools_key")),
-        (rows.preset == "chat", f"{place}preset {switch}", '"chat" is for conversations; with plain texts use "plain"'),
+        *((getattr(rows, key), f"{place}{key}", _FOR_TEMPLATES) for key in ("system", "tools_key")),
+        (rows.preset == "chat", f"{place}preset", '"chat" is for conversations; with plain texts use "plain"'),
     )
 
 
@@ -383,6 +383,12 @@ class RewardSettings(Section, frozen=True):
     choose_else: str = ""
     """The function of rows that name none; empty = such a row is a bad row."""
 
+    relations = (
+        f"fn pattern scope args needs !functions: {_NO_NAME}",
+        "choose_by needs functions: they are what it chooses from",
+        "choose_else needs choose_by: that is the key of the metadata that chooses",
+    )
+
     def alone(self, fn: str, *, pattern: str = "", args: Mapping[str, Any] | None = None) -> Self:
         """A section in which one function says all, whatever this one's say; limits and errors are as here."""
         nothing: dict[str, Any] = {"functions": {}, "choose_by": "", "choose_else": "", "overlong_tokens": 0}
@@ -409,51 +415,38 @@ class RewardSettings(Section, frozen=True):
         for name, part in self.parts().items():
             place = f"functions.{name}." if name else ""
             own = f'is for a function of your own or "remote": "{part.fn}" judges one answer by itself'
-            for holds, paths, cause in (
-                (part.fn == "regex" and not part.pattern, (f"{place}pattern", f"{place}fn"),
-                 'fn = "regex" needs a pattern'),
-                (part.fn in ("remote", "judge") and part.workers, ("workers", f"{place}fn"),
+            yield from clashes(
+                (part.fn == "regex" and not part.pattern, f"{place}pattern", 'fn = "regex" needs a pattern'),
+                (part.fn in ("remote", "judge") and part.workers, "workers",
                  f'must be 0: fn = "{part.fn}" is asked by the rollout actor itself'),
-                (part.scope == "group" and part.fn in REWARD_BUILTINS and part.fn != "remote",
-                 (f"{place}scope", f"{place}fn"), own),
-            ):  # fmt: skip
-                if holds:
-                    yield Conflict(paths, cause)
+                (part.scope == "group" and part.fn in REWARD_BUILTINS and part.fn != "remote", f"{place}scope", own),
+            )  # fmt: skip
         yield from self._several_conflicts() if self.functions else ()
         end, buffer = self.overlong_tokens, self.overlong_buffer
         within = f"must be from 1 to overlong_tokens = {end}" if end else "needs overlong_tokens, the length it ends at"
-        choices = "needs [reward.functions.NAME], the functions to choose from"
-        yield from clashes(
-            (bool(end) != bool(buffer) or buffer > end, "overlong_buffer overlong_tokens", within),
-            *((not self.functions and getattr(self, key), f"{key} functions", choices)
-              for key in ("choose_by", "choose_else")),
-        )  # fmt: skip
+        yield from clashes((bool(end) != bool(buffer) or buffer > end, "overlong_buffer", within))
 
     def _several_conflicts(self) -> Iterator[Conflict]:
         functions, other = self.functions, self.choose_else
-        one = "does not go with [reward.functions]: make it one of them, with a name"
         yield from clashes(
-            *((getattr(self, key) != RewardSettings.model_fields[key].default, f"{key} functions", one)
-              for key in ("fn", "pattern", "scope", "args")),
             (len(functions) > MAX_FUNCTIONS, "functions",
              f"has {len(functions)} functions, but there may be {MAX_FUNCTIONS}"),
-            (other and not self.choose_by, "choose_else choose_by",
-             "needs choose_by, the key of the metadata that chooses"),
-            (other and self.choose_by and other not in functions, "choose_else functions",
+            (other and self.choose_by and other not in functions, "choose_else",
              f"is none of reward.functions; {suggest(other, tuple(functions))}"),
         )  # fmt: skip
         for name, of in functions.items():
             above = next((other for other in functions if name.startswith(f"{other}/")), "")
             if not FUNCTION_NAME.fullmatch(name) or name in (OVERLONG, WHOLE):
                 words = "a function's name is 1 to 32 letters, digits, '_', '-' or '/', no sign first"
-                yield Conflict((f"functions.{name}",), f'{words}, and not "{OVERLONG}" or "{WHOLE}"')
+                yield Conflict(f"functions.{name}", f'{words}, and not "{OVERLONG}" or "{WHOLE}"')
             elif above:
-                yield Conflict((f"functions.{name}",), f'is named like a part of "{above}": choose another name')
+                yield Conflict(f"functions.{name}", f'is named like a part of "{above}": choose another name')
             elif not of.fn and name not in REWARD_BUILTINS:
-                yield Conflict((f"functions.{name}.fn",), f'must be set: "{name}" is no built-in reward')
+                yield Conflict(f"functions.{name}.fn", f'must be set: "{name}" is no built-in reward')
         if not any(of.weight for of in functions.values()):
-            paths = tuple(f"functions.{name}.weight" for name in functions)
-            yield Conflict(paths, "so every reward is 0: give one of them a weight")
+            yield Conflict(
+                f"functions.{next(iter(functions))}.weight", "so every reward is 0: give one of them a weight"
+            )
 
 
 # -- a language model that judges --------------------------------------------------------------------------------------
@@ -521,7 +514,7 @@ class JudgeSettings(Section, frozen=True):
             (unknown, "template", f"has {{{unknown}}}; {suggest(unknown, JUDGE_FIELDS)}"),
             (not self.json_field and re.compile(self.pattern).groups != 1, "pattern",
              "must have exactly one group, which is the score"),
-            (self.low >= self.high, "low high", f"must be less than high = {self.high:g}"),
+            (self.low >= self.high, "low", f"must be less than high = {self.high:g}"),
         )  # fmt: skip
 
 
@@ -563,14 +556,10 @@ class EvalSetSettings(RowSource, frozen=True):
     reward_args: Table = {}
     """As `reward.args`, for a function named here."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Arguments of no function, and a function without its argument."""
-        given = "reward_pattern" if self.reward_pattern else "reward_args" if self.reward_args else ""
-        return clashes(
-            (given and not self.reward, f"{given} reward", "is for a function of the set's own: name it in `reward`"),
-            (self.reward == "regex" and not self.reward_pattern, "reward_pattern reward",
-             'reward = "regex" needs a pattern'),
-        )  # fmt: skip
+    relations = (
+        "reward_pattern reward_args needs reward: they are for a function of the set's own",
+        "reward_pattern for reward=regex",
+    )
 
 
 class EvalSettings(Section, frozen=True):
@@ -610,14 +599,14 @@ class EvalSettings(Section, frozen=True):
             if one.reward:
                 yield f"eval.sets.{name}.reward", one.reward
 
+    relations = (f"data needs !sets: {_NO_NAME}",)
+
     def conflicts(self) -> Iterator[Conflict]:
         """Sets that do not go together."""
-        yield from clashes(
-            (self.data and self.sets, "data sets", "does not go with [eval.sets]: make it one of them, with a name"),
-            (len(self.sets) > MAX_SETS, "sets", f"has {len(self.sets)} sets, at most {MAX_SETS} are evaluated"),
-        )
+        if len(self.sets) > MAX_SETS:
+            yield Conflict("sets", f"has {len(self.sets)} sets, at most {MAX_SETS} are evaluated")
         for name in self.sets:
             if not SOURCE_NAME.fullmatch(name):
-                yield Conflict((f"sets.{name}",), "a set's name is 1 to 64 letters, digits, '_' or '-', no sign first")
+                yield Conflict(f"sets.{name}", "a set's name is 1 to 64 letters, digits, '_' or '-', no sign first")
             elif name in TAKEN_NAMES or name.startswith("pass_at_"):
-                yield Conflict((f"sets.{name}",), "is the name of a metric; choose another one")
+                yield Conflict(f"sets.{name}", "is the name of a metric; choose another one")

@@ -292,68 +292,47 @@ class AlgoConfig(Section, frozen=True):
         """Whether advantages are those of samples that are compared, and nothing else."""
         return self.kind in COMPARING_KINDS and not self.advantage_fn and self.kl_in != "advantage"
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Batch arithmetic, and options that the algorithm does not define."""
-        kind, loss = self.kind, self.policy_loss
-        is_sft = kind == "sft"
-        yield from clashes(
-            (self.batch_size % self.minibatches, "minibatches batch_size",
-             f"does not divide batch_size = {self.batch_size} (groups in one step)"),
-            (self.kl_in == "reward" and kind not in TOKEN_REWARD_KINDS, "kl_in kind",
-             f'is not defined for kind = "{kind}", only for {", ".join(TOKEN_REWARD_KINDS)}; use "loss"'),
-            (self.kl_in == "advantage" and is_sft, "kl_in kind",
-             'does not go with kind = "sft", which has no advantages; use "loss"'),
-            (self.clip_low > 1 and loss not in ("cispo", "dppo_kl"), "clip_low kind",
-             f'must be at most 1 for kind = "{kind}": ratios are not negative'),
-            (loss in TRUST_REGION_LOSSES and self.correction not in ("auto", "behaviour"), "loss correction",
-             f'has its trust region around the sampling policy, not correction = "{self.correction}"; use "behaviour"'),
-            (self.dual_clip and loss not in ("ppo", "gspo"), "dual_clip kind loss",
-             f'is not defined for the loss "{loss}"; use 0'),
-            (self.normalise != "group" and kind not in NORMALISED_KINDS, "normalise kind",
-             f'is for {", ".join(NORMALISED_KINDS)}, not kind = "{kind}"'),
-            (not self.whiten and kind not in TOKEN_REWARD_KINDS, "whiten kind",
-             f'is for {", ".join(TOKEN_REWARD_KINDS)}, not kind = "{kind}", which whitens nothing'),
-            (self.turn_discount != 1 and kind not in COMPARING_KINDS, "turn_discount kind",
-             f'is not for kind = "{kind}"; use gamma'),
-            (self.critic_lam != self.lam and kind != "ppo", "critic_lam kind", f'is for ppo, not kind = "{kind}"'),
-            (self.opsm_delta and loss == "sft", "opsm_delta kind loss", 'is not defined for the loss "sft"; use 0'),
-            (self.loss != "auto" and (self.loss == "sft") != is_sft, "loss kind",
-             f'does not go with kind = "{kind}"; use "auto"'),
-            (self.loss_fn and self.loss != "auto", "loss loss_fn", 'must be "auto": loss_fn takes its place'),
-            (self.advantage_fn and kind in (*TOKEN_REWARD_KINDS, "sft"), "advantage_fn kind",
-             f'does not go with kind = "{kind}", which makes advantages per token'),
-            (self.reward_post_process and is_sft, "reward_post_process kind",
-             'does not go with kind = "sft", which has no rewards'),
-            (self.ref_update_every and self.ref_urls, "ref_update_every ref_urls",
-             "is for a reference model that the trainer keeps, not for servers"),
-            (self.ref_path and self.ref_urls, "ref_urls ref_path",
-             "does not go with ref_path: name a folder or servers, not both"),
-            (self.ref_key_env and not self.ref_urls, "ref_key_env ref_urls",
-             "needs ref_urls, the servers that ask for the key"),
-        )  # fmt: skip
-        yield from self._correction_conflicts()
-        yield from self._kl_conflicts() if self.kl_coef else ()
+    relations = (
+        f"kl_in=reward needs kind={','.join(TOKEN_REWARD_KINDS)}: the others have no reward for a token",
+        'kl_in=advantage needs kind!=sft: it has no advantages; use "loss"',
+        'loss=sft needs kind=sft: use "auto"',
+        'loss!=auto,sft needs kind!=sft: use "auto"',
+        "loss=auto for loss_fn",
+        "loss=dppo_tv,dppo_kl needs correction=auto,behaviour: its trust region is around the sampling policy",
+        f"normalise needs kind={','.join(NORMALISED_KINDS)}",
+        f"whiten needs kind={','.join(TOKEN_REWARD_KINDS)}: the others whiten nothing",
+        f"turn_discount needs kind={','.join(COMPARING_KINDS)}: use gamma",
+        f"advantage_fn needs kind!={','.join(TOKEN_REWARD_KINDS)},sft: it makes advantages per token",
+        "opsm_delta needs kind!=sft: use 0",
+        "reward_post_process needs kind!=sft: it has no rewards",
+        "mis_normalise reject_high veto needs correction=mis",
+        "tis_floor needs correction=tis",
+        "mis_normalise needs mis_level!=geometric: geometric weights have no mean",
+        'weight_fn needs correction!=tis,icepop,mis: it is a weight itself; use "decoupled" or "behaviour"',
+        "ref_update_every needs !ref_urls: servers keep their model",
+        "ref_urls needs !ref_path: name a folder or servers",
+        "ref_key_env needs ref_urls: they ask for the key",
+    )
 
-    def _correction_conflicts(self) -> Iterator[Conflict]:
-        """Bounds that cross, and options of one correction under another, where they would do nothing."""
-        correction = self.correction
+    def conflicts(self) -> Iterator[Conflict]:
+        """Batch arithmetic, bounds that cross, and options that the loss does not define."""
+        kind, loss = self.kind, self.policy_loss
+        yield from clashes(
+            (self.batch_size % self.minibatches, "minibatches",
+             f"does not divide batch_size = {self.batch_size} (groups in one step)"),
+            (self.clip_low > 1 and loss not in ("cispo", "dppo_kl"), "clip_low",
+             f'must be at most 1 for kind = "{kind}": ratios are not negative'),
+            (self.dual_clip and loss not in ("ppo", "gspo"), "dual_clip",
+             f'is not defined for the loss "{loss}"; use 0'),
+            (self.critic_lam != self.lam and kind != "ppo", "critic_lam", f'is for ppo, not kind = "{kind}"'),
+            (self.correction == "icepop" and self.mis_low >= self.tis_cap, "mis_low",
+             f"must be below tis_cap = {self.tis_cap:g}"),
+        )  # fmt: skip
         for low, high in (("tis_floor", "tis_cap"), ("mis_low", "mis_high"), ("reject_low", "reject_high")):
             bottom, top = getattr(self, low), getattr(self, high)
             crossed = f"must be below {high} = {top:g}" if top else f"needs {high}"
-            yield from clashes((bottom and bottom >= top, f"{low} {high}", crossed))
-        for name in ("mis_normalise", "reject_high", "veto"):
-            is_idle = getattr(self, name) and correction != "mis"
-            yield from clashes((is_idle, f"{name} correction", f'is for correction = "mis", not "{correction}"'))
-        yield from clashes(
-            (correction == "icepop" and self.mis_low >= self.tis_cap, "mis_low tis_cap correction",
-             f"must be below tis_cap = {self.tis_cap:g}"),
-            (self.tis_floor and correction != "tis", "tis_floor correction",
-             f'is for correction = "tis", not "{correction}"'),
-            (self.mis_normalise and self.mis_level == "geometric", "mis_normalise mis_level",
-             'has no mean of geometric weights: use mis_level "token" or "sequence"'),
-            (self.weight_fn and correction in ("tis", "icepop", "mis"), "weight_fn correction",
-             f'does not go with correction = "{correction}", which is a weight; use "decoupled" or "behaviour"'),
-        )  # fmt: skip
+            yield from clashes((bottom and bottom >= top, low, crossed))
+        yield from self._kl_conflicts() if self.kl_coef else ()
 
     def _kl_conflicts(self) -> Iterator[Conflict]:
         """Estimators whose gradient is not that of KL(policy || reference) where they are put.
@@ -368,14 +347,14 @@ class AlgoConfig(Section, frozen=True):
             "k3": "has the gradient of KL(reference || policy) in the loss, not of KL(policy || reference)",
         }
         return clashes(
-            (not in_loss and kind != "k1", "kl_kind kl_in",
+            (not in_loss and kind != "k1", "kl_kind",
              f'has no KL gradient with kl_in = "{place}" (none near the reference, away from it further on); use "k1"'),
-            (not in_loss and is_unbiased, "kl_unbiased kl_in", f'is for kl_in = "loss", not "{place}"'),
-            (in_loss and is_unbiased and is_sft, "kl_unbiased kind",
+            (not in_loss and is_unbiased, "kl_unbiased", f'is for kl_in = "loss", not "{place}"'),
+            (in_loss and is_unbiased and is_sft, "kl_unbiased",
              'does not go with kind = "sft": demonstrations have no sampling policy'),
-            (in_loss and is_unbiased and not is_sft and kind == "k2", "kl_kind kl_unbiased",
+            (in_loss and is_unbiased and not is_sft and kind == "k2", "kl_kind",
              'has no KL gradient when it is weighted (kl_unbiased); use "k3" or "k1"'),
-            (in_loss and not is_unbiased and kind != "k2", "kl_kind kl_unbiased",
+            (in_loss and not is_unbiased and kind != "k2", "kl_kind",
              f'{plain.get(kind)}; add kl_unbiased = true, or use "k2"'),
         )  # fmt: skip
 
@@ -421,15 +400,14 @@ class OptimizerConfig(Section, frozen=True):
     wsd_decay: Literal["linear", "cosine", "minus_sqrt"] = "linear"
     """Course on which wsd goes down; minus_sqrt = 1 - sqrt(progress)."""
 
+    relations = ("wsd_decay_steps for schedule=wsd: it goes down at its end", "wsd_decay_steps needs schedule=wsd")
+
     def conflicts(self) -> Iterator[Conflict]:
         """A schedule that ends before it begins."""
         warmup, decay, wsd = self.warmup_steps, self.decay_steps, self.wsd_decay_steps
-        is_wsd = self.schedule == "wsd"
         return clashes(
-            (0 < decay <= warmup, "decay_steps warmup_steps", f"must be above warmup_steps = {warmup}"),
-            (is_wsd and not wsd, "wsd_decay_steps schedule", 'must be set: schedule = "wsd" goes down at its end'),
-            (wsd and not is_wsd, "wsd_decay_steps schedule", f'is for schedule = "wsd", not "{self.schedule}"'),
-            (wsd and is_wsd and 0 < decay < warmup + wsd, "wsd_decay_steps warmup_steps decay_steps",
+            (0 < decay <= warmup, "decay_steps", f"must be above warmup_steps = {warmup}"),
+            (wsd and self.schedule == "wsd" and 0 < decay < warmup + wsd, "wsd_decay_steps",
              f"and warmup_steps = {warmup} are longer than decay_steps = {decay}"),
         )  # fmt: skip
 
@@ -524,10 +502,7 @@ class MegatronSettings(Section, frozen=True):
     optimizer: Table = {}
     """Fields of megatron-core's OptimizerConfig by their own names."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Options that only make sense beside others."""
-        return clashes(
-            (self.sequence_parallel and self.tp == 1, "sequence_parallel tp",
-             "needs tp > 1: it splits over tensor-parallel ranks"),
-            (self.vpp > 1 and self.pp == 1, "vpp pp", "needs pp > 1: virtual stages are stages of a pipeline"),
-        )  # fmt: skip
+    relations = (
+        "sequence_parallel needs tp!=1: it splits over tensor-parallel ranks",
+        "vpp needs pp!=1: virtual stages are stages of a pipeline",
+    )

@@ -247,7 +247,7 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
     path, kind, context = _file_path(detail["loc"], table), detail["type"], detail.get("ctx", {})
     if kind == CONFLICTS:
         conflicts: tuple[Conflict, ...] = context["conflicts"]
-        return [((*path, *one.paths[0].split(".")), one.cause) for one in conflicts]
+        return [((*path, *one.path.split(".")), one.cause) for one in conflicts]
     if kind == "extra_forbidden":
         if path == METRICS_PORT:
             return [(path, "is gone: the Prometheus page is `/metrics` at control.dashboard_port -- set that one")]

@@ -119,9 +119,9 @@ class MonitorSettings(Section, frozen=True):
             if name not in self.sinks:
                 near = nearest(name, self.sinks)
                 hint = f'; did you mean "{near}"?' if near else ""
-                yield Conflict(("options", "sinks"), f'"{name}" is not among monitor.sinks{hint}')
+                yield Conflict("options", f'"{name}" is not among monitor.sinks{hint}')
             elif not isinstance(table, dict):
-                yield Conflict(("options",), f'"{name}" must be a table of named arguments')
+                yield Conflict("options", f'"{name}" must be a table of named arguments')
 
 
 NO_DASHBOARD = -1
@@ -442,9 +442,9 @@ class RolloutSettings(Section, frozen=True):
     def conflicts(self) -> Iterator[Conflict]:
         """Arguments without a workflow that takes them, and a minimum length above the maximum."""
         return clashes(
-            (self.min_new_tokens > self.max_new_tokens, "min_new_tokens max_new_tokens",
+            (self.min_new_tokens > self.max_new_tokens, "min_new_tokens",
              f"is above max_new_tokens = {self.max_new_tokens}"),
-            (self.workflow_args and ":" not in self.workflow, "workflow_args workflow",
+            (self.workflow_args and ":" not in self.workflow, "workflow_args",
              f'is for a workflow of your own; "{self.workflow}" takes none'),
         )  # fmt: skip
 
@@ -502,22 +502,16 @@ class AgentSettings(Section, frozen=True):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first rollout actor; the next ones add their number; 0 = any free one."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Both ways at once; a service has no exit status."""
-        return clashes(
-            (self.command and self.url, "command url", "is there as well: use one of them"),
-            (self.polls and self.url, "polls url", "is true: a service polls, or gets tasks at its url"),
-            ((self.url or self.polls) and self.reward != "verifier", "reward",
-             'must be "verifier": a service has no exit status and no file; it posts to /v1/session/reward'),
-            ((self.sandbox == "docker") != bool(self.image), "image sandbox",
-             'is the name of an image, with sandbox = "docker" only'),
-            (self.sandbox == "docker" and self.network == "gateway", "network sandbox",
-             'must be "all" with docker: a container reaches the gateway by the network of its host'),
-            (self.sandbox == "none" and (self.memory_gb or self.cpu_s), "sandbox memory_gb cpu_s",
-             'is "none", which has no limits'),
-            (self.sandbox != "none" and not self.command, "command sandbox",
-             "must be set: a service has its own place"),
-        )  # fmt: skip
+    relations = (
+        "command needs !url: use one of them",
+        "polls needs !url: a service polls, or gets tasks at its url",
+        "reward=verifier for url polls: a service has no exit status and no file; it posts to /v1/session/reward",
+        "image needs sandbox=docker",
+        "image for sandbox=docker",
+        "network=all for sandbox=docker: a container reaches the gateway by the network of its host",
+        "sandbox for memory_gb cpu_s: without one there are no limits",
+        "command for sandbox: a service has its own place",
+    )
 
 
 class GatewaySettings(Section, frozen=True):
@@ -564,13 +558,14 @@ class EnvironmentSettings(Section, frozen=True):
     malformed_reward: float = 0.0
     """Reward that a turn gets for a tool call that cannot be read, added to the environment's."""
 
+    relations = ("id for kind!=mcp",)
+
     def conflicts(self) -> Iterator[Conflict]:
         """What each kind needs."""
         return clashes(
-            (self.kind != "mcp" and not self.id, "id kind", f'must be set: kind = "{self.kind}" needs it'),
-            (self.kind == "openenv" and not self.id.startswith(("http://", "https://")), "id kind",
+            (self.kind == "openenv" and not self.id.startswith(("http://", "https://")), "id",
              "must be the address of a server: http://host:port"),
-            (self.kind == "mcp" and not self.args.get("servers"), "args kind",
+            (self.kind == "mcp" and not self.args.get("servers"), "args",
              'must name servers: args = { servers = { NAME = { command = ["..."] } } }, or url = "http://..."'),
         )  # fmt: skip
 
@@ -598,14 +593,10 @@ class EngineSettings(Section, frozen=True):
     start_s: PositiveFloat = 600.0
     """Seconds a launched or attached server may take to load."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """What only attached servers have."""
-        return clashes(
-            (self.router and not self.attach, "router attach",
-             "needs engine.attach: weights go to the servers themselves"),
-            (self.key_env and not self.attach, "key_env attach",
-             "is for attached servers; launched ones get their own key"),
-        )  # fmt: skip
+    relations = (
+        "router needs attach: weights go to the servers themselves",
+        "key_env needs attach: launched servers get their own key",
+    )
 
 
 class FrozenModelSettings(RolloutRole, frozen=True):
@@ -679,11 +670,11 @@ def owned_conflicts(table: Mapping[str, Any]) -> Iterator[Conflict]:
     """One per key of `[sglang]` that is not the user's to set, and per value that no argument can have."""
     for key, value in table.items():
         if key in OWNED:
-            yield Conflict((f"sglang.{key}",), f"is myxa's own; {OWNED[key]}")
+            yield Conflict(f"sglang.{key}", f"is myxa's own; {OWNED[key]}")
         elif value not in OFF and (why := next((why for start, why in CANNOT.items() if key.startswith(start)), "")):
-            yield Conflict((f"sglang.{key}",), f"is nothing that a run can do: {why}")
+            yield Conflict(f"sglang.{key}", f"is nothing that a run can do: {why}")
         elif not _is_argument(value):
-            yield Conflict((f"sglang.{key}",), "must be text, a number, a boolean, or an array or table of those")
+            yield Conflict(f"sglang.{key}", "must be text, a number, a boolean, or an array or table of those")
 
 
 def _is_argument(value: object) -> bool:

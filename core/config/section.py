@@ -1,7 +1,8 @@
 """The base of every section of a run file: strict, frozen, unknown keys refused.
 
 Here are the field types, the markers for what a text means, conflicts (values that are right one by one and wrong
-together), typed views of raw TOML tables, and what pydantic knows of a section's fields as dotted paths.
+together) and the relations between keys that most of them break, typed views of raw TOML tables, and what pydantic
+knows of a section's fields as dotted paths.
 
 Library: pydantic (reports all errors in one go, with paths). The layer around it, in `loading.py`, is ours because no
 kept library adds file and line, "did you mean" and all errors at once (pydantic-settings and jsonargparse were tried).
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic.fields import FieldInfo
@@ -26,17 +28,93 @@ CONFLICTS = "conflicts"
 """Type of the pydantic error whose context holds all conflicts found in one section."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """Dotted paths that cannot go together, relative to the section that found it; the first is the one to change."""
+class Conflict(NamedTuple):
+    """Values that cannot go together."""
 
-    paths: tuple[str, ...]
+    path: str
+    """The key to change, with dots, relative to the section that found it."""
     cause: str
 
 
 def clashes(*rules: tuple[object, str, str]) -> Iterator[Conflict]:
-    """A conflict for each rule that holds: whether it does, its paths with spaces between them, and the cause."""
-    return (Conflict(tuple(paths.split()), cause) for holds, paths, cause in rules if holds)
+    """A conflict for each rule that holds: whether it does, the key to change, and the cause."""
+    return (Conflict(path, cause) for holds, path, cause in rules if holds)
+
+
+class Term(NamedTuple):
+    """What a relation says of one key: `key` (it is set to another value than its default), `!key` (it is not),
+    `key=a,b` (it is one of these; texts without quotes) or `key!=a,b` (it is none of these)."""
+
+    key: str
+    values: tuple[str, ...]
+    is_denied: bool
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The term that is written so."""
+        key, equals, values = text.partition("=")
+        return cls(key.strip("!"), tuple(values.split(",")) if equals else (), "!" in key)
+
+    def holds(self, section: Section) -> bool:
+        """Whether it is so."""
+        value, default = value_at(section, self.key)
+        return (_word(value) in self.values if self.values else value != default) != self.is_denied
+
+    def said(self, section: Section, is_found: bool = False) -> str:
+        """What it asks for; `is_found`: the value that it has found."""
+        value: Any = value_at(section, self.key)[0]
+        name = f"the table {self.key}" if isinstance(value, (Section, dict)) else self.key
+        words = [_word(value)] if self.values and is_found else self.values
+        quote = '"' if isinstance(value, (str, tuple)) else ""
+        shown = " or ".join(f"{quote}{word}{quote}" for word in words)
+        return f"{name} {'other than' if self.is_denied and not is_found else '='} {shown}" if shown else name
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, cast("tuple[object, ...]", value)))
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@cache
+def _relation(line: str) -> tuple[bool, list[Term], list[Term], str]:
+    relation, _, reason = line.partition(": ")
+    left, verb, right = re.split(" (needs|for) ", relation)
+    wants, offers = (left, right) if verb == "needs" else (right, left)
+    return verb == "needs", [*map(Term.of, wants.split())], [*map(Term.of, offers.split())], reason
+
+
+def broken(section: Section, relations: Iterable[str]) -> Iterator[Conflict]:
+    """A conflict for each key of which a relation does not hold.
+
+    A relation is a line. `a b=1 needs c=x,y d: why`: if `a` is set, then `c` must be x or y, or `d` set; so too if `b`
+    is 1. `c=x,y d for a b=1: why` is the same, but `c` is the key to change.
+    """
+    causes: dict[str, list[str]] = {}
+    for line in relations:
+        is_first, wants, offers, reason = _relation(line)
+        if any(one.holds(section) for one in offers):
+            continue
+        verb = "does not go with" if offers[0].is_denied and not offers[0].values else "needs"
+        asks = f"{verb} {' or '.join(one.said(section) for one in offers)}{': ' if reason else ''}{reason}"
+        for want in (one for one in wants if one.holds(section)):
+            key, cause = (want.key, asks) if is_first else (offers[0].key, f"{want.said(section, True)} {asks}")
+            causes.setdefault(key, []).append(cause)
+    return (Conflict(key, "; and ".join(all_of_it)) for key, all_of_it in causes.items())
+
+
+def value_at(section: Section, path: str) -> tuple[Any, object]:
+    """The value of a key, and its default; None for what a free table lacks. Raises AttributeError for an unknown
+    key."""
+    value: Any = section
+    default: object = None
+    for key in path.split("."):
+        if isinstance(value, Section):
+            field = type(value).model_fields.get(key)
+            value, default = getattr(value, key), field.default if field else None
+        else:
+            value, default = value.get(key), None
+    return value, default
 
 
 Meaning = Literal["path", "sources", "code", "program"]
@@ -151,15 +229,18 @@ class Section(BaseModel, frozen=True):
         use_attribute_docstrings=True,
     )
 
+    relations: ClassVar[tuple[str, ...]] = ()
+    """Which keys need which others, a line each: see `broken`."""
+
     def conflicts(self) -> Iterator[Conflict]:
-        """Values of this section (or of the sections in it) that cannot go together."""
+        """Further values of this section (or of the sections in it) that cannot go together."""
         return iter(())
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
-        found = tuple(self.conflicts())
+        found = (*broken(self, self.relations), *self.conflicts())
         if found:
-            text = "; ".join(f"{conflict.paths[0]}: {conflict.cause}" for conflict in found)
+            text = "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in found)
             # The text goes in through the context: pydantic would read braces in a template as its own.
             raise PydanticCustomError(CONFLICTS, "{text}", {"text": text, "conflicts": found})
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.config import RunConfig
-from ...core.config.root import channel_conflicts
+from ...core.config.root import handle_conflicts
 from ...core.messages import WeightChannel
 from ...core.weight_channel import SENT_CHANNELS
 
@@ -28,7 +28,7 @@ def choose_channel(config: RunConfig) -> WeightChannel:
         return "disk"
     if rollout.nodes != trainer.nodes or not set(rollout.device_ids) & set(trainer.device_ids):
         return "nccl"
-    return "disk" if any(channel_conflicts(config, "cuda_ipc")) else "cuda_ipc"
+    return "disk" if any(handle_conflicts(config)) else "cuda_ipc"
 
 
 def is_beside_an_engine(config: RunConfig, local_rank: int) -> bool:

@@ -155,5 +155,5 @@ def test_a_critic_needs_our_own_code() -> None:
     from myxa.core.config import RunConfig
 
     tables = {"model": {"path": "m"}, "data": {"train": "t"}, "trainer": HF}
-    with pytest.raises((ConfigError, ValueError), match="does not go with a critic"):
+    with pytest.raises((ConfigError, ValueError), match="does not go with critic.enabled"):
         RunConfig.model_validate({**tables, "algo": {"kind": "ppo"}, "critic": {"enabled": True}})

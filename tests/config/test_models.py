@@ -20,8 +20,8 @@ def made(name: str = "critic", more: dict[str, Any] | None = None, **model: Any)
 @pytest.mark.parametrize(("name", "model", "more", "said"), [
     ("Critic", {}, {}, "models.Critic: a model's name is"), ("policy", {}, {}, "models.policy: a model's name is"),
     ("critic", {"nodes": "*"}, {}, "models.critic.nodes: must name the nodes"),
-    ("critic", {"devices": "0"}, {}, 'models.critic.devices: must be "cpu"'),
-    ("critic", {"sglang": {"tp_size": 2}}, {}, 'models.critic.kind = "sglang" without models.critic.engine.attach'),
+    ("critic", {"devices": "0"}, {}, 'models.critic.devices: models.critic.kind = "embedded" needs models.critic.devices = "cpu"'),
+    ("critic", {"sglang": {"tp_size": 2}}, {}, 'models.critic.sglang: needs models.critic.kind = "sglang"'),
     ("critic", {"kind": "sglang", "sglang": {"port": 1}}, {}, "models.critic.sglang.port: is myxa's own"),
     ("critic", {"max_new_tokens": 8, "engine": {"context_length": 8}}, {}, "models.critic.max_new_tokens: leaves no"),
     ("critic", {"kind": "sglang", "devices": "1"}, {"roles": {"trainer": {"devices": "0-1", "count": 2}}},
@@ -29,7 +29,7 @@ def made(name: str = "critic", more: dict[str, Any] | None = None, **model: Any)
     ("critic", {"kind": "sglang", "engine": {"attach": ["http://a:1/"]}},
      {"engine": {"attach": ["http://a:1"]}, "roles": {"rollout": {"kind": "sglang"}}},
      "models.critic.engine.attach: names http://a:1, as engine.attach does"),
-    ("critic", {}, {"algo": {"kind": "sft"}, "data": {"train": "t", "answer_key": "a"}}, "is never asked"),
+    ("critic", {}, {"algo": {"kind": "sft"}, "data": {"train": "t", "answer_key": "a"}}, "no rollouts that would ask"),
     ("critic", {}, {"judge": {"model": "critic"}}, 'reward.fn: must be "judge"'),
     ("critic", {"engin": {}}, {}, "models.critic.engin"),
 ])  # fmt: skip

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.core.config import load_config
+from myxa.core.config import RunConfig, load_config
+from myxa.core.config.section import find, named_section_of, section_of, walk
 from myxa.core.errors import ConfigError
 
 HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
@@ -40,7 +41,7 @@ MISTAKES: dict[str, str] = {
     "[rollout]\nstop_token_ids = 3\n": "6 rollout.stop_token_ids",
     "[rollout]\nstop_token_ids = [\n  1,\n  '2',\n]\ntop_p = 0.5\n": "6 rollout.stop_token_ids",
     "[reward]\nargs = 3\n": "6 reward.args",
-    '[optimizer]\nname = "muon"\n': "6 optimizer.name ! Megatron",
+    '[optimizer]\nname = "muon"\n': '6 optimizer.name ! needs roles.trainer.kind = "megatron"',
     '[optimizer]\nname = "muon"\n[roles.trainer]\nkind = "megatron"\n': "6 optimizer.name ! distributed_optimizer",
     "[optimizer]\nbetas = [0.9]\n": "6 optimizer.betas",
     "[optimizer]\nbetas = [0.9, 1.0]\n": "6 optimizer.betas",
@@ -121,7 +122,7 @@ MISTAKES: dict[str, str] = {
     '[optimizer]\nschedule = "wsd"\n': "5 optimizer.wsd_decay_steps",
     "[optimizer]\nwsd_decay_steps = 4\n": "6 optimizer.wsd_decay_steps",
     '[run]\nnum_steps = 10\n[optimizer]\nschedule = "wsd"\nwarmup_steps = 4\nwsd_decay_steps = 7\n': "10 optimizer.wsd_decay_steps",
-    '[algo]\nref_path = "m"\n': "6 algo.ref_path ! needs algo.kl_coef above 0",
+    '[algo]\nref_path = "m"\n': "6 algo.ref_path ! needs algo.kl_coef",
     'messages_key = "m"\n': "5 data.messages_key",
     'preset = "chat"\nprompt_key = "p"\n': "6 data.prompt_key",
     'preset = "chat"\n[algo]\nkind = "sft"\n[rollout]\nworkflow = "single_turn"\n': "9 rollout.workflow",
@@ -142,7 +143,7 @@ MISTAKES: dict[str, str] = {
     "[run]\nstop_reward = 0.9\n": "6 run.stop_reward",
     'max_passes = 1\n[run]\nnum_steps = 0\n[optimizer]\nschedule = "cosine"\n': "8 optimizer.decay_steps",
     '[run]\nnum_steps = 5\n[optimizer]\nschedule = "linear"\nwarmup_steps = 5\n': "9 optimizer.warmup_steps ! as long as the whole run",
-    '[engine]\nattach = ["http://h:1"]\n': '- roles.rollout.kind ! must be "sglang"',
+    '[engine]\nattach = ["http://h:1"]\n': '- roles.rollout.kind ! needs roles.rollout.kind = "sglang"',
     '[engine]\nattach = ["http://h:1"]\n[roles.rollout]\nkind = "sglang"\ncount = 2\n': "6 engine.attach",
     '[engine]\nattach = ["http://h:1", "http://i:1"]\n[roles.rollout]\nkind = "sglang"\n': "6 engine.attach",
     '[engine]\nrouter = "http://h:1"\n[roles.rollout]\nkind = "sglang"\n': "6 engine.router",
@@ -153,7 +154,7 @@ MISTAKES: dict[str, str] = {
     '[reward]\nfn = "workflow"\n': "6 reward.fn",
     "[rollout.workflow_args]\nnum = 3\n": "5 rollout.workflow_args",
     '[rollout]\nworkflow = "a:b"\nworkflow_args = { inner = [{ day = 2026-01-02 }] }\n': "7 rollout.workflow_args",
-    '[roles.rollout]\ndevices = "0"\n': '6 roles.rollout.devices ! must be "cpu"',
+    '[roles.rollout]\ndevices = "0"\n': '6 roles.rollout.devices ! needs roles.rollout.devices = "cpu"',
     f'{RECORDED}[eval]\ndata = "p.jsonl"\n': "7 eval.data",
     f'{RECORDED}[memory]\nshare = "switch"\ncapacity_mb = 64\n': "7 memory.share",
     f"{RECORDED}[gateway]\neval_requests = 1\n": "7 gateway.eval_requests",
@@ -172,12 +173,12 @@ MISTAKES: dict[str, str] = {
     "[run]\nnum_steps = 0\n": "6 run.num_steps ! set it, run.max_wall_s",
     "[async]\nwindow = 99\n": "6 async.window ! must be at most max_staleness * batch_size + 1 = 65",
     '[trainer]\nfreeze = ["("]\n': "6 trainer.freeze ! is not a regular expression",
-    "[critic]\nenabled = true\n": '6 critic.enabled ! is for algo.kind = "ppo"',
-    "[critic]\nlr = 0.1\n": "5 critic.enabled ! must be true for the table [critic] to matter",
+    "[critic]\nenabled = true\n": '6 critic.enabled ! needs algo.kind = "ppo"',
+    "[critic]\nlr = 0.1\n": "5 critic.enabled ! the table critic needs critic.enabled = true",
     '[algo]\nkind = "ppo"\n[critic]\nenabled = true\nwarmup_steps = 100\n': "9 critic.warmup_steps ! would never be trained",
-    "[algo]\nveto = 0.1\n": '6 algo.veto ! is for correction = "mis"',
+    "[algo]\nveto = 0.1\n": '6 algo.veto ! needs correction = "mis"',
     '[reward]\nfn = "exact"\nscope = "group"\n': "7 reward.scope ! judges one answer by itself",
-    "[megatron]\ntp = 2\n": '- roles.trainer.kind ! must be "megatron"',
+    "[megatron]\ntp = 2\n": '- roles.trainer.kind ! needs roles.trainer.kind = "megatron"',
     '[weights]\nchannel = "nccl"\n': '6 weights.channel ! "shm" or "disk"',
 }
 
@@ -227,6 +228,19 @@ def test_the_widest_window_and_what_switches_an_argument_off_are_accepted(tmp_pa
     file = tmp_path / "run.toml"
     file.write_text(HEAD + text)
     load_config(file)
+
+
+def test_relations_name_keys_that_there_are() -> None:
+    fields = [field for _, field in walk(RunConfig)]
+    inner = {one for field in fields for one in (section_of(field), named_section_of(field)) if one is not None}
+    lines = [(section, line) for section in (RunConfig, *inner) for line in section.relations]
+    assert len(lines) > 80
+    for section, line in lines:
+        for term in line.partition(": ")[0].split():
+            key = re.split("!?=", term.removeprefix("!"))[0]
+            _, field, left = find(section, key.split("."))
+            is_known = field is not None or not left
+            assert term in ("needs", "for") or (is_known and (not left or key.startswith("sglang."))), (line, key)
 
 
 def test_all_wrong_values_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:

@@ -29,15 +29,19 @@ def loaded(folder: Path, text: str, *more: str) -> Any:
 @pytest.mark.parametrize(
     ("text", "more", "words"),
     [
-        (BASE, (), r"environments.*is empty.*\[environments.NAME\]"),
-        (BASE + MAZE, ("rollout.workflow=single_turn", 'reward.fn="exact"'), 'rollout.workflow.*must be "environment"'),
+        (BASE, (), r"environments.*needs.*\[environments.NAME\]"),
+        (
+            BASE + MAZE,
+            ("rollout.workflow=single_turn", 'reward.fn="exact"'),
+            'rollout.workflow.*needs rollout.workflow = "environment"',
+        ),
         (BASE + MAZE.replace("kind", "kidn"), (), 'did you mean "kind"'),
         (BASE + MAZE.replace('"gym"', '"gim"'), (), "environments.maze.kind"),
         (BASE + MAZE + "step_s = 0", (), "step_s"),
         (BASE + MAZE.replace("maze]", '"ma ze"]'), (), "letters, digits"),
         (BASE + '[environments.a]\nkind = "mcp"\n', (), "must name servers"),
         (BASE + '[environments.a]\nkind = "openenv"\nid = "host:80"\n', (), "address of a server"),
-        (BASE + '[environments.a]\nkind = "verifiers"\n', (), 'must be set: kind = "verifiers"'),
+        (BASE + '[environments.a]\nkind = "verifiers"\n', (), 'kind = "verifiers" needs id'),
         (BASE + PUZZLES, ('data.train="environment:puzzels"',), "did you mean puzzles"),
         (BASE + MAZE, ('data.train="environment:maze"',), "no rows of its own"),
         (BASE + PUZZLES, ('data.train="environment:puzzles"', 'data.preset="plain"'), 'must be "slime"'),

@@ -84,7 +84,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "critic under Megatron": Wrong(
         "[roles.trainer]\n", '[critic]\nenabled = true\n[roles.trainer]\nkind = "megatron"\n', "enabled = true",
-        'use roles.trainer.kind = "torch"'
+        'needs roles.trainer.kind = "torch"'
     ),
     "critic without weights": Wrong(
         'kind = "grpo"\nbatch_size = 8\nminibatches = 2\n',
@@ -133,7 +133,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "SGLang not installed": add("roles.rollout", 'kind = "sglang"', "set engine.python", "roles.rollout.python"),
     # memory in turns
-    "turns without a size on the CPU": end(SHARED, 'share = "switch"', "must be set on the CPU", "memory.capacity_mb"),
+    "turns without a size on the CPU": end(SHARED, 'share = "switch"', "a device on the CPU", "memory.capacity_mb"),
     # what is written
     "folder that is a file": add("run", 'dir = "mine.py"', "set run.dir"),
 }  # fmt: skip

@@ -112,8 +112,8 @@ async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) ->
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"functions": {"exact": {}}, "fn": "math"}, "does not go with [reward.functions]"),
-    ({"functions": {"exact": {}}, "args": {"a": 1}}, "does not go with [reward.functions]"),
+    ({"functions": {"exact": {}}, "fn": "math"}, "does not go with the table functions"),
+    ({"functions": {"exact": {}}, "args": {"a": 1}}, "does not go with the table functions"),
     ({"functions": {"mine": {}}}, '"mine" is no built-in reward'),
     ({"functions": {"no name": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
     ({"functions": {"overlong": {"fn": "exact"}}}, 'and not "overlong"'),
@@ -126,7 +126,7 @@ async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) ->
     ({"functions": {"regex": {"pattern": "("}}}, "is not a regular expression"),
     ({"functions": {"exact": {"scope": "group"}}}, "judges one answer by itself"),
     ({"functions": {"exact": {"fn": "exakt"}}}, 'did you mean "exact"'),
-    ({"choose_by": "rm_type"}, "needs [reward.functions.NAME]"),
+    ({"choose_by": "rm_type"}, "needs the table functions"),
     ({"functions": {"exact": {}}, "choose_else": "exact"}, "needs choose_by"),
     ({"functions": {"exact": {}}, "choose_by": "t", "choose_else": "exakt"}, 'did you mean "exact"'),
     ({"functions": {f"f{i}": {"fn": "exact"} for i in range(17)}}, "has 17 functions"),
