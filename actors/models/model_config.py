@@ -101,8 +101,6 @@ class ModelConfig:
     """Inner width of the experts that every token goes through, all together; 0: there are none."""
     has_shared_gate: bool = False
     """Whether a sigmoid of the token weighs what the shared expert gives (Qwen2-MoE)."""
-    num_mtp_layers: int = 0
-    """Layers that the folder holds behind the last one, for speculative decoding; neither trained nor exported."""
     foreign: str = ""
     """What our own code does not compute of this model; empty: it computes all. A foreign model's sizes serve
     estimates, and a part of them may be unknown."""
@@ -177,11 +175,6 @@ class ModelConfig:
         """Whether layer number `layer`, from 0, has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
-    def is_mtp(self, name: str) -> bool:
-        """Whether a weight of the folder belongs to a layer for speculative decoding, behind the last one."""
-        ends = (self.num_layers, self.num_layers + self.num_mtp_layers)
-        return name.startswith(tuple(f"model.layers.{layer}." for layer in range(*ends)))
-
     def require_own(self, who: str) -> None:
         """Raise ModelError if our own code, which `who` runs, does not compute this model."""
         if self.foreign:
@@ -197,7 +190,8 @@ class ModelConfig:
         if self.model_type not in PLAIN_TYPES:
             raise ModelError(
                 f"{who} does not run models of type {self.model_type}",
-                remedy=f"use one of type {', '.join(PLAIN_TYPES)}; larger families: SGLang and the Megatron trainer",
+                remedy=f"use one of type {', '.join(PLAIN_TYPES)}; others are trained by the Megatron trainer, or by "
+                'the torch trainer with trainer.impl = "hf", and served by SGLang',
             )
 
     @property
@@ -370,7 +364,6 @@ def _sigmoid_router(fields: _Fields) -> dict[str, Any]:
         "expert_groups_per_token": taken,
         "routed_scaling": fields.number("routed_scaling_factor", fields.get("routed_scaling_factor")),
         "shared_intermediate_size": shared * fields.size("moe_intermediate_size"),
-        "num_mtp_layers": fields.size("num_nextn_predict_layers", 0, least=0),
     }
 
 

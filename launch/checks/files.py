@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
@@ -73,7 +74,7 @@ def model_folder(run: CheckedRun) -> Iterator[Finding]:
         return
     if run.of("rollout"):
         yield from run.once(read_tokenizer).findings
-    yield from looked("model.path", _check_weights, config.model.path, model)
+    yield from _weights(config.model.path, model)
     if run.of("trainer"):
         if config.algo.ref_path:
             yield from looked("algo.ref_path", _check_reference, config, model)
@@ -81,9 +82,36 @@ def model_folder(run: CheckedRun) -> Iterator[Finding]:
             yield from looked("critic.path", check_critic, config.critic, model)
 
 
-def _check_weights(path: str, model: ModelConfig) -> None:
+LAYER = re.compile(r"model\.layers\.\d+\.")
+SHOWN = 3
+REPEATED = ("lm_head.weight", ".inv_freq")
+"""Ends of names of weights that a folder may hold though others say the same: tied heads, speeds of rotation."""
+
+
+def _weights(path: str, model: ModelConfig) -> Iterator[Finding]:
+    """Also those that a run leaves alone, by layer."""
+    try:
+        names = _check_weights(path, model)
+    except MyxaError as error:
+        yield Finding("model.path", error)
+        return
+    unused = Counter(f"{layer[0]}*" if (layer := LAYER.match(name)) else name for name in names)
+    if not unused:
+        return
+    shown = ", ".join(itertools.islice(unused, SHOWN)) + (", ..." if len(unused) > SHOWN else "")
+    text = f"{path}: {unused.total()} weights are neither trained nor exported: {shown}"
+    if f"model.layers.{model.num_layers}.*" in unused:
+        text += "; layers behind the last one predict several tokens at once (MTP), and do not follow the policy"
+    remedy = "nothing, unless engines make drafts with them (sglang.speculative_algorithm)"
+    yield Finding("model.path", ModelError(text, remedy=remedy), "warning")
+
+
+def _check_weights(path: str, model: ModelConfig) -> list[str]:
+    """Names of weights that the model has no place for."""
+    shapes = model.tensor_shapes()
     with open_weights(path, model) as tensors:
-        check_values(model.tensor_shapes(), tensors, path, max_bytes=MAX_READ_BYTES)
+        check_values(shapes, tensors, path, max_bytes=MAX_READ_BYTES)
+        return [name for name in tensors if name not in shapes and not name.endswith(REPEATED)]
 
 
 def _check_reference(config: RunConfig, model: ModelConfig) -> None:

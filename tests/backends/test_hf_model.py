@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **SIZES, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=262, n_positions=256, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=257
     ),
@@ -51,13 +54,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             torch.manual_seed(6)
             model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
             with torch.no_grad():
-                for parameter in model.parameters():
+                for parameter in (*model.parameters(), *corrections(model)):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             model.save_pretrained(folder)
             write_tokenizer(folder, tiny_config("0p5m", 262, 256))
         return made[family]
 
     return make
+
+
+def corrections(model: Any) -> Iterator[torch.Tensor]:
+    """Of its routers."""
+    return (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
 
 
 def check_scores(judge: Any, backend: TorchBackend, samples: Sequence[TrainSample]) -> None:
@@ -122,6 +130,12 @@ async def test_own_code_says_what_it_does_not_compute(
             backends(folder=folders(family))
         assert 'trainer.impl = "hf"' in caught.value.remedy
         with pytest.raises(ModelError, match=f"embedded engine.*{cause}"):
+            await EmbeddedEngine(folders(family)).start()
+    for family in ("glm4_moe", "qwen2_moe"):  # the Megatron trainer has code of its own for these
+        with pytest.raises(ModelError, match=f"the torch trainer does not run models of type {family}") as caught:
+            backends(folder=folders(family))
+        assert all(word in caught.value.remedy for word in ("Megatron", 'trainer.impl = "hf"', "SGLang"))
+        with pytest.raises(ModelError, match=f"embedded engine.* does not run models of type {family}"):
             await EmbeddedEngine(folders(family)).start()
     shutil.copytree(folders("gemma"), tmp_path / "own_code")
     path = tmp_path / "own_code" / "config.json"

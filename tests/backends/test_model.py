@@ -33,6 +33,8 @@ def save_foreign(kind: str, folder: Path) -> Path:
     elif kind == "llama":
         rope = {"rope_type": "default", "rope_theta": 5000.0}
         config = transformers.LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=rope)
+    elif kind == "mistral":
+        config = transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=None)
     else:
         config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -67,7 +69,7 @@ def test_g_stretched_rotary_positions_are_those_of_transformers(kind: str, tmp_p
     assert torch.allclose(found, wanted, atol=2e-5)
 
 
-@pytest.fixture(scope="module", params=["tiny", "qwen3", "qwen2", "llama"])
+@pytest.fixture(scope="module", params=["tiny", "qwen3", "qwen2", "llama", "mistral"])
 def folder(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model if request.param == "tiny" else save_foreign(request.param, tmp_path_factory.mktemp(request.param))
 

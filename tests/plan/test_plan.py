@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.plan.planned import RUN, Site, plan
 
 from myxa.actors.checkpoints.folder import Manifest, begin, commit, identity_of, rank_file, writer_of
@@ -174,6 +176,20 @@ def test_a_large_file_is_not_read(site: Site, capsys: pytest.CaptureFixture[str]
     finally:
         large.unlink()
     assert (code, answer["batch"]["num_rows"], answer["batch"]["passes"]) == (0, None, None)
+
+
+def test_weights_that_the_run_leaves_alone_are_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers for multi-token prediction come behind the model's last one."""
+    folder = site.folder / "drafting"
+    shutil.copytree(site.folder / "model", folder)
+    weights = load_file(folder / "model.safetensors")
+    more = {f"model.layers.2.{name}.weight": weights["model.norm.weight"] for name in ("enorm", "shared_head.norm")}
+    save_file(weights | more | {"lm_head.weight": weights["model.embed_tokens.weight"]}, folder / "model.safetensors")
+    code, answer = plan(site.write(RUN.replace('"model"', '"drafting"')), "--elsewhere", capsys=capsys)
+    assert code == 0
+    (found,) = [one for one in answer["problems"] if "neither trained nor exported" in one["message"]]
+    assert (found["severity"], found["key"]) == ("warning", "model.path")
+    assert "2 weights" in found["message"] and "model.layers.2.*" in found["message"] and "MTP" in found["message"]
 
 
 @pytest.mark.parametrize("enabled", [False, True])
