@@ -15,15 +15,15 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MyxaError
 from ..suggestion import suggest
 from .data import ENVIRONMENT
 from .root import RunConfig
@@ -70,27 +70,43 @@ class KeyOrigins:
         return next((self.by_path[part] for part in parts if part in self.by_path), KeyOrigin(self.first_file, 0))
 
 
+Severity = Literal["ok", "warning", "error"]
+"""ok: only `myxa doctor` says so; warning: the run can start, but is probably not what was meant."""
+
+
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong with a run file."""
+class Finding:
+    """One thing that is wrong, or worth a look: in a run file, in what it names, on a machine."""
 
-    path: KeyPath
-    cause: str
-    origin: KeyOrigin
-    shown: str = ""
-    """The value as text; empty when there is none to show."""
-
-    @property
-    def text(self) -> str:
-        """Without the place."""
-        what = ".".join(key if PLAIN_KEY.fullmatch(key) else json.dumps(key) for key in self.path)
-        return f"{what}{f' = {self.shown}' if self.shown else ''}{': ' if what else ''}{self.cause}"
+    key: str
+    """Dotted path in the run file, of a machine the check's name; empty: about no key."""
+    error: MyxaError
+    severity: Severity = "error"
+    origin: KeyOrigin = KeyOrigin("", 0)
+    """Where the key's value was written, if that is known."""
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.text}"
+        return f"{self.origin}: {self.error}" if self.origin.place else str(self.error)
+
+
+def in_order(findings: Iterable[Finding], files: Sequence[str]) -> tuple[Finding, ...]:
+    """Errors first; file by file and line by line, flags last; each once."""
+    order = {file: number for number, file in enumerate(files)}
+
+    def rank(one: Finding) -> tuple[bool, int, int]:
+        return (one.severity == "warning", order.get(one.origin.place, len(files)), one.origin.line)
+
+    return tuple(sorted({(one.severity, str(one)): one for one in findings}.values(), key=rank))
 
 
 PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _problem(path: KeyPath, cause: str, origin: KeyOrigin, shown: str = "") -> Finding:
+    """`shown`: the value as text; empty when there is none to show."""
+    what = ".".join(key if PLAIN_KEY.fullmatch(key) else json.dumps(key) for key in path)
+    message, _, remedy = f"{what}{f' = {shown}' if shown else ''}{': ' if what else ''}{cause}".partition(" -- ")
+    return Finding(".".join(path), ConfigError(message, remedy=remedy), origin=origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +115,7 @@ class Inspected:
 
     config: RunConfig | None
     """None if anything is wrong."""
-    problems: tuple[Problem, ...]
+    problems: tuple[Finding, ...]
     origins: KeyOrigins
 
 
@@ -121,10 +137,8 @@ def load_config(
     if len(found.problems) == 1:
         raise ConfigError(str(found.problems[0]))
     names = [str(file) for file in files]
-    order = {name: number for number, name in enumerate(names)}
-    ranked = sorted(found.problems, key=lambda one: (order.get(one.origin.place, len(names)), one.origin.line))
-    lines = "\n".join(f"  {problem}" for problem in ranked)
-    raise ConfigError(f"{', '.join(names)}: {len(ranked)} problems\n{lines}")
+    lines = "\n".join(f"  {problem}" for problem in in_order(found.problems, names))
+    raise ConfigError(f"{', '.join(names)}: {len(found.problems)} problems\n{lines}")
 
 
 def inspect_config(
@@ -155,7 +169,7 @@ class _Layers:
 
     origins: KeyOrigins
     table: Table = field(default_factory=dict[str, Any])
-    problems: list[Problem] = field(default_factory=list[Problem])
+    problems: list[Finding] = field(default_factory=list[Finding])
     is_whole: bool = True
     """Whether every file could be read."""
 
@@ -182,12 +196,12 @@ class _Layers:
         key_text, equals, value_text = override.partition("=")
         path, shown = _override_path(key_text) if equals else None, value_text.strip()
         if path is None:
-            self.problems.append(Problem((), "must look like section.key=value", origin))
+            self.problems.append(_problem((), "must look like section.key=value", origin))
             return
         try:
             value = _override_value(shown)
         except ValueError as error:
-            self.problems.append(Problem(path, f"is not a TOML value: {error}", origin, shown))
+            self.problems.append(_problem(path, f"is not a TOML value: {error}", origin, shown))
             return
         _, found, left = find(RunConfig, path)
         is_text = found is not None and not left and found.annotation is str
@@ -208,19 +222,19 @@ class _Layers:
             self.problems += self._problems_of(error)
             return None
 
-    def _problems_of(self, error: ValidationError) -> list[Problem]:
+    def _problems_of(self, error: ValidationError) -> list[Finding]:
         """All problems of the validation, in the order of the sections; one per path, with its value as the user wrote
         it, or the default that was used."""
-        found: dict[KeyPath, Problem] = {}
+        found: dict[KeyPath, str] = {}
         for detail in error.errors(include_url=False):
             for path, cause in _causes_of(detail, self.table):
-                earlier = found.get(path)
-                if earlier is None:
-                    shown = "" if cause.startswith(MISSING) else _shown(path, self.table)
-                    found[path] = Problem(path, cause, self.origins.of(path), shown)
-                elif cause not in earlier.cause:  # a value with several allowed forms fails once per form
-                    found[path] = replace(earlier, cause=f"{earlier.cause}, or {cause.removeprefix('must be ')}")
-        return list(found.values())
+                earlier = found.setdefault(path, cause)
+                if cause not in earlier:  # a value with several allowed forms fails once per form
+                    found[path] = f"{earlier}, or {cause.removeprefix('must be ')}"
+        return [
+            _problem(path, cause, self.origins.of(path), "" if cause.startswith(MISSING) else _shown(path, self.table))
+            for path, cause in found.items()
+        ]
 
 
 # -- what pydantic found, in words -------------------------------------------------------------------------------------
@@ -333,7 +347,7 @@ def _remove(table: Table, path: KeyPath) -> bool:
     return above is not None and above.pop(path[-1], table) is not table
 
 
-def _unreadable(file: Path, text: str, error: Exception) -> Problem:
+def _unreadable(file: Path, text: str, error: Exception) -> Finding:
     place, line = str(file), 0
     if isinstance(error, tomllib.TOMLDecodeError):
         match = DECODE_PLACE.search(str(error))
@@ -346,7 +360,7 @@ def _unreadable(file: Path, text: str, error: Exception) -> Problem:
         cause = "there is no such run file -- check the path"
     else:
         cause = f"cannot be read: {getattr(error, 'strerror', error)} -- name a readable TOML file"
-    return Problem((), cause, KeyOrigin(place, line))
+    return _problem((), cause, KeyOrigin(place, line))
 
 
 def _single_path(parsed: Table) -> KeyPath:

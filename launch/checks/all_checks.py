@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...core.config import RunConfig
+from ...core.config.loading import Finding
 from ..actor_spec import ActorSpec
 from . import files, node, run_arithmetic
-from .check import Check, CheckedRun, Finding, run_checks
+from .check import Check, CheckedRun, run_checks
 from .machine import MACHINE_CHECKS, MachineFacts
 from .memory_estimate import memory_findings
 

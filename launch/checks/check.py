@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ...actors.models.hf_folder import read_config
 from ...actors.models.model_config import ModelConfig
 from ...core.config import RunConfig
+from ...core.config.loading import Finding
 from ...core.config.root import model_key
 from ...core.config.section import walk
 from ...core.errors import ConfigError, MyxaError
@@ -25,21 +26,9 @@ from ..actor_spec import ActorSpec
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Severity = Literal["ok", "warning", "error"]
-"""ok: only `myxa doctor` says so; warning: the run can start, but is probably not what was meant."""
 Needs = Literal["run file", "estimate", "named files", "node", "machine"]
 """What a check looks at: the run file and the model's config.json; the same, with figures that are estimated; the files
 that the run file names; the node where the actors will run; the machine, without any run file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check found."""
-
-    key: str
-    """Dotted path in the run file, of a machine the check's name; empty: about no key."""
-    error: MyxaError
-    severity: Severity = "error"
 
 
 def warnings(*rows: tuple[object, str, str, str]) -> Iterator[Finding]:

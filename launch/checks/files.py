@@ -51,11 +51,12 @@ from ...actors.workflows.turn_renderer import TurnRenderer, roles_that_fit
 from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
+from ...core.config.loading import Finding
 from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
 from ...core.samples import Message, Prompt
 from ..composition.rollout_parts import eval_rewards
 from ..run_lineage.resume_point import named_checkpoint
-from .check import CheckedRun, Finding, key_of, looked
+from .check import CheckedRun, key_of, looked
 from .node import has_module
 
 MAX_READ_BYTES = 2 << 30

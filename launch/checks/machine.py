@@ -21,11 +21,11 @@ from pathlib import Path
 import psutil
 
 from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_with
+from ...core.config.loading import Finding, Severity
 from ...core.errors import MyxaError
 from ...core.host_memory import available_bytes
 from ..host import Gpus, free_at, look_at_gpus, nearest_folder
 from ..memory_part import GIB, size_text
-from .check import Finding, Severity
 from .node import has_module, module_folder
 
 SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")

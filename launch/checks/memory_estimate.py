@@ -19,12 +19,13 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.hf_folder import critic_parameters
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
 from ...core.config import RunConfig
+from ...core.config.loading import Finding
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
-from .check import CheckedRun, Finding, looked
+from .check import CheckedRun, looked
 from .node import gpus
 from .run_arithmetic import longest_answer, num_micro_batches, trainer_layout
 

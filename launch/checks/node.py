@@ -34,12 +34,13 @@ from ...actors.sinks.registry import SHIPPED, check_name, make_sink
 from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_with
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
+from ...core.config.loading import Finding
 from ...core.config.run import SandboxName
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
 from ..host import Gpus, check_port, look_at_gpus, nearest_folder
-from .check import CheckedRun, Finding, looked, warnings
+from .check import CheckedRun, looked, warnings
 
 # -- interpreters and packages -----------------------------------------------------------------------------------------
 

@@ -6,20 +6,20 @@ errors behind warnings, file by file and line by line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ...core.config import inspect_config
-from ...core.config.loading import Inspected, KeyOrigin, Problem
+from ...core.config.loading import Finding, in_order
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec
 from ..memory_part import GIB, count_text, size_text
 from ..supervisor.placement import place, placement_problems
 from .all_checks import CHECKS
-from .check import CheckedRun, Finding, key_of, run_checks
+from .check import CheckedRun, key_of, run_checks
 from .memory_estimate import DeviceLoad, memory, ranges, used_devices
 from .run_arithmetic import batch_plan, staleness_plan
 
@@ -36,33 +36,12 @@ class PlannedNode:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanProblem:
-    """One problem."""
-
-    severity: Literal["error", "warning"]
-    file: str
-    """Run file, or the flag; empty: neither."""
-    line: int
-    """0: none."""
-    key: str
-    """Dotted path in the run file; empty: about none."""
-    message: str
-    """With the key and its value."""
-    remedy: str = ""
-    """Empty: the message says it."""
-
-    def __str__(self) -> str:
-        place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
-        return f"{place}{self.message}" + (f" -- {self.remedy}" if self.remedy else "")
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedRun:
     """The answer. Parts that could not be worked out are None."""
 
     files: tuple[str, ...]
     name: str = ""
-    problems: tuple[PlanProblem, ...] = ()
+    problems: tuple[Finding, ...] = ()
     placement: tuple[PlannedNode, ...] = ()
     batch: dict[str, float | None] | None = None
     staleness: dict[str, Any] | None = None
@@ -70,7 +49,7 @@ class PlannedRun:
     num_parameters: int | None = None
 
     @property
-    def errors(self) -> tuple[PlanProblem, ...]:
+    def errors(self) -> tuple[Finding, ...]:
         """What keeps the run from starting."""
         return tuple(one for one in self.problems if one.severity == "error")
 
@@ -89,17 +68,21 @@ def make_plan(
     inspected = inspect_config(files, overrides)
     config = inspected.config
     if config is None:
-        return PlannedRun(tuple(files), problems=in_order(map(_of_problem, inspected.problems), files))
+        return PlannedRun(tuple(files), problems=in_order(inspected.problems, files))
     misplaced = [
         Finding(key_of(text), ConfigError(text, remedy="see roles.* and --nnodes"))
         for text in placement_problems(config, num_nodes)
     ]
     actors = () if misplaced else place(config, num_nodes)
     run = CheckedRun(config, actors, is_here=is_here, device_bytes=int(device_gib * GIB) or None)
+
+    def located(one: Finding) -> Finding:
+        return replace(one, origin=inspected.origins.of(tuple(one.key.split(".")))) if one.key else one
+
     return PlannedRun(
         tuple(files),
         config.run.name,
-        in_order([_of_finding(finding, inspected) for finding in (*misplaced, *_findings(run))], files),
+        in_order((located(finding) for finding in (*misplaced, *_findings(run))), files),
         placement=tuple(_node(actors, number) for number in range(num_nodes) if actors),
         batch=run.once(batch_plan),
         staleness=run.once(staleness_plan),
@@ -115,32 +98,6 @@ def _findings(run: CheckedRun) -> Iterator[Finding]:
     for finding in run_checks(CHECKS, run, "named files"):  # what is missing here may be there
         yield replace(finding, severity="warning")
     yield from run_checks(CHECKS, run, "run file", "estimate")
-
-
-# -- problems ----------------------------------------------------------------------------------------------------------
-
-
-def _of_problem(problem: Problem) -> PlanProblem:
-    """One that the run file itself has."""
-    cause, _, remedy = problem.text.partition(" -- ")
-    return PlanProblem("error", problem.origin.place, problem.origin.line, ".".join(problem.path), cause, remedy)
-
-
-def _of_finding(finding: Finding, inspected: Inspected) -> PlanProblem:
-    """One of the machine, the files, or the arithmetic."""
-    origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else KeyOrigin("", 0)
-    severity = "warning" if finding.severity == "warning" else "error"
-    return PlanProblem(severity, origin.place, origin.line, finding.key, finding.error.message, finding.error.remedy)
-
-
-def in_order(problems: Iterable[PlanProblem], files: Sequence[str]) -> tuple[PlanProblem, ...]:
-    """Errors first; file by file and line by line, flags last; each once."""
-    order = {file: number for number, file in enumerate(files)}
-
-    def rank(one: PlanProblem) -> tuple[bool, int, int]:
-        return (one.severity == "warning", order.get(one.file, len(files)), one.line)
-
-    return tuple(sorted(dict.fromkeys(problems), key=rank))
 
 
 # -- placement ---------------------------------------------------------------------------------------------------------
@@ -164,9 +121,12 @@ UNCOUNTED = "not counted: fragments of the allocator, workspaces of libraries, a
 
 def plan_json(plan: PlannedRun) -> dict[str, Any]:
     """Everything, with the sums."""
-    value: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
-    value["ok"] = not plan.errors
-    return value
+    value: dict[str, Any] = msgspec.to_builtins(replace(plan, problems=()), str_keys=True)
+    value["problems"] = [
+        {"severity": one.severity, "file": one.origin.place, "line": one.origin.line, "key": one.key,
+         "message": one.error.message, "remedy": one.error.remedy} for one in plan.problems
+    ]  # fmt: skip
+    return value | {"ok": not plan.errors}
 
 
 def plan_text(plan: PlannedRun) -> str:

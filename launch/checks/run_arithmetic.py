@@ -18,8 +18,9 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...algos.staleness import make_policy
 from ...core.config import RunConfig
+from ...core.config.loading import Finding
 from ...core.errors import DataError
-from .check import CheckedRun, Finding, warnings
+from .check import CheckedRun, warnings
 from .files import train_rows
 
 # -- batch -------------------------------------------------------------------------------------------------------------

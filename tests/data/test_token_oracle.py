@@ -22,10 +22,11 @@ from myxa.actors.models.tokenizer_files import read_hf_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.actors.workflows.named import shown_turns
 from myxa.core.config import RunConfig
+from myxa.core.config.loading import Finding
 from myxa.core.errors import DataError, ModelError, TemplateError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Prompt, Sample
-from myxa.launch.checks.check import CheckedRun, Finding
+from myxa.launch.checks.check import CheckedRun
 from myxa.launch.checks.files import data, read_tokenizer
 from myxa.launch.supervisor.placement import place
 

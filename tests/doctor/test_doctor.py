@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from myxa.core.config.loading import Finding
 from myxa.launch.checks import machine
 from myxa.launch.checks.all_checks import findings_json, findings_text, judge
-from myxa.launch.checks.check import Finding
 from myxa.launch.checks.machine import MachineFacts
 from myxa.launch.cli import main
 from myxa.launch.host import Gpu, Gpus, listen_trouble

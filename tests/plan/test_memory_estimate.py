@@ -14,7 +14,8 @@ from myxa.actors.backends.megatron.offload import planned as planned_by_megatron
 from myxa.actors.backends.torch_backend.offload import planned as planned_by_torch
 from myxa.actors.models.model_config import ModelConfig, parse_model_config
 from myxa.core.config import RunConfig
-from myxa.launch.checks.check import CheckedRun, Finding, model_of
+from myxa.core.config.loading import Finding
+from myxa.launch.checks.check import CheckedRun, model_of
 from myxa.launch.checks.memory_estimate import (
     CHUNK_LOGITS,
     DeviceLoad,

@@ -10,8 +10,9 @@ import pytest
 
 from myxa.actors.models.tiny import tiny_config, write_tokenizer
 from myxa.core.config import RunConfig
+from myxa.core.config.loading import Finding
 from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
-from myxa.launch.checks.check import CheckedRun, Finding
+from myxa.launch.checks.check import CheckedRun
 from myxa.launch.checks.files import ReadRows, function_findings, read_tokenizer, train_rows
 from myxa.launch.checks.node import (
     Installed,
