@@ -80,7 +80,6 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
     from ..actors.coordinator.options import CoordinatorOptions
     from ..actors.coordinator.run_state import JOURNAL_FILE
     from ..actors.weights.rollout_update import AdoptionLimits
-    from .run_lineage.origin import RunOrigin, past_of
 
     return Coordinator(
         options=CoordinatorOptions(
@@ -89,7 +88,6 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             has_engines=config.generates,
             audit_path=run_dir / AUDIT_FILE,
             journal_path=run_dir / JOURNAL_FILE,
-            past_journal=past_of(run_dir, len(RunOrigin.load(run_dir).lives) - 1) / JOURNAL_FILE,
             launch=parent_mark(),
             max_wall_s=config.run.max_wall_s,
             stop_reward=config.run.stop_reward,

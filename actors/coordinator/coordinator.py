@@ -11,8 +11,7 @@ which continues in the same phase:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...core.actor import PeerEvent
 from ...core.errors import CallError, LedgerError, MyxaError, NotReady
@@ -68,8 +67,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         """Raises ConfigError for a journal that was damaged, LedgerError for an audit log that cannot be read."""
         self._clock = self.ctx.clock
         is_anew, ignored = self._journal.load()
-        if not is_anew and self._options.past_journal is not None:
-            self._journal.remember(self._options.past_journal)
         run = RunContext.begin(self.ctx, options=self._options, journal=self._journal)
         self.meter, self._telemetry, self._event, self._keep = run.meter, run.telemetry, run.tell, run.keep
         self._phases = PhaseMoves(run, self._changed.set)
@@ -97,15 +94,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.ctx.spawn(self._run(is_anew=is_anew), name="coordinator-run")
 
     def _make_parts(self, run: RunContext) -> None:
-        options = self._options
-        engines: dict[str, EngineStatus] = {}
+        engines = self._adoption.present
         self.conductor = KnobConductor(
             run, own=self, engines=engines, on_broken=self._owner_is_broken, on_decided=lambda: self.control.look()
         )
-        self._adopter = Adopter(
-            run, self._adoption, options.limits, lambda name, epoch, version: self.fleet.adopted(name, epoch, version)
-        )
-        self.fleet = EngineFleet(run, engines, self.conductor, self._adoption, self._adopter, self._changed.set)
+        self._adopter = Adopter(run, self._adoption, self._options.limits)
         self.evaluator = Evaluator(run, self._adoption, self._adopter)
         self.control = RunControl(run, self.conductor, self._evaluate_now)
         self._leader = LeaderControl(run)
@@ -116,8 +109,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 self.ctx.spawn(self.conductor.joined(event.name), name=f"knobs-for-{event.name}")
             if event.name == LEADER and event.kind != "up":
                 self._adoption.trainer_ended(event.epoch - (event.kind == "restarted"))
-        elif event.kind in ("down", "restarted"):
-            self.fleet.gone(event)
+        elif event.kind in ("down", "restarted"):  # its next incarnation may have reported in before
+            ended = event.epoch - (event.kind == "restarted")
+            if self._adoption.gone(event.name, ended):
+                self._event("engine-gone", f"{event.name} (epoch {ended}): {event.reason}")
+                self._changed.set()
 
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
@@ -153,7 +149,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 await self._restore_knobs()
                 while self._state.phase == "starting" and self._options.has_engines and not self._adoption.serving:
                     self._changed.clear()
-                    await self.fleet.adopt()
+                    await self._adopt()
                     if not self._adoption.serving:
                         await self._changed.wait()
         except TimeoutError:
@@ -175,7 +171,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def _restore_knobs(self) -> None:
         """Before any engine has weights and draws; with the first of them, which says what knobs such actors have."""
         is_needed = self._options.has_engines or (self._restored is not None and self._restored.knobs)
-        while self._state.phase == "starting" and is_needed and not self.fleet.present:
+        while self._state.phase == "starting" and is_needed and not self._adoption.present:
             self._changed.clear()
             await self._changed.wait()
         if self._state.phase == "starting" and not self._state.has_restored:
@@ -201,7 +197,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         except TimeoutError:
             self._event("coordinator-alone", f"not heard within {limit_s:g} s: {', '.join(self._missing())}")
         took_s = self._clock.monotonic() - began_s
-        names = ", ".join(self.fleet.present) or "no rollout actor"
+        names = ", ".join(self._adoption.present) or "no rollout actor"
         self._event("coordinator-attached", f"version {self._state.version}, {names}; waited {took_s:.2f} s")
 
     def _missing(self) -> list[str]:
@@ -226,15 +222,27 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def _adopt_forever(self) -> None:
         while self._state.phase in ("running", "draining"):
             self._changed.clear()  # before: what happens meanwhile is looked at again
-            await self.fleet.adopt()
+            await self._adopt()
             if self._state.leader_reason is not None:
                 await self._end(self._state.leader_reason)
                 return
             await self._changed.wait()
 
+    async def _adopt(self) -> None:
+        await self._adopter.adopt_pending()
+        if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
+            self._state.has_stale_engines = False
+            await self._keep()
+
     async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
-        await self.fleet.ready(status, epoch)
-        self._hears(status.rollout)
+        name = status.rollout
+        if self._adoption.arrived(name, epoch, status.version):  # from here on it hears of every change
+            await self.conductor.joined(name)
+            if self._adoption.joined(name, epoch):
+                self._adopter.look_again()
+                self._event("engine-joined", f"{name} (epoch {epoch})")
+                self._changed.set()
+        self._hears(name)
 
     async def trainer_ready(
         self,
@@ -255,13 +263,13 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._leader.tell_stop()
         elif self._state.phase == "starting":
             if is_again and version != self._state.version:
-                self.fleet.rewound()
+                self._rewound()
             self._state.version, self._restored = version, live
             self._event("trainer-ready", f"version {version}", **facts)
         else:
             await self._rewind(version)
         if manifest is not None:
-            self.fleet.offered(manifest)
+            self._adoption.published(manifest)
         await self._keep()
         self._trainer_is_up.set()
         self._hears(LEADER)
@@ -269,24 +277,29 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if self._state.phase == "running" and not is_leading:
             self._leader.start()
         elif self._state.phase == "starting" and self._state.has_restored and is_again:
-            self.ctx.spawn(self.fleet.adopt(), name="adopt-again")  # the start may wait for engines at its weights
+            self.ctx.spawn(self._adopt(), name="adopt-again")  # the start may wait for engines at its weights
 
     async def _rewind(self, version: int) -> None:
         """The gang was restarted in mid-run: engines keep their weights until they adopt a version published since."""
         before, self._state.version = self._state.version, version
-        self.fleet.rewound()
+        self._rewound()
         await self.conductor.rewound(before, version)
-        self.evaluator.rewound()
         is_back = version != before or self._trainer_is_up.is_set()
         self._event(
             "trainer-restarted" if is_back else "trainer-ready", f"continues from version {version}, was at {before}"
         )
 
+    def _rewound(self) -> None:
+        """The trainer returned to an older version; the numbers above it come again with other weights."""
+        self._state.has_stale_engines = self._options.has_engines
+        self._adoption.rewound()
+        self.evaluator.known_version = -1
+
     async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:
         before = self._state.version
         self._state.version = max(before, report.version)
         if manifest is not None:
-            self.fleet.offered(manifest)
+            self._adoption.published(manifest)
         self._changed.set()
         if report.version <= before:
             return  # a repeated message
@@ -339,7 +352,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def _owner_is_broken(self, owner: str, why: str) -> None:
         if owner.startswith("rollout/"):
-            self.fleet.fence(owner, why)
+            if (epoch := self._adoption.epoch_of(owner)) >= 0:
+                self._adopter.fence(owner, epoch, why)
         else:
             await self._actor_failed(owner, why)
 
@@ -369,13 +383,16 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.knob_owner.take(self.conductor.decisions.news(self.knob_owner.heard))
 
     async def rollout_leaving(self, rollout: str, reason: str) -> None:
-        await self.fleet.leaving(rollout, reason)
+        if self._adoption.gone(rollout, self._adoption.epoch_of(rollout)):
+            self._event("engine-left", f"{rollout}: {reason}")
+            self._changed.set()
 
     async def weights_lost(self, rollout: str, epoch: int) -> None:
         self._adoption.lost(rollout, epoch)
 
     async def weights_offered(self, manifest: WeightManifest) -> None:
-        self.fleet.offered(manifest)
+        self._adoption.published(manifest)
+        self._changed.set()
 
     async def pause(self, reason: str) -> None:
         await self.control.pause(Operator(user="guard", via="auto"), reason)
@@ -399,94 +416,14 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if self._state.phase == "running":
             await self._phases.to("draining")
         self._state.reason = self._state.reason or reason
-        await self.fleet.adopt()
+        await self._adopt()
         await self.evaluator.attempt_anew()
         if self._state.phase == "draining":
             await self._phases.to("finished")
 
     async def status(self) -> RunStatus:
-        engines = tuple(self.fleet.present.values())
+        engines = self._adoption.statuses()
         return self._state.status(self._options.name, self._num_steps(), engines, self.control.paused)
-
-
-@dataclass(eq=False)
-class EngineFleet:
-    """The rollout actors that reported in to this incarnation of the coordinator, and what each serves.
-
-    `actors/weights/rollout_update.py` brings them to new versions. Reports of different incarnations may arrive in any
-    order: a report of an old incarnation never changes what is known of the next one."""
-
-    run: RunContext
-    present: dict[str, EngineStatus]
-    """At first empty; filled with the rollout actors that report in."""
-    conductor: KnobConductor
-    adoption: Adoption
-    adopter: Adopter
-    on_change: Callable[[], None]
-    """Called when there may be something to adopt."""
-
-    def __post_init__(self) -> None:
-        self._state, self._keep, self._tell = self.run.state, self.run.keep, self.run.tell
-        self._epochs: dict[str, int] = {}
-        """Name -> incarnation that is present."""
-
-    async def ready(self, status: EngineStatus, epoch: int) -> None:
-        """An actor reports in; with a version if an earlier incarnation had it serve one."""
-        name = status.rollout
-        if epoch < self._epochs.get(name, epoch):
-            return  # its successor was faster
-        self.present[name], self._epochs[name] = status, epoch  # from here on it hears of every change
-        await self.conductor.joined(name)
-        if self._epochs.get(name) != epoch:
-            return  # it ended meanwhile
-        if self.run.options.has_engines:
-            self.adoption.joined(name, epoch, status.version)
-            self.adopter.look_again()
-        self._tell("engine-joined", f"{name} (epoch {epoch})")
-        self.on_change()
-
-    async def leaving(self, rollout: str, reason: str) -> None:
-        """It ends on purpose."""
-        if self.present.pop(rollout, None) is not None:
-            self._epochs.pop(rollout)
-            self.adoption.gone(rollout, self.adoption.epoch_of(rollout))
-            self._tell("engine-left", f"{rollout}: {reason}")
-            self.on_change()
-
-    def gone(self, event: PeerEvent) -> None:
-        """An incarnation of one ended; the next one may have reported in before this was heard."""
-        name, ended = event.name, event.epoch - 1 if event.kind == "restarted" else event.epoch
-        if name in self.present and self._epochs[name] <= ended:
-            self._tell("engine-gone", f"{name} (epoch {self._epochs[name]}): {event.reason}")
-            self.adoption.gone(name, ended)
-            self.present.pop(name)
-            self._epochs.pop(name)
-            self.on_change()
-
-    def fence(self, rollout: str, why: str) -> None:
-        """Have the present incarnation end and be started again."""
-        if rollout in self._epochs:
-            self.adopter.fence(rollout, self._epochs[rollout], why)
-
-    def offered(self, manifest: WeightManifest) -> None:
-        self.adoption.published(manifest)
-        self.on_change()
-
-    def rewound(self) -> None:
-        """The trainer returned to an older version; the numbers above it come again with other weights."""
-        self._state.has_stale_engines = self.run.options.has_engines
-        self.adoption.rewound()
-
-    def adopted(self, name: str, epoch: int, version: int) -> None:
-        """That incarnation serves that version now."""
-        if self._epochs.get(name) == epoch:
-            self.present[name] = EngineStatus(rollout=name, version=version, running=0, waiting=0)
-
-    async def adopt(self) -> None:
-        await self.adopter.adopt_pending()
-        if self._state.has_stale_engines and set(self.adoption.serving) <= set(self.adoption.engines_at(None)):
-            self._state.has_stale_engines = False
-            await self._keep()
 
 
 class LeaderControl:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 
 import msgspec
 
@@ -25,6 +24,8 @@ class Evaluator:
         self._adoption = adoption
         self._adopter = adopter
         self._turn = asyncio.Lock()
+        self.known_version = -1
+        """Evaluated last, if all answers were of it; the coordinator forgets it when the trainer goes back."""
 
     async def attempt(self) -> EvalResult | None:
         """Evaluate if there are prompts and an engine. A failure is reported, not fatal."""
@@ -38,25 +39,10 @@ class Evaluator:
             return None
 
     async def attempt_anew(self) -> EvalResult | None:
-        """The same of the run's present version, unless it was evaluated already, also before the run was resumed."""
+        """The same of the run's present version, unless that was evaluated last."""
         async with self._turn:  # one that is under way may be of that version
-            known = self._known().get(self._state.known_version)
-        if known is None:
-            return await self.attempt()
-        self._state.eval_reward = known
-        return None
-
-    def _known(self) -> dict[int, float]:
-        """Evaluations of weights that the run still has, by the present settings."""
-        state, live = self._state, self._options
-        asked = (live.eval_prompts, live.eval_samples, live.eval_temperature, live.eval_sampling, live.eval_sets)
-        how = blake2b(repr(asked).encode(), digest_size=8).hexdigest()
-        is_same = state.evaluated_how == how
-        state.evaluations = {
-            v: reward for v, reward in state.evaluations.items() if is_same and v <= state.known_version
-        }
-        state.evaluated_how = how
-        return state.evaluations
+            is_known = self.known_version == self._state.known_version
+        return None if is_known else await self.attempt()
 
     async def evaluate(self, name: str = "") -> EvalResult:
         """On the engine that serves the newest version; one at a time. `name`: of one set, else all of them, one after
@@ -69,8 +55,7 @@ class Evaluator:
             whole = _together(results)
             if not name:
                 self._state.eval_reward = whole.mean_reward
-                if whole.oldest_version == whole.newest_version:
-                    self._known()[whole.newest_version] = whole.mean_reward
+                self.known_version = whole.newest_version if whole.oldest_version == whole.newest_version else -1
                 await self._keep()
         if not name and list(results) != [""]:
             self._telemetry.metric(whole.newest_version, {"eval/reward": whole.mean_reward})
@@ -141,10 +126,6 @@ class Evaluator:
             num_left_out=num_rows - len(prompts),
             metrics={prefix + key: value for key, value in result.metrics.items()},
         )
-
-    def rewound(self) -> None:
-        """The trainer returned to an older version: no engine will serve those it had made since."""
-        self._known()
 
 
 def _together(results: Mapping[str, EvalResult]) -> EvalResult:

@@ -26,8 +26,6 @@ class CoordinatorOptions:
     """What a restarted coordinator must know; see `journal.py`."""
     launch: str
     """Names the launcher: a journal of another launcher is not used."""
-    past_journal: Path | None = None
-    """Of the run's life before this one."""
     max_wall_s: float = 0.0
     stop_reward: float = 0.0
     eval_every: int = 0

@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -55,10 +54,6 @@ class RunState:
     stop_reason: str = ""
     """Why the leader is to end; empty: it is not."""
     eval_reward: float | None = None
-    evaluations: dict[int, float] = field(default_factory=dict[int, float])
-    """Version -> mean reward, of evaluations all of whose answers are of one version."""
-    evaluated_how: str = ""
-    """The settings of these."""
     has_restored: bool = False
     """The knobs of the checkpoint that the run resumed from are among the decisions."""
     past_epoch: int = 0
@@ -129,12 +124,6 @@ class CoordinatorJournal:
             return False, f"{self.path} was written under another launcher: it is not used"
         self.state = kept.run
         return True, ""
-
-    def remember(self, past: Path) -> None:
-        """Take up what the life of the run before this one evaluated, where its journal can be read. Blocking."""
-        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            run = msgspec.json.decode(read_regular(past, MAX_BYTES), type=Kept).run
-            self.state.evaluations, self.state.evaluated_how = run.evaluations, run.evaluated_how
 
     async def keep(self) -> None:
         """`state` is durable once this returns. Raises LedgerError when it cannot be written; then the file is

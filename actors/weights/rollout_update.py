@@ -8,12 +8,14 @@ and trainer. Engines adopt in a rolling fashion, `at_once` of them side by side,
                          ended since counts for nothing, and the engine waits for the next trainer's offer
     anything else        the engine is fenced and built again; the other engines are not delayed
 
+    ARRIVED -> JOINED, or SERVING(v) by an earlier coordinator: it has the knobs
     JOINED -> ADOPTING(v) -> SERVING(v) -> ADOPTING(v') -> ...
                  |-> FENCED   it missed a deadline or has torn weights; only a new incarnation comes back
     ADOPTING(v) -> the state before, when the engine refused and its old weights are whole
     SERVING(v) -> JOINED when the engine's weights were taken off its device
 
-A version stays readable while it is the newest one, or while an engine adopts it; older ones are released, oldest
+Reports of different incarnations may arrive in any order: one of an old incarnation never changes what is known of the
+next. A version stays readable while it is the newest one, or while an engine adopts it; older ones are released, oldest
 first. A trainer that returns to an older state undoes versions: their numbers come again with other weights. Every
 engine is then behind until it adopts a version that was published afterwards.
 """
@@ -21,22 +23,23 @@ engine is then behind until it adopts a version that was published afterwards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
-from ...core.messages import WeightAck, WeightChannel, WeightManifest
+from ...core.messages import EngineStatus, WeightAck, WeightChannel, WeightManifest
 from ...core.refs import with_deadline
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import SENT_CHANNELS, WeightProgress
 from ..contracts import RolloutContract, TrainerContract
 from ..telemetry import Reporter
 
-EngineState = Literal["joined", "adopting", "serving", "fenced"]
+EngineState = Literal["arrived", "joined", "adopting", "serving", "fenced"]
 """Life of one engine incarnation as adoption sees it."""
 
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
+    "arrived": frozenset({"joined", "serving", "fenced"}),
     "joined": frozenset({"adopting", "fenced"}),
     "adopting": frozenset({"serving", "joined", "fenced"}),
     "serving": frozenset({"adopting", "joined", "fenced"}),
@@ -60,6 +63,10 @@ class _Engine:
     """Since it adopted last."""
     is_put_off: bool = False
     """It refused its target and is not asked for that one just now."""
+
+    @property
+    def takes_part(self) -> bool:
+        return self.state not in ("arrived", "fenced")
 
     def move(self, name: str, to: EngineState) -> None:
         if to not in _ALLOWED[self.state]:
@@ -98,10 +105,20 @@ class Adoption:
         return max(self._manifests, default=-1)
 
     @property
+    def present(self) -> Collection[str]:
+        """Every engine that is there; a view, which changes with them."""
+        return self._engines.keys()
+
+    def statuses(self) -> tuple[EngineStatus, ...]:
+        return tuple(
+            EngineStatus(rollout=name, version=e.version, running=0, waiting=0) for name, e in self._engines.items()
+        )
+
+    @property
     def serving(self) -> dict[str, int]:
         """Engine -> version, for engines that serve (an adopting engine serves its old version); after a rewind that
         may be a version that was undone."""
-        return {name: e.version for name, e in self._engines.items() if e.state != "fenced" and e.version >= 0}
+        return {name: e.version for name, e in self._engines.items() if e.takes_part and e.version >= 0}
 
     @property
     def adopting(self) -> tuple[str, ...]:
@@ -130,20 +147,33 @@ class Adoption:
         self.lineage += 1
         self._manifests.clear()
 
-    def joined(self, engine: str, epoch: int, version: int = -1) -> None:
-        """An engine reported in. `version` >= 0: it serves that already, by an earlier coordinator. It adopts again if
-        that is newer than what the trainer has or there was a rewind. An older incarnation of the name is forgotten."""
-        if self.epoch_of(engine) >= epoch:
-            return
-        lineage = 0 if version >= 0 and self.lineage == 0 else _UNKNOWN_LINEAGE
-        self._engines[engine] = _Engine(epoch, version, "joined" if version < 0 else "serving", lineage)
+    def arrived(self, engine: str, epoch: int, version: int = -1) -> bool:
+        """An engine reported in; False: its successor was faster. `version` >= 0: it serves that already, by an earlier
+        coordinator. An older incarnation of the name is forgotten."""
+        if self.epoch_of(engine) > epoch:
+            return False
+        if self.epoch_of(engine) < epoch:
+            self._engines[engine] = _Engine(epoch, version, "arrived")
+        return True
 
-    def gone(self, engine: str, epoch: int) -> None:
-        if engine in self._engines and self.epoch_of(engine) <= epoch:
+    def joined(self, engine: str, epoch: int) -> bool:
+        """It may adopt from now on, and does so again if what it serves is newer than what the trainer has or there was
+        a rewind. False: it ended meanwhile."""
+        known = self._alive(engine, epoch)
+        if known is not None and known.state == "arrived":
+            known.move(engine, "joined" if known.version < 0 else "serving")
+            known.lineage = 0 if known.version >= 0 and self.lineage == 0 else _UNKNOWN_LINEAGE
+        return known is not None
+
+    def gone(self, engine: str, epoch: int) -> bool:
+        """That incarnation ended, or an earlier one; whether the engine was there and is not any more."""
+        is_known = engine in self._engines and self.epoch_of(engine) <= epoch
+        if is_known:
             del self._engines[engine]
+        return is_known
 
     def epoch_of(self, engine: str) -> int:
-        """Of the incarnation that joined last; -1: none is known."""
+        """Of the incarnation that is there; -1: there is none."""
         known = self._engines.get(engine)
         return known.epoch if known is not None else -1
 
@@ -208,7 +238,7 @@ class Adoption:
         """Versions that no engine will read again, oldest first; they are forgotten by this call."""
         engines = self._engines.values()
         keep = {e.target for e in engines if e.state == "adopting" and e.target_lineage == self.lineage}
-        if self._keeps_newest or any(self._is_behind(e) for e in engines if e.state != "fenced"):
+        if self._keeps_newest or any(self._is_behind(e) for e in engines if e.takes_part):
             keep.add(self.newest)
         free = tuple(sorted(v for v in self._manifests if v not in keep))
         for version in free:
@@ -264,8 +294,6 @@ class Adopter:
     report: Reporter
     adoption: Adoption
     limits: AdoptionLimits
-    on_adopted: Callable[[str, int, int], None]
-    """Name, epoch, and version that an engine serves."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _under_way: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     _adopted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -331,7 +359,6 @@ class Adopter:
             if not self.adoption.adopted(name, epoch, version):
                 return  # that incarnation is over, or was fenced meanwhile
             self._adopted.set()
-            self.on_adopted(name, epoch, version)
             adopt_s = self.report.clock.monotonic() - started_s
             self.report.telemetry.metric(version, {"weights/adopt_s": adopt_s})
         elif ack.is_whole:

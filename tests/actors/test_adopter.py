@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from tests.harness.manifests import manifest_of
+from tests.harness.manifests import join, manifest_of
 from tests.harness.waiting import until
 from tests.harness.waits import waits
 
@@ -108,14 +108,13 @@ class Floor:
     rollouts: list[ToyRollout] = field(default_factory=list)
     busy: set[str] = field(default_factory=set)
     most_busy: int = 0
-    adopted: list[str] = field(default_factory=list)
 
     async def add(self) -> ToyRollout:
         rollout = ToyRollout(self)
         name = f"rollout/{len(self.rollouts)}"
         self.rollouts.append(rollout)
         await self.node.start(rollout, name=name)
-        self.adoption.joined(name, rollout.ctx.epoch)
+        join(self.adoption, name, rollout.ctx.epoch)
         return rollout
 
     def publish(self, version: int, *, location: str = "", lineage: int = 0) -> None:
@@ -140,12 +139,10 @@ async def floor_of(
         await node.start(host, name="coordinator")
         await node.start(trainer, name="trainer/0")
         adoption, telemetry = Adoption(at_once=at_once), TelemetryBuffer("floor", clock)
-        adopted = list[str]()
         adopter = Adopter(
             Reporter(host.ctx, ActivityMeter("floor", clock), telemetry), adoption, limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
-            on_adopted=lambda name, _, version: adopted.append(f"{name} at {version}"),
         )  # fmt: skip
-        floor = Floor(node, adoption, adopter, telemetry, trainer, adopted=adopted)
+        floor = Floor(node, adoption, adopter, telemetry, trainer)
         for _ in range(num_engines):
             await floor.add()
         yield floor
@@ -304,12 +301,12 @@ async def test_what_is_fenced_or_followed_by_another_while_it_adopts_is_not_told
         adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
         await until(lambda: len(floor.busy) == 2, "both are at it")
         floor.adopter.fence("rollout/0", floor.rollouts[0].ctx.epoch, "its knobs are unknown")
-        floor.adoption.joined("rollout/1", floor.rollouts[1].ctx.epoch + 1)
+        join(floor.adoption, "rollout/1", floor.rollouts[1].ctx.epoch + 1)
         floor.adoption.gone("rollout/1", floor.rollouts[1].ctx.epoch + 1)
         for engine in floor.rollouts:
             engine.gate.set()
         await adopting
-        assert floor.adopted == [] and not floor.adoption.serving
+        assert not floor.adoption.serving
 
 
 async def test_the_same_version_of_a_gang_that_was_started_again_is_taken_from_its_new_place() -> None:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tests.harness.manifests import manifest_of
+from tests.harness.manifests import join, manifest_of
 
 from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.messages import WeightManifest
@@ -19,7 +19,7 @@ def manifest(version: int) -> WeightManifest:
 def with_engines(*names: str, **options: Any) -> Adoption:
     adoption = Adoption(**options)
     for name in names:
-        adoption.joined(name, 1)
+        join(adoption, name, 1)
     return adoption
 
 
@@ -34,7 +34,7 @@ def test_the_engine_furthest_behind_is_first_and_versions_in_between_are_skipped
     adoption = with_engines("rollout/0")
     adoption.published(manifest(0))
     assert adopt_one(adoption) == ("rollout/0", 0)
-    adoption.joined("rollout/1", 2)
+    join(adoption, "rollout/1", 2)
     for version in (1, 2, 3):
         adoption.published(manifest(version))
     assert adoption.releasable() == (0, 1, 2)
@@ -47,15 +47,40 @@ def test_a_dead_incarnation_has_no_say_and_a_fenced_one_gets_nothing_until_it_is
     with pytest.raises(ValueError, match="cannot go from joined to serving"):
         adoption.adopted("rollout/0", 1, 0)
     assert adoption.next() is not None
-    adoption.joined("rollout/0", 2)
+    join(adoption, "rollout/0", 2)
     adoption.adopted("rollout/0", 1, 0)
     assert adoption.serving == {}
     instruction = adoption.next()
     assert instruction is not None and instruction.epoch == 2
     adoption.fenced("rollout/0", 2)
     assert adoption.next() is None and adoption.serving == {}
-    adoption.joined("rollout/0", 3)
+    join(adoption, "rollout/0", 3)
     assert adoption.next() is not None
+
+
+def test_words_of_an_old_incarnation_that_come_late_change_nothing() -> None:
+    adoption = Adoption()
+    join(adoption, "rollout/0", 7, 2)
+    join(adoption, "rollout/0", 8, 4)  # it was faster than the registry's news of the old one's end
+    assert not adoption.gone("rollout/0", 7) and not adoption.arrived("rollout/0", 7, 1)
+    assert adoption.epoch_of("rollout/0") == 8 and adoption.serving == {"rollout/0": 4}
+    assert adoption.gone("rollout/0", 8) and not adoption.present and not adoption.serving
+
+
+def test_an_engine_that_reports_in_is_there_and_gets_no_weights_before_it_has_the_knobs() -> None:
+    adoption = Adoption()
+    adoption.published(manifest(3))
+    assert adoption.arrived("rollout/0", 7, version=2)
+    assert list(adoption.present) == ["rollout/0"] and [s.version for s in adoption.statuses()] == [2]
+    assert adoption.serving == {} and adoption.next() is None
+    assert adoption.joined("rollout/0", 7) and adoption.serving == {"rollout/0": 2}
+    assert adopt_one(adoption) == ("rollout/0", 3)
+    adoption.arrived("rollout/1", 1)
+    adoption.gone("rollout/1", 1)
+    assert not adoption.joined("rollout/1", 1), "it ended meanwhile"
+    adoption.arrived("rollout/1", 2)
+    adoption.fenced("rollout/1", 2)
+    assert not adoption.joined("rollout/1", 2) and adoption.next() is None
 
 
 def test_after_a_rewind_every_engine_is_behind_whatever_number_it_serves() -> None:
@@ -77,9 +102,9 @@ def test_after_a_rewind_every_engine_is_behind_whatever_number_it_serves() -> No
 
 def test_an_engine_that_was_told_by_an_earlier_coordinator_is_taken_as_serving() -> None:
     adoption = Adoption()
-    adoption.joined("rollout/0", 1, version=4)
-    adoption.joined("rollout/1", 1, version=5)
-    adoption.joined("rollout/2", 1)
+    join(adoption, "rollout/0", 1, version=4)
+    join(adoption, "rollout/1", 1, version=5)
+    join(adoption, "rollout/2", 1)
     assert adoption.serving == {"rollout/0": 4, "rollout/1": 5}
     adoption.published(manifest(5))
     assert adoption.engines_at(5) == ["rollout/1"]
@@ -90,12 +115,12 @@ def test_an_engine_that_was_told_by_an_earlier_coordinator_is_taken_as_serving()
 def test_an_engine_that_says_it_serves_what_was_undone_adopts_again() -> None:
     ahead = Adoption()
     ahead.published(manifest(3))
-    ahead.joined("rollout/0", 1, version=7)
+    join(ahead, "rollout/0", 1, version=7)
     assert adopt_one(ahead) == ("rollout/0", 3), "the trainer has no version 7"
     late = Adoption()
     late.rewound()
     late.published(manifest(7))
-    late.joined("rollout/0", 1, version=7)
+    join(late, "rollout/0", 1, version=7)
     assert adopt_one(late) == ("rollout/0", 7), "nobody knows which version 7 that is"
 
 
@@ -131,7 +156,7 @@ def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int, a
             adoption.published(manifest(published))
         elif event == 1 and name not in epochs:
             epochs[name] = rng.randrange(10_000)
-            adoption.joined(name, epochs[name])
+            join(adoption, name, epochs[name])
         elif event == 2 and name in epochs:
             adoption.gone(name, epochs[name])
             for known in (busy, epochs, content):

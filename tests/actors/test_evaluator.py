@@ -10,7 +10,7 @@ import pytest
 
 from myxa.actors.coordinator.evaluator import Evaluator
 from myxa.actors.coordinator.options import CoordinatorOptions
-from myxa.actors.coordinator.run_state import CoordinatorJournal, RunContext, RunState
+from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.config.data import EvalSetSettings
@@ -111,26 +111,9 @@ async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_ar
     for num_asked in (2, 2):  # the first answers were of two versions
         await world.evaluator.attempt_anew()
         assert len(world.asked) == num_asked
-    world.state.version = 6
-    world.evaluator.rewound()
-    world.state.version = 7  # it is made again
+    world.evaluator.known_version = -1  # the trainer went back, and makes it again
     await world.evaluator.attempt_anew()
     assert len(world.asked) == 3
-
-
-async def test_a_run_that_is_resumed_knows_what_was_evaluated_with_the_same_settings(tmp_path: Path) -> None:
-    world, journal = World(), CoordinatorJournal(tmp_path / "journal", "first launch")
-    world.oldest = 7
-    await world.evaluator.evaluate()
-    journal.state = world.state
-    await journal.keep()
-    for version, num_samples, num_asked in ((7, 2, 0), (7, 3, 1), (6, 2, 1)):
-        resumed, again = World(), CoordinatorJournal(tmp_path / "another", "second launch")
-        again.remember(journal.path)
-        resumed.state.evaluations, resumed.state.evaluated_how = again.state.evaluations, again.state.evaluated_how
-        resumed.state.version, resumed.options.eval_samples = version, num_samples
-        await resumed.evaluator.attempt_anew()
-        assert (len(resumed.asked), resumed.state.eval_reward) == (num_asked, 0.5)
 
 
 async def test_one_set_alone_does_not_speak_for_the_run() -> None:

@@ -55,7 +55,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "trainer.checkpoint_write": (f"before {_CHECKPOINT}:PendingCheckpoint.write",),
     "trainer.manifest_commit": (f"before {_CHECKPOINT}:commit",),
     "coordinator.ready": (
-        "before actors.coordinator.coordinator:EngineFleet.ready",
+        f"before {_COORDINATOR}.rollout_ready",
         f"before {_COORDINATOR}.trainer_ready",
     ),
     "coordinator.version_made": (f"before {_COORDINATOR}.version_made",),

@@ -166,7 +166,7 @@ async def test_a_value_whose_time_is_over_goes_back_once_that_can_be_recorded(
     async with open_room(tmp_path, beside={"rollout/0": engine}) as room:
         coordinator = room.coordinator
         assert coordinator is not None
-        await until(lambda: len(coordinator.fleet.present) == 1, "the engine")
+        await until(lambda: len(coordinator._adoption.present) == 1, "the engine")
         await room.change(room=2, for_s=0.5)
         desk = coordinator.conductor
         write, num_tried = desk._record, 0

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.harness.manifests import join
 from tests.harness.manual_clock import ManualClock
 from tests.harness.waiting import until
 from tests.harness.waits import waits
@@ -125,7 +126,7 @@ async def test_a_gang_started_anew_before_the_run_begins_is_the_one_that_engines
         await ref.trainer_ready(3, manifest(3), {})  # the checkpoint of 5 turned out to be damaged
         assert coordinator._adoption.newest == 3
         await ref.trainer_ready(3, manifest(3, location="again"), {})
-        coordinator._adoption.joined("rollout/0", 1)
+        join(coordinator._adoption, "rollout/0", 1)
         instruction = coordinator._adoption.next()
         assert instruction is not None and instruction.manifest.location == "again"
 

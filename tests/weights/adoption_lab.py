@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.harness.manifests import join
 from tests.harness.programs import Program, start_program
 from tests.weights.fault_cells import Channel
 from tests.weights.fingerprint import greedy
@@ -277,17 +278,26 @@ class Host(Actor):
     """Has a context for the adopter."""
 
 
+class TimedAdoption(Adoption):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adopted_s: dict[str, float] = {}
+        """Engine -> when it adopted last."""
+
+    def adopted(self, engine: str, epoch: int, version: int) -> bool:
+        self.adopted_s[engine] = time.monotonic()
+        return super().adopted(engine, epoch, version)
+
+
 class FaultLab:
     """See the module's head."""
 
     def __init__(self, node: Node, stack: AsyncExitStack, channel: Channel, folders: list[Path], scratch: Path) -> None:
         self.node, self.channel, self.folders = node, channel, folders
         self._stack, self._scratch = stack, scratch
-        self.adoption = Adoption()
+        self.adoption = TimedAdoption()
         self.rollouts: dict[str, LabRollout] = {}
         self.released: list[int] = []
-        self.adopted_s: dict[str, float] = {}
-        """Engine -> when it adopted last."""
         self._epoch = 1
         self.sender: SenderProcess
         self.announced: dict[int, Path] = {}
@@ -302,12 +312,8 @@ class FaultLab:
         await self.node.start(LabTrainer(self), name="trainer/0")
         self.adopter = Adopter(
             Reporter(host.ctx, ActivityMeter("lab", clock), self.telemetry), self.adoption, limits=LIMITS,
-            on_adopted=self._on_adopted,
         )  # fmt: skip
         await asyncio.gather(self.new_sender(), self.add(VICTIM), self.add(WITNESS))
-
-    def _on_adopted(self, name: str, epoch: int, version: int) -> None:
-        self.adopted_s[name] = time.monotonic()
 
     async def new_sender(self) -> None:
         rest = () if self.channel == "nccl" else (self.channel, str(self._scratch), str(self.folders[0]))
@@ -333,7 +339,7 @@ class FaultLab:
         rollout = self.rollouts[name] = LabRollout(engine, self.telemetry)
         await self.node.start(rollout, name=name)
         self._epoch += 1
-        self.adoption.joined(name, self._epoch)
+        join(self.adoption, name, self._epoch)
 
     def told(self) -> list[str]:
         """Texts of all events so far."""

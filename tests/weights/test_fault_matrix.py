@@ -170,7 +170,7 @@ async def run(lab: FaultLab, cell: Cell, fingerprints: dict[Path, Answer]) -> tu
         outcome = "asked again"
     print(f"{cell.name}: {outcome}, its engine serves {serves}; said: {said}")
     assert lab.adoption.serving[WITNESS] == lab.newest
-    continues_s = lab.adopted_s[WITNESS] - max(struck[0], back_s)
+    continues_s = lab.adoption.adopted_s[WITNESS] - max(struck[0], back_s)
     if outcome in ("fenced", "replaced"):
         await lab.add(VICTIM)
         await lab.adopter.adopt_pending()
