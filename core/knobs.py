@@ -8,8 +8,7 @@ checkpoints carry the epoch they were made under.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -93,16 +92,6 @@ class Tunable(Record, frozen=True):
 
     def _refusal(self, value: KnobValue, why: str) -> ConfigError:
         return ConfigError(f"{self.name} = {value!r}: {why}", remedy=f"{self.name} takes {self.range_text()}")
-
-
-def knob_maker(owner: str, boundary: Boundary) -> Callable[..., Tunable]:
-    """A function that makes the declarations of one owner: of name, kind, key of the run file, help, and limits."""
-
-    def make(name: str, kind: KnobKind, key: str, text: str, **more: Any) -> Tunable:
-        given: dict[str, Any] = {"boundary": boundary, **more}
-        return Tunable(name=name, kind=kind, key=key, help=text, owner=owner, **given)
-
-    return make
 
 
 def _limit_text(limit: float) -> str:

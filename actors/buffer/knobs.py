@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...algos.staleness import POLICIES, Admission, make_policy
+from ...algos.staleness import Admission, make_policy
 from ...core.activity import TelemetryBuffer
 from ...core.errors import ConfigError
-from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
+from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable
 from ...core.messages import Record, SamplingParams
-from ..knobs.owner import PAUSE_AT, Knob, KnobOwner
+from ..knobs.owner import PAUSE_AT, Knob, KnobOwner, knob_maker
 from ..ledger.file import Terms
 from ..ledger.ledger import Ledger
 from .cursor import NO_WINDOW, Window, mix_text, parse_mix
@@ -271,58 +271,42 @@ def buffer_tunables(filters: Sequence[str], limits: BufferLimits, sources: Seque
     """What the buffer declares. `filters`: names of the group filters; `sources`: theirs, where there are several."""
     return (
         *_ADMISSION,
-        _knob("temperature", "float", "rollout.temperature",
-              f"Sampling temperature; the trainer scores each sample at its own. {_FROM_NOW_ON}",
+        _knob("rollout.temperature", f"The trainer scores each sample at its own. {_FROM_NOW_ON}",
               low=COLDEST, high=100.0, is_judged=limits.only_temperature is not None),
         *_SAMPLING,
-        _knob("max_new_tokens", "int", "rollout.max_new_tokens",
-              "Longest model turn. Evaluation keeps the run file's value, and so does the divisor of "
-              f'algo.reduction = "constant". {_FROM_NOW_ON}',
-              low=1, high=limits.max_new_tokens, guard_factor=8, unit="tokens"),
-        _knob("num_samples", "int", "rollout.num_samples",
-              "Samples of a group. A step still takes algo.batch_size groups, for some time of both sizes. "
-              f"{_FROM_NOW_ON}",
+        _knob("rollout.max_new_tokens",
+              'Evaluation keeps the run file\'s value, and so does the divisor of algo.reduction = "constant". '
+              f"{_FROM_NOW_ON}", high=limits.max_new_tokens, guard_factor=8, unit="tokens"),
+        _knob("rollout.num_samples",
+              f"A step still takes algo.batch_size groups, for some time of both sizes. {_FROM_NOW_ON}",
               low=limits.min_samples, high=limits.max_samples, guard_factor=8, unit="samples", is_judged=True),
-        _knob("group_filter", "choice", "algo.group_filter",
-              "Which finished groups are left out: a built-in, or the run file's own function. Judges groups that are "
-              "finished from now on, whenever they were dispatched; groups that were kept stay.",
-              boundary="now", choices=tuple(filters), is_judged=True),
+        _knob("algo.group_filter",
+              "Judges groups that are finished from now on, whenever they were dispatched; groups that were kept stay.",
+              kind="choice", boundary="now", choices=tuple(filters), is_judged=True),
         *((_MIX,) if sources else ()),
         *(_WINDOW if limits.has_rewards else ()),
     )
 
 
 _ADMISSION = (
-    _knob("max_staleness", "int", "async.max_staleness",
-          "eta: steps that the weights behind any token may be old when it is trained on; 0 = on-policy. Lowered, what "
-          "is too old already is dropped and its prompt drawn again.", low=0, high=1000, unit="steps", is_judged=True),
-    _knob("on_stale", "choice", "async.policy",
-          "How the staleness bound is kept: pace (work is handed out so that nothing grows too old), wait (the trainer "
-          "waits for the oldest), drop (too old groups are thrown away; favours short answers).",
-          choices=POLICIES, is_judged=True),
-    _knob("window", "int", "async.window",
-          "Groups among which a step may choose under the policy pace; 0 = by the rule of docs/walk-prompt.md. Has to "
-          "fit max_staleness: set both where it does not.", low=0, high=1 << 20, unit="groups", is_judged=True),
+    _knob("async.max_staleness", "Lowered, what is too old already is dropped and its prompt drawn again.",
+          unit="steps", is_judged=True),
+    _knob("async.policy", name="on_stale", is_judged=True),
+    _knob("async.window", "Has to fit max_staleness: set both where it does not.",
+          high=1 << 20, unit="groups", is_judged=True),
 )
 _SAMPLING = (
-    _knob("top_p", "float", "rollout.top_p",
-          f"Only the likeliest tokens that together have this probability are drawn. {_FROM_NOW_ON}",
-          low=0.0, is_low_open=True, high=1.0),
-    _knob("top_k", "int", "rollout.top_k",
-          f"Only so many of the likeliest tokens are drawn; -1 = no limit. {_FROM_NOW_ON}",
-          low=-1, high=1 << 20, unit="tokens", is_judged=True),
-    _knob("stop_token_ids", "text", "",  # without a key: there it is a list
+    _knob("rollout.top_p", _FROM_NOW_ON),
+    _knob("rollout.top_k", _FROM_NOW_ON, low=-1, high=1 << 20, unit="tokens", is_judged=True),
+    _knob("stop_token_ids",  # without a key: there it is a list
           "Token ids that end a turn besides the model's own: 13,198 (13, for one alone) or none; in the run file "
-          f"rollout.stop_token_ids. {_FROM_NOW_ON}", is_judged=True),
+          f"rollout.stop_token_ids. {_FROM_NOW_ON}", kind="text", is_judged=True),
 )
-_MIX = _knob("mix", "text", "",  # without a key: there each source has its own
+_MIX = _knob("mix",  # without a key: there each source has its own
     "Shares of the sources among the prompts that are drawn from now on: math:0.7,code:0.3, every source named, 0 = "
-    "none for now; in the run file data.sources.NAME.weight.", is_judged=True)
+    "none for now; in the run file data.sources.NAME.weight.", kind="text", is_judged=True)
 _WINDOW = (
-    _knob("difficulty_low", "float", "data.difficulty_low",
-          "A prompt whose newest finished group has a mean reward below this is passed over when it comes up again; "
-          "equal to difficulty_high = no window. Set both where one does not fit the other.", is_judged=True),
-    _knob("difficulty_high", "float", "data.difficulty_high",
-          "The same for mean rewards above this. Both ends are inside the window.", is_judged=True),
+    _knob("data.difficulty_low", "Set both where one does not fit the other.", is_judged=True),
+    _knob("data.difficulty_high", is_judged=True),
 )
 # fmt: on

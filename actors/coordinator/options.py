@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.config.data import EvalSetSettings
-from ...core.knobs import KnobValue, Tunable, knob_maker
+from ...core.knobs import KnobValue, Tunable
 from ...core.messages import SamplingParams
-from ..knobs.owner import Knob
+from ..knobs.owner import Knob, knob_maker
 from ..weights.rollout_update import Adoption, AdoptionLimits
 
 
@@ -51,21 +51,13 @@ _knob = knob_maker("coordinator", "now")
 
 # fmt: off
 COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
-    _knob("eval_every", "int", "eval.every", "Training steps between evaluations; 0: none.",
-          unit="steps", low=0, is_judged=True),
-    _knob("eval_prompts", "int", "eval.num_prompts", "Held-out prompts of one evaluation.",
-          unit="prompts", low=1, is_judged=True),
-    _knob("eval_samples", "int", "eval.num_samples", "Answers per held-out prompt.",
-          unit="answers", low=1, high=1024, is_judged=True),
-    _knob("eval_temperature", "float", "eval.temperature", "Sampling temperature of evaluations; 0: greedy.",
-          low=0, high=10, is_judged=True),
-    _knob("stop_reward", "float", "run.stop_reward",
-          "The run ends once an evaluation gives this mean reward; 0: it does not.", is_judged=True),
-    _knob("max_wall_s", "float", "run.max_wall_s", "The run ends after so much time; 0: it does not.",
-          unit="s", low=0, is_judged=True),
-    _knob("adopt_at_once", "int", "weights.adopt_at_once",
-          "Engines that bring a new weight version in at the same time; those that do already are left to it.",
-          unit="engines", low=1),
+    _knob("eval.every", name="eval_every", unit="steps", is_judged=True),
+    _knob("eval.num_prompts", name="eval_prompts", unit="prompts", is_judged=True),
+    _knob("eval.num_samples", name="eval_samples", unit="answers", high=1024, is_judged=True),
+    _knob("eval.temperature", name="eval_temperature", is_judged=True),
+    _knob("run.stop_reward", is_judged=True),
+    _knob("run.max_wall_s", unit="s", is_judged=True),
+    _knob("weights.adopt_at_once", "Those that do already are left to it.", unit="engines"),
 )
 # fmt: on
 

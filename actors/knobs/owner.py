@@ -12,14 +12,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
+from ...core.config import RunConfig
+from ...core.config.section import walk
 from ...core.errors import ConfigError
 from ...core.knobs import (
     NUMBERED,
     PROCESS,
     Boundary,
+    KnobKind,
     KnobSheet,
     KnobState,
     KnobValue,
@@ -27,7 +31,6 @@ from ...core.knobs import (
     LiveKnob,
     LiveKnobs,
     Tunable,
-    knob_maker,
 )
 from ...core.retry import until_answered
 from ...core.timeouts import TIMEOUTS
@@ -47,11 +50,39 @@ class Knob:
     """A reason to refuse that only the owner knows, or nothing. Only for a knob that is declared `is_judged`."""
 
 
+_FIELDS = {".".join(path): info for path, info in walk(RunConfig)}
+_KINDS: Mapping[Any, KnobKind] = {float: "float", int: "int", bool: "bool", str: "text"}
+
+
+def knob_maker(owner: str, boundary: Boundary) -> Callable[..., Tunable]:
+    """A function that makes the declarations of one owner: of a key of the run file, whose type, bounds and words hold
+    for the knob too, or of the name of a knob that has none; a further sentence; and what differs."""
+
+    def make(key: str, note: str = "", **more: Any) -> Tunable:
+        found = _of_field(key) if key in _FIELDS else {"name": key}
+        text = " ".join(filter(None, (found.pop("help", ""), note)))
+        given: dict[str, Any] = {"owner": owner, "boundary": boundary, "help": text, **found, **more}
+        return Tunable(**given)
+
+    return make
+
+
+def _of_field(key: str) -> dict[str, Any]:
+    info = _FIELDS[key]
+    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+    bounds = {name: getattr(mark, name) for mark in info.metadata for name in ("gt", "ge", "le") if hasattr(mark, name)}
+    return {
+        "key": key, "name": key.rpartition(".")[2], "kind": "choice" if choices else _KINDS[info.annotation],
+        "low": bounds.get("gt", bounds.get("ge")), "is_low_open": "gt" in bounds, "high": bounds.get("le"),
+        "choices": choices, "help": " ".join((info.description or "").replace("`", "").split()),
+    }  # fmt: skip
+
+
 LOGGER = "myxa"
 """Parent of every logger of the house; other packages' are left alone."""
 _knob = knob_maker(PROCESS, "now")
 LOG_LEVEL = Knob(
-    _knob("log_level", "choice", "", "The least important messages that the processes of these actors log.",
+    _knob("log_level", "The least important messages that the processes of these actors log.", kind="choice",
           choices=("DEBUG", "INFO", "WARNING", "ERROR")),
     read=lambda: logging.getLevelName(logging.getLogger(LOGGER).getEffectiveLevel()),
     use=lambda value: logging.getLogger(LOGGER).setLevel(str(value)),
@@ -59,9 +90,9 @@ LOG_LEVEL = Knob(
 """Of every owner; actors that share a process share it."""
 _knob = knob_maker("buffer", "now")
 # fmt: off
-PAUSE_AT = _knob("pause_at", "int", "", "Steps from this one on are not begun, and no work for them is handed out: 0 "
+PAUSE_AT = _knob("pause_at", "Steps from this one on are not begun, and no work for them is handed out: 0 "
                  "pauses now, -1 never. `pause`, `step` and `resume` set it. It ends with the run.",
-                 unit="steps", low=-1)
+                 kind="int", unit="steps", low=-1)
 # fmt: on
 """What pauses a run; its first value is -1."""
 

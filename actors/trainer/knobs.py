@@ -11,92 +11,46 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.config import AlgoConfig, OptimizerConfig
-from ...core.knobs import KnobSheet, KnobValue, Tunable, knob_maker
-from ..knobs.owner import Knob
+from ...core.knobs import KnobSheet, KnobValue, Tunable
+from ..knobs.owner import Knob, knob_maker
 from .step_plan import StepPlanOptions
 
 OWNER = "trainer"
 _knob = knob_maker(OWNER, "step")
-_ABOVE_0: dict[str, Any] = {"low": 0.0, "is_low_open": True}
-_FROM_0: dict[str, Any] = {"low": 0.0}
-_SHARE: dict[str, Any] = {"low": 0.0, "high": 1.0}
-_WITH_OTHERS: dict[str, Any] = {"is_judged": True}
-"""Judged by the training backend, together with the other values."""
+
+
+def _algo(*names: str, **more: Any) -> tuple[Tunable, ...]:
+    """Judged by the training backend, together with the other values."""
+    return tuple(_knob(f"algo.{name}", is_judged=True, **more) for name in names)
+
 
 # fmt: off
 STEP_TUNABLES: tuple[Tunable, ...] = (
-    _knob("lr", "float", "optimizer.lr", "Learning rate at the top of the schedule.", guard_factor=10, **_ABOVE_0),
-    _knob("weight_decay", "float", "optimizer.weight_decay", "Decoupled weight decay of matrices.", **_FROM_0),
-    _knob("max_grad_norm", "float", "optimizer.max_grad_norm",
-          "Global gradient norm above which gradients are scaled down.", **_ABOVE_0),
-    _knob("min_lr_ratio", "float", "optimizer.min_lr_ratio",
-          "Share of lr at which the schedule ends; constant has no end.", **_SHARE),
-    _knob("decay_steps", "int", "optimizer.decay_steps",
-          "Optimizer updates at which the schedule ends; 0 = at the end of the run.",
-          unit="updates", low=0, **_WITH_OTHERS),
-    _knob("clip_low", "float", "algo.clip_low",
-          "The ratio is clipped below at 1 - clip_low; dppo: bound of the divergence where A < 0.",
-          **_ABOVE_0, **_WITH_OTHERS),
-    _knob("clip_high", "float", "algo.clip_high",
-          "The ratio is clipped above at 1 + clip_high; dppo: bound of the divergence where A > 0.",
-          **_ABOVE_0, **_WITH_OTHERS),
-    _knob("dual_clip", "float", "algo.dual_clip",
-          "Bound (above 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off.",
-          **_FROM_0, **_WITH_OTHERS),
-    _knob("sapo_tau_pos", "float", "algo.sapo_tau_pos",
-          "Temperature of the sapo loss where the advantage is positive.", **_ABOVE_0, **_WITH_OTHERS),
-    _knob("sapo_tau_neg", "float", "algo.sapo_tau_neg",
-          "Temperature of the sapo loss where the advantage is not positive.", **_ABOVE_0, **_WITH_OTHERS),
-    _knob("tis_cap", "float", "algo.tis_cap",
-          "Upper bound of the importance weight of tis, icepop and decoupled.", **_ABOVE_0, **_WITH_OTHERS),
-    _knob("tis_floor", "float", "algo.tis_floor",
-          "Lower bound of the importance weight of tis; 0 = none.", **_FROM_0, **_WITH_OTHERS),
-    _knob("mis_low", "float", "algo.mis_low",
-          "Lower bound of the importance weight of mis and icepop.", **_ABOVE_0, **_WITH_OTHERS),
-    _knob("mis_high", "float", "algo.mis_high",
-          "Upper bound of the importance weight of mis.", **_ABOVE_0, **_WITH_OTHERS),
-    _knob("reject_low", "float", "algo.reject_low",
-          "Importance weight below which mis removes tokens or samples; needs reject_high.", **_FROM_0, **_WITH_OTHERS),
-    _knob("reject_high", "float", "algo.reject_high",
-          "Importance weight above which mis removes tokens or samples; 0 = none is rejected.",
-          **_FROM_0, **_WITH_OTHERS),
-    _knob("veto", "float", "algo.veto",
-          "Importance weight of a token below which mis removes its whole sample; 0 = off.", **_SHARE, **_WITH_OTHERS),
-    _knob("opsm_delta", "float", "algo.opsm_delta",
-          "Mean of (behaviour - live) log-probs above which a sample of negative advantage loses its policy loss; "
-          "0 = off.",
-          unit="nats", **_FROM_0, **_WITH_OTHERS),
-    _knob("kl_coef", "float", "algo.kl_coef",
-          "Weight of the KL term towards the reference model; above 0 only in a run that began so and keeps that "
-          "model.",
-          **_FROM_0, **_WITH_OTHERS),
-    _knob("entropy_coef", "float", "algo.entropy_coef",
-          "Weight of the entropy bonus; 0 = off.", **_FROM_0, **_WITH_OTHERS),
-    _knob("minibatches", "int", "algo.minibatches",
-          "Optimizer updates in one pass over the batch; divides algo.batch_size.", unit="updates", low=1,
-          **_WITH_OTHERS),
-    _knob("epochs", "int", "algo.epochs", "Passes over the batch in one step.", low=1, **_WITH_OTHERS),
-    _knob("ref_update_every", "int", "algo.ref_update_every",
-          "Steps after which the policy becomes the reference model, again and again; 0 = never.",
-          unit="steps", low=0, **_WITH_OTHERS),
+    _knob("optimizer.lr", guard_factor=10),
+    _knob("optimizer.weight_decay"),
+    _knob("optimizer.max_grad_norm"),
+    _knob("optimizer.min_lr_ratio"),
+    _knob("optimizer.decay_steps", unit="updates", is_judged=True),
+    *_algo("clip_low", "clip_high", "dual_clip", "sapo_tau_pos", "sapo_tau_neg", "tis_cap", "tis_floor", "mis_low",
+           "mis_high", "reject_low", "reject_high", "veto"),
+    *_algo("opsm_delta", unit="nats"),
+    *_algo("kl_coef", note="Above 0 only in a run that began so."),
+    *_algo("entropy_coef"),
+    *_algo("minibatches", unit="updates"),
+    *_algo("epochs"),
+    *_algo("ref_update_every", unit="steps"),
 )
 """What ranks use in a step; names are those of the fields of the run file's sections."""
 
 LEADER_TUNABLES: tuple[Tunable, ...] = (
-    _knob("num_steps", "int", "run.num_steps",
-          "Training steps of the whole run; 0 = until the data ends or the run is stopped, where the run file says so. "
-          "A schedule's end does not move with it: see decay_steps.", unit="steps", low=0, is_judged=True),
-    _knob("max_tokens_per_microbatch", "int", "trainer.max_tokens_per_microbatch",
-          "Tokens (prompt and answer, all samples) in one forward pass; more is faster and takes more memory.",
-          unit="tokens", low=1),
-    _knob("checkpoint_every", "int", "trainer.checkpoint_every",
-          "Steps between checkpoints; 0 = none during the run.", unit="steps", low=0, is_judged=True),
-    _knob("keep_last", "int", "trainer.keep_last",
-          "Checkpoints kept; older ones are deleted when the next one is there.", unit="checkpoints", low=1),
-    _knob("weights_every", "int", "",
+    _knob("run.num_steps", "A schedule's end does not move with it: see decay_steps.", unit="steps", is_judged=True),
+    _knob("trainer.max_tokens_per_microbatch", unit="tokens"),
+    _knob("trainer.checkpoint_every", unit="steps", is_judged=True),
+    _knob("trainer.keep_last", unit="checkpoints"),
+    _knob("weights_every",
           "Steps between two weight versions that engines are given; the last one, and one without which nothing is "
           "dispatched, is given whenever it is made. Samples grow older by up to so many steps less one.",
-          boundary="weights", unit="steps", low=1, high=1000),
+          kind="int", boundary="weights", unit="steps", low=1, high=1000),
 )
 """What the leader uses by itself."""
 # fmt: on

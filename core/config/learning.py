@@ -136,7 +136,7 @@ class AlgoConfig(Section, frozen=True):
     sapo_tau_pos: PositiveFloat = 1.0
     """Temperature of the sapo loss where the advantage is positive: a larger one fades the gradient earlier."""
     sapo_tau_neg: PositiveFloat = 1.05
-    """The same where it is not."""
+    """Temperature of the sapo loss where the advantage is not positive."""
     dual_clip: DualClip = 0.0
     """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
     correction: Correction = "auto"
@@ -162,7 +162,7 @@ class AlgoConfig(Section, frozen=True):
     """`mis`: tokens (samples) whose importance weight at `reject_level` is below this are removed; needs
     `reject_high`."""
     reject_high: NonNegativeFloat = 0.0
-    """The same above this; 0 = none is rejected."""
+    """`mis`: tokens (samples) whose importance weight at `reject_level` is above this are removed; 0 = none is."""
     veto: UnitFloat = 0.0
     """`mis`: a sample with any token whose importance weight is below this is removed; 0 = off."""
     opsm_delta: NonNegativeFloat = 0.0

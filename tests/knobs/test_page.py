@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "knobs.md"
 REMEDY = "update it: python -m tests.knobs.test_page"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = ("| knob | unit | range | boundary | owner | run file | what it does |", "|---|---|---|---|---|---|---|")
-MAKERS = ("_knob",)
+MAKERS = ("_knob", "_algo")
 
 
 def declared() -> tuple[Tunable, ...]:
@@ -41,8 +41,9 @@ def names_declared_in_the_source() -> list[str]:
     for path in sorted((ROOT / "actors").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MAKERS:
-                given = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "name")]
-                found += [str(each.value) for each in given if isinstance(each, ast.Constant)]
+                given = [k.value for k in node.keywords if k.arg == "name"]
+                given = given or (node.args if node.func.id == "_algo" else node.args[:1])
+                found += [str(each.value).rpartition(".")[2] for each in given if isinstance(each, ast.Constant)]
     return found
 
 
