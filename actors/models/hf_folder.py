@@ -22,9 +22,10 @@ import numpy as np
 from ...core.config import CriticConfig
 from ...core.errors import ConfigError, ModelError
 from ...core.files import read_regular
+from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 from .model_config import ModelConfig, parse_model_config, token_ids
-from .safetensors_file import open_safetensors, parse_json, write_safetensors
+from .safetensors_file import FP8, SCALE_SUFFIX, Dequantised, open_safetensors, parse_json, write_safetensors
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """owner/name."""
@@ -48,13 +49,15 @@ MAX_JSON_BYTES = 64 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 CHUNK = 1 << 20
 """Numbers that are looked at together."""
-FLOATS: Mapping[str, tuple[str, int]] = {
+FLOATS: dict[str, tuple[str, int]] = {
     "float64": ("<u8", 0x7FF0 << 48),
     "float32": ("<u4", 0x7F80 << 16),
     "float16": ("<u2", 0x7C00),
     "bfloat16": ("<u2", 0x7F80),
 }
-"""Types of weights: their bits as numpy reads them, and the exponent's, which are all set in NaN and infinity."""
+"""Types of weights: their bits as numpy reads them, and those that are all set in NaN and infinity."""
+FP8_BITS: dict[str, tuple[str, int]] = {FP8: ("u1", 0x7F)}
+"""The same of what needs scales."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Shard size of the Hub; larger models are written in several files."""
 
@@ -137,9 +140,12 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 
 
 @contextmanager
-def open_weights(folder: str | Path, config: ModelConfig) -> Generator[Mapping[str, NamedArray], None, None]:
-    """All weights by HuggingFace name, as views of the mapped files, checked against `config`. The bytes are valid
-    inside the block only. Raises ModelError for a missing file, name or a wrong shape."""
+def open_weights(
+    folder: str | Path, config: ModelConfig, *, as_stored: bool = False
+) -> Generator[Mapping[str, NamedArray], None, None]:
+    """All weights by HuggingFace name, as views of the mapped files, checked against `config`; FP8 in blocks is read as
+    bfloat16, unless `as_stored`. The bytes are valid inside the block only. Raises ModelError for a missing file, name
+    or a wrong shape."""
     root = Path(folder)
     with ExitStack() as stack:
         tensors: dict[str, NamedArray] = {}
@@ -149,7 +155,7 @@ def open_weights(folder: str | Path, config: ModelConfig) -> Generator[Mapping[s
                     raise ModelError(f"{root / name}: tensor {key} is in another shard too", remedy="export it again")
                 tensors[key] = tensor
         check_tensors(config, tensors, str(root))
-        yield tensors
+        yield Dequantised(tensors, config.fp8_block) if config.fp8_block and not as_stored else tensors
 
 
 def _weight_files(root: Path) -> list[str]:
@@ -185,6 +191,20 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
                 f"{place}: weight {name} has shape {list(tensor.spec.shape)}, config.json demands {list(shape)}",
                 remedy="config and weights must come from the same model",
             )
+        if tensor.spec.dtype == FP8:
+            _check_scales(config.fp8_block, tensor.spec, tensors.get(name + SCALE_SUFFIX), place)
+
+
+def _check_scales(block: tuple[int, int] | None, spec: TensorSpec, scales: NamedArray | None, place: str) -> None:
+    """Raise ModelError unless an FP8 matrix has a scale for each of its blocks."""
+    grid = tuple(-(-size // each) for size, each in zip(spec.shape, block or (), strict=False))
+    found = scales and (scales.spec.dtype, scales.spec.shape)
+    if block is None or len(spec.shape) != len(block) or found != ("float32", grid):
+        raise ModelError(
+            f"{place}: weight {spec.name} is FP8 {list(spec.shape)} in blocks of {block}, its scales are {found}: "
+            f"float32 {list(grid)} is needed",
+            remedy="quantization_config of config.json and the weights must come from the same model",
+        )
 
 
 def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], place: str, *, max_bytes: int = 0) -> None:
@@ -194,12 +214,12 @@ def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], plac
     share = min(1.0, max_bytes / whole) if max_bytes and whole else 1.0
     for name in names:
         spec = tensors[name].spec
-        if spec.dtype not in FLOATS:
+        if spec.dtype not in FLOATS | FP8_BITS:
             raise ModelError(
                 f"{place}: weight {name} is of type {spec.dtype}, not a float type",
                 remedy="quantised weights are not read; export the model in bfloat16",
             )
-        kind, exponent = FLOATS[spec.dtype]
+        kind, exponent = (FLOATS | FP8_BITS)[spec.dtype]
         bits = np.frombuffer(tensors[name].data, dtype=kind)
         bits = bits[: max(1, int(len(bits) * share))]
         for start in range(0, len(bits), CHUNK):
@@ -284,7 +304,7 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
             (into / name).write_bytes(content)
 
 
-MAY_DIFFER = frozenset({"dtype", "context_length", "eos_token_ids", "source", "foreign"})
+MAY_DIFFER = frozenset({"dtype", "fp8_block", "context_length", "eos_token_ids", "source", "foreign"})
 HEADS = ("value_head", "score")
 """What a value head is called in a folder: by us, and by transformers' models for classification."""
 

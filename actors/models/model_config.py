@@ -1,8 +1,8 @@
 """What myxa needs to know of a model's `config.json`, which tensors such a model has, and which of them are trained.
 
-Covers the decoder families of `MODEL_TYPES`. Anything in the file that would
-change the mathematics and is not implemented is never ignored: `ModelConfig.foreign` names it, and only transformers'
-own code computes the model (`trainer.impl = "hf"`); ours refuses it.
+Covers the decoder families of `MODEL_TYPES`. Anything in the file that would change the mathematics and is not
+implemented is never ignored: `ModelConfig.foreign` names it, and only transformers' own code computes the model
+(`trainer.impl = "hf"`); ours refuses it.
 
 Library considered: transformers' AutoConfig. Not used: seconds of import, and it accepts what our engine cannot run.
 """
@@ -21,9 +21,16 @@ from ...core.errors import ConfigError, ModelError
 PLAIN_TYPES = ("qwen3", "qwen2", "llama", "mistral")
 """What the embedded engine and the torch trainer run."""
 SOFTMAX_MOE_TYPES = ("qwen2_moe", "qwen3_moe")
-SIGMOID_MOE_TYPES = ("glm4_moe",)
+SIGMOID_MOE_TYPES = ("glm4_moe", "deepseek_v3")
 """Their routers score each expert by itself, and choose after adding a correction to the scores."""
 MODEL_TYPES = (*PLAIN_TYPES, "glm4", *SOFTMAX_MOE_TYPES, *SIGMOID_MOE_TYPES)
+SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Types that are another's by a name of their own."""
+KNOWN_CODE = {
+    "configuration_deepseek.DeepseekV3Config", "modeling_deepseek.DeepseekV3Model",
+    "modeling_deepseek.DeepseekV3ForCausalLM",
+}  # fmt: skip
+"""Code in folders of DeepSeek-V3 and its likes from before transformers had the family: it computes the same."""
 MAX_DIMENSION = 1 << 24
 """No honest size in a config is larger; guards against a file that would make us allocate the moon."""
 MAX_LAYERS = 1 << 10
@@ -70,8 +77,10 @@ class ModelConfig:
     """Whether each head's q and k are normalised (Qwen3, GLM-4.5)."""
     dtype: str
     """Number type the weights are stored in, by the file's word."""
+    fp8_block: tuple[int, int] | None = None
+    """Rows and columns that share a scale where matrices are stored as FP8 in blocks; they are read as bfloat16."""
     rotary_dim: int
-    """Leading channels of a head that positions rotate; GLM-4 leaves half of them alone."""
+    """Leading channels of a head that positions rotate; GLM-4 leaves half of them alone. With MLA the last ones."""
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     """How positions are stretched (Llama 3.1 and later, YaRN), by the file's words; None: not at all."""
     is_rope_interleaved: bool = False
@@ -80,6 +89,13 @@ class ModelConfig:
     """Whether what attention and MLP give is normalised before it is added to the stream (GLM-4)."""
     has_fused_gate: bool = False
     """Whether the folder holds gate and up projection of an MLP as one tensor (GLM-4)."""
+    kv_lora_rank: int = 0
+    """MLA (DeepSeek-V3): width of the latent that all heads' keys and values are made of; 0: no MLA. `head_dim` is then
+    the width of a query and a key."""
+    q_lora_rank: int = 0
+    """MLA: the same of queries; 0: they are projected at once."""
+    v_head_dim: int = 0
+    """MLA: width of a head's value."""
     num_experts: int = 0
     """Experts of a layer; 0 = none in the whole model."""
     experts_per_token: int = 0
@@ -111,7 +127,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids of `config.json` alone; see `hf_folder.read_eos_token_ids` for all of them."""
     source: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
-    """The file as it was read, for writing it back unchanged."""
+    """The file as it was read, for writing it back; without what is no longer so of weights that we write."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """HuggingFace name -> shape of every weight, in the order of the forward pass."""
@@ -123,7 +139,8 @@ class ModelConfig:
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
-            shapes |= self._attention_shapes(prefix + "self_attn.")
+            of_attention = self._latent_shapes() if self.kv_lora_rank else self._attention_shapes()
+            shapes |= {f"{prefix}self_attn.{name}": shape for name, shape in of_attention.items()}
             if self.has_post_norms:
                 shapes[prefix + "post_self_attn_layernorm.weight"] = (hidden,)
             shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
@@ -138,18 +155,30 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
-    def _attention_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
         num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
         for name, rows in (("q_proj", num_q), ("k_proj", num_kv), ("v_proj", num_kv)):
-            shapes[f"{prefix}{name}.weight"] = (rows, self.hidden_size)
+            shapes[f"{name}.weight"] = (rows, self.hidden_size)
             if self.attention_bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes[prefix + "o_proj.weight"] = (self.hidden_size, num_q)
-        if self.has_qk_norm:
-            shapes[prefix + "q_norm.weight"] = (self.head_dim,)
-            shapes[prefix + "k_norm.weight"] = (self.head_dim,)
-        return shapes
+                shapes[f"{name}.bias"] = (rows,)
+        shapes["o_proj.weight"] = (self.hidden_size, num_q)
+        norms = ("q_norm.weight", "k_norm.weight") if self.has_qk_norm else ()
+        return shapes | dict.fromkeys(norms, (self.head_dim,))
+
+    def _latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, num_q = self.hidden_size, self.num_heads * self.head_dim
+        num_kv = self.num_heads * (self.head_dim - self.rotary_dim + self.v_head_dim)
+        queries: dict[str, tuple[int, ...]] = {"q_proj": (num_q, hidden)}
+        if rank := self.q_lora_rank:
+            queries = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (num_q, rank)}
+        rest: dict[str, tuple[int, ...]] = {
+            "kv_a_proj_with_mqa": (self.kv_lora_rank + self.rotary_dim, hidden),
+            "kv_a_layernorm": (self.kv_lora_rank,),
+            "kv_b_proj": (num_kv, self.kv_lora_rank),
+            "o_proj": (hidden, self.num_heads * self.v_head_dim),
+        }
+        return {f"{name}.weight": shape for name, shape in (queries | rest).items()}
 
     def _expert_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (self.num_experts, self.hidden_size)}
@@ -259,18 +288,21 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise fields.fail(f"model_type must be a name, it is {model_type!r}")
-    if fields.get("auto_map"):
+    model_type = SAME_AS.get(model_type, model_type)
+    _check_code(fields, model_type)
+    why = next(_obstacles(fields, model_type), "")
+    if fields.get("quantization_config") and (why or not fp8_block(source)):
         raise fields.fail(
-            "auto_map names code of the folder's own, which is not run",
-            remedy=f"take auto_map out if the model computes what others of type {model_type} do; use another if not",
+            f"the weights are quantised (quantization_config){why and f', and {why} is not implemented'}; FP8 in "
+            "blocks is read, of families that myxa knows",
+            remedy="use the model as it was before",
         )
-    if fields.get("quantization_config"):
-        raise fields.fail("the weights are quantised (quantization_config)", remedy="use the model as it was before")
-    if why := next(_obstacles(fields, model_type), ""):
+    if why:
         return _foreign(fields, f"{place}: {why}")
+    read = {key: source[key] for key in source if key not in ("auto_map", "quantization_config")}
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    head_dim = fields.size("head_dim", max(hidden // heads, 1))
     is_glm = model_type == "glm4"
+    attention = _latent_attention(fields) if model_type == "deepseek_v3" else _attention(fields, model_type)
     layers = fields.size("num_hidden_layers")
     if layers > MAX_LAYERS:
         raise fields.fail(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
@@ -282,7 +314,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),
-        head_dim=head_dim,
+        **attention,
         rms_norm_eps=fields.number("rms_norm_eps", fields.get("rms_norm_eps") or 1e-6),
         rope_theta=_rope_theta(fields),
         context_length=fields.size("max_position_embeddings"),
@@ -290,15 +322,14 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         attention_bias=_has_attention_bias(fields, model_type),
         has_qk_norm=model_type in ("qwen3", "qwen3_moe")
         or (model_type == "glm4_moe" and fields.flag("use_qk_norm", default=False)),
-        rotary_dim=int(head_dim * _rotary_share(fields, default=0.5 if model_type in HALF_ROTARY else 1.0)),
         rope_scaling=_rope_scaling(fields),
-        is_rope_interleaved=is_glm,
         has_post_norms=is_glm,
         has_fused_gate=is_glm,
         **_experts(fields, model_type, layers),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        fp8_block=fp8_block(source),
         eos_token_ids=fields.ids("eos_token_id"),
-        source=dict(source),
+        source=read | {"model_type": model_type},
     )
     if config.num_heads % config.num_kv_heads:
         raise fields.fail(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads")
@@ -317,6 +348,46 @@ def _has_attention_bias(fields: _Fields, model_type: str) -> bool:
     if model_type in HALF_ROTARY:
         return fields.flag("attention_bias", default=model_type == "glm4")
     return model_type == "qwen2" or (model_type == "qwen2_moe" and fields.flag("qkv_bias", default=True))
+
+
+def _check_code(fields: _Fields, model_type: str) -> None:
+    code: Any = fields.get("auto_map")
+    named = set(map(str, cast("dict[str, Any]", code).values())) if isinstance(code, dict) else {str(code)}
+    if code and not (model_type == "deepseek_v3" and named <= KNOWN_CODE):
+        raise fields.fail(
+            "auto_map names code of the folder's own, which is not run",
+            remedy=f"take auto_map out if the model computes what others of type {model_type} do; use another if not",
+        )
+
+
+def _attention(fields: _Fields, model_type: str) -> dict[str, Any]:
+    """Widths of a head with its own projections."""
+    head_dim = fields.size("head_dim", max(fields.size("hidden_size") // fields.size("num_attention_heads"), 1))
+    share = _rotary_share(fields, default=0.5 if model_type in HALF_ROTARY else 1.0)
+    return {"head_dim": head_dim, "rotary_dim": int(head_dim * share), "is_rope_interleaved": model_type == "glm4"}
+
+
+def _latent_attention(fields: _Fields) -> dict[str, Any]:
+    """What a config of DeepSeek's says of its MLA."""
+    rotary_dim = fields.size("qk_rope_head_dim")
+    return {
+        "head_dim": fields.size("qk_nope_head_dim") + rotary_dim,
+        "rotary_dim": rotary_dim,
+        "is_rope_interleaved": fields.flag("rope_interleave", default=True),
+        "kv_lora_rank": fields.size("kv_lora_rank"),
+        "q_lora_rank": 0 if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+        "v_head_dim": fields.size("v_head_dim"),
+    }
+
+
+def fp8_block(source: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, where a `config.json` says that the weights are FP8 in blocks."""
+    said: Any = source.get("quantization_config")
+    facts = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+    block: Any = facts.get("weight_block_size")
+    sizes = cast("list[Any]", block) if isinstance(block, list) else []
+    is_pair = [type(size) for size in sizes] == [int, int] and min(sizes) > 0
+    return (sizes[0], sizes[1]) if is_pair and facts.get("quant_method") == "fp8" else None
 
 
 def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:
@@ -451,6 +522,10 @@ def _window_obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
 def _sigmoid_obstacles(fields: _Fields) -> Iterator[str]:
     """Routers that megatron-core does not compute: it always makes the weights of several experts sum to one, never
     that of a single expert, and judges a group by its best (num_experts_per_tok // topk_group) experts, not by two."""
+    heads = {"num_key_value_heads": fields.get("num_attention_heads")} if fields.get("kv_lora_rank") else {}
+    for key, value in ({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1} | heads).items():
+        if fields.get(key) not in (None, value):
+            yield f"{key} {fields.get(key)!r}"
     chosen, taken, groups = (fields.size(key) for key in ("num_experts_per_tok", "topk_group", "n_group"))
     if not fields.flag("norm_topk_prob", default=False):
         yield "norm_topk_prob is false, with sigmoids as scores"

@@ -13,8 +13,9 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,11 +36,13 @@ MAX_DIMENSIONS = 8
 MAX_COMMAS = 1 << 21
 """Of a JSON text: each may part two empty lists, which take 64 bytes each."""
 
+FP8 = "float8_e4m3fn"
 DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
+    "F8_E4M3": (FP8, 1),
     "I64": ("int64", 8),
     "I32": ("int32", 4),
     "I16": ("int16", 2),
@@ -112,6 +115,45 @@ def _named(path: Path, name: str, entry: Any, data: memoryview) -> NamedArray:
         raise _torn(path, f"tensor {name} {dtype}{list(shape)} cannot lie in bytes {first}..{last} of {len(data)}")
     spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=first, num_bytes=num_bytes)
     return NamedArray(spec=spec, data=data[first:last])
+
+
+SCALE_SUFFIX = "_scale_inv"
+"""After the name of a matrix of FP8 in blocks: the name of its scales, float32, one for each block."""
+_CODES = np.arange(128)
+_POSITIVE = np.where(_CODES < 8, _CODES * 2.0**-9, (8 + _CODES % 8) * 2.0 ** (_CODES // 8 - 10))
+_POSITIVE[127] = np.nan
+E4M3 = np.concatenate([_POSITIVE, -_POSITIVE]).astype(np.float32)
+"""What each byte of a float8_e4m3fn stands for."""
+
+
+class Dequantised(Mapping[str, NamedArray]):
+    """Tensors of a folder whose matrices are FP8 in blocks (DeepSeek-V3, Qwen3-FP8), those as bfloat16: value x scale
+    of its block, rounded to nearest even, as DeepSeek's own conversion does. Made when asked for; the last few stay."""
+
+    def __init__(self, stored: Mapping[str, NamedArray], block: tuple[int, int]) -> None:
+        self._stored, self._block = stored, block
+        self._dequantised = lru_cache(maxsize=4)(self._dequantise)
+
+    def __getitem__(self, name: str) -> NamedArray:
+        return self._dequantised(name) if self._stored[name].spec.dtype == FP8 else self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._stored if not name.endswith(SCALE_SUFFIX))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _dequantise(self, name: str) -> NamedArray:
+        weight, scale, (high, wide) = self._stored[name], self._stored[name + SCALE_SUFFIX], self._block
+        rows, columns = weight.spec.shape
+        codes = np.frombuffer(weight.data, np.uint8).reshape(rows, columns)
+        scales = np.frombuffer(scale.data, np.float32).reshape(scale.spec.shape)
+        whole = np.empty((rows, columns), np.uint16)
+        for number, row in enumerate(range(0, rows, high)):
+            bits = (E4M3[codes[row : row + high]] * scales[number].repeat(wide)[:columns]).view(np.uint32)
+            whole[row : row + high] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        spec = TensorSpec(name=name, dtype="bfloat16", shape=(rows, columns), offset=0, num_bytes=whole.nbytes)
+        return NamedArray(spec=spec, data=whole.reshape(-1).view(np.uint8).data)
 
 
 def _torn(path: Path, why: str) -> ModelError:

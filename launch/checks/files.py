@@ -26,6 +26,7 @@ from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.hf_folder import check_critic, check_second_model, check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
+from ...actors.models.safetensors_file import SCALE_SUFFIX
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from ...actors.rewards.call import ALONE, RewardKeys
 from ...actors.rewards.rewarder import check_args
@@ -53,8 +54,10 @@ from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.loading import Finding
 from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
+from ...core.messages import WeightChannel
 from ...core.samples import Message, Prompt
 from ..composition.rollout_parts import eval_rewards
+from ..composition.weight_channels import choose_channel, is_between_devices
 from ..run_lineage.resume_point import named_checkpoint
 from .check import CheckedRun, key_of, looked
 from .node import has_module
@@ -85,8 +88,9 @@ def model_folder(run: CheckedRun) -> Iterator[Finding]:
 
 LAYER = re.compile(r"model\.layers\.\d+\.")
 SHOWN = 3
-REPEATED = ("lm_head.weight", ".inv_freq")
-"""Ends of names of weights that a folder may hold though others say the same: tied heads, speeds of rotation."""
+REPEATED = ("lm_head.weight", ".inv_freq", SCALE_SUFFIX)
+"""Ends of names of weights that a folder may hold though no parameter is made of them alone: tied heads, speeds of
+rotation, scales of FP8."""
 
 
 def _weights(path: str, model: ModelConfig) -> Iterator[Finding]:
@@ -110,7 +114,7 @@ def _weights(path: str, model: ModelConfig) -> Iterator[Finding]:
 def _check_weights(path: str, model: ModelConfig) -> list[str]:
     """Names of weights that the model has no place for."""
     shapes = model.tensor_shapes()
-    with open_weights(path, model) as tensors:
+    with open_weights(path, model, as_stored=True) as tensors:
         check_values(shapes, tensors, path, max_bytes=MAX_READ_BYTES)
         return [name for name in tensors if name not in shapes and not name.endswith(REPEATED)]
 
@@ -302,6 +306,8 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         yield from looked("engine.context_length", _check_context, config, model.context_length)
     if ("rollout", "sglang") in kinds and config.generates and not config.engine.attach:
         yield from looked("sglang", check_sizes, config.sglang, len(run.of("rollout")[0].devices))
+    if ("rollout", "sglang") in kinds and model.fp8_block and not config.weights.served_folder:
+        yield from looked("weights.channel", _check_fp8_channel, choose_channel(config))
     if ("trainer", "torch") in kinds and config.trainer.impl == "own":
         yield from looked("model.path", model.require_plain, "the torch trainer")
     if ("rollout", "embedded") in kinds and config.generates:
@@ -313,6 +319,15 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         if config.megatron.routing_replay:
             replay = (model.num_experts, config.megatron.recompute)
             yield from looked("megatron.routing_replay", check_routing, *replay)
+
+
+def _check_fp8_channel(channel: WeightChannel) -> None:
+    if not is_between_devices(channel):
+        raise ConfigError(
+            f'weights.channel = "{channel}" brings weights as they are trained; engines that hold FP8 (model.path) get '
+            "theirs only between devices",
+            remedy='set it to "nccl", or serve a folder in bfloat16 (`myxa convert`) and name it in model.path',
+        )
 
 
 def _check_context(config: RunConfig, model_context: int) -> None:

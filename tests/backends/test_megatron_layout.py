@@ -41,6 +41,15 @@ EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 14},
     "glm4_moe": CORRECTED,
+    "deepseek_v3": CORRECTED
+    | {
+        "num_key_value_heads": 12,
+        "q_lora_rank": 30,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
     "mistral": {"sliding_window": None},
 }
 
@@ -74,6 +83,7 @@ def test_layouts_that_mean_nothing(layout: dict[str, Any], key: str) -> None:
         ({"etp": 3}, "qwen3_moe", "megatron.etp = 3: does not divide the model's moe_intermediate_size = 10"),
         ({"ep": 2}, "llama", "megatron.ep = 2: but a llama model has no experts"),
         ({"tp": 4}, "qwen2_moe", "megatron.tp = 4: does not divide the model's shared experts, 14 wide"),
+        ({"tp": 4}, "deepseek_v3", "megatron.tp = 4: does not divide the model's q_lora_rank = 30"),
         ({"pp": 4}, "glm4", "megatron.pp = 4: times vpp = 1 does not divide the model's 6 layers"),
         ({"pp": 3, "vpp": 4}, "qwen2", "megatron.pp = 3: times vpp = 4 does not divide"),
     ],

@@ -46,6 +46,21 @@ CORRECTED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True,
 }  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 16, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+MOONLIGHT: dict[str, Any] = DEEPSEEK | {
+    "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+YARN: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7, "original_max_position_embeddings": 8,
+    }
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
@@ -61,6 +76,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4", {}),
+    "deepseek": ("DeepseekV3", DEEPSEEK | YARN),
+    "moonlight": ("DeepseekV3", MOONLIGHT),
     "moe": ("Qwen3Moe", EXPERTS),
     "moe-mixed": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -77,6 +94,8 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2 pp2 vpp2": RECOMPUTE,
     "glm4 tp2 sequence_parallel1": RECOMPUTE,
+    "deepseek ep2": RECOMPUTE,
+    "moonlight tp2 sequence_parallel1": {"recompute_granularity": "selective"},
     "llama-tied pp2": {"num_layers_in_first_pipeline_stage": 1},
 }
 """Case -> its `[megatron.model]`."""
@@ -88,6 +107,11 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("llama-tied", {"pp": 2}),
         ("llama3", {"cp": 2}),
         ("glm4", {"tp": 2, "sequence_parallel": True}),
+        ("deepseek", {"ep": 2}),
+        ("deepseek", {"tp": 2, "sequence_parallel": True}),
+        ("deepseek", {"pp": 2, "vpp": 2}),
+        ("moonlight", {"cp": 2}),
+        ("moonlight", {"tp": 2, "sequence_parallel": True}),
         ("moe", {"ep": 2}),
         ("mistral", {"tp": 2}),
         ("qwen2-moe", {"tp": 2, "sequence_parallel": True}),
@@ -102,6 +126,8 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("moe", {"tp": 2, "ep": 4, "sequence_parallel": True}),
         ("moe-mixed", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
         ("moe-mixed", {"cp": 2, "ep": 2, "pp": 2}),
+        ("deepseek", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
+        ("deepseek", {"cp": 2, "ep": 2, "pp": 2}),
         ("qwen2-moe", {"tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True}),
         ("glm4-moe-groups", {"tp": 2, "cp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
     ],
@@ -125,7 +151,7 @@ def make_folder(place: Path, name: str) -> Path:
     kind, extra = MODELS[name]
     torch.manual_seed(SEED)
     options = SIZES | extra
-    if kind.startswith("Qwen2"):
+    if kind.startswith("Qwen2") or kind == "DeepseekV3":
         options.pop("head_dim")
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**options))
     with torch.no_grad():

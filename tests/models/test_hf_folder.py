@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.models.deepseek import DEEPSEEK_V3, FP8, KIMI_K2, MOONLIGHT
 
 from myxa.actors.models.hf_folder import (
     check_values,
@@ -153,6 +154,23 @@ def test_glm_rotates_half_of_each_head_in_neighbouring_pairs():
     assert "model.layers.3.post_mlp_layernorm.weight" in shapes
 
 
+@pytest.mark.parametrize(
+    ("source", "num_parameters"),
+    [(DEEPSEEK_V3, 671_026_419_200), (KIMI_K2, 1_026_408_232_448), (MOONLIGHT, 15_960_110_208)],
+    ids=["DeepSeek-V3", "Kimi-K2", "Moonlight"],
+)
+def test_models_of_deepseeks_family_have_their_size(source: dict[str, Any], num_parameters: int):
+    config = parse_model_config(source, "x")
+    config.require_own("the Megatron trainer")
+    assert config.num_parameters == num_parameters
+    assert config.fp8_block == (None if source is MOONLIGHT else (128, 128))
+    assert (config.head_dim, config.rotary_dim, config.is_rope_interleaved) == (192, 64, True)
+    assert "model.layers.0.mlp.gate_proj.weight" in config.tensor_shapes()
+    assert not {"auto_map", "quantization_config"} & config.source.keys(), "an export is neither"
+    again = parse_model_config(config.source, "y")
+    assert (again.model_type, again.tensor_shapes()) == ("deepseek_v3", config.tensor_shapes())
+
+
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -189,6 +207,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     ({"attention_bias": True}, "attention_bias"),
     ({"quantization_config": {"bits": 4}}, "quantised"),
+    ({"quantization_config": FP8, "model_type": "gpt2"}, "quantised"),
+    ({"quantization_config": FP8 | {"weight_block_size": [128, 0]}}, "quantised"),
+    (DEEPSEEK_V3 | {"auto_map": {"AutoModel": "modeling_own.DeepseekV3Model"}}, "auto_map"),
+    (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+    (DEEPSEEK_V3 | {"num_key_value_heads": 64}, "num_key_value_heads 64"),
+    (DEEPSEEK_V3 | {"kv_lora_rank": None}, "kv_lora_rank"),
     (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok"),
     (EXPERTS | {"mlp_only_layers": 3}, "mlp_only_layers"),
     (EXPERTS | {"moe_intermediate_size": ...}, "moe_intermediate_size"),

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from myxa.actors.models.hf_folder import check_values, open_weights, read_config, write_folder
+from myxa.actors.models.safetensors_file import SCALE_SUFFIX
+from myxa.actors.models.tiny import tiny_config
 from myxa.actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, quantise_blocks
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.weight_channel import PlanRequest
@@ -127,3 +130,64 @@ def test_quantised_weights_travel_in_aligned_buckets(tmp_path: Path):
         ("m.0.mlp.up_proj.weight", "float8_e4m3fn", 34),
     ]
     sender.close()
+
+
+# -- read as bfloat16 ----------------------------------------------------------------------------------------------
+
+BLOCK = (48, 40)
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+def fp8_model(folder: Path, **changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Write a model whose projections are FP8 in blocks; returns what its weights are."""
+    config = tiny_config("0p5m")
+    torch.manual_seed(3)
+    stored = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in config.tensor_shapes().items()}
+    expected = dict(stored)
+    for name in [name for name in stored if "_proj" in name]:
+        stored[name], scale = quantise_blocks(expected[name], BLOCK)
+        stored[name + SCALE_SUFFIX] = scale
+        expected[name] = dequantise_blocks(stored[name], scale, BLOCK).to(torch.bfloat16)
+    save_file({k: v for k, v in (stored | changes).items() if v is not None}, folder / "model.safetensors")
+    said = {"quant_method": "fp8", "weight_block_size": BLOCK}
+    (folder / "config.json").write_text(json.dumps(dict(config.source) | {"quantization_config": said}))
+    return expected
+
+
+def test_fp8_in_blocks_is_read_as_bfloat16(tmp_path: Path) -> None:
+    expected = fp8_model(tmp_path)
+    with open_weights(tmp_path, config := read_config(tmp_path)) as tensors:
+        assert set(tensors) == set(expected)
+        write_folder(tmp_path / "out", config.source, [tensors[name] for name in expected])
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], weight) for name, weight in expected.items())
+    assert read_config(tmp_path / "out").fp8_block is None
+    with open_weights(tmp_path, config, as_stored=True) as tensors:
+        check_values(expected, tensors, "x")
+
+
+@pytest.mark.parametrize("scales", [None, torch.ones(3, 3), torch.ones(8, 4, dtype=torch.bfloat16)])
+def test_fp8_without_its_scales_is_refused(scales: torch.Tensor | None, tmp_path: Path) -> None:
+    fp8_model(tmp_path, **{WEIGHT + SCALE_SUFFIX: scales})
+    wanted = rf"{WEIGHT} is FP8 \[384, 128\].*float32 \[8, 4\] is needed"
+    with pytest.raises(ModelError, match=wanted), open_weights(tmp_path, read_config(tmp_path)):
+        pass
+
+
+def test_fp8_that_config_json_does_not_speak_of_is_refused(tmp_path: Path) -> None:
+    fp8_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    with pytest.raises(ModelError, match="in blocks of None"), open_weights(tmp_path, read_config(tmp_path)):
+        pass
+
+
+def test_nan_in_fp8_is_found(tmp_path: Path) -> None:
+    fp8_model(tmp_path, **{WEIGHT: torch.full((384, 128), torch.nan).to(torch.float8_e4m3fn)})
+    config = read_config(tmp_path)
+    with (
+        open_weights(tmp_path, config, as_stored=True) as tensors,
+        pytest.raises(ModelError, match=f"{WEIGHT} holds NaN"),
+    ):
+        check_values(config.tensor_shapes(), tensors, "x")

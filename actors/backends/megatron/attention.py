@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
@@ -154,7 +154,15 @@ class _GatherRows(torch.autograd.Function):
 
 
 class VarlenAttention(nn.Module):
-    """Core attention of one layer. Queries [T, heads, d], keys and values [T, groups, d] -> [T, heads * d]."""
+    """Core attention of one layer. Queries [T, heads, d], keys [T, groups, d], values [T, groups, e] ->
+    [T, heads * e]."""
+
+    rotary: Rotary
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> type[VarlenAttention]:
+        """megatron-core builds it by calls that differ from version to version; all take a class."""
+        return type(cls.__name__, (cls,), {"rotary": Rotary(config)})
 
     def __init__(
         self,
@@ -162,7 +170,6 @@ class VarlenAttention(nn.Module):
         layer_number: int = 1,
         attn_mask_type: Any = None,
         *,
-        rotary: Rotary,
         pg_collection: Any = None,
         softmax_scale: float | None = None,
         **_: Any,
@@ -170,7 +177,6 @@ class VarlenAttention(nn.Module):
         super().__init__()
         group = getattr(pg_collection, "cp", None)
         self._cp: dist.ProcessGroup = group if group is not None else mcore.read_grid().cp
-        self._rotary = rotary
         self._scale = float(softmax_scale or config.kv_channels**-0.5)
 
     def forward(
@@ -184,24 +190,26 @@ class VarlenAttention(nn.Module):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Attended values; `attention_mask` is not read, the mask is always causal within a sequence."""
-        return self._attend(query, key, value, self._plan_of(packed_seq_params, query))
+        return self._attend(query, key, value, self.plan_of(packed_seq_params, query))
 
-    def _plan_of(self, packed: Any, like: Tensor) -> AttentionPlan:
+    def plan_of(self, packed: Any, like: Tensor) -> AttentionPlan:
         plan = cast("AttentionPlan | None", getattr(packed, _PLAN, None))
         if plan is None:
             padded = packed.cu_seqlens_q_padded
             cu_seqlens: Tensor = padded if padded is not None else packed.cu_seqlens_q
             lengths = integers(cu_seqlens.diff())
             with torch.inference_mode(mode=False):  # a pass with gradients may use it after one without
-                plan = plan_attention(lengths, self._rotary, like.dtype, like.device, self._cp.size(), self._cp.rank())
+                plan = plan_attention(lengths, self.rotary, like.dtype, like.device, self._cp.size(), self._cp.rank())
             setattr(packed, _PLAN, plan)
         return plan
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        q, k = self._rotary.rotate(q, plan.tables), self._rotary.rotate(k, plan.tables)
+        if not self.rotary.config.kv_lora_rank:  # MLA has rotated what is to be rotated
+            q, k = self.rotary.rotate(q, plan.tables), self.rotary.rotate(k, plan.tables)
         if plan.key_rows is not None:
-            both = cast(Tensor, cast(Any, _GatherRows).apply(torch.stack([k, v], dim=1), self._cp))
-            k, v = both.index_select(0, plan.key_rows).unbind(1)
+            both = cast(Tensor, cast(Any, _GatherRows).apply(torch.cat([k, v], dim=-1), self._cp))
+            both, width = both.index_select(0, plan.key_rows), k.shape[-1]
+            k, v = both[..., :width], both[..., width:]
         runs_flash = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen_attn is not None
         out = self._flash(q, k, v, plan) if runs_flash else self._per_sequence(q, k, v, plan)
         return out.reshape(out.shape[0], -1)
@@ -215,9 +223,9 @@ class VarlenAttention(nn.Module):
             options["scale"] = self._scale
         else:
             q = q * (self._scale * q.shape[-1] ** 0.5)
-        longest = max(plan.query_lengths), max(plan.key_lengths)
-        whole = (x.contiguous() for x in (q, k, v))
-        return cast(Tensor, _varlen_attn(*whole, plan.cu_query, plan.cu_key, *longest, **options))
+        longest, width = (max(plan.query_lengths), max(plan.key_lengths)), v.shape[-1]
+        whole = (x.contiguous() for x in (q, k, pad(v, (0, q.shape[-1] - width))))  # one width for all
+        return cast(Tensor, _varlen_attn(*whole, plan.cu_query, plan.cu_key, *longest, **options))[..., :width]
 
     def _per_sequence(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         outs: list[Tensor] = []
@@ -236,6 +244,65 @@ class VarlenAttention(nn.Module):
             )  # fmt: skip
             outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs)
+
+
+class MegatronRMSNorm(nn.RMSNorm):
+    """torch's norm with what megatron-core's wrapper of it refuses: sequence parallelism, and weights in the
+    model's number type."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        device = None if config.use_cpu_initialization else mcore.default_device()
+        cast(Any, super()).__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+
+_mappings = mcore.module("tensor_parallel.mappings")
+MLASelfAttention: Any = mcore.latent_attention.MLASelfAttention
+LATENT_EPS = 1e-6
+"""Of the norms of both latents, whatever the model's other norms have, as in DeepSeek's code and HuggingFace's."""
+
+
+class LatentAttention(MLASelfAttention):
+    """MLA (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) with our rotary positions. megatron-core's own
+    rotates sequence by sequence, and where the latent's projection is cut over ranks it leaves the other ranks' heads
+    out of the gradient of the rotated key, which all heads share."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)  # pyright: ignore[reportUnknownMemberType]
+        if config.q_lora_rank is not None:
+            self.q_layernorm = MegatronRMSNorm(config, config.q_lora_rank, eps=LATENT_EPS)
+        self.kv_layernorm = MegatronRMSNorm(config, config.kv_lora_rank, eps=LATENT_EPS)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, _: Any, __: Any, packed_seq_params: Any, **___: Any
+    ) -> tuple[Tensor, ...]:
+        """Of hidden states [T, 1, hidden]: queries and keys [T, heads, d], values [T, heads, e], and the latents."""
+        config, own = self.config, cast(Any, self)
+        to_q, into_q_T1r = own.linear_q_proj if config.q_lora_rank is None else own.linear_q_up_proj, hidden_states
+        if config.q_lora_rank is not None:
+            into_q_T1r = self.q_layernorm(_of_this_rank(_whole(own.linear_q_down_proj(hidden_states)[0]), config))
+        both_T1r = _whole(own.linear_kv_down_proj(hidden_states)[0])
+        latent_T1r = self.kv_layernorm(_of_this_rank(both_T1r[..., : config.kv_lora_rank], config))
+        turning_T1r = both_T1r[..., config.kv_lora_rank :]
+        turning_T1r = _mappings.copy_to_tensor_model_parallel_region(turning_T1r)  # adds up what all heads say of it
+        heads, still = own.num_attention_heads_per_partition, config.qk_head_dim
+        q_Thd = cast(Tensor, to_q(into_q_T1r)[0]).view(-1, heads, still + config.qk_pos_emb_head_dim)
+        kv_The = cast(Tensor, own.linear_kv_up_proj(latent_T1r)[0]).view(-1, heads, still + config.v_head_dim)
+        tables = own.core_attention.plan_of(packed_seq_params, q_Thd).tables
+        rotate = own.core_attention.rotary.rotate
+        q_Thd = torch.cat([q_Thd[..., :still], rotate(q_Thd[..., still:], tables)], dim=-1)
+        k_Thd = torch.cat([kv_The[..., :still], rotate(turning_T1r, tables).expand(-1, heads, -1)], dim=-1)
+        return q_Thd, k_Thd, kv_The[..., still:], into_q_T1r, latent_T1r
+
+
+def _whole(part: Tensor) -> Tensor:
+    """Of each rank its columns -> all columns on every rank; their gradients must be the same on all."""
+    return cast(Tensor, _mappings.gather_from_tensor_model_parallel_region(part))
+
+
+def _of_this_rank(x: Tensor, config: Any) -> Tensor:
+    """Under sequence parallelism this rank's share of the tokens, which the next projection gathers again."""
+    return cast(Tensor, _mappings.scatter_to_sequence_parallel_region(x)) if config.sequence_parallel else x
 
 
 @cache

@@ -56,26 +56,33 @@ def whole(request: CutRequest) -> Iterator[Piece]:
 def vocabulary(request: CutRequest) -> Iterator[Piece]:
     """Equal runs of rows, of a table padded so that they are equal; padding is in no piece."""
     (name,) = request.names
-    rows = request.shapes[name][0]
-    each = -(-rows // request.size)
-    start = min(request.rank * each, rows)
-    yield Piece(name, (start, min(start + each, rows)))
+    height = request.shapes[name][0]
+    each = -(-height // request.size)
+    start = min(request.rank * each, height)
+    yield Piece(name, (start, min(start + each, height)))
+
+
+def rows(request: CutRequest) -> Iterator[Piece]:
+    """Equal runs of rows: what a matrix is cut into whose results lie side by side."""
+    (name,) = request.names
+    each = request.shapes[name][0] // request.size
+    yield Piece(name, (request.rank * each, (request.rank + 1) * each))
 
 
 def columns(request: CutRequest) -> Iterator[Piece]:
     """Equal runs of columns: what a matrix is cut into whose results are added up."""
     (name,) = request.names
-    rows, width = request.shapes[name]
+    height, width = request.shapes[name]
     each = width // request.size
-    yield Piece(name, (0, rows), (request.rank * each, (request.rank + 1) * each))
+    yield Piece(name, (0, height), (request.rank * each, (request.rank + 1) * each))
 
 
 def gate_and_up(request: CutRequest) -> Iterator[Piece]:
     """The rank's rows of the gate projection, then those of the up projection; from two tensors, or one of both."""
-    rows = sum(request.shapes[name][0] for name in request.names) // 2
-    each = rows // request.size
+    inner = sum(request.shapes[name][0] for name in request.names) // 2
+    each = inner // request.size
     start = request.rank * each
-    offset_of_up = rows if len(request.names) == 1 else 0
+    offset_of_up = inner if len(request.names) == 1 else 0
     yield Piece(request.names[0], (start, start + each))
     yield Piece(request.names[-1], (offset_of_up + start, offset_of_up + start + each))
 
@@ -86,8 +93,8 @@ def heads(request: CutRequest) -> Iterator[Piece]:
     query_rows = config.num_heads // config.num_kv_heads * config.head_dim
     each = config.num_kv_heads // request.size
     for group in range(request.rank * each, (request.rank + 1) * each):
-        for name, rows in zip(request.names, (query_rows, config.head_dim, config.head_dim), strict=True):
-            yield Piece(name, (group * rows, (group + 1) * rows))
+        for name, height in zip(request.names, (query_rows, config.head_dim, config.head_dim), strict=True):
+            yield Piece(name, (group * height, (group + 1) * height))
 
 
 def put_together(
@@ -211,6 +218,23 @@ GLM4 = Family(
 )
 
 
+LATENT_ATTENTION = (
+    Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), rows),
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",), rows),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), rows),
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",), rows),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), rows),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+)
+DEEPSEEK_V3 = Family(
+    model=MODEL,
+    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *CORRECTED_ROUTER, *shared("shared_experts")),
+    expert=EXPERTS,
+)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -220,6 +244,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 

@@ -89,11 +89,14 @@ class ParallelLayout:
         `[megatron.model]`; some place layers on stages by hand, whose number then need not divide."""
         heads = f"num_attention_heads = {config.num_heads}"
         groups = f"num_key_value_heads = {config.num_kv_heads}"
+        latent = config.kv_lora_rank and config.kv_lora_rank + config.rotary_dim
         for key, degree, length, what in (
             ("tp", self.tp, config.num_heads, heads),
             ("tp", self.tp, config.num_kv_heads, groups),
             ("tp", self.tp, config.intermediate_size, f"intermediate_size = {config.intermediate_size}"),
             ("tp", self.tp, config.shared_intermediate_size, f"shared experts, {config.shared_intermediate_size} wide"),
+            ("tp", self.tp, config.q_lora_rank, f"q_lora_rank = {config.q_lora_rank}"),
+            ("tp", self.tp, latent, f"kv_lora_rank + qk_rope_head_dim = {latent}"),
             ("etp", self.etp, config.moe_intermediate_size, f"moe_intermediate_size = {config.moe_intermediate_size}"),
             ("ep", self.ep, config.num_experts, f"num_experts = {config.num_experts}"),
         ):

@@ -1,7 +1,7 @@
 """The one import of megatron-core for the model side: its modules by name, its process groups as one typed record.
 
 megatron-core ships no usable types, so everything that comes through here is `Any` on purpose; callers give it types
-again. The two places where versions 0.16 to 0.19 differ or fail without Transformer Engine are handled here too.
+again. The places where versions 0.16 to 0.19 differ or fail without Transformer Engine are handled here too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ parallel_state = module("parallel_state")
 moe_utils = module("transformer.moe.moe_utils")
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16 defines it only beside Transformer Engine, and every router reads it
+
+latent_attention = module("transformer.multi_latent_attention")
+# 0.16 takes its own empty classes for Transformer Engine's.
+latent_attention.HAVE_TE = module("extensions.transformer_engine").HAVE_TE
 
 
 def submodules_of(spec: Any) -> Any:

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,7 +34,7 @@ from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import integers, pieces
 from ..vocab_scores import fused
 from . import mcore
-from .attention import Rotary, VarlenAttention
+from .attention import LatentAttention, MegatronRMSNorm, VarlenAttention
 from .layout import ParallelLayout
 from .verbatim import check_table
 
@@ -59,10 +58,13 @@ def transformer_config(
     """megatron-core's TransformerConfig of the model. `overrides`: the run file's `[megatron.model]`, field by field.
     Raises ConfigError naming the key for a field that is unknown, not the user's to set, or refused by megatron-core,
     and for a layout that does not fit the model."""
-    settings_type = mcore.module("transformer").TransformerConfig
+    kind = "MLATransformerConfig" if config.kv_lora_rank else "TransformerConfig"
+    settings_type = getattr(mcore.module("transformer"), kind)
     check_table("model", overrides, {field.name for field in fields(settings_type)})
     layout.check_model(config, overrides)
     chosen = _shape(config) | _cut(layout) | _numerics(precision, layout)
+    if config.kv_lora_rank:
+        chosen |= _latent_fields(config)
     if config.num_experts:
         chosen |= _expert_fields(config)
     chosen |= overrides
@@ -143,6 +145,20 @@ def _shape(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _latent_fields(config: ModelConfig) -> dict[str, Any]:
+    stretched = config.rope_scaling or {}
+    return {
+        "q_lora_rank": config.q_lora_rank or None,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.head_dim - config.rotary_dim,
+        "qk_pos_emb_head_dim": config.rotary_dim,
+        "v_head_dim": config.v_head_dim,
+        "rope_type": "rope",  # attention rotates by itself; the rest makes the softmax's scale
+        "rotary_scaling_factor": float(stretched.get("factor") or 1.0),
+        "mscale_all_dim": float(stretched.get("mscale_all_dim") or 0.0),
+    }
+
+
 def _cut(layout: ParallelLayout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -214,16 +230,6 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
 RowParallelLinear: Any = mcore.module("tensor_parallel").RowParallelLinear
 
 
-class MegatronRMSNorm(nn.RMSNorm):
-    """torch's norm with what megatron-core's wrapper of it refuses: sequence parallelism, and weights in the
-    model's number type."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        device = None if config.use_cpu_initialization else mcore.default_device()
-        cast(Any, super()).__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
-
-
 class NormedRowParallelLinear(RowParallelLinear):
     """A projection back to the stream whose result is normalised before it is added (GLM-4)."""
 
@@ -252,7 +258,9 @@ def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | Non
 
 def _equip(config: ModelConfig, settings: Any, parts: Any) -> None:
     attention = mcore.submodules_of(parts.self_attention)
-    attention.core_attention = partial(VarlenAttention, rotary=Rotary(config))
+    attention.core_attention = VarlenAttention.of(config)
+    if config.kv_lora_rank:
+        parts.self_attention = mcore.module("transformer.spec_utils").ModuleSpec(LatentAttention, submodules=attention)
     mlp = mcore.submodules_of(parts.mlp)
     if hasattr(mlp, "experts"):
         mlp.experts = _experts_spec()

@@ -27,7 +27,9 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
         "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "transformer_impl",
         "calculate_per_token_loss", "variable_seq_lengths", "use_cpu_initialization", "perform_initialization",
-        "attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers",
+        "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "multi_latent_attention",
+        "mscale_all_dim", "attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+        "mtp_num_layers",
     ),
     "ddp": (
         "use_distributed_optimizer", "average_in_collective", "use_megatron_fsdp", "use_custom_fsdp",

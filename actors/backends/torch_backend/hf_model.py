@@ -105,6 +105,10 @@ class TransformersModel(PolicyModel):
 
 
 def _read(folder: str, config: ModelConfig) -> Any:
+    if config.fp8_block:
+        raise ModelError(
+            f"{folder} holds FP8 weights, which transformers does not train", remedy='leave trainer.impl = "hf" out'
+        )
     try:
         theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for name, value in theirs.to_dict().items():

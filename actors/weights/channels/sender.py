@@ -45,6 +45,8 @@ from ....core.weight_channel import (
     ShareRequest,
 )
 from ...models.hf_folder import CONFIG, read_json
+from ...models.model_config import fp8_block
+from ...models.safetensors_file import SCALE_SUFFIX
 from ...torch_store import host_store
 from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload
 from .plan import WeightPlan
@@ -310,7 +312,6 @@ def address_for(request: JoinRequest, own_host: str) -> str:
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
-SCALE_SUFFIX = "_scale_inv"
 
 
 def quantise_blocks(weight: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
@@ -358,18 +359,16 @@ class Fp8Rule:
         quantisation = config.get("quantization_config")
         if not isinstance(quantisation, dict):
             return None
-        facts = cast("dict[str, Any]", quantisation)
-        block = facts.get("weight_block_size")
-        is_pair = isinstance(block, list) and len(cast("list[Any]", block)) == 2
-        if facts.get("quant_method") != "fp8" or not is_pair:
+        block, facts = fp8_block(config), cast("dict[str, Any]", quantisation)
+        if block is None:
             raise ConfigError(
-                f"{folder}/config.json: quantization_config is {facts.get('quant_method')!r} with blocks {block!r}; "
+                f"{folder}/config.json: quantization_config is {facts.get('quant_method')!r} with blocks "
+                f"{facts.get('weight_block_size')!r}; "
                 "weights are sent as fp8 in blocks, or not quantised",
                 remedy="serve a folder without quantization_config, or one of kind fp8 with weight_block_size",
             )
-        high, wide = (int(size) for size in cast("list[int]", block))
         names = {name.removesuffix(SCALE_SUFFIX) for name in _tensor_names(folder) if name.endswith(SCALE_SUFFIX)}
-        return Fp8Rule(names=frozenset(names), block=(high, wide))
+        return Fp8Rule(names=frozenset(names), block=block)
 
     def apply(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The stream with its matrices quantised, each followed by its scales."""
