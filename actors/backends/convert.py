@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from ...core.errors import ModelError
+from ...core.errors import ModelError, TrainError
 from ..checkpoints.folder import Manifest, check_digest, check_model, find_checkpoint, read_manifest
 from ..models.hf_folder import read_config, write_folder
 from ..models.model_config import ModelConfig
@@ -38,8 +38,8 @@ from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
 def convert(checkpoint: str | Path, model: str | Path, folder: str | Path, *, dtype: str = "") -> dict[str, Any]:
     """Write the weights of `checkpoint` (its folder, or a run's) as the HuggingFace folder `folder`. `model`: the
     folder that the run started from; configuration and tokenizer come from there. `dtype`: of the weights ("" as in the
-    checkpoint). Raises TrainError for a torn checkpoint or one of another model, ModelError for a bad model folder, for
-    a target that holds something."""
+    checkpoint). Raises TrainError for a torn checkpoint, or one of another model or of other names, ModelError for a
+    bad model folder, for a target that holds something."""
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} holds something already", remedy="name a folder that is empty or not there")
@@ -53,6 +53,11 @@ def convert(checkpoint: str | Path, model: str | Path, folder: str | Path, *, dt
         name: tensor.to(sent_type(name, DTYPE_OF[dtype or NAME_OF[tensor.dtype]]))
         for name, tensor in _read(path, manifest, config)
     }
+    if missing := next((name for name in config.tensor_shapes() if name not in found), ""):
+        raise TrainError(
+            f'{path} holds no {missing}: with trainer.impl = "hf" weights keep the names that transformers gives them',
+            remedy="resume the run from it with trainer.export_at_end = true",
+        )
     tensors = named_arrays((name, found[name]) for name in config.tensor_shapes())
     name = tensors[0].spec.dtype
     try:

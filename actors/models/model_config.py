@@ -394,7 +394,8 @@ def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:
     """What a config says of its experts; transformers 5 writes `num_local_experts` for `num_experts`."""
     if model_type not in (*SOFTMAX_MOE_TYPES, *SIGMOID_MOE_TYPES):
         return {}
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    is_corrected = model_type in SIGMOID_MOE_TYPES
+    names = ("n_routed_experts",) if is_corrected else ("num_experts", "num_local_experts")
     num_experts = fields.size(next((name for name in names if fields.get(name) is not None), names[0]))
     chosen = fields.size("num_experts_per_tok")
     if chosen > num_experts:
@@ -405,7 +406,7 @@ def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:
         raise fields.fail(f"mlp_only_layers must be a list of at most {layers} layers, it is {listed!r}")
     if layers * 3 * num_experts > MAX_TENSORS:
         raise fields.fail(f"{layers} layers of {num_experts} experts are more than {MAX_TENSORS} weights")
-    more = _sigmoid_router(fields) if model_type in SIGMOID_MOE_TYPES else {}
+    more = _sigmoid_router(fields) if is_corrected else {}
     if model_type == "qwen2_moe":
         width = fields.size("shared_expert_intermediate_size")
         more = {"shared_intermediate_size": width, "has_shared_gate": True}

@@ -21,7 +21,10 @@ from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
 
 CONTEXT = 128
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}  # fmt: skip
 ROPE: dict[str, dict[str, Any]] = {
     "": {"rope_type": "default"},
     "llama3": {

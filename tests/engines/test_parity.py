@@ -45,8 +45,8 @@ def test_ragged_requests_on_few_or_many_slots(num_slots, folders, make_core, run
         assert (got.finish == "length") == (len(got.ids) == request.sampling.max_new_tokens) or got.finish == "stop"
 
 
-@pytest.mark.parametrize("kind", ["qwen3+linear", "qwen2+yarn", "llama+llama3"])
-def test_the_three_families(kind, family, make_core, run_core, judge):
+@pytest.mark.parametrize("kind", ["qwen3+linear", "qwen2+yarn", "llama+llama3", "mistral"])
+def test_the_dense_families(kind, family, make_core, run_core, judge):
     folder = family(kind)
     requests = ragged(12, seed=3)
     results = run_core(make_core(folder, num_slots=7), requests)

@@ -133,6 +133,26 @@ def test_families_differ_in_bias_and_norms():
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
+CORRECTED = {
+    "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 8,
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True, "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
+
+
+def test_glm_4_5_chooses_experts_by_scores_that_are_corrected():
+    config = parse_model_config(dict(tiny_config("1m").source) | CORRECTED, "x")
+    assert not config.foreign
+    assert [config.is_moe_layer(n) for n in range(config.num_layers)] == [False, False, False, True]
+    assert (config.rotary_dim, config.head_dim, config.is_rope_interleaved) == (32, 64, False)
+    shapes = config.tensor_shapes()
+    assert shapes["model.layers.3.mlp.gate.e_score_correction_bias"] == (8,)
+    assert shapes["model.layers.3.mlp.shared_experts.down_proj.weight"] == (128, 16)
+    assert {"model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm.weight"} <= shapes.keys()
+    plain = parse_model_config(dict(tiny_config("1m").source) | CORRECTED | {"n_shared_experts": 0}, "x")
+    assert not [name for name in plain.tensor_shapes() if "shared" in name]
+
+
 def test_experts_stand_where_the_config_says():
     source = dict(tiny_config("1m").source) | EXPERTS
     config = parse_model_config(source | {"mlp_only_layers": [2]}, "x")
@@ -218,6 +238,26 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (EXPERTS | {"moe_intermediate_size": ...}, "moe_intermediate_size"),
     (EXPERTS | {"num_experts": 1 << 24, "num_experts_per_tok": 1}, "experts"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    *(({"model_type": "mistral", "sliding_window": window}, "sliding_window") for window in (64, "no", True)),
+    (EXPERTS | {"model_type": "qwen2_moe"}, "shared_expert_intermediate_size"),
+    *(
+        (CORRECTED | {key: value}, key)
+        for key, value in (
+            ("n_routed_experts", ...),
+            ("n_shared_experts", ...),
+            ("n_shared_experts", -1),
+            ("first_k_dense_replace", ...),
+            ("routed_scaling_factor", ...),
+            ("routed_scaling_factor", 0),
+            ("n_group", 3),
+            ("topk_group", 8),
+            ("norm_topk_prob", False),
+            ("num_experts_per_tok", 1),
+            ("num_experts_per_tok", 9),
+            ("use_qk_norm", "yes"),
+        )
+    ),
+    (CORRECTED | {"num_experts_per_tok": 8}, "num_experts_per_tok 8 from topk_group 2 of n_group 4"),
     ({"model_type": "glm4", "partial_rotary_factor": 2.0}, "cannot rotate"),
     ({"model_type": "llama", "rope_parameters": LLAMA3}, "rope_scaling.original_max_position_embeddings"),
     ({"eos_token_id": "<|end|>"}, "eos_token_id"),
