@@ -16,7 +16,7 @@ from ...core.knobs import Operator
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
 from ..contracts import LogChunk, LogRequest, ProcessContract, ProfileReply, StackReply, process_name
-from ..supervisor.placement import START_ORDER, check_leaver, staff
+from ..supervisor.placement import START_ORDER, check_leaver, scale
 from ..views.run_view import ActorFacts
 from . import verbs
 from .server import Handler, VerbContext
@@ -33,23 +33,22 @@ async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Ope
     if arguments.role not in START_ORDER:
         raise ConfigError(f"{arguments.role!r} is no role", remedy=suggest(arguments.role, START_ORDER))
     wish = arguments.devices, arguments.attach
-    staffing = staff(context.config, arguments.role, arguments.count, supervisor.present(), *wish)
-    for actor in staffing.joining:
+    joining, leaving = scale(context.config, arguments.role, arguments.count, supervisor.present(), *wish)
+    for actor in joining:
         supervisor.hire(actor)
-    for name in staffing.leaving:
+    for name in leaving:
         supervisor.retire(name, _why(who, arguments.reason))
-    joining = [actor.name for actor in staffing.joining]
 
     def is_done() -> bool:
         there = {record.name: record for record in supervisor.statuses()}
-        is_up = all(name in there and there[name].state == "up" for name in joining)
-        return is_up and not set(staffing.leaving) & there.keys()
+        is_up = all(one.name in there and there[one.name].state == "up" for one in joining)
+        return is_up and not set(leaving) & there.keys()
 
     return {
         "role": arguments.role,
         "count": arguments.count,
-        "joining": [{"name": a.name, "node": a.node, "devices": list(a.devices)} for a in staffing.joining],
-        "leaving": list(staffing.leaving),
+        "joining": [{"name": a.name, "node": a.node, "devices": list(a.devices)} for a in joining],
+        "leaving": leaving,
         "is_done": await _until(is_done, arguments.wait_s),
     }
 
@@ -62,8 +61,8 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
     is_empty = is_node and all(record.node != node for record in statuses)
     meant = () if is_empty else find_targets(arguments.target, statuses)
     for role in {record.role for record in meant}:
-        staying = [r for r in supervisor.statuses() if r.role == role and not (r.is_over or r.is_leaving)]
-        check_leaver(context.config, role, len({r.name for r in staying} - {r.name for r in meant}))
+        staying = {actor.name for actor in supervisor.present().actors if actor.role == role}
+        check_leaver(context.config, role, len(staying - {record.name for record in meant}))
     names = [record.name for record in meant]
     if is_node and node is not None:
         await supervisor.leave_node(node, _why(who, arguments.reason))

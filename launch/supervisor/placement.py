@@ -10,21 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from ...core.config import RoleName, RunConfig
 from ...core.config.run import RoleSettings, RolloutRole, parse_devices
-from ...core.config.section import HTTP_URL
+from ...core.config.section import check_urls
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
 from ..composition.weight_channels import choose_channel
-
-if TYPE_CHECKING:
-    from ..views.run_view import ActorFacts
 
 START_ORDER: tuple[RoleName, ...] = (
     "monitor",
@@ -167,45 +163,6 @@ def server_of(actor: ActorSpec, config: RunConfig) -> str:
     return actor.attach if actor.attach or not urls else urls[actor.index % len(urls)]
 
 
-def divide_servers(config: RunConfig, text: str, num_actors: int, there: Iterable[ActorSpec]) -> Sequence[str]:
-    """The addresses "URL,URL,...", one for each new actor. Without addresses: new actors may take those of original
-    actors that left. `there`: actors that have servers now. Raises ConfigError with the reason."""
-    there = tuple(there)
-    urls = tuple(part.strip() for part in text.split(",") if part.strip())
-    is_attached = config.roles.rollout.kind == "sglang" and bool(config.engine.attach)
-    num = len(config.engine.attach)
-    if not urls:
-        if not is_attached or (len(there) + num_actors <= num and not any(a.attach for a in there)):
-            return [""] * num_actors
-        raise ConfigError(
-            f"the {num} servers of engine.attach have their rollout actors since the start",
-            remedy="name servers for the new ones: myxa scale rollout=N --attach http://host:port,...",
-        )
-    if not is_attached:
-        raise ConfigError("this run has no attached servers", remedy="leave --attach out: new actors have their own")
-    _check_urls(urls, config, there)
-    if len(urls) != num_actors:
-        raise ConfigError(f"{len(urls)} servers for {num_actors} more rollout actors", remedy="name one for each")
-    return urls
-
-
-def _check_urls(urls: Sequence[str], config: RunConfig, there: Iterable[ActorSpec]) -> None:
-    wrong = next((url for url in urls if not HTTP_URL.fullmatch(url)), "")
-    if wrong:
-        raise ConfigError(f'--attach: "{wrong}" is no address of a server', remedy="write http://host:port")
-    in_use = {_bare(url): actor.name for actor in there if (url := server_of(actor, config))}
-    taken = next((url for url in urls if _bare(url) in in_use), "")
-    if taken:
-        owner = in_use[_bare(taken)]
-        raise ConfigError(f"{taken} serves {owner} already", remedy=f"drain {owner} first, or name another server")
-    if len({_bare(url) for url in urls}) != len(urls):
-        raise ConfigError("--attach names a server twice", remedy="name each once")
-
-
-def _bare(url: str) -> str:
-    return url.rstrip("/")
-
-
 @dataclass(slots=True)
 class RunActor:
     """One actor; the facts concern its newest attempt."""
@@ -250,63 +207,39 @@ WHY_FIXED: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """Actors, nodes and devices of a live run."""
+    """Actors and nodes of a live run."""
 
     actors: tuple[ActorSpec, ...]
     nodes: tuple[int, ...]
     """Nodes that are members now."""
-    taken: Collection[str] = ()
-    """Further names that are in use."""
     leaving: tuple[ActorSpec, ...] = ()
-    """Actors about to leave: their names and devices are in use until they are gone."""
+    """Actors about to leave: their names, devices and servers are in use until they are gone."""
+    foreign_names: Collection[str] = ()
+    """Of actors that other programs host."""
     late: Collection[int] = ()
     """Nodes that came late: they may have rollout actors whatever `roles.rollout.nodes` says."""
 
-    @classmethod
-    def of(
-        cls,
-        roster: Sequence[ActorFacts],
-        specs: Mapping[str, ActorSpec],
-        nodes: tuple[int, ...],
-        foreign_names: Collection[str] = (),
-        late: Collection[int] = (),
-    ) -> Present:
-        """From the run supervisor's state; `foreign_names`: of actors that other programs host."""
-        leaving = [record.name for record in roster if record.is_leaving]
-        return cls(
-            actors=tuple(specs[r.name] for r in roster if not (r.is_over or r.is_leaving)),
-            nodes=nodes,
-            taken={*foreign_names, *leaving},
-            leaving=tuple(specs[name] for name in leaving),
-            late=late,
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class Staffing:
-    """Actors to start and to end."""
-
-    joining: tuple[ActorSpec, ...] = ()
-    leaving: tuple[str, ...] = ()
-    """Highest number first."""
-
-
-def staff(config: RunConfig, role: str, count: int, present: Present, devices: str = "", attach: str = "") -> Staffing:
-    """How to reach `count` actors of the role in the whole run. `devices`: GPUs of each node, beside the role's own,
-    that new actors may use. `attach`: servers for new actors, "URL,URL,...". Raises ConfigError with the reason."""
-    there = [actor for actor in present.actors if actor.role == role]
+def scale(
+    config: RunConfig, role: str, count: int, present: Present, devices: str = "", attach: str = ""
+) -> tuple[list[ActorSpec], list[str]]:
+    """How to reach `count` actors of the role in the whole run: those to start, or the names of those to end, highest
+    number first. `devices`: GPUs of each node, beside the role's own, that new actors may use. `attach`: servers for
+    new actors, "URL,URL,...". Raises ConfigError with the reason."""
     check_asks(config)
     check_leaver(config, role, count)
+    there = sorted((actor for actor in present.actors if actor.role == role), key=lambda actor: actor.index)
     if count <= len(there):
-        ordered = sorted(there, key=lambda actor: actor.index, reverse=True)
-        return Staffing(leaving=tuple(actor.name for actor in ordered[: len(there) - count]))
-    _check_growth(config, devices)
-    given = parse_devices(devices) if devices else ()
+        return [], [actor.name for actor in reversed(there[count:])]
+    if devices and choose_channel(config) == "cuda_ipc":
+        raise ConfigError(
+            "weights travel by cuda_ipc, which needs every engine on a GPU of the trainer; another one has none there",
+            remedy='use weights.channel = "nccl" in the next run',
+        )
     joining: list[ActorSpec] = []
-    for server in divide_servers(config, attach, count - len(there), (*there, *present.leaving)):
-        one = _one_more(config, (*present.actors, *joining), present, given)
-        joining.append(replace(one, attach=server))
-    return Staffing(joining=tuple(joining))
+    for server in _free_servers(config, attach, count - len(there), (*there, *present.leaving)):
+        joining.append(replace(_one_more(config, present, joining, devices), attach=server))
+    return joining, []
 
 
 def staff_node(config: RunConfig, node: int, present: Present) -> tuple[ActorSpec, ...]:
@@ -314,7 +247,7 @@ def staff_node(config: RunConfig, node: int, present: Present) -> tuple[ActorSpe
     cannot have them there."""
     there = sum(actor.role == "rollout" for actor in present.actors)
     here = dataclasses.replace(present, nodes=(node,))
-    return staff(config, "rollout", there + config.roles.rollout.count, here).joining
+    return tuple(scale(config, "rollout", there + config.roles.rollout.count, here)[0])
 
 
 def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
@@ -355,28 +288,45 @@ def check_leaver(config: RunConfig, role: str, num_left: int) -> None:
         raise ConfigError(f"{num_left} rollout actors are too few: {why}", remedy="`myxa pause` stops generation")
 
 
-def _check_growth(config: RunConfig, devices: str) -> None:
-    if devices and choose_channel(config) == "cuda_ipc":
-        raise ConfigError(
-            "weights travel by cuda_ipc, which needs every engine on a GPU of the trainer; another one has none there",
-            remedy='use weights.channel = "nccl" in the next run',
-        )
+def _free_servers(config: RunConfig, attach: str, num: int, holders: Sequence[ActorSpec]) -> Sequence[str]:
+    """One for each of `num` new actors: of `attach`, else of the run file; empty texts where servers are launched."""
+    own = config.engine.attach if config.roles.rollout.kind == "sglang" else ()
+    if not own and attach:
+        raise ConfigError("this run has no attached servers", remedy="leave --attach out: new actors have their own")
+    if not own:
+        return [""] * num
+    try:
+        named = check_urls(tuple(part.strip() for part in attach.split(",") if part.strip()))
+    except ValueError as error:
+        raise ConfigError(f"--attach: {error}", remedy="name each server once, as http://host:port") from error
+    in_use = {server_of(actor, config).rstrip("/") for actor in holders}
+    free = [url for url in named or own if url.rstrip("/") not in in_use]
+    if len(free) < num or len(named) > num:
+        raise _no_room(f"{num} more rollout actors need a server each", free, holders, "servers with --attach")
+    return free[:num]
 
 
-def _one_more(config: RunConfig, actors: Sequence[ActorSpec], present: Present, given: tuple[int, ...]) -> ActorSpec:
-    settings = config.roles.rollout
-    numbers = {number_of(name) for name in (*(actor.name for actor in actors), *present.taken)}
+def _one_more(config: RunConfig, present: Present, joining: Sequence[ActorSpec], devices: str) -> ActorSpec:
+    """One beside those that are there and `joining`."""
+    settings, staying = config.roles.rollout, (*present.actors, *joining)
+    holders, given = (*staying, *present.leaving), parse_devices(devices) if devices else ()
+    numbers = {number_of(name) for name in (*(actor.name for actor in holders), *present.foreign_names)}
     index = next(number for number in range(len(numbers) + 1) if number not in numbers)
     wanted = present.nodes if settings.nodes == "*" else (*settings.nodes, *present.late)
-    allowed = tuple(node for node in present.nodes if node in wanted)
+    load = {
+        node: sum(actor.role == "rollout" and actor.node == node for actor in staying)
+        for node in present.nodes
+        if node in wanted
+    }
+    free = {node: _free_devices(settings.device_ids, given, holders, node) for node in load}
     share = len(settings.device_ids) // settings.count
-    load = {node: sum(actor.role == "rollout" and actor.node == node for actor in actors) for node in allowed}
-    holders = (*actors, *present.leaving)
-    free = {node: _free_devices(settings.device_ids, given, holders, node) for node in allowed}
-    roomy = [node for node in sorted(allowed, key=lambda node: (load[node], node)) if len(free[node]) >= share]
+    roomy = [node for node in free if len(free[node]) >= share]
     if not roomy:
-        raise _no_room(share, free, given, present.leaving)
-    node = roomy[0]
+        gpus = f"{share} GPU{'s' if share > 1 else ''} on " if share else ""
+        what = f"a rollout actor of this run needs {gpus}a node of roles.rollout.nodes"
+        shown = [f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in free.items()]
+        raise _no_room(what, shown, holders, "GPUs with --devices")
+    node = min(roomy, key=lambda node: (load[node], node))
     return make_spec("rollout", settings, index, node, free[node][:share])
 
 
@@ -391,17 +341,11 @@ def _free_devices(
     return (*(device for device in own if device not in used), *spare)
 
 
-def _no_room(
-    share: int, free: dict[int, tuple[int, ...]], given: tuple[int, ...], leaving: Sequence[ActorSpec]
-) -> ConfigError:
-    if not free:
-        return ConfigError("no node of roles.rollout.nodes is a member any more", remedy="start the run again")
-    left = "; ".join(f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in free.items())
-    remedy = "name unused GPUs with --devices" if not given else "those of --devices are in use or too few"
-    if names := ", ".join(actor.name for actor in leaving if actor.devices and actor.node in free):
-        remedy = f"wait until {names} is gone, which still holds some; or {remedy}"
+def _no_room(what: str, free: Iterable[str], holders: Iterable[ActorSpec], named: str) -> ConfigError:
+    held = ", ".join(actor.name for actor in holders if actor.role == "rollout")
     return ConfigError(
-        f"a rollout actor of this run needs {share} GPU{'s' if share > 1 else ''}, free are {left}", remedy=remedy
+        f"{what}, free are {'; '.join(free) or 'none'}",
+        remedy=f"name as many unused {named}, or wait until one that holds some is gone: {held or 'none is there'}",
     )
 
 

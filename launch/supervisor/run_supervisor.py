@@ -272,9 +272,11 @@ class RunSupervisor(SupervisorContract):
         )
 
     def present(self) -> Present:
-        """Actors, nodes and free devices: the input of scaling decisions."""
-        specs = {spec.name: spec for spec in self.actors.specs}
-        return Present.of(self.statuses(), specs, self.nodes, self.foreign_names, self.membership.late)
+        """The input of scaling decisions."""
+        specs = [spec for spec in self.actors.specs if self._rules.state(spec.name) not in OVER]
+        leaving = tuple(spec for spec in self.actors.specs if self._rules.is_retiring(spec.name))
+        staying = tuple(spec for spec in specs if spec not in leaving)
+        return Present(staying, self.nodes, leaving, self.foreign_names, self.membership.late)
 
     async def leave_node(self, node: int, reason: str) -> None:
         """Have all actors of a node hand their work back and end for good, then have its launcher leave. Raises

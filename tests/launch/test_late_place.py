@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from myxa import __version__
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError, LaunchError
-from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import EnlistReply, NodeFacts
 from myxa.launch.supervisor.membership import Membership
@@ -19,11 +20,10 @@ from myxa.launch.supervisor.placement import (
     check_leaver,
     distance_problem,
     place,
+    scale,
     server_of,
-    staff,
     staff_node,
 )
-from myxa.launch.views.run_view import ActorFacts
 
 GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',
         "roles.rollout.count=2", 'weights.channel="nccl"')  # fmt: skip
@@ -37,21 +37,21 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
 
 def present(config: RunConfig, num_nodes: int = 1, *, without: tuple[str, ...] = (), taken: tuple[str, ...] = ()):
     actors = tuple(actor for actor in place(config, num_nodes) if actor.name not in without)
-    return Present(actors, tuple(range(num_nodes)), taken)
+    return Present(actors, tuple(range(num_nodes)), foreign_names=taken)
 
 
-def where(actors: tuple[ActorSpec, ...]) -> list[tuple[str, int]]:
+def where(actors: Iterable[ActorSpec]) -> list[tuple[str, int]]:
     return [(actor.name, actor.node) for actor in actors]
 
 
 def test_more_get_the_next_free_numbers_and_are_as_the_first_ones(tmp_path: Path):
     run = config(tmp_path, "roles.rollout.count=2", "roles.rollout.threads=3", "roles.rollout.max_restarts=7")
     there = present(run)
-    got = staff(run, "rollout", 4, there)
-    assert where(got.joining) == [("rollout/2", 0), ("rollout/3", 0)]
-    assert got.leaving == ()
+    joining, leaving = scale(run, "rollout", 4, there)
+    assert where(joining) == [("rollout/2", 0), ("rollout/3", 0)]
+    assert leaving == []
     first = next(actor for actor in there.actors if actor.name == "rollout/1")
-    assert [getattr(got.joining[0], name) for name in ("kind", "threads", "max_restarts", "devices")] == [
+    assert [getattr(joining[0], name) for name in ("kind", "threads", "max_restarts", "devices")] == [
         getattr(first, name) for name in ("kind", "threads", "max_restarts", "devices")
     ]
 
@@ -59,56 +59,49 @@ def test_more_get_the_next_free_numbers_and_are_as_the_first_ones(tmp_path: Path
 def test_numbers_of_others_are_left_out_and_those_of_who_has_left_come_again(tmp_path: Path):
     run = config(tmp_path, "roles.rollout.count=2")
     there = present(run, without=("rollout/0",), taken=("rollout/2", "rollout/x"))
-    assert where(staff(run, "rollout", 3, there).joining) == [("rollout/0", 0), ("rollout/3", 0)]
+    assert where(scale(run, "rollout", 3, there)[0]) == [("rollout/0", 0), ("rollout/3", 0)]
 
 
 def test_fewer_leave_from_the_highest_number(tmp_path: Path):
     run = config(tmp_path, "roles.rollout.count=12")
-    assert staff(run, "rollout", 9, present(run)).leaving == ("rollout/11", "rollout/10", "rollout/9")
-    assert staff(run, "rollout", 12, present(run)) == staff(run, "rollout", 12, present(run))
-    assert not staff(run, "rollout", 12, present(run)).joining
+    assert scale(run, "rollout", 9, present(run)) == ([], ["rollout/11", "rollout/10", "rollout/9"])
+    assert scale(run, "rollout", 12, present(run)) == ([], [])
 
 
 def test_the_node_with_the_fewest_gets_the_next_one(tmp_path: Path):
     run = config(tmp_path, "roles.rollout.nodes=[0, 1, 2]", "roles.rollout.count=2")
     there = present(run, 3, without=("rollout/2", "rollout/3", "rollout/5"))
-    joining = staff(run, "rollout", 7, there).joining
+    joining, _ = scale(run, "rollout", 7, there)
     assert where(joining) == [("rollout/2", 1), ("rollout/3", 1), ("rollout/5", 2), ("rollout/6", 0)]
-    alone = Present(there.actors, (0, 2), ())
-    assert {node for _, node in where(staff(run, "rollout", 7, alone).joining)} == {0, 2}, "node 1 is lost"
+    alone = Present(there.actors, (0, 2))
+    assert {node for _, node in where(scale(run, "rollout", 7, alone)[0])} == {0, 2}, "node 1 is lost"
+    with pytest.raises(ConfigError, match="needs a node of roles.rollout.nodes, free are none"):
+        scale(run, "rollout", 7, Present(there.actors, (3,)))
 
 
 def test_a_gpu_that_was_left_is_used_again_and_one_that_is_in_use_never(tmp_path: Path):
     run = config(tmp_path, *GPUS)
-    (again,) = staff(run, "rollout", 2, present(run, without=("rollout/0",))).joining
+    ((again,), _) = scale(run, "rollout", 2, present(run, without=("rollout/0",)))
     assert (again.name, again.devices, again.visible_devices) == ("rollout/0", (0, 1), (0, 1))
-    with pytest.raises(ConfigError, match=r"needs 2 GPUs, free are node 0: none.*--devices"):
-        staff(run, "rollout", 3, present(run))
-    (third,) = staff(run, "rollout", 3, present(run), "8-9").joining
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs on .*, free are node 0: none.*--devices"):
+        scale(run, "rollout", 3, present(run))
+    ((third,), _) = scale(run, "rollout", 3, present(run), "8-9")
     assert third.devices == (8, 9)
-    with pytest.raises(ConfigError, match=r"free are node 0: none.*in use or too few"):
-        staff(run, "rollout", 3, present(run), "4-5")
+    with pytest.raises(ConfigError, match=r"free are node 0: none"):
+        scale(run, "rollout", 3, present(run), "4-5")
 
 
 def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
     run = config(tmp_path, *GPUS)
     specs = {actor.name: actor for actor in place(run, 1)}
-
-    def now(*leaving: str, **states: ChildState) -> Present:
-        roster = [
-            ActorFacts(name=name, role=spec.role, node=spec.node, host="a", attempt=0, devices=spec.devices,
-                        state=states.get(name.replace("/", ""), "up"), is_leaving=name in leaving)
-            for name, spec in specs.items()
-        ]  # fmt: skip
-        return Present.of(roster, specs, (0,), {"rollout/2"})
-
+    one_leaves = Present(
+        present(run, without=("rollout/1",)).actors, (0,), (specs["rollout/1"],), foreign_names={"rollout/2"}
+    )
     with pytest.raises(ConfigError, match="free are node 0: none") as caught:
-        staff(run, "rollout", 2, now("rollout/1"))
-    assert "wait until rollout/1 is gone" in caught.value.remedy
-    (beside,) = staff(run, "rollout", 2, now("rollout/1"), "8-9").joining
+        scale(run, "rollout", 2, one_leaves)
+    assert "wait until one that holds some is gone: rollout/0, rollout/1" in caught.value.remedy
+    ((beside,), _) = scale(run, "rollout", 2, one_leaves, "8-9")
     assert (beside.name, beside.devices) == ("rollout/3", (8, 9)), "the names of both others are taken"
-    (again,) = staff(run, "rollout", 2, now(rollout1="failed")).joining
-    assert (again.name, again.devices) == ("rollout/1", specs["rollout/1"].devices), "it has no process any more"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +114,7 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
         (
             "rollout", 3,
             ('roles.rollout.kind="sglang"', "roles.rollout.count=2", 'engine.attach=["http://a:1", "http://b:1"]'),
-            "the 2 servers of engine.attach have their rollout actors",
+            "1 more rollout actors need a server each, free are none",
         ),
         (
             "rollout", 3,
@@ -133,7 +126,7 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
 def test_what_cannot_be_is_refused_with_the_reason(tmp_path: Path, role, count, overrides, message):
     run = config(tmp_path, *overrides)
     with pytest.raises(ConfigError, match=message) as caught:
-        staff(run, role, count, present(run), "8-9" if "cuda_ipc" in message else "")
+        scale(run, role, count, present(run), "8-9" if "cuda_ipc" in message else "")
     assert caught.value.remedy
     assert caught.value.exit_code == 2
 
@@ -145,34 +138,37 @@ def test_an_attached_fleet_grows_by_servers_that_are_named(tmp_path: Path):
     run = config(tmp_path, *FLEET)
     there = present(run)
     assert [server_of(actor, run) for actor in there.actors if actor.role == "rollout"] == ["http://a:1", "http://b:1"]
-    got = staff(run, "rollout", 4, there, attach="http://c:1, http://d:1").joining
+    got, _ = scale(run, "rollout", 4, there, attach="http://c:1, http://d:1")
     assert [(actor.name, server_of(actor, run)) for actor in got] == [
         ("rollout/2", "http://c:1"), ("rollout/3", "http://d:1"),
     ]  # fmt: skip
     left = Present(tuple(a for a in there.actors if a.name != "rollout/1"), (0,))
-    (again,) = staff(run, "rollout", 2, left).joining
+    ((again,), _) = scale(run, "rollout", 2, left)
     assert server_of(again, run) == "http://b:1", "the run file's"
-    (again,) = staff(run, "rollout", 2, left, attach="http://b:1/").joining
+    ((again,), _) = scale(run, "rollout", 2, left, attach="http://b:1/")
     assert (again.name, server_of(again, run)) == ("rollout/1", "http://b:1/"), "it is free again"
+    other = Present((*left.actors, replace(again, attach="http://c:1")), (0,))
+    ((third,), _) = scale(run, "rollout", 3, other)
+    assert server_of(third, run) == "http://b:1", "the one that nobody has"
 
 
 @pytest.mark.parametrize(
     ("attach", "said"),
     [
-        ("http://c:1", "1 servers for 2"),
-        ("http://c:1,http://d:1,http://e:1", "3 servers for 2"),
-        ("http://c:1,http://a:1/", "http://a:1/ serves rollout/0 already"),
-        ("http://c:1,http://c:1", "names a server twice"),
-        ("http://c:1,ftp://d", '"ftp://d" is no address'),
+        ("http://c:1", "2 more rollout actors need a server each, free are http://c:1 --"),
+        ("http://c:1,http://d:1,http://e:1", "2 more rollout actors need a server each"),
+        ("http://c:1,http://a:1/", "free are http://c:1 --.*rollout/0"),
+        ("http://c:1,http://c:1", 'names "http://c:1" twice'),
+        ("http://c:1,ftp://d", '"ftp://d" must look like http://host:port'),
     ],
 )
 def test_servers_that_cannot_be_are_refused(tmp_path: Path, attach: str, said: str):
     run = config(tmp_path, *FLEET)
     with pytest.raises(ConfigError, match=said):
-        staff(run, "rollout", 4, present(run), attach=attach)
+        scale(run, "rollout", 4, present(run), attach=attach)
     plain = config(tmp_path)
     with pytest.raises(ConfigError, match="no attached servers"):
-        staff(plain, "rollout", 2, present(plain), attach="http://c:1")
+        scale(plain, "rollout", 2, present(plain), attach="http://c:1")
 
 
 def test_a_late_node_is_staffed_whatever_the_role_s_nodes_say(tmp_path: Path):
@@ -181,10 +177,10 @@ def test_a_late_node_is_staffed_whatever_the_role_s_nodes_say(tmp_path: Path):
     assert [(a.name, a.node, a.devices) for a in staff_node(run, 1, there)] == [
         ("rollout/2", 1, (0, 1)), ("rollout/3", 1, (2, 3)),
     ]  # fmt: skip
-    (beside,) = staff(run, "rollout", 3, there).joining
+    ((beside,), _) = scale(run, "rollout", 3, there)
     assert beside.node == 1, "and `scale` knows it"
     full = Present((*there.actors, *staff_node(run, 1, there)), (0, 1), late={1})
-    with pytest.raises(ConfigError, match=r"needs 2 GPUs, free are node 1: none"):
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs on .*, free are node 1: none"):
         staff_node(run, 1, full)
 
 

@@ -354,6 +354,7 @@ async def test_what_is_started_on_a_node_that_has_left_does_not_stay_starting_fo
     await stage.on_0(lambda: stage.supervisor.release_node(1, 0, "it may go"))
     assert stage.hands[1].left == (0, "it may go")
     assert stage.states()["rollout/1"] == "stopped"
+    assert [actor.name for actor in stage.supervisor.present().actors] == ["rollout/0"]
     await stage.sim.crash("launcher/1")
     await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.hire(rollout(2, 1))))
     await asyncio.sleep(40)
