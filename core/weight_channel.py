@@ -36,6 +36,8 @@ class Bucket(Record, frozen=True):
 
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
+    parameters: tuple[TensorSpec, ...] = ()
+    """The same bytes as an engine's own parameters, see `actors/weights/channels/plan.py`; empty: not cut so."""
 
 
 class SenderOrder(Record, Generic[A], frozen=True):
@@ -101,6 +103,8 @@ class ShareReply(Record, frozen=True, tag="share"):
     """`payloads[bucket][rank]`: what each rank is handed, base64 (see `actors/weights/channels/cuda_ipc.py`)."""
 
     payloads: tuple[tuple[str, ...], ...]
+    load_format: str = "flattened_bucket"
+    """What SGLang is told that they are; "direct": a bucket's parameters."""
 
 
 class ShareRequest(SenderOrder[ShareReply], frozen=True, tag="share"):
@@ -108,6 +112,8 @@ class ShareRequest(SenderOrder[ShareReply], frozen=True, tag="share"):
 
     version: int
     num_ranks: int
+    takes_parameters: bool = False
+    """Whether the engine holds its parameters whole, in the layout that SGLang loads them in."""
     """Ranks of the engine on that GPU; each opens its own handles."""
 
 

@@ -50,7 +50,8 @@ from .composition.weight_channels import (
     choose_channel,
     is_between_devices,
     prepare_s,
-    ranks_beside,
+    ranks_read,
+    seen_by_servers,
     sent_commit_s,
 )
 from .supervisor.placement import server_of
@@ -359,7 +360,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
             python=engine.python or sys.executable,
             model_path=config.model.path,
             table=config.sglang,
-            env=os.environ,
+            env=seen_by_servers(config, os.environ, spec.devices),
             log_path=run_dir / "logs" / f"{spec.name.replace('/', '.')}.sglang.log",
             dtype=engine.dtype,
             seed=_engine_seed(spec, config),
@@ -475,7 +476,7 @@ def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) 
         host=boot_id(),
         join_s=weights.join_s,
         send_s=weights.transfer_s,
-        same_gpu=ranks_beside(config, spec.node, spec.devices),
+        same_gpu=ranks_read(config, spec.node, spec.devices),
     )
     return device_routes(senders, options)
 

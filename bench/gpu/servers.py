@@ -41,6 +41,8 @@ class Server:
     log: Path
     is_sglang: bool
     gpu: int = 0
+    visible: str = ""
+    """GPUs that it sees, if more than its own, which is the first."""
     dtype: str = "bfloat16"
     mem_fraction: float = 0.3
     max_running: int = 256
@@ -57,7 +59,7 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **self.env, "OMP_NUM_THREADS": "4" if self.is_sglang else "1"}
         if self.is_sglang:
-            environment["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
+            environment["CUDA_VISIBLE_DEVICES"] = self.visible or str(self.gpu)
             hiding = self.log.parent / "without_megatron"
             hiding.mkdir(exist_ok=True)
             environment = hide_megatron(environment, hiding)

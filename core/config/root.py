@@ -384,19 +384,20 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def handle_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """What is in the way of `weights.channel = "cuda_ipc"`: a handle is opened on the GPU that its memory lies on, a
-    copy to another one's paused memory is refused there."""
+    """What is in the way of `weights.channel = "cuda_ipc"`. A server that this run starts sees the trainer's first GPU
+    beside its own. Memory that takes turns is mapped for its own GPU alone, so a copy to it from another is refused."""
     path, rollout, trainer = "weights.channel", config.roles.rollout, config.roles.trainer
     lone = ", ".join(map(str, sorted(set(rollout.device_ids) - set(trainer.rank_devices))[:1]))
+    is_blind = bool(config.engine.attach) or config.memory.share == "switch"
     is_apart, has_gpus = rollout.nodes != trainer.nodes, bool(trainer.device_ids)
     sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
     return clashes(
         (not has_gpus, path, "shares memory of the trainer's GPUs, and it names none"),
         (has_gpus and not rollout.device_ids and (trainer.count > 1 or is_apart), path,
          "hands each engine memory of its GPU: name the GPUs of the engines"),
-        (has_gpus and lone, path,
-         (f"hands each engine memory of its GPU, and GPU {lone} has an engine but no trainer rank; give it one, or use "
-          '"disk", or "nccl" with engines on other GPUs')),
+        (has_gpus and lone and is_blind, path,
+         (f"hands attached servers, and those that take turns, memory of their own GPU, and GPU {lone} has an engine "
+          'but no trainer rank; give it one, or use "disk", or "nccl" with engines on other GPUs')),
         *((has_gpus and config.sglang.get(size, 1) not in (0, 1), path,
            "hands memory to each tensor-parallel rank of a server, and it has others") for size in sizes),
         (has_gpus and rollout.device_ids and is_apart, path,

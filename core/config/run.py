@@ -690,9 +690,10 @@ class WeightSettings(Section, frozen=True):
 
     channel: ChannelName = "auto"
     """shm (shared memory, for embedded engines on the trainer's nodes), disk (folders), nccl (broadcast from the
-    trainer's GPU into the servers'; by gloo where the trainer is on CPUs), cuda_ipc (servers whose GPUs
-    each have a trainer rank read the memory of that rank). "auto": cuda_ipc where both roles name a same GPU and every
-    engine's GPU has a rank (disk where only some have), nccl where the roles' GPUs are others, else shm or disk."""
+    trainer's GPU into the servers'; by gloo where the trainer is on CPUs), cuda_ipc (servers on the
+    trainer's nodes read the memory of the rank on their GPU, or of the node's first; with many experts several times as
+    fast as nccl). "auto": cuda_ipc where both roles name a same GPU (disk where servers are attached or take turns and
+    some GPU has no rank), nccl where the roles' GPUs are others, else shm or disk."""
     bucket_mb: Annotated[int, Field(ge=1, le=65536)] = 2048
     """MiB of weights sent at once. A server needs up to twice that beside its weights while it loads."""
     join_s: PositiveFloat = 30.0

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from ...actors.backends.torch_backend.world import Gang
 from ...actors.checkpoints.folder import OTHERS_ONE, list_checkpoints
+from ...actors.models.hf_folder import read_config
 from ...actors.trainer.checkpoints import CheckpointOptions
 from ...actors.trainer.start_point import StartPoint
 from ...actors.weights.publish import ChannelEnd
@@ -29,7 +30,7 @@ from ..actor_spec import ActorSpec
 from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away, start_keeper
 from ..run_lineage.resume_point import named_checkpoint
 from .memory_parts import MIB, MakeComms, megatron_offload, takes_turns, torch_offload
-from .weight_channels import choose_channel, is_beside_an_engine
+from .weight_channels import choose_channel, has_reader
 
 REPEATABLE_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -288,6 +289,7 @@ def channel_end(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int)
 
 
 def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:
+    from ...actors.weights.channels.plan import joins_parameters
     from ...actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, SentChannel
 
     rule = Fp8Rule.of_folder(Path(config.weights.served_folder or config.model.path))
@@ -298,5 +300,6 @@ def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local
         host=boot_id(),
         quantise=None if rule is None else rule.apply,
         keeps_buffers=not takes_turns(config),
-        is_needed=channel not in SHARED_CHANNELS or is_beside_an_engine(config, local_rank),
+        is_needed=channel not in SHARED_CHANNELS or has_reader(config, local_rank),
+        joins=channel in SHARED_CHANNELS and rule is None and joins_parameters(read_config(config.model.path)),
     )

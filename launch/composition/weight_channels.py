@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...core.config import RunConfig
 from ...core.config.root import handle_conflicts
@@ -31,21 +31,29 @@ def choose_channel(config: RunConfig) -> WeightChannel:
     return "disk" if any(handle_conflicts(config)) else "cuda_ipc"
 
 
-def is_beside_an_engine(config: RunConfig, local_rank: int) -> bool:
-    """Whether that trainer rank of a node is on the GPU of an engine. If the run file names no GPUs of
-    engines, they are with the only rank."""
-    engines = config.roles.rollout.device_ids
-    return not engines or config.roles.trainer.rank_devices[local_rank] in engines
+def has_reader(config: RunConfig, local_rank: int) -> bool:
+    """Whether engines read the memory of that trainer rank of a node: those on its GPU, of a node's first rank also
+    those on GPUs without one. If the run file names no GPUs of engines, they are with the only rank."""
+    engines, ranks = config.roles.rollout.device_ids, config.roles.trainer.rank_devices
+    return not engines or ranks[local_rank] in engines or (not local_rank and not set(engines) <= set(ranks))
 
 
-def ranks_beside(config: RunConfig, node: int, devices: Sequence[int]) -> tuple[str, ...]:
-    """For each of an engine's GPUs the trainer rank (actor name) on it; empty unless all have one."""
+def ranks_read(config: RunConfig, node: int, devices: Sequence[int]) -> tuple[str, ...]:
+    """For each of an engine's GPUs the trainer rank (actor name) whose memory it reads; empty: there is none here."""
     trainer = config.roles.trainer
     here = {device: local for local, device in enumerate(trainer.rank_devices)}
-    if (trainer.nodes != "*" and node not in trainer.nodes) or not here.keys() >= set(devices):
+    if (trainer.nodes != "*" and node not in trainer.nodes) or not here:
         return ()
     first = (node if trainer.nodes == "*" else trainer.nodes.index(node)) * trainer.count
-    return tuple(f"trainer/{first + here[device]}" for device in devices)
+    return tuple(f"trainer/{first + here.get(device, 0)}" for device in devices)
+
+
+def seen_by_servers(config: RunConfig, env: Mapping[str, str], devices: Sequence[int]) -> dict[str, str]:
+    """The environment of a rollout actor's server, which sees the GPU whose memory it reads after its own."""
+    ranks = config.roles.trainer.rank_devices
+    if choose_channel(config) != "cuda_ipc" or set(devices) <= set(ranks):
+        return dict(env)
+    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, (*devices, *ranks[:1])))}
 
 
 def is_between_devices(channel: WeightChannel) -> bool:

@@ -12,10 +12,11 @@ from myxa.core.config import RunConfig
 from myxa.launch.composition.weight_channels import (
     COMMIT_S,
     choose_channel,
-    is_beside_an_engine,
+    has_reader,
     is_between_devices,
     prepare_s,
-    ranks_beside,
+    ranks_read,
+    seen_by_servers,
     sent_commit_s,
 )
 
@@ -28,7 +29,11 @@ def config(
             "model": {"path": "m"},
             "data": {"train": "d.jsonl"},
             "weights": {"channel": channel, **weights},
-            "roles": {"rollout": rollout or {}, "trainer": {k: v for k, v in (trainer or {}).items() if k != "sglang"}},
+            "roles": {
+                "rollout": rollout or {},
+                "trainer": {k: v for k, v in (trainer or {}).items() if k not in ("sglang", "attach")},
+            },
+            "engine": {"attach": (trainer or {}).get("attach", [])},
             "sglang": (trainer or {}).get("sglang", {}),
         }
     )
@@ -49,9 +54,10 @@ TWO, TWO_RANKS = SERVER | {"devices": "0-1"}, {"devices": "0-1", "count": 2}
         (SERVER, {"devices": "0"}, "disk"),
         (SERVER | {"devices": "1"}, {"devices": "0"}, "nccl"),
         (SERVER | {"devices": "0"}, {"devices": "0"}, "cuda_ipc"),
-        (SERVER | {"devices": "0-3"}, {"devices": "2"}, "disk"),
+        (SERVER | {"devices": "0-3"}, {"devices": "2"}, "cuda_ipc"),
         (SERVER | {"devices": "0-1"}, {"devices": "0-3", "count": 4}, "cuda_ipc"),
-        (SERVER | {"devices": "0-3"}, {"devices": "0-3", "count": 2}, "disk"),
+        (SERVER | {"devices": "0-3"}, {"devices": "0-3", "count": 2}, "cuda_ipc"),
+        (SERVER | {"devices": "0-3"}, {"devices": "2", "attach": ["http://h:1"]}, "disk"),
         (TWO, TWO_RANKS, "cuda_ipc"),
         (TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "disk"),
         (TWO, TWO_RANKS | {"sglang": {"dp_size": 2, "enable_dp_attention": True}}, "cuda_ipc"),
@@ -82,8 +88,12 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
         ("shm", {"nodes": [1]}, {}, "same nodes"),
         ("cuda_ipc", SERVER, {}, "it names none"),
         ("cuda_ipc", SERVER, {"devices": "0-1", "count": 2}, "name the GPUs of the engines"),
-        ("cuda_ipc", SERVER | {"devices": "0-2"}, {"devices": "0-1", "count": 2}, "GPU 2 has an engine but no trainer"),
-        ("cuda_ipc", SERVER | {"devices": "0,1"}, {"devices": "0,1"}, "GPU 1 has an engine but no trainer rank"),
+        (
+            "cuda_ipc",
+            SERVER | {"devices": "0,1"},
+            {"devices": "0,1", "attach": ["http://h:1"]},
+            "GPU 1 has an engine but no trainer rank",
+        ),
         ("cuda_ipc", SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "on the same nodes"),
         ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "each tensor-parallel rank of a server"),
         ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"pp_size": 2}}, "each tensor-parallel rank of a server"),
@@ -98,11 +108,21 @@ def test_what_cannot_be_is_said(channel: str, rollout: dict[str, Any], trainer: 
 def test_each_engine_is_handed_memory_of_the_rank_on_its_own_gpu():
     trainer = {"devices": "2-5", "count": 4, "nodes": [1, 3]}
     run = config("cuda_ipc", SERVER | {"devices": "3-4", "nodes": [1, 3]}, trainer)
-    assert ranks_beside(run, 1, (3, 4)) == ("trainer/1", "trainer/2"), "one for each tensor-parallel rank"
-    assert ranks_beside(run, 3, (4,)) == ("trainer/6",), "ranks are numbered node by node"
-    assert ranks_beside(run, 1, (3, 6)) == ranks_beside(run, 0, (3,)) == (), "no rank is there"
-    assert [is_beside_an_engine(run, local) for local in range(4)] == [False, True, True, False]
+    assert ranks_read(run, 1, (3, 4)) == ("trainer/1", "trainer/2"), "one for each tensor-parallel rank"
+    assert ranks_read(run, 3, (4,)) == ("trainer/6",), "ranks are numbered node by node"
+    assert ranks_read(run, 1, (3, 6)) == ("trainer/1", "trainer/0"), "a GPU without a rank reads the first one's"
+    assert ranks_read(run, 0, (3,)) == (), "no rank is on that node"
+    assert seen_by_servers(run, {"CUDA_VISIBLE_DEVICES": "3"}, (3,)) == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert seen_by_servers(run, {"CUDA_VISIBLE_DEVICES": "6", "A": "b"}, (6,)) == {
+        "CUDA_VISIBLE_DEVICES": "6,2",
+        "A": "b",
+    }
+    assert [has_reader(run, local) for local in range(4)] == [False, True, True, False]
     alone = config("cuda_ipc", SERVER, {"devices": "0"})
-    assert is_beside_an_engine(alone, 0) and ranks_beside(alone, 0, ()) == ()
+    assert has_reader(alone, 0) and ranks_read(alone, 0, ()) == ()
+    apart = config("cuda_ipc", SERVER | {"devices": "4-5"}, trainer | {"nodes": [0]})
+    assert [has_reader(apart, local) for local in range(4)] == [False, False, True, True]
+    apart = config("cuda_ipc", SERVER | {"devices": "6-7"}, trainer | {"nodes": [0]})
+    assert [has_reader(apart, local) for local in range(4)] == [True, False, False, False]
     everywhere = config("cuda_ipc", SERVER | {"devices": "0", "nodes": "*"}, {"devices": "0", "nodes": "*"})
-    assert ranks_beside(everywhere, 2, (0,)) == ("trainer/2",)
+    assert ranks_read(everywhere, 2, (0,)) == ("trainer/2",)

@@ -10,7 +10,7 @@ from tests.weights.model_tensors import shape
 
 from myxa.actors.engines.sglang.weight_routes import bucket_bodies
 from myxa.actors.weights.channels.plan import make_plan
-from myxa.actors.weights.channels.staging import TRAVEL, Staging
+from myxa.actors.weights.channels.staging import TRAVEL, Staging, place
 from myxa.core.errors import TrainError
 from myxa.core.messages import TensorSpec
 
@@ -101,3 +101,59 @@ def test_servers_hear_of_a_bucket_in_the_order_of_its_bytes():
         "load_format": "flattened_bucket", "flush_cache": False,
     }  # fmt: skip
     assert [body["names"] for body in bodies] == [[t.name for t in bucket.tensors] for bucket in buckets]
+
+
+def moe_layer(number: int, num_experts: int) -> list[TensorSpec]:
+    attention, mlp = f"model.layers.{number}.self_attn.", f"model.layers.{number}.mlp."
+    return [
+        shape(f"model.layers.{number}.input_layernorm.weight", "bfloat16", (4,)),
+        shape(attention + "v_proj.weight", "bfloat16", (2, 4)),
+        shape(attention + "q_proj.weight", "bfloat16", (6, 4)),
+        shape(attention + "q_proj.bias", "bfloat16", (6,)),
+        shape(attention + "k_proj.weight", "bfloat16", (2, 4)),
+        shape(attention + "k_proj.bias", "bfloat16", (2,)),
+        shape(attention + "v_proj.bias", "bfloat16", (2,)),
+        shape(attention + "q_norm.weight", "bfloat16", (3,)),
+        shape(mlp + "gate.weight", "float32", (num_experts, 4)),
+        *(
+            shape(f"{mlp}experts.{expert}.{kind}_proj.weight", "bfloat16", (4, 3) if kind == "down" else (3, 4))
+            for kinds in (("up", "gate"), ("down",))
+            for expert in reversed(range(num_experts))
+            for kind in kinds
+        ),
+    ]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 20])
+def test_parameters_of_an_engine_are_views_of_the_buckets(bucket_bytes: int):
+    tensors = [shape("model.embed_tokens.weight", "bfloat16", (16, 4)), *moe_layer(0, 12), *moe_layer(1, 12)]
+    values = {t.name: torch.randn(t.shape).to(getattr(torch, t.dtype)) for t in tensors}
+    staging = Staging(bucket_bytes, joins=True)
+    staged = staging.publish(1, lambda: iter(values.items()))
+    assert staged is not None
+    found = {
+        spec.name: place(staged.buffers.bucket(number), spec)
+        for number, bucket in enumerate(staged.buffers.plan.buckets)
+        for spec in bucket.parameters
+    }
+    assert len(found) == 1 + 2 * 7
+    for number in range(2):
+        layer = f"model.layers.{number}."
+
+        def of(name: str, layer: str = layer) -> torch.Tensor:
+            return values[layer + name]
+
+        for what in ("weight", "bias"):
+            joined = torch.cat([of(f"self_attn.{kind}_proj.{what}") for kind in "qkv"])
+            assert torch.equal(found[f"{layer}self_attn.qkv_proj.{what}"], joined)
+        pairs = [
+            torch.cat([of(f"mlp.experts.{expert}.{kind}_proj.weight") for kind in ("gate", "up")])
+            for expert in range(12)
+        ]
+        assert torch.equal(found[layer + "mlp.experts.w13_weight"], torch.stack(pairs))
+        downs = torch.stack([of(f"mlp.experts.{expert}.down_proj.weight") for expert in range(12)])
+        assert torch.equal(found[layer + "mlp.experts.w2_weight"], downs)
+        assert torch.equal(found[layer + "mlp.gate.weight"], of("mlp.gate.weight"))
+    torn = [tensors[2], tensors[0], *tensors[3:10]]
+    with pytest.raises(TrainError, match=r"layers\.0\.self_attn\.qkv_proj\.weight do not come together"):
+        make_plan(torn, 1, joins=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -256,10 +256,20 @@ class _Exporter:
 
     def _put_together(self, weight: MappedWeight, shards: Sequence[Tensor]) -> list[Tensor]:
         names = weight.names(0)  # shapes are the same for all experts
-        if len(shards) == 1 and len(names) == 1 and shards[0].shape == self.shapes[names[0]]:
-            return [shards[0]]
         cuts = [weight.pieces(self.config, self.shapes, rank, len(shards), 0) for rank in range(len(shards))]
+        if len(shards) == 1 and self._are_runs(cuts[0], names):
+            ends = list(accumulate(self.shapes[name][0] for name in names))
+            return [shards[0][start:end] for start, end in pairwise((0, *ends))]
         return list(put_together(names, self.shapes, cuts, shards).values())
+
+    def _are_runs(self, pieces: Sequence[Piece], names: Sequence[str]) -> bool:
+        """Whether the rank has the tensors whole, one behind the other: they need no copy."""
+        whole = [(name, (0, self.shapes[name][0]), None) for name in names]
+        widths = {name: self.shapes[name][-1] for name in names}
+        return whole == [
+            (piece.name, piece.rows, None if piece.columns in (None, (0, widths[piece.name])) else piece.columns)
+            for piece in pieces
+        ]
 
 
 def _gathered(tensor: Tensor, group: Group) -> list[Tensor]:

@@ -192,15 +192,14 @@ class _DeviceRoute:
         self._server = server
         self._senders = senders
         self._options = options
-        self._ranks = 0
+        self._facts: Mapping[str, Any] = {}
         self.beacon = Beacon()
 
     async def _num_ranks(self) -> int:
         """Processes of the server that take part: its tensor-parallel ranks."""
-        if not self._ranks:
-            found = (await self._server.get("/server_info")).get("tp_size", 1)
-            self._ranks = found if isinstance(found, int) and found > 0 else 1
-        return self._ranks
+        self._facts = self._facts or await self._server.get("/server_info")
+        found = self._facts.get("tp_size", 1)
+        return found if isinstance(found, int) and found > 0 else 1
 
     async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
         """Whatever goes wrong becomes an EngineError that says in which phase, where and with whom."""
@@ -372,8 +371,9 @@ class GroupRoute(_DeviceRoute):
 
 
 class HandleRoute(_DeviceRoute):
-    """Channel "cuda_ipc": memory handles. A handle of another GPU's memory would open, and cost a context there; but a
-    copy from it into memory that torch-memory-saver made is refused: that is mapped for its own GPU alone."""
+    """Channel "cuda_ipc": memory handles. A handle of another GPU's memory costs the server a context there, and it has
+    to see that GPU; a copy from it into memory that torch-memory-saver made is refused: that is mapped for its own GPU
+    alone."""
 
     def __init__(self, server: SglangHttp, senders: WeightSenders, options: DeviceRouteOptions) -> None:
         super().__init__(server, senders, options)
@@ -383,6 +383,11 @@ class HandleRoute(_DeviceRoute):
         """Handles of all buckets, for every rank of the server."""
         givers = self._givers(_senders_of(manifest), await self._num_ranks())
         await self._share(givers, manifest.version)
+
+    def _takes_parameters(self) -> bool:
+        """Whether the server's parameters are whole and laid out as they are loaded."""
+        usual = {"tp_size": (1,), "quantization": (None,), "moe_runner_backend": ("auto", "triton"), "ep_size": (1,)}
+        return all(self._facts.get(name, values[0]) in values for name, values in usual.items())
 
     def _givers(self, senders: list[str], num_ranks: int) -> list[str]:
         """For each rank of the server, the sender on its GPU."""
@@ -398,16 +403,20 @@ class HandleRoute(_DeviceRoute):
         return list(named)
 
     async def _share(self, givers: list[str], version: int) -> None:
-        counts = Counter(givers)
+        counts, takes = Counter(givers), self._takes_parameters()
+
+        def request(count: int) -> ShareRequest:
+            return ShareRequest(version=version, num_ranks=count, takes_parameters=takes)
+
         replies = await _together(
-            self._named("share", sender, self._senders.ask(sender, ShareRequest(version=version, num_ranks=count)))
-            for sender, count in counts.items()
+            self._named("share", sender, self._senders.ask(sender, request(count))) for sender, count in counts.items()
         )
         self._bodies = []
         for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
             left = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
             payloads = [next(left[sender]) for sender in givers]
-            self._bodies.append({"serialized_named_tensors": payloads, "load_format": FLATTENED, "flush_cache": False})
+            body = {"serialized_named_tensors": payloads, "load_format": replies[0].load_format, "flush_cache": False}
+            self._bodies.append(body)
         self._bodies[-1]["weight_version"] = str(version)
 
     async def load(self, manifest: WeightManifest) -> bool:

@@ -1,9 +1,11 @@
-"""CUDA IPC handles of weight buckets for an SGLang server on the same GPU: it reads the bucket in place, no copy.
+"""CUDA IPC handles of weight buckets for an SGLang server on the same GPU, or on another one of the host.
 
 The server takes them by `/update_weights_from_tensor` with load_format "flattened_bucket" (0.5.17), as an object stream
 (Python protocol 3) of
 
     {"flattened_tensor": tensor by handle, "metadata": [FlattenedTensorMetadata(name, shape, dtype, start, end, numel)]}
+
+or, with load_format "direct", of a list of (parameter, tensor by handle): each is copied whole.
 
 The tensor is what `torch.multiprocessing.reductions.reduce_tensor` makes of one: a call of `rebuild_cuda_tensor` with
 the handle of its allocation. The device goes as its UUID, which SGLang maps to its own number. Every payload counts as
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from ....core.errors import TrainError
 from ....core.weight_channel import Bucket
+from .staging import place
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,18 @@ def bucket_payload(flat: Tensor, metadata: WrittenPart) -> str:
     return payload_of(shared_tensor(flat), metadata)
 
 
+def parameters_payload(flat: Tensor, bucket: Bucket) -> str:
+    """The same of the bucket's parameters."""
+    stream = write_object([(spec.name, shared_tensor(place(flat, spec))) for spec in bucket.parameters])
+    return base64.b64encode(stream).decode("ascii")
+
+
 def payload_of(tensor: object, metadata: WrittenPart) -> str:
     return base64.b64encode(write_object({"flattened_tensor": tensor, "metadata": metadata})).decode("ascii")
 
 
 def shared_tensor(flat: Tensor) -> Made:
-    """A 1-dim CUDA tensor by handle, for exactly one reader."""
+    """A CUDA tensor by handle, for exactly one reader."""
     if flat.device.type != "cuda":
         raise TrainError(
             f'channel "cuda_ipc" shares GPU memory, but the weights are on {flat.device}',
@@ -157,9 +166,10 @@ def shared_tensor(flat: Tensor) -> Made:
         ) from err
     device, handle, size, offset, counter, counter_offset, event, needs_event = shared
     uuid = str(cast(Any, torch.cuda).get_device_properties(device).uuid)
+    dtype = Name("torch", str(flat.dtype).removeprefix("torch."))
     arguments = (
         Name("torch", "Tensor"), tuple(flat.shape), tuple(flat.stride()), int(flat.storage_offset()),
-        Name("torch.storage", "TypedStorage"), Name("torch", "uint8"), uuid, bytes(handle), int(size), int(offset),
+        Name("torch.storage", "TypedStorage"), dtype, uuid, bytes(handle), int(size), int(offset),
         False, bytes(counter), int(counter_offset), bytes(event), bool(needs_event),
     )  # fmt: skip
     return Made(_REBUILD, arguments)

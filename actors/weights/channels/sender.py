@@ -48,7 +48,7 @@ from ...models.hf_folder import CONFIG, read_json
 from ...models.model_config import fp8_block
 from ...models.safetensors_file import SCALE_SUFFIX
 from ...torch_store import host_store
-from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload
+from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload, parameters_payload
 from .plan import WeightPlan
 from .process_group import ChannelGroup
 from .staging import Staged, Staging, beside_training
@@ -106,9 +106,11 @@ class DeviceWeightSender:
     """See `Staging`."""
     is_needed: bool = True
     """False: no engine asks this rank for what it is given, so it keeps nothing, and only takes part in gathering."""
+    joins: bool = False
+    """Whether buckets can be read as the parameters that SGLang holds, see `make_plan`."""
 
     def __post_init__(self) -> None:
-        self._staging = Staging(self.bucket_bytes, keeps_buffers=self.keeps_buffers)
+        self._staging = Staging(self.bucket_bytes, keeps_buffers=self.keeps_buffers, joins=self.joins)
         self._lock = threading.Lock()
         self._channels: dict[str, Channel] = {}
         self._is_closed = False
@@ -164,15 +166,23 @@ class DeviceWeightSender:
 
     def _share(self, request: ShareRequest) -> ShareReply:
         staged = self._staging.read(request.version)
+        buffers = staged.buffers
+        is_direct = request.takes_parameters and self.joins and is_triton_layout(buffers.device)
         try:
-            with beside_training(staged.buffers.device):
-                payloads = tuple(
-                    tuple(bucket_payload(staged.buffers.bucket(number), metadata) for _ in range(request.num_ranks))
-                    for number, metadata in enumerate(self._metadata_of(staged.buffers.plan))
-                )
+            with beside_training(buffers.device):
+                if is_direct:
+                    payloads = tuple(
+                        tuple(parameters_payload(buffers.bucket(number), bucket) for _ in range(request.num_ranks))
+                        for number, bucket in enumerate(buffers.plan.buckets)
+                    )
+                else:
+                    payloads = tuple(
+                        tuple(bucket_payload(buffers.bucket(number), metadata) for _ in range(request.num_ranks))
+                        for number, metadata in enumerate(self._metadata_of(buffers.plan))
+                    )
         finally:
             self._staging.done(staged)
-        return ShareReply(payloads=payloads)
+        return ShareReply(payloads=payloads, load_format="direct" if is_direct else "flattened_bucket")
 
     def _metadata_of(self, plan: WeightPlan) -> tuple[WrittenPart, ...]:
         if not self._metadata:
@@ -287,6 +297,12 @@ class DeviceWeightSender:
         for name in list(self._channels):
             self._leave(name, f"{self.name} ends")
         self._staging.close()
+
+
+def is_triton_layout(device: torch.device) -> bool:
+    """Whether SGLang's own choice for experts is Triton's kernels, which leave parameters as they were loaded: on
+    Blackwell (10) and later it chooses kernels for which they are laid out anew."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 10
 
 
 def _start(work: Callable[[], None], name: str) -> None:

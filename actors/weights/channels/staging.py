@@ -102,9 +102,11 @@ class _Copies:
 class Staging:
     """Published versions of one sender."""
 
-    def __init__(self, bucket_bytes: int, *, keeps_buffers: bool = True) -> None:
-        """`keeps_buffers` False: memory is given back with every release, for it is wanted by others meanwhile."""
+    def __init__(self, bucket_bytes: int, *, keeps_buffers: bool = True, joins: bool = False) -> None:
+        """`keeps_buffers` False: memory is given back with every release, for it is wanted by others meanwhile.
+        `joins`: see `make_plan`."""
         self._bucket_bytes = bucket_bytes
+        self._joins = joins
         self._keeps_buffers = keeps_buffers
         self._lock = threading.Lock()
         self._plan: WeightPlan | None = None
@@ -121,7 +123,7 @@ class Staging:
         self.release(version)
         if not self._is_cut:
             specs = [self._spec(name, tensor) for name, tensor in export()]
-            self._plan = make_plan(specs, self._bucket_bytes) if specs else None
+            self._plan = make_plan(specs, self._bucket_bytes, joins=self._joins) if specs else None
             self._is_cut = True
         buffers = self._take()
         if buffers is None:

@@ -1,0 +1,218 @@
+"""New weights of the Qwen3-30B-A3B shape from a Megatron rank into an SGLang server on another GPU.
+
+    python weights_experts.py [--channels nccl,cuda_ipc] [--updates 5]
+
+The rank holds parameters only (random, bf16, 57 GiB), the server begins with dummy ones. An update is what a run does:
+the rank exports and stages a version, the engine's client prepares and commits it. A client of its own reads one
+endless stream of the server: the stall is the longest silence while a version was committed, minus the usual one.
+
+Bytes: after each channel's last version the server's own checksum of all its weights is taken. The second channel
+begins with other values, then sends those of the first: the checksums must differ, then be equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import Report, parser, work_folder
+from make_model import make_shaped
+from servers import Server, ServerDiedError, running
+from weights_latency import checksum, probing, read_tokens
+
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
+from myxa.actors.models.model_config import ModelConfig, parse_model_config
+from myxa.actors.weights.channels.plan import joins_parameters
+from myxa.actors.weights.channels.sender import DeviceWeightSender, SentChannel
+from myxa.core.process import boot_id
+
+SENDER = "trainer/0"
+LINK_BYTES_S = 396e9
+"""One GPU of an H200 host to another, as `memory_rates` measured it."""
+MOE_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+"""config.json of Qwen3-30B-A3B."""
+
+
+class Senders:
+    """The rank's sender, asked in a thread as a trainer's actor does it."""
+
+    def __init__(self) -> None:
+        self.now: DeviceWeightSender | None = None
+
+    async def ask(self, sender: str, order: Any) -> Any:
+        del sender
+        assert self.now is not None
+        return await asyncio.to_thread(self.now.answer, order)
+
+
+def model_folder(folder: Path, *, is_dry: bool) -> ModelConfig:
+    if is_dry:
+        return make_shaped(folder, "dry")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MOE_30B))
+    return parse_model_config(MOE_30B, "Qwen3-30B-A3B")
+
+
+def made_rank(config: ModelConfig, device: torch.device) -> tuple[Any, list[Any], Callable[[], Any]]:
+    """A gang of one with the model's parameters: its world, its chunks, and its export."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/backends"))
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()  # nothing where there is a GPU
+    from myxa.actors.backends.megatron.hf_weights import iter_hf_tensors
+    from myxa.actors.backends.megatron.layout import ParallelLayout
+    from myxa.actors.backends.megatron.provider import build_model_chunks
+    from myxa.actors.backends.megatron.world import MegatronWorld
+    from myxa.actors.backends.torch_backend.world import Gang
+
+    world = MegatronWorld.enter(Gang(), device, ParallelLayout(), seed=0)
+    chunks = build_model_chunks(config, ParallelLayout(), torch.bfloat16, {})
+    return world, chunks, lambda: iter_hf_tensors(chunks, config)
+
+
+async def update(
+    sender: DeviceWeightSender, engine: SglangEngine, version: int, tensors: Any, device: torch.device
+) -> dict[str, float]:
+    """Seconds of its parts; when it was committed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.time()
+    manifest = await asyncio.to_thread(sender.publish, version, tensors)
+    assert manifest is not None
+    published = time.time()
+    await engine.prepare_weights(manifest)
+    prepared = time.time()
+    await engine.commit_weights(version)
+    done = time.time()
+    sender.release(version)
+    return {
+        "all_s": done - began, "publish_s": published - began, "prepare_s": prepared - published,
+        "commit_s": done - prepared, "from_s": prepared, "until_s": done,
+    }  # fmt: skip
+
+
+async def measure(
+    report: Report, options: Any, server: Server, config: ModelConfig, chunks: list[Any], tensors: Callable[[], Any],
+    work: Path,
+) -> None:  # fmt: skip
+    device = next(chunks[0].parameters()).device
+    senders, sums = Senders(), dict[str, list[dict[str, str]]]()
+    routes = device_routes(senders, DeviceRouteOptions(host=boot_id(), same_gpu=(SENDER,)))
+    length = 512 if device.type == "cpu" else 1024
+    engine = SglangEngine(server.url, SglangOptions(vocab_size=config.vocab_size, context_length=length), routes)
+    await engine.start()
+    version = 0
+
+    def scale(factor: float) -> None:
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(factor)
+
+    for channel in options.channels.split(","):
+        kind: SentChannel = "nccl" if channel == "nccl" else "cuda_ipc"
+        joins = kind == "cuda_ipc" and joins_parameters(config)
+        sender = senders.now = DeviceWeightSender(
+            SENDER, channel=kind, bucket_bytes=options.bucket_mb << 20, host=boot_id(), joins=joins
+        )
+        found: list[dict[str, float]] = []
+        sums[channel] = []
+        scale(-1.0)
+        notes = work / f"probe_{channel}.txt"
+        with probing(server.url, notes, config.vocab_size, 200 if device.type == "cpu" else 900):
+            await asyncio.sleep(2)
+            for number in range(options.updates + 1):
+                version += 1
+                found.append(await update(sender, engine, version, tensors, device))
+                if not number:
+                    sums[channel].append({} if device.type == "cpu" else await asyncio.to_thread(checksum, server.url))
+                    scale(-1.0)
+                await asyncio.sleep(1)
+        sums[channel].append({} if device.type == "cpu" else await asyncio.to_thread(checksum, server.url))
+        sender.close()
+        later = found[1:]
+        tokens = read_tokens(notes)
+        usual = statistics.median([t.gap_s for t in tokens if t.gap_s] or [0.0])
+        stalls = [
+            max((t.gap_s for t in tokens if one["from_s"] <= t.wall_s <= one["until_s"] + 0.2), default=0.0) - usual
+            for one in later
+        ]
+        told = {
+            name: statistics.median(one[name] for one in later)
+            for name in ("all_s", "publish_s", "prepare_s", "commit_s")
+        }
+        stall = statistics.median(stalls)
+        report.table(
+            f"{channel}: {config.num_parameters:,} parameters in bf16, {options.updates} updates, seconds, median",
+            ("end to end", "export and stage", "prepare", "commit", "stall (longest)", "first update"),
+            [(*(f"{told[name]:.3f}" for name in told), f"{stall:.3f} ({max(stalls):.3f})", f"{found[0]['all_s']:.2f}")],
+        )
+        report.keep(channel, {"updates": found, "stalls_s": stalls})
+        if channel == "cuda_ipc":
+            report.goal("cuda_ipc: seconds end to end", told["all_s"], at_most=1.0)
+            report.goal("cuda_ipc: seconds of stall", stall, at_most=0.5)
+    await engine.close()
+    least = 2 * config.num_parameters / LINK_BYTES_S
+    report.say(f"- the bytes alone need {least:.3f} s at {LINK_BYTES_S / 1e9:.0f} GB/s")
+    if device.type != "cpu" and len(sums) > 1:
+        (first_before, first), (second_before, second) = list(sums.values())[:2]
+        is_equal = first == second and first_before == second_before and first != first_before
+        report.goal(
+            f"all {len(first)} weights are equal by both channels, and not before (1 = yes)", float(is_equal),
+            at_least=1.0,
+        )  # fmt: skip
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--channels", default="nccl,cuda_ipc")
+    args.add_argument("--updates", type=int, default=5)
+    args.add_argument("--bucket-mb", type=int, default=2048)
+    options = args.parse_args()
+    is_dry = options.device == "cpu"
+    if is_dry:
+        options.channels = "nccl"
+    report = Report("weights_experts", is_dry=is_dry)
+    work = work_folder() / "weights_experts"
+    config = model_folder(work / "model", is_dry=is_dry)
+    server = Server(
+        folder=work / "model", log=work / "server.log", is_sglang=not is_dry, gpu=1, mem_fraction=0.75, max_running=16,
+        context_length=0 if is_dry else 1024, visible="1,0",
+        extra=("--load-format", "dummy", "--skip-tokenizer-init", "--incremental-streaming-output"),
+    )  # fmt: skip
+    with running(server):
+        device = torch.device("cpu") if is_dry else torch.device("cuda", 0)
+        world, chunks, tensors = made_rank(config, device)
+        report.say(f"- Megatron rank with {sum(p.numel() for c in chunks for p in c.parameters()):,} parameters")
+        try:
+            server.wait(300)
+            asyncio.run(measure(report, options, server, config, chunks, tensors, work))
+        except ServerDiedError as error:
+            report.failed(str(error))
+        except BaseException:
+            print(server.last_words(6000), file=sys.stderr)
+            raise
+        finally:
+            world.close()
+    report.end()
+
+
+if __name__ == "__main__":
+    main()
