@@ -82,9 +82,9 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
 @pytest.mark.parametrize(
     ("channel", "rollout", "trainer", "said"),
     [
-        ("nccl", {}, {}, 'embedded engines take "shm" or "disk"'),
-        ("cuda_ipc", {}, {"devices": "0"}, 'embedded engines take "shm" or "disk"'),
-        ("shm", SERVER, {}, "is not for servers"),
+        ("nccl", {}, {}, 'others take "shm" or "disk"'),
+        ("cuda_ipc", {}, {"devices": "0"}, 'others take "shm" or "disk"'),
+        ("shm", SERVER, {}, 'it takes "nccl"'),
         ("shm", {"nodes": [1]}, {}, "same nodes"),
         ("cuda_ipc", SERVER, {}, "it names none"),
         ("cuda_ipc", SERVER, {"devices": "0-1", "count": 2}, "name the GPUs of the engines"),
