@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ from ..checkpoints.folder import (
     read_manifest,
     writer_of,
 )
+from ..models.adapters import check_facts
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import write_safetensors
 from .torch_backend.accounting import ReferenceModel, TrainedModel
@@ -128,13 +129,15 @@ class TrainingState(ABC):
     model: ModelConfig
     policy: TrainedModel
     reference: ReferenceModel[Any] | None = None
+    lora: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`adapter_facts` of this run."""
 
     def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
         """Copy everything away. Collective."""
         version = self.reference.version if self.reference else 0
         own = Manifest(
             format=FORMAT, model=identity_of(self.model), world_size=self.world.size, files=(),
-            num_updates=self.policy.num_updates, extra=dict(extra), reference_version=version,
+            num_updates=self.policy.num_updates, extra=dict(extra), reference_version=version, lora=dict(self.lora),
         )  # fmt: skip
         return PendingCheckpoint(folder, self.world, msgspec.structs.replace(own, **self.facts()), self.copy)
 
@@ -143,7 +146,7 @@ class TrainingState(ABC):
         TornCheckpoint if it is not as it was written and TrainError if it cannot be used here, or is another one on
         each rank. A TrainError while it is restored leaves a part restored: then only another load makes a state of it
         that may be trained."""
-        path, manifest = agreed_checkpoint(self.world, folder, self.check)
+        path, manifest = agreed_checkpoint(self.world, folder, self._check)
         what = f"loading checkpoint {path}"
         with self.world.together(what), of_a_checkpoint(what):
             if self.reference is not None:
@@ -153,6 +156,10 @@ class TrainingState(ABC):
             if self.reference is not None and self.reference.version:
                 self.reference.written()
         return manifest.extra
+
+    def _check(self, path: Path, manifest: Manifest) -> None:
+        self.check(path, manifest)
+        check_facts(path, manifest.lora, self.lora)
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

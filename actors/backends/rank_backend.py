@@ -5,7 +5,7 @@ A backend builds its parts in `setup`; each call of `core.protocols.TrainBackend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ...core.clock import Clock, SystemClock
-from ...core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from ...core.config import AlgoConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from ...core.device_memory import AssetStore
 from ...core.errors import ConfigError, MyxaError, TrainError
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import TrainShard
+from ..models.adapters import adapter_facts, file_name, write_adapter
 from ..models.hf_folder import export_dtype, write_folder
 from ..models.model_config import ROUTER_BIAS, ModelConfig
 from .checkpoint import TrainingState
@@ -78,6 +79,10 @@ class Exporter:
     types: ExportTypes
     model_path: str
     tensors: WholeTensors
+    lora: Mapping[str, Any]
+    """`adapter_facts`; with `export`: what `write` writes."""
+    adapters: Callable[[], Iterator[tuple[str, Tensor]]]
+    """(a trainer's name, whole float32 tensor) on rank 0 at least. Collective."""
     has_stages: bool = False
     """Some weights are not on rank 0."""
     _buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -96,14 +101,21 @@ class Exporter:
         return self._arrays(self.types.host, self._buffers)
 
     def write(self, folder: str) -> None:
-        """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        dtype = self.types.folder
-        tensors = self._arrays(dtype, {})
+        """Write a HuggingFace folder, tokenizer files included, or an adapter folder. Collective; raises on every rank
+        if rank 0 fails."""
+        dtype, is_adapter = self.types.folder, self.lora.get("export") == "adapter"
+        if is_adapter:
+            tensors = named_arrays((file_name(name), tensor.cpu()) for name, tensor in self.adapters())
+        else:
+            tensors = self._arrays(dtype, {})
         failure: Exception | None = None
         if self.world.rank == 0:
             try:
-                facts = {**self.config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
-                write_folder(folder, facts, tensors, tokenizer_from=self.model_path)
+                if is_adapter:
+                    write_adapter(folder, self.model_path, self.lora, tensors)
+                else:
+                    facts = {**self.config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
+                    write_folder(folder, facts, tensors, tokenizer_from=self.model_path)
             except (MyxaError, OSError) as error:
                 failure = error
         self.world.agree(failure, f"exporting to {folder}")
@@ -136,6 +148,7 @@ class RankSettings:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     max_new_tokens: int = 1
     """Longest answer; the divisor per sample of reduction "constant"."""
@@ -166,6 +179,11 @@ class RankSettings:
             device=DTYPE_OF[self.serving_dtype or trained],
             folder=DTYPE_OF[export_dtype(self.trainer.export_dtype, model, trained)],
         )
+
+    def lora_facts(self) -> dict[str, Any]:
+        """`adapter_facts`, and what an export is; empty: all weights are trained."""
+        facts = adapter_facts(self.lora, self.model_path)
+        return {**facts, "export": self.lora.export} if facts else {}
 
     def step_settings(self, functions: Loaded) -> StepSettings:
         return StepSettings(

@@ -68,7 +68,9 @@ class Stepper:
 
     def settings_for(self, knobs: dict[str, float]) -> StepSettings:
         """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
-        return with_knobs(self.settings, knobs, has_reference=self.reference is not None)
+        own = self.reference
+        can_renew = own is not None and own.can_renew
+        return with_knobs(self.settings, knobs, has_reference=own is not None, can_renew=can_renew)
 
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
         """One update per mini-batch and epoch; returns metrics, equal on all ranks except for times, and what is shown.

@@ -178,7 +178,7 @@ class _ScoreRows(Function):
         return scores_M2
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_Mh, head_Vh, own_M, log_z_M, scores_M2 = ctx.saved_tensors
         num_rows, temperature, needs_entropy_grad = ctx.rest
         (grad_M2,) = grads
@@ -186,7 +186,8 @@ class _ScoreRows(Function):
         grad_hidden_Mh = torch.empty_like(hidden_Mh)
         chunks = list(_chunks(hidden_Mh.shape[0], num_rows, head.device))
         many = len(chunks) > 1  # sums of several chunks are kept in float32, whatever the type of the weights
-        grad_head_Vh = torch.zeros_like(head_Vh, dtype=torch.float32 if many else head_Vh.dtype)
+        is_trained = ctx.needs_input_grad[1]
+        grad_head_Vh = torch.zeros_like(head_Vh, dtype=torch.float32 if many else head_Vh.dtype) if is_trained else None
         for rows in chunks:
             entropy = scores_M2[rows, 1] if needs_entropy_grad else None
             logits = hidden_Mh[rows] @ head.t()
@@ -194,9 +195,10 @@ class _ScoreRows(Function):
             grad_logits = _logit_gradient(logits, own_M[rows], log_z_M[rows], entropy, grad_M2[rows], divisor)
             del logits
             torch.mm(grad_logits, head, out=grad_hidden_Mh[rows])
-            product = grad_logits.t() @ hidden_Mh[rows]
-            grad_head_Vh[:num_rows].add_(product)
-        return grad_hidden_Mh, grad_head_Vh.to(head_Vh.dtype), None, None, None, None
+            if grad_head_Vh is not None:
+                grad_head_Vh[:num_rows].add_(grad_logits.t() @ hidden_Mh[rows])
+        grad_head = None if grad_head_Vh is None else grad_head_Vh.to(head_Vh.dtype)
+        return grad_hidden_Mh, grad_head, None, None, None, None
 
 
 def _chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:

@@ -143,6 +143,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How its ranks shared the model, where that is of interest."""
     critic: dict[str, Any] = {}
     """Sizes of the critic in it, and its `num_updates`; empty: there is none."""
+    lora: dict[str, Any] = {}
+    """What the adapters in it are (`adapters.adapter_facts`), in place of a model's weights; empty: all weights."""
     reference_version: int = 0
     """Of the policy that is the reference model, whose weights are in it too; 0: the reference is as it was given."""
 

@@ -108,7 +108,7 @@ def _shapes(root: Path) -> dict[str, tuple[int, ...]]:
     """Of every weight, from the headers of the folder's files; empty for a folder without weights."""
     found: dict[str, tuple[int, ...]] = {}
     with ExitStack() as stack:
-        for name in _weight_files(root) if any(root.glob("*.safetensors")) else ():
+        for name in weight_files(root) if any(root.glob("*.safetensors")) else ():
             tensors = stack.enter_context(open_safetensors(root / name))
             found |= {key: tuple(tensor.spec.shape) for key, tensor in tensors.items()}
     return found
@@ -149,7 +149,7 @@ def open_weights(
     root = Path(folder)
     with ExitStack() as stack:
         tensors: dict[str, NamedArray] = {}
-        for name in _weight_files(root):
+        for name in weight_files(root):
             for key, tensor in stack.enter_context(open_safetensors(root / name)).items():
                 if key in tensors:
                     raise ModelError(f"{root / name}: tensor {key} is in another shard too", remedy="export it again")
@@ -158,7 +158,7 @@ def open_weights(
         yield Dequantised(tensors, config.fp8_block) if config.fp8_block and not as_stored else tensors
 
 
-def _weight_files(root: Path) -> list[str]:
+def weight_files(root: Path) -> list[str]:
     index = root / INDEX
     if not index.exists():
         if not (root / WEIGHTS).exists():

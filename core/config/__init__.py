@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .data import RewardSettings
-from .learning import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from .learning import AlgoConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from .loading import dump_config, inspect_config, load_config
 from .root import RunConfig
 from .run import RoleName
 
 __all__ = [
-    "AlgoConfig", "CriticConfig", "OptimizerConfig", "RewardSettings", "RoleName", "RunConfig", "TrainerConfig",
-    "dump_config", "inspect_config", "load_config",
+    "AlgoConfig", "CriticConfig", "LoraConfig", "OptimizerConfig", "RewardSettings", "RoleName", "RunConfig",
+    "TrainerConfig", "dump_config", "inspect_config", "load_config",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How the model learns: sections `[algo]`, `[async]`, `[optimizer]`, `[trainer]`, `[critic]`, `[megatron]`.
+"""How the model learns: sections `[algo]`, `[async]`, `[optimizer]`, `[trainer]`, `[lora]`, `[critic]`, `[megatron]`.
 
 megatron-core is not imported: the names in the three verbatim tables of `[megatron]` are checked against the installed
 version by the trainer, before anything is built.
@@ -26,6 +26,7 @@ from .section import (
     TextTuple,
     UnitFloat,
     as_table,
+    check_once,
     check_urls,
     clashes,
     named,
@@ -451,6 +452,32 @@ class TrainerConfig(Section, frozen=True):
     `trainer.dtype` for a folder of another type than these."""
     activation_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass to save memory."""
+
+
+ALL_LINEAR = ("all-linear",)
+
+
+class LoraConfig(Section, frozen=True):
+    """Low-rank adapters (arXiv 2106.09685) in place of training all weights; names and meanings are PEFT's."""
+
+    rank: CountInt = 0
+    """r: rank of every adapter; 0 = none, all weights are trained. Else the model's own weights stay as they are."""
+    alpha: PositiveFloat = 32.0
+    """lora_alpha: what an adapter gives is multiplied by `alpha / rank`."""
+    target_modules: Annotated[TextTuple, Field(min_length=1), AfterValidator(check_once)] = ALL_LINEAR
+    """Ends of the names of matrices that get one, such as "q_proj"; all-linear = every matrix of the layers."""
+    dropout: UnitFloat = 0.0
+    """lora_dropout: only 0 is possible."""
+    path: PathText = ""
+    """Adapter folder in PEFT's format to start from, of the same rank, alpha and matrices; empty = adapters that change
+    nothing yet."""
+    export: Literal["adapter", "merged"] = "adapter"
+    """What an export is: an adapter folder for PEFT, or a whole model with the adapters merged into its weights."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What adapters cannot do."""
+        cause = "must be 0: a token's log-probs would differ from one pass to the next"
+        return clashes((self.dropout, "dropout", cause))
 
 
 class CriticConfig(Section, frozen=True):

@@ -15,6 +15,7 @@ from .learning import (
     AlgoConfig,
     AsyncSettings,
     CriticConfig,
+    LoraConfig,
     MegatronSettings,
     OptimizerConfig,
     TrainerConfig,
@@ -74,6 +75,13 @@ RELATIONS = (
     "critic.enabled needs algo.kind=ppo: other algorithms take advantages without values",
     "critic.enabled needs roles.trainer.kind=torch: Megatron's has no value model",
     "roles.trainer.kind=megatron for megatron",
+    "lora.rank for lora",
+    "lora.rank needs roles.trainer.kind=torch: Megatron's trainer has no adapters yet",
+    "trainer.freeze needs !lora.rank: with adapters the whole model is frozen; see lora.target_modules",
+    "algo.ref_update_every needs !lora.rank: the reference model is the policy without its adapters",
+    "optimizer.name=muon megatron.offload_optimizer needs !lora.rank: the optimizer of adapters is a small AdamW",
+    "memory.share=switch needs !lora.rank: adapters do not take turns with an engine on a device yet",
+    "sglang.enable_lora sglang.lora_paths needs !lora.rank: engines get merged weights",
     "optimizer.decay_steps run.num_steps!=0 for optimizer.schedule!=constant: that is where it ends",
     "trainer.strategy needs roles.trainer.kind=torch: megatron.distributed_optimizer splits optimizer state",
     "trainer.impl trainer.freeze needs roles.trainer.kind=torch",
@@ -125,6 +133,7 @@ class RunConfig(Section, frozen=True):
     asynchrony: AsyncSettings = Field(default=AsyncSettings(), alias="async")
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    lora: LoraConfig = LoraConfig()
     megatron: MegatronSettings = MegatronSettings()
     engine: EngineSettings = EngineSettings()
     sglang: Table = {}

@@ -24,6 +24,7 @@ from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, 
 from ...actors.data.row_file import Row, RowError
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
+from ...actors.models.adapters import adapter_facts, check_adapters, check_facts
 from ...actors.models.hf_folder import check_critic, check_second_model, check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.safetensors_file import SCALE_SUFFIX
@@ -308,6 +309,8 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         yield from looked("sglang", check_sizes, config.sglang, len(run.of("rollout")[0].devices))
     if ("rollout", "sglang") in kinds and model.fp8_block and not config.weights.served_folder:
         yield from looked("weights.channel", _check_fp8_channel, choose_channel(config))
+    if config.lora.rank and run.of("trainer"):
+        yield from looked("lora", check_adapters, config.lora, model)
     if ("trainer", "torch") in kinds and config.trainer.impl == "own":
         yield from looked("model.path", model.require_plain, "the torch trainer")
     if ("rollout", "embedded") in kinds and config.generates:
@@ -360,20 +363,34 @@ def resume(run: CheckedRun) -> Iterator[Finding]:
             yield Finding("trainer.resume", ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy))
         return
     if run.of("trainer"):
-        try:
-            manifest = read_manifest(checkpoint)
-        except TrainError:  # the ranks report a torn one
-            manifest = None
-        if manifest is not None and run.model is not None:
-            for found in looked("model.path", check_model, checkpoint, manifest, run.model, config.roles.trainer.kind):
-                yield Finding(found.key, ConfigError(found.error.message, remedy=found.error.remedy))
-        if manifest is not None and bool(manifest.critic) != config.critic.enabled:
-            has, is_on = ("a", "false") if manifest.critic else ("no", "true")
-            text = f"critic.enabled = {is_on}: the checkpoint that trainer.resume names has {has} critic"
-            remedy = "set it as it was, or start from the exported model folder"
-            yield Finding("critic.enabled", ConfigError(text, remedy=remedy))
+        yield from _manifest_findings(run, checkpoint)
     if run.of("buffer"):
         yield from looked("data.train", _check_data_of, config, checkpoint)
+
+
+def _manifest_findings(run: CheckedRun, checkpoint: Path) -> Iterator[Finding]:
+    """Whether what the trainer saved is of this run's model, with its critic and its adapters."""
+    config = run.config
+    try:
+        manifest = read_manifest(checkpoint)
+    except TrainError:  # the ranks report a torn one
+        return
+
+    def check_lora() -> None:
+        check_facts(checkpoint, manifest.lora, adapter_facts(config.lora, config.model.path))
+
+    checks: tuple[tuple[str, Callable[[], None]], ...] = ()
+    if run.model is not None:
+        model, kind = run.model, config.roles.trainer.kind
+        checks = (("model.path", lambda: check_model(checkpoint, manifest, model, kind)), ("lora.rank", check_lora))
+    for key, check in checks:
+        for found in looked(key, check):
+            yield Finding(key, ConfigError(found.error.message, remedy=found.error.remedy))
+    if bool(manifest.critic) != config.critic.enabled:
+        has, is_on = ("a", "false") if manifest.critic else ("no", "true")
+        text = f"critic.enabled = {is_on}: the checkpoint that trainer.resume names has {has} critic"
+        remedy = "set it as it was, or start from the exported model folder"
+        yield Finding("critic.enabled", ConfigError(text, remedy=remedy))
 
 
 def _check_data_of(config: RunConfig, checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...actors.backends.megatron.layout import ParallelLayout
+from ...actors.models.adapters import num_adapted
 from ...actors.models.hf_folder import critic_parameters
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
 from ...core.config import RunConfig
@@ -112,8 +113,9 @@ def pass_parts(config: RunConfig, model: ModelConfig, num_tokens: int, *, in_fli
     if is_last:
         width, logit = model.vocab_size // layout.tp, LOGIT_BYTES[item]
         chunk = min(CHUNK_LOGITS, tokens * width)
-        head = width * model.hidden_size
-        how = f"{count_text(chunk)} logits at a time x {logit} B + gradient of the head 4 B x {count_text(head)}"
+        head = 0 if config.lora.rank else width * model.hidden_size
+        how = f"{count_text(chunk)} logits at a time x {logit} B"
+        how += f" + gradient of the head 4 B x {count_text(head)}" if head else ""
         parts.append(Part("logits", logit * chunk + 4 * head, how))
     return parts
 
@@ -129,7 +131,8 @@ def pass_parts(config: RunConfig, model: ModelConfig, num_tokens: int, *, in_fli
 #                    parameter, 6 + 12 / dp when distributed)
 #
 # `planned` of both backends' offload.py gives the memory manager the same, except that experts are cut here as they
-# really are. A reference model (algo.kl_coef) is one more set of weights, for the torch trainer of its own size. A
+# really are. A reference model (algo.kl_coef) is one more set of weights, for the torch trainer of its own size, but
+# with adapters ([lora]), which train n numbers of their own beside frozen weights: it is the policy without them. A
 # critic is a second trained model; its pass follows the policy's pass. Weights that travel between devices are staged:
 # a copy in the engine's number type for each version in flight. A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB
 # where it was measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
@@ -171,18 +174,20 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
     shards = world_size if config.trainer.strategy == "fsdp" else 1
     cut = f" / {shards} ranks" if shards > 1 else ""
     critic = critic_parameters(config.critic, model)
+    adapters, item = _adapted(config, model), 4 if config.trainer.impl == "hf" else ITEM_BYTES[config.trainer.dtype]
     rows = [
-        ("weights", 4, num, "float32 masters"),
-        ("gradients", 4, num, ""),
-        ("optimizer", 8, num, "AdamW's two moments"),
-        ("critic", 16, critic, "the same together"),
-        ("reference model", 4, num * config.algo.keeps_reference, ""),
-    ]
+        *([("weights", item, num, "frozen"), ("adapters", 4, adapters, "float32 masters")] if adapters else
+          [("weights", 4, num, "float32 masters")]),
+        ("gradients", 4, adapters or num, ""),
+        ("optimizer", 8, adapters or num, "AdamW's two moments"),
+        ("critic", 16, critic, "trained whole: the same together"),
+        ("reference model", 4, num * _has_reference_copy(config), ""),
+    ]  # fmt: skip
     parts = [_of_each(name, each, count, what, cut, shards) for name, each, count, what in rows]
     if shards > 1:
         unit = max(2 * model.vocab_size * model.hidden_size, num // model.num_layers)
         parts.append(Part("gathered", 8 * unit, f"largest unit of {count_text(unit)}, gathered 4 B, twice"))
-    elif config.trainer.dtype == "bfloat16":
+    elif config.trainer.dtype == "bfloat16" and (critic or not adapters or item == 4):
         parts.append(_of_each("weights in bfloat16", 2, max(num, critic), "as products use them"))
     return parts
 
@@ -194,14 +199,27 @@ def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> 
     dp = max(1, world_size // layout.model_size) * layout.cp if settings.distributed_optimizer else 1
     expert_dp = max(1, world_size // layout.expert_size) if settings.distributed_optimizer else 1
     state, words = (12, "masters and moments") if item == 2 else (8, "moments")
-    optimizer = int(state * (1.0 - settings.offload_optimizer) * (dense / dp + expert / expert_dp))
+    adapters = -(-_adapted(config, model) // layout.pp)  # about half of each adapter is on all of its ranks
+    trained, of_experts = (adapters, 0) if adapters else (dense, expert)
+    optimizer = int(state * (1.0 - settings.offload_optimizer) * (trained / dp + of_experts / expert_dp))
     cut = f" / {dp} replicas" if dp > 1 else ""
     return [
-        _of_each("weights", item, num, dtype),
-        _of_each("gradients", 4, num, "float32"),
-        replace(_of_each("optimizer", state, num, words, cut), num_bytes=optimizer),
-        _of_each("reference model", item, num * config.algo.keeps_reference),
+        _of_each("weights", item, num, f"{dtype}, frozen" if adapters else dtype),
+        _of_each("adapters", item, adapters, dtype),
+        _of_each("gradients", 4, adapters or num, "float32"),
+        replace(_of_each("optimizer", state, adapters or num, words, cut), num_bytes=optimizer),
+        _of_each("reference model", item, num * _has_reference_copy(config)),
     ]
+
+
+def _adapted(config: RunConfig, model: ModelConfig) -> int:
+    """Numbers in the adapters; 0 without, or with targets that are a finding of `fit`."""
+    return 0 if any(looked("lora", num_adapted, config.lora, model)) else num_adapted(config.lora, model)
+
+
+def _has_reference_copy(config: RunConfig) -> bool:
+    """Adapters leave the reference model as it was: it is the policy without them, unless another folder is named."""
+    return config.algo.keeps_reference and not (config.lora.rank and not config.algo.ref_path)
 
 
 def _of_each(name: str, each: int, count: int, what: str = "", cut: str = "", shards: int = 1) -> Part:

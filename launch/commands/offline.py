@@ -102,6 +102,8 @@ def _add_convert(parser: Parser) -> None:
                         help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), metavar="TYPE",
                         help="float32 or bfloat16 (as in the checkpoint)")  # fmt: skip
+    parser.add_argument("--adapter", action="store_true", help="of a run with [lora]: an adapter folder for PEFT, not "
+                        "the model with the adapters merged")  # fmt: skip
     add_json_flag(parser)
 
 
@@ -111,7 +113,8 @@ def _convert(options: argparse.Namespace) -> int:
 
     model = options.model or _model_of_run(options.checkpoint)
     checkpoint = named_checkpoint(options.checkpoint, reads_all=True)
-    show(options, convert(checkpoint, model, options.folder, dtype=options.dtype), _convert_sentence)
+    done = convert(checkpoint, model, options.folder, dtype=options.dtype, adapter=options.adapter)
+    show(options, done, _convert_sentence)
     return 0
 
 

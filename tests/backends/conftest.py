@@ -116,7 +116,11 @@ def run_gang(
     """Runs `gang_rank.run` on that many ranks; returns the output folder and each rank's result."""
 
     def run(
-        num_ranks: int, strategy: str, algo: dict[str, Any], critic: dict[str, Any] | None = None
+        num_ranks: int,
+        strategy: str,
+        algo: dict[str, Any],
+        critic: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
     ) -> tuple[Path, list[dict[str, Any]]]:
         out = tmp_path_factory.mktemp(f"{strategy}{num_ranks}")
         spec = {
@@ -126,8 +130,9 @@ def run_gang(
             "num_ranks": num_ranks,
             "algo": algo,
             "critic": critic,
+            "lora": lora,
             "optimizer": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2},
-            "trainer": {"strategy": strategy, "freeze": gang_rank.FROZEN if strategy == "fsdp" else ()},
+            "trainer": {"strategy": strategy, "freeze": gang_rank.FROZEN if strategy == "fsdp" and not lora else ()},
         }
         if num_ranks == 1:
             return out, [gang_rank.run(spec, 0)]

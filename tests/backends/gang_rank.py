@@ -25,7 +25,7 @@ from myxa.actors.backends.torch_backend.tensors import whole_tensor
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.algos.objective import objective_config
-from myxa.core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from myxa.core.config import AlgoConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import MyxaError
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
 
@@ -104,6 +104,7 @@ def make_backend(
     optimizer: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     critic: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
     gang: Gang | None = None,
     **rest: Any,
 ) -> TorchBackend:
@@ -114,6 +115,7 @@ def make_backend(
         optimizer=OptimizerConfig.model_validate(optimizer or {}),
         trainer=TrainerConfig.model_validate(trainer or {}),
         critic=CriticConfig.model_validate(critic or {}),
+        lora=LoraConfig.model_validate(lora or {}),
         gang=gang or Gang(),
         **rest,
     )
@@ -199,7 +201,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     gang = Gang(rank, spec["num_ranks"], "127.0.0.1", spec["port"], local_rank=rank, timeout_s=60)
     backend = make_backend(
         spec["model"], algo=spec["algo"], optimizer=spec["optimizer"], trainer=spec["trainer"],
-        critic=spec.get("critic"), gang=gang, num_steps=9, device=spec.get("device", "cpu"),
+        critic=spec.get("critic"), lora=spec.get("lora"), gang=gang, num_steps=9, device=spec.get("device", "cpu"),
     )  # fmt: skip
     kind, minibatches = spec["algo"]["kind"], spec["algo"]["minibatches"]
     shards = [make_shards(seed, spec["num_ranks"], kind=kind, minibatches=minibatches)[rank] for seed in (11, 12, 13)]

@@ -22,7 +22,7 @@ from ...models.hf_folder import check_second_model, read_config
 from ...models.model_config import ModelConfig
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
-from ..torch_backend.accounting import ReferenceModel, agree_on_source, check_schedule, load_functions
+from ..torch_backend.accounting import Loaded, ReferenceModel, agree_on_source, check_schedule, load_functions
 from ..torch_backend.tensors import DTYPE_OF
 from . import mcore
 from .batch import PackCutting
@@ -97,22 +97,34 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         except BaseException:
             world.close()
             raise
-        routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
-        policy = MegatronPolicy(wrapped, optimizer, self._cutting(world), world, model.vocab_size, routing)
+        self._parts = self._assembled(world, model, wrapped, optimizer, reference, user)
+        return self._facts(model, world, wrapped, has_reference=reference is not None)
+
+    def _assembled(
+        self,
+        world: MegatronWorld,
+        model: ModelConfig,
+        chunks: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        reference: ReferenceModel[Any] | None,
+        user: Loaded,
+    ) -> RankParts:
+        config = self._config
+        routing = RoutingReplay(chunks) if config.megatron.routing_replay else None
+        policy = MegatronPolicy(chunks, optimizer, self._cutting(world), world, model.vocab_size, routing)
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
             optimizer.settle()
-            return iter_hf_tensors(wrapped, model, to_all=to_all)
+            return iter_hf_tensors(chunks, model, to_all=to_all)
 
-        stepper = Stepper(policy, reference, config.step_settings(user), self._clock)
-        has_stages = config.layout.pp > 1
-        self._parts = RankParts(
-            world,
-            stepper,
-            Exporter(world, model, config.export_types(model), config.model_path, whole_tensors, has_stages=has_stages),
-            MegatronTrainingState(world=world, model=model, reference=reference, policy=policy, layout=config.layout),
+        types, has_stages = config.export_types(model), config.layout.pp > 1
+        exporter = Exporter(
+            world, model, types, config.model_path, whole_tensors, {}, lambda: iter(()), has_stages=has_stages
         )
-        return self._facts(model, world, wrapped, has_reference=reference is not None)
+        state = MegatronTrainingState(
+            world=world, model=model, reference=reference, policy=policy, layout=config.layout
+        )
+        return RankParts(world, Stepper(policy, reference, config.step_settings(user), self._clock), exporter, state)
 
     def _facts(
         self, model: ModelConfig, world: MegatronWorld, chunks: Sequence[nn.Module], *, has_reference: bool

@@ -104,18 +104,21 @@ class StepSettings:
     """The user's, where `[algo]` names some."""
 
 
-def with_knobs(settings: StepSettings, knobs: Mapping[str, float], *, has_reference: bool) -> StepSettings:
+def with_knobs(
+    settings: StepSettings, knobs: Mapping[str, float], *, has_reference: bool, can_renew: bool
+) -> StepSettings:
     """`settings` with the knobs' values. Raises ConfigError for an unknown knob or an impossible value, and for a KL
-    term without a reference model, here or served elsewhere."""
+    term without a reference model, here or served elsewhere, or one that cannot become the policy."""
     changed = _changed(settings, knobs) if knobs else settings
     if changed.algo.kl_coef > 0 and not (has_reference or changed.algo.ref_urls):
         raise ConfigError(
             f"kl_coef = {changed.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
             remedy="begin with a small kl_coef; it can be changed later",
         )
-    if changed.algo.ref_update_every and not has_reference:
+    if changed.algo.ref_update_every and not can_renew:
         raise ConfigError(
-            f"ref_update_every = {changed.algo.ref_update_every}: this trainer keeps no reference model", remedy="use 0"
+            f"ref_update_every = {changed.algo.ref_update_every}: this trainer keeps no reference model of its own",
+            remedy="use 0",
         )
     return changed
 
@@ -172,6 +175,7 @@ class ReferenceModel(Generic[M]):
     """Its parameters changed."""
     version: int = 0
     """Of the policy that it is; 0: as it was given."""
+    can_renew: bool = True
 
     @torch.no_grad()
     def renew(self, policy: TrainedModel, version: int) -> None:

@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
+from ..adapters import TorchAdapters, WithoutAdapters
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from .accounting import ReferenceModel, agree_on_source, check_schedule, load_functions
@@ -60,32 +61,28 @@ class TorchBackend(RankBackend[RankSettings]):
         world = World.join(config.gang, device)
         with world.phase("set up"):
             agree_on_source(world, functions)
-            policy = self._trained(
-                self._module(model_config, is_trained=True), world, model_config, config.trainer.freeze
-            )
-            reference = critic = None
-            if config.algo.keeps_reference:
-                frozen = self._module(model_config, is_trained=False).to(device)
-                replica = Replica(frozen, world, config.trainer.strategy, is_trained=False)
-                reference = ReferenceModel(replica, self._reference_written)
+            policy = self._trained(self._policy(model_config), world, model_config, config.trainer.freeze)
+            critic = None
+            reference = self._reference(policy, model_config) if config.algo.keeps_reference else None
             if config.critic.enabled:
                 values = self._value_module(critic_layers(model_config))
                 critic = Critic(self._trained(values, world, model_config), config.critic)
             trained = [policy, critic.model] if critic else [policy]
             if self._offload is not None:
                 self._offload.house("params", [p for model in trained for _, p in model.parameters()])
-                self._offload.house("frozen", [p for _, p in reference.model.parameters()] if reference else [])
+                self._offload.house("frozen", _parameters_of(reference))
             for model in trained:
                 model.make_optimizer(config.optimizer, self._offload)
             stepper = Stepper(policy, reference, settings, self._clock, critic)
             stepper.settings_for({})
 
+        lora = config.lora_facts()
         types, tensors = config.export_types(model_config), partial(_whole_tensors, policy)
         self._parts = RankParts(
             world,
             stepper,
-            Exporter(world, model_config, types, config.model_path, tensors),
-            TorchState(world=world, model=model_config, reference=reference, policy=policy, critic=critic),
+            Exporter(world, model_config, types, config.model_path, tensors, lora, partial(_adapters, policy)),
+            TorchState(world=world, model=model_config, reference=reference, policy=policy, critic=critic, lora=lora),
         )
         return {
             "backend": "torch",
@@ -135,13 +132,37 @@ class TorchBackend(RankBackend[RankSettings]):
             return TransformersModel(folder, model_config, dtype=dtype, recomputes=recomputes)
         module = CausalLM(model_config, dtype=dtype, recomputes=recomputes)
         load_weights(module, folder, model_config)
+        if self._config.lora.rank and is_trained:  # masters are for what is trained
+            module.to(dtype)
         return module
+
+    def _policy(self, model_config: ModelConfig) -> PolicyModel:
+        module, lora = self._module(model_config, is_trained=True), self._config.lora
+        if lora.rank:
+            module.adapters = TorchAdapters(lora, module.body, self._config.seed)
+        return module
+
+    def _reference(self, policy: TorchModel, model_config: ModelConfig) -> ReferenceModel[Any]:
+        config, adapters = self._config, policy.module.adapters
+        if adapters is not None and not config.algo.ref_path:
+            return ReferenceModel(WithoutAdapters(policy, adapters), self._reference_written, can_renew=False)
+        frozen = self._module(model_config, is_trained=False).to(policy.world.device)
+        replica = Replica(frozen, policy.world, config.trainer.strategy, is_trained=False)
+        return ReferenceModel(replica, self._reference_written, can_renew=adapters is None)
 
     def _value_module(self, layers: ModelConfig) -> ValueModel:
         trainer = self._config.trainer
         module = ValueModel(layers, dtype=DTYPE_OF[trainer.dtype], recomputes=trainer.activation_checkpointing)
         load_value_model(module, self._config.critic.path or self._config.model_path, layers)
         return module
+
+
+def _parameters_of(reference: ReferenceModel[Any] | None) -> list[nn.Parameter]:
+    return [p for _, p in reference.model.parameters()] if reference and isinstance(reference.model, Replica) else []
+
+
+def _adapters(policy: TorchModel) -> Iterator[tuple[str, Tensor]]:
+    return ((name, whole_tensor(parameter.detach())) for name, parameter in policy.kept())
 
 
 def _whole_tensors(policy: TorchModel, to_all: bool) -> Iterator[tuple[str, Tensor]]:

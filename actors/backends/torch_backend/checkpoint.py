@@ -69,7 +69,7 @@ def _tensors(state: TorchState) -> Iterator[tuple[str, Tensor]]:
     for prefix, replica, moments in state.parts():
         if not (replica.is_sharded or world.rank == 0):
             continue
-        for name, parameter in replica.parameters():
+        for name, parameter in replica.kept():
             parts = (local_part(parameter.detach()), *moments.get(name, ()))
             for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
                 if part.numel():  # a small tensor leaves the last ranks without rows
@@ -80,7 +80,7 @@ def _tensors(state: TorchState) -> Iterator[tuple[str, Tensor]]:
 def _restore(state: TorchState, files: list[dict[str, NamedArray]]) -> None:
     world = state.policy.world
     for prefix, replica, moments in state.parts():
-        for name, parameter in replica.parameters():
+        for name, parameter in replica.kept():
             parts = (local_part(parameter.detach()), *moments.get(name, ()))
             num_rows, first_row = parameter.shape[0], 0
             if replica.is_sharded:  # `fully_shard` cuts like `torch.chunk`

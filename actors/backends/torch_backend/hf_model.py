@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ....core.errors import ModelError, TrainError
 from ...models.model_config import ModelConfig
+from ..adapters import is_adapter
 from ..vocab_scores import Temperature, TokenScores, kept_logprobs
 from .layout import Layout
 from .model import PolicyModel
@@ -56,6 +57,10 @@ class TransformersModel(PolicyModel):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.inner.named_parameters(*args, **kwargs)
+
+    @property
+    def body(self) -> nn.Module:
+        return self.inner
 
     def get_parameter(self, target: str) -> nn.Parameter:
         return self.inner.get_parameter(target)
@@ -100,7 +105,8 @@ class TransformersModel(PolicyModel):
         """HuggingFace name -> tensor, as transformers writes them into a folder."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        state = {name: whole(tensor.detach()) for name, tensor in self.inner.state_dict().items()}
+        held = ((name, tensor) for name, tensor in self.inner.state_dict().items() if not is_adapter(name))
+        state = {name: self.served(name, tensor, whole) for name, tensor in held}
         return cast("dict[str, Tensor]", revert_weight_conversion(cast(Any, self.inner), state))
 
 

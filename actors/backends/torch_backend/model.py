@@ -14,7 +14,7 @@ judges this file in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from ...models.rotary import rotary_angles, rotary_gain
 from ..vocab_scores import TokenScores, fused, score_tokens
 from .layout import Layout
 from .tensors import from_bytes, recomputed
+
+if TYPE_CHECKING:
+    from ..adapters import TorchAdapters
 
 
 class Linear(nn.Module):
@@ -231,10 +234,18 @@ class DecoderStack(nn.Module):
 class PolicyModel(nn.Module):
     """What a replica needs of a model. `forward` gives the `TokenScores` of a layout's loss tokens."""
 
+    adapters: TorchAdapters | None = None
+    """Where they are trained in place of the weights."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype`: of matrix products; parameters are float32 masters."""
         super().__init__()
         self.dtype = dtype
+
+    @property
+    def body(self) -> nn.Module:
+        """Whose parameters `named_parameters` are, by name."""
+        return self
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -248,6 +259,11 @@ class PolicyModel(nn.Module):
         """HuggingFace name and detached tensor of every weight, in the order of `ModelConfig.tensor_shapes`. `whole`
         makes one of a parameter, which may be a shard."""
         raise NotImplementedError
+
+    def served(self, name: str, tensor: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """A parameter, put together from all ranks' parts, with what its adapter adds. Collective if it is sharded."""
+        found = whole(tensor.detach())
+        return found if self.adapters is None else self.adapters.merged(name, found, whole)
 
 
 class PackedModel(PolicyModel):
@@ -270,7 +286,7 @@ class PackedModel(PolicyModel):
     def for_folder(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.named_parameters())
         for name in self._config.tensor_shapes():
-            yield name, whole(parameters[name].detach())
+            yield name, self.served(name, parameters[name], whole)
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign of the first half turned: [T, 1, head_dim] each."""

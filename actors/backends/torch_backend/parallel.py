@@ -128,6 +128,11 @@ class Replica:
         """Names and parameters (shards of them under fsdp), in a fixed order; tied weights once."""
         return list(self.module.named_parameters())
 
+    def kept(self) -> list[tuple[str, nn.Parameter]]:
+        """What a checkpoint holds: all parameters, or the adapters, where they are what is trained."""
+        has_adapters = self.module.adapters is not None
+        return [(name, each) for name, each in self.parameters() if each.requires_grad or not has_adapters]
+
     def parts(self) -> dict[str, Tensor]:
         return {name: local_part(parameter.detach()) for name, parameter in self.parameters()}
 

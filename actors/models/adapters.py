@@ -1,0 +1,193 @@
+"""Low-rank adapters as PEFT has them: which matrices of a model get one, and the folder that they are kept in.
+
+    W x + alpha / rank * B (A x)         A [rank, columns of W], B [rows of W, rank]      (arXiv 2106.09685)
+
+A folder holds `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` reads. What
+of another's folder would compute something else is refused by name. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.config.learning import ALL_LINEAR, LoraConfig
+from ...core.errors import ConfigError, ModelError, TrainError
+from ...core.protocols import NamedArray
+from ...core.suggestion import suggest
+from .hf_folder import check_values, read_json, weight_files
+from .model_config import ModelConfig
+from .safetensors_file import open_safetensors, write_safetensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
+PARTS = ("lora_A", "lora_B")
+ADAPTERS = "adapters."
+"""Before their names in a Megatron checkpoint."""
+OTHER_KINDS = (
+    "alpha_pattern", "alora_invocation_tokens", "bias", "corda_config", "exclude_modules", "fan_in_fan_out",
+    "layer_replication", "lora_bias", "modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices",
+    "use_dora", "use_qalora", "use_rslora",
+)  # fmt: skip
+"""Keys of PEFT's that change what is computed, where they say more than "none"."""
+IN_LAYERS = re.compile(r"\.\d+\.")
+EXPERTS = re.compile(r"\.experts\.|\.mlp\.gate\.weight$")
+
+Matrices = Mapping[str, tuple[int, int]]
+"""Name of a module -> (rows, columns) of its weight."""
+
+
+def adapted_matrices(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> Matrices:
+    """Those of the model's weights (name -> shape) that get an adapter. Raises ConfigError for a target that is none of
+    them, and for experts."""
+    known = {name[: -len(".weight")]: shape for name, shape in shapes.items() if _is_matrix(name, shape)}
+    takes_all, chosen = lora.target_modules == ALL_LINEAR, dict[str, tuple[int, int]]()
+    for target in ("",) if takes_all else lora.target_modules:
+        mine = {name: shape for name, shape in known.items() if takes_all or name.rpartition(".")[2] == target}
+        if not mine:
+            raise ConfigError(
+                f'lora.target_modules: "{target}" is no matrix of the model\'s layers',
+                remedy=suggest(target, {name.rpartition(".")[2] for name in known}),
+            )
+        chosen |= {name: (shape[0], shape[1]) for name, shape in mine.items()}
+    experts = EXPERTS.search(" ".join(f"{name}.weight" for name in chosen)) if chosen else None
+    if experts or (takes_all and any(".experts." in name for name in shapes)):
+        raise ConfigError(
+            "lora.target_modules: experts and their routers get no adapters yet",
+            remedy='name matrices of attention: ["q_proj", "k_proj", "v_proj", "o_proj"]',
+        )
+    return chosen
+
+
+def _is_matrix(name: str, shape: Sequence[int]) -> bool:
+    return len(shape) == 2 and name.endswith(".weight") and IN_LAYERS.search(name) is not None
+
+
+def num_adapted(lora: LoraConfig, model: ModelConfig) -> int:
+    """Numbers in all adapters; 0 without."""
+    matrices = adapted_matrices(lora, model.tensor_shapes()).values() if lora.rank else ()
+    return sum(lora.rank * (rows + columns) for rows, columns in matrices)
+
+
+def check_adapters(lora: LoraConfig, model: ModelConfig) -> None:
+    """Raise as the trainer would. Of a foreign model transformers alone knows the matrices."""
+    if not model.foreign:
+        matrices = adapted_matrices(lora, model.tensor_shapes())
+        if lora.path:
+            read_adapter(lora, matrices)
+
+
+def adapter_shapes(rank: int, matrices: Matrices) -> dict[str, tuple[int, int]]:
+    """Name of every number of adapters, as a trainer has it -> its shape."""
+    return {
+        f"{name}.{part}": shape
+        for name, (rows, columns) in matrices.items()
+        for part, shape in zip(PARTS, ((rank, columns), (rows, rank)), strict=True)
+    }
+
+
+def read_adapter(lora: LoraConfig, matrices: Matrices) -> dict[str, NamedArray]:
+    """The adapters of `lora.path`, copied, by a trainer's names. Raises ModelError for a folder that is not PEFT's or
+    not whole, ConfigError for one of another rank, alpha or choice of matrices."""
+    folder = Path(lora.path)
+    said = read_json(folder / CONFIG, remedy="lora.path must be an adapter folder in PEFT's format")
+    for key, value in (("peft_type", "LORA"), ("r", lora.rank), ("lora_alpha", lora.alpha)):
+        if said.get(key) != value:
+            own = {"r": "rank", "lora_alpha": "alpha"}.get(key, "path")
+            raise ConfigError(
+                f"lora.{own}: the adapter in {folder} has {key} = {said.get(key)!r}, not {value!r}",
+                remedy="set rank and alpha as the adapter has them, or name another adapter",
+            )
+    for key in OTHER_KINDS:
+        if said.get(key) not in (None, False, "none", [], {}):
+            raise ConfigError(
+                f"lora.path: {folder} has {key} = {said[key]!r}, which is not computed here",
+                remedy="merge it by PEFT, and start from the merged model",
+            )
+    wanted = {file_name(name): (name, shape) for name, shape in adapter_shapes(lora.rank, matrices).items()}
+    with open_safetensors(folder / WEIGHTS) as tensors:
+        for name in sorted(tensors.keys() ^ wanted.keys()):
+            has = "an adapter" if name in tensors else "no adapter"
+            raise ConfigError(
+                f"lora.target_modules: {folder / WEIGHTS} has {has} {name}",
+                remedy="choose its matrices, or another one",
+            )
+        check_values(list(wanted), tensors, str(folder / WEIGHTS))
+        for name, (_, shape) in wanted.items():
+            if tensors[name].spec.shape != shape:
+                found = list(tensors[name].spec.shape)
+                raise ModelError(
+                    f"{folder / WEIGHTS}: {name} has shape {found}, not {list(shape)}", remedy="it is of another model"
+                )
+        return {
+            name: NamedArray(spec=tensors[key].spec, data=memoryview(bytes(tensors[key].data)))
+            for key, (name, _) in wanted.items()
+        }
+
+
+def file_name(name: str) -> str:
+    """Of a trainer's number in the folder."""
+    return f"{PREFIX}{name}.weight"
+
+
+def write_adapter(folder: str | Path, base: str, facts: Mapping[str, Any], tensors: Sequence[NamedArray]) -> None:
+    """Write an adapter folder. `base`: the model's; `facts`: as `adapter_facts`; tensors have the folder's names.
+    Raises ModelError when the disk refuses."""
+    names = {tensor.spec.name.rsplit(".", 3)[1] for tensor in tensors}
+    alpha = float(facts["alpha"])
+    said = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": facts["rank"], "lora_alpha": int(alpha) if alpha.is_integer() else alpha, "lora_dropout": 0.0,
+        "target_modules": sorted(names), "bias": "none", "fan_in_fan_out": False, "use_rslora": False,
+        "use_dora": False,
+    }  # fmt: skip
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    except OSError as err:
+        raise ModelError(f"cannot write adapter folder {folder}: {err}", remedy="choose another folder") from err
+    write_safetensors(Path(folder) / WEIGHTS, tensors)
+
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+def adapter_facts(lora: LoraConfig, folder: str | Path) -> dict[str, Any]:
+    """What a checkpoint says of its adapters, which are nothing without the weights that they were trained on: `base`
+    is a digest of samples of those in `folder`. Empty: all weights are trained. Raises ModelError."""
+    if not lora.rank:
+        return {}
+    digest = hashlib.sha256()
+    for name in weight_files(Path(folder)):
+        path = Path(folder) / name
+        try:
+            with path.open("rb") as file:
+                for number in range(SAMPLES):
+                    file.seek(path.stat().st_size * number // SAMPLES)
+                    digest.update(file.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error}", remedy="check disk and rights") from error
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.target_modules), "base": digest.hexdigest()}
+
+
+def check_facts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise TrainError if a checkpoint's `adapter_facts` are not those of this run."""
+    for key in ("rank", "alpha", "targets", "base"):
+        if theirs.get(key) == ours.get(key):
+            continue
+        if bool(theirs) != bool(ours):
+            has, remedy = ("adapters", "set [lora] as it was") if theirs else ("no adapters", "set lora.rank = 0")
+            raise TrainError(f"checkpoint {path} has {has}", remedy=f"{remedy}, or start from what the run exported")
+        if key == "base":
+            raise TrainError(
+                f"checkpoint {path} holds adapters of a model with other weights", remedy="set model.path as it was"
+            )
+        raise TrainError(
+            f"checkpoint {path} has adapters of {key} {theirs.get(key)}, here it is {ours.get(key)}",
+            remedy="set [lora] as it was",
+        )
