@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from ..algos.rewards.outcome import outcome_of
+from ..algos.rewards.outcome import Unusable, number_of
 from ..core.errors import EngineError, EngineLied, UserCodeError
 from ..core.protocols import Delta, GenerateRequest
 from ..core.samples import LossPart, Prompt, Sample, check_sample, wrong_kept
@@ -216,37 +216,26 @@ def _with_plain_outcome(sample: Sample, where: str) -> Sample:
     if sample.reward is None and not sample.metadata:
         return sample
     reward = sample.reward
-    if reward is not None:
-        try:
-            reward = outcome_of(_bare(reward)).value
-        except (TypeError, ValueError) as err:
-            raise UserCodeError(
-                f"workflow: reward of its sample: {words_of(err)} {where}",
-                remedy="give episode.sample(reward=...) a finite number",
-            ) from err
+    try:
+        reward = None if reward is None else number_of(reward)
+    except Unusable as err:
+        raise UserCodeError(
+            f"workflow: reward of its sample: {words_of(err)} {where}",
+            remedy="give episode.sample(reward=...) a finite number",
+        ) from err
     return msgspec.structs.replace(sample, reward=reward, metadata=_plain(sample.metadata, where))
 
 
-def _bare(reward: object) -> object:
-    """A dict is what reward functions may return, and no reward of a sample."""
-    if isinstance(reward, dict):
-        raise TypeError("returned a value of type dict, not a number")
-    return reward
-
-
 def _plain(metadata: object, where: str) -> dict[str, object]:
-    remedy = f"give episode.sample(metadata=...) a dict of JSON values, of at most {MAX_METADATA_BYTES:,} bytes in all"
+    cause: Exception | None = None
     try:
         written = orjson.dumps(metadata)
     except (TypeError, ValueError, RecursionError) as err:
-        raise UserCodeError(
-            f"workflow: the metadata of its sample cannot be written as JSON: {words_of(err)} {where}", remedy=remedy
-        ) from err
-    if len(written) > MAX_METADATA_BYTES:
-        raise UserCodeError(
-            f"workflow: the metadata of its sample has {len(written):,} bytes as JSON {where}", remedy=remedy
-        )
-    read = orjson.loads(written)
-    if not isinstance(read, dict):
-        raise UserCodeError(f"workflow: the metadata of its sample is no dict {where}", remedy=remedy)
-    return cast("dict[str, object]", read)
+        cause, why = err, f"cannot be written as JSON: {words_of(err)}"
+    else:
+        read = orjson.loads(written) if len(written) <= MAX_METADATA_BYTES else None
+        if isinstance(read, dict):
+            return cast("dict[str, object]", read)
+        why = "is no dict" if len(written) <= MAX_METADATA_BYTES else f"has {len(written):,} bytes as JSON"
+    remedy = f"give episode.sample(metadata=...) a dict of JSON values, of at most {MAX_METADATA_BYTES:,} bytes in all"
+    raise UserCodeError(f"workflow: the metadata of its sample {why} {where}", remedy=remedy) from cause

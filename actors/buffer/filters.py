@@ -8,7 +8,7 @@ are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ from ...algos.filters import (
     learn_from_all,
     sample_filter,
 )
+from ...algos.rewards.outcome import Unusable, each_of
 from ...core.errors import UserCodeError
 from ...core.samples import Group, Sample
 from ..user_code.functions import GROUP_FILTER, SAMPLE_FILTER, load_function, what_was_raised
@@ -54,9 +55,8 @@ def load_group_filter(name: str, args: Mapping[str, Any]) -> GroupFilter:
     if name in GROUP_FILTERS:
         return group_filter(name, args)
     remedy = "return True to keep the group, False or a reason to leave it out"
-    judge = _own_filter(
-        "group", name, partial(load_function(name, GROUP_FILTER, args).fn, **args), _one_verdict, remedy
-    )
+    keep = partial(load_function(name, GROUP_FILTER, args).fn, **args)
+    judge = _own_filter("group", name, keep, lambda returned, _: [_verdict(returned, 0)], remedy)
     return lambda group: judge(group)[0]
 
 
@@ -75,8 +75,8 @@ def _own_filter(
         what, where = f'{kind} filter "{name}"', f"(group {group.group_id})"
         try:
             verdicts = listed(keep(group), len(group.samples))
-        except _Nonsense as nonsense:
-            raise UserCodeError(f"{what} returned {nonsense} {where}", remedy=remedy) from nonsense
+        except Unusable as unusable:
+            raise UserCodeError(f"{what} {unusable} {where}", remedy=remedy) from unusable
         except Exception as error:
             raise UserCodeError(
                 f"{what} raised {what_was_raised(error)} {where}", remedy="mend the function"
@@ -114,27 +114,13 @@ def _masked(sample: Sample) -> Sample:
     )
 
 
-class _Nonsense(Exception):
-    """What was returned instead of verdicts."""
-
-
 def _listed(returned: object, num_samples: int) -> list[bool | str]:
-    kind = type(returned)
-    if not (issubclass(kind, Iterable) and issubclass(kind, Sized)) or issubclass(kind, str | bytes | Mapping | Set):
-        raise _Nonsense(f"a value of type {kind.__name__}, not a sequence of {num_samples} verdicts")
-    verdicts = list(cast("Iterable[object]", returned))
-    if len(verdicts) != num_samples:
-        raise _Nonsense(f"{len(verdicts)} verdicts for {num_samples} samples")
-    return [_verdict(verdict, "a verdict", f" for sample {index}") for index, verdict in enumerate(verdicts)]
+    return each_of(returned, [f"sample {index}" for index in range(num_samples)], "verdicts", _verdict)
 
 
-def _one_verdict(returned: object, num_samples: int) -> list[bool | str]:
-    return [_verdict(returned, "a value")]
-
-
-def _verdict(verdict: object, what: str, where: str = "") -> bool | str:
+def _verdict(verdict: object, index: int) -> bool | str:
     if isinstance(verdict, bool | np.bool_):
         return bool(cast("object", verdict))
     if isinstance(verdict, str) and verdict.encode(errors="replace").decode() == verdict:
         return verdict
-    raise _Nonsense(f"{what} of type {type(verdict).__name__}{where}")
+    raise Unusable(f"returned a value of type {type(verdict).__name__}")

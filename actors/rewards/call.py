@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ...algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
-from ...algos.rewards.outcome import RewardOutcome, outcome_of, outcomes_of
+from ...algos.rewards.outcome import RewardOutcome, Unusable, outcome_of, outcomes_of
 from ...core.completions import Completion
 from ..user_code.functions import load_function, reward_expected, what_was_raised, words_of
 from ..user_code.process import Blocked, Cancel, Ended, Stuck, Waits, is_cancelled
@@ -126,7 +126,7 @@ def judged(returned: object, num_answers: int | None) -> Outcomes:
     """What a function returned, as outcomes. `num_answers`: of the group; None: a single answer. Raises CallFailed."""
     try:
         return (outcome_of(returned),) if num_answers is None else outcomes_of(returned, num_answers)
-    except (TypeError, ValueError) as error:
+    except Unusable as error:
         raise CallFailed(words_of(error)) from error
     except BaseException as error:
         raise CallFailed(f"returned a {type(returned).__name__} that raised {what_was_raised(error)}") from error

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
+from ...algos.rewards.outcome import Unusable, each_of, is_in_order, number_of
 from ...core.config import AlgoConfig
 from ...core.config.learning import COMPARING_KINDS, Normalise, Reduction
 from ...core.daemon_thread import in_daemon_thread
@@ -33,7 +34,7 @@ from ..user_code.functions import (
     what_was_raised,
 )
 
-NOT_IN_ORDER: tuple[type, ...] = (str, bytes, dict, set, frozenset)
+T = TypeVar("T")
 REMEDY = "mend the function; docs/algorithms.md says what it gets and returns"
 
 
@@ -56,98 +57,59 @@ class BatchFunctions:
         """The groups with the rewards that advantages are to be made of. Raises UserCodeError."""
         if self.reward_post_process is None:
             return groups
-        call = _Call(REWARD_POST_PROCESS, self.reward_post_process, step)
+        rows = _called(REWARD_POST_PROCESS, self.reward_post_process, step, groups, lambda one, _: number_of(one))
         return [
-            msgspec.structs.replace(group, rewards=np.asarray(call.numbers(group, row, "reward"), dtype=np.float32))
-            for group, row in call.rows(groups)
+            msgspec.structs.replace(group, rewards=np.asarray(row, dtype=np.float32))
+            for group, row in zip(groups, rows, strict=True)
         ]
 
     def advantages(self, step: int, groups: Sequence[Group]) -> list[float | F32] | None:
         """Of every sample in order: a number, or float32 [R]. None: the algorithm's own. Raises UserCodeError."""
         if self.advantage_fn is None:
             return None
-        call = _Call(ADVANTAGE_FN, self.advantage_fn, step)
-        return [value for group, row in call.rows(groups) for value in call.advantages(group, row)]
+        rows = _called(ADVANTAGE_FN, self.advantage_fn, step, groups, _advantage)
+        return [value for row in rows for value in row]
 
 
 def _load(name: str, expected: Expected) -> UserFunction | None:
     return load_function(name, expected) if name else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    expected: Expected
-    function: UserFunction
-    step: int
+def _called(
+    expected: Expected, function: UserFunction, step: int, groups: Sequence[Group], judge: Callable[[object, Sample], T]
+) -> list[list[T]]:
+    """What it returns for each sample of each group. Raises UserCodeError."""
 
-    def rows(self, groups: Sequence[Group]) -> list[tuple[Group, Sequence[object]]]:
-        try:
-            returned: Any = self.function.fn(list(groups))
-        except (Exception, SystemExit) as error:
-            raise self._wrong(f"raised {what_was_raised(error)}") from error
-        rows = _sequence(returned)
-        if rows is None:
-            raise self._wrong(f"returned a value of type {type(returned).__name__}, not one entry for each group")
-        if len(rows) != len(groups):
-            raise self._wrong(f"returned {len(rows)} entries for {len(groups)} groups")
-        pairs: list[tuple[Group, Sequence[object]]] = []
-        for group, row in zip(groups, rows, strict=True):
-            values = _sequence(row)
-            if values is None or len(values) != len(group.samples):
-                found = f"a value of type {type(row).__name__}" if values is None else f"{len(values)} values"
-                raise self._wrong(f"returned {found} for the {len(group.samples)} samples of group {group.group_id}")
-            pairs.append((group, values))
-        return pairs
+    def row(returned: object, at: int) -> list[T]:
+        samples = groups[at].samples
+        places = [f"sample {index}" for index in range(len(samples))]
+        return each_of(returned, places, "values", lambda one, index: judge(one, samples[index]))
 
-    def numbers(self, group: Group, row: Sequence[object], what: str) -> list[float]:
-        return [self._number(value, what, group, i) for i, value in enumerate(row)]
-
-    def advantages(self, group: Group, row: Sequence[object]) -> list[float | F32]:
-        found: list[float | F32] = []
-        for i, value in enumerate(row):
-            is_row = _sequence(value) is not None
-            found.append(self._tokens(value, group, i) if is_row else self._number(value, "advantage", group, i))
-        return found
-
-    def _number(self, value: object, what: str, group: Group, i: int) -> float:
-        array = self._array(value, what, group, i)
-        if array.ndim:
-            raise self._wrong(f"returned a {what} of shape {list(array.shape)}, not a number", group, i)
-        return float(array)
-
-    def _tokens(self, value: object, group: Group, i: int) -> F32:
-        length = len(group.samples[i].response_ids)
-        array = self._array(value, "advantage", group, i)
-        if array.shape != (length,):
-            raise self._wrong(f"returned advantages of shape {list(array.shape)} for {length} tokens", group, i)
-        return array
-
-    def _array(self, value: object, what: str, group: Group, i: int) -> F32:
-        try:
-            array = np.asarray(value)
-            is_number = array.dtype.kind in "fiub"
-        except Exception as error:  # a user's class may do anything when it is asked for its numbers
-            raise self._wrong(f"returned a {what} that raised {what_was_raised(error)}", group, i) from error
-        if not is_number:
-            raise self._wrong(f"returned a {what} of type {type(value).__name__}, which is no number", group, i)
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32)
-        if not bool(np.isfinite(array).all()):
-            bad = float(array[~np.isfinite(array)].flat[0])
-            raise self._wrong(f"returned a {what} of {bad} as float32", group, i)
-        return array
-
-    def _wrong(self, what: str, group: Group | None = None, i: int = 0) -> UserCodeError:
-        place = f"step {self.step}" if group is None else f"step {self.step}, group {group.group_id}, sample {i}"
-        return UserCodeError(f'{self.expected.key} = "{self.function.name}" {what} ({place})', remedy=REMEDY)
+    try:
+        returned: Any = function.fn(list(groups))
+        return each_of(returned, [f"group {group.group_id}" for group in groups], "entries", row)
+    except (Exception, SystemExit) as error:  # a user's class may do anything when it is asked for its numbers
+        what = str(error) if isinstance(error, Unusable) else f"raised {what_was_raised(error)}"
+        raise UserCodeError(f'{expected.key} = "{function.name}" {what} (step {step})', remedy=REMEDY) from error
 
 
-def _sequence(value: object) -> Sequence[object] | None:
-    """The value if it has a length and can be gone through in order; None for numbers, texts, mappings and sets."""
-    if isinstance(value, NOT_IN_ORDER) or getattr(value, "ndim", 1) == 0:
-        return None
-    is_in_order = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    return cast("Sequence[object]", value) if is_in_order else None
+def _advantage(returned: object, sample: Sample) -> float | F32:
+    """A number, or one for each token of the response."""
+    if not is_in_order(returned):
+        return float(np.float32(number_of(returned)))
+    length = len(sample.response_ids)
+    try:
+        array = np.asarray(returned)
+    except ValueError as error:
+        raise Unusable("returned advantages that are no array of numbers") from error
+    if array.shape != (length,) or array.dtype.kind not in "fiub":
+        found = f"shape {list(array.shape)} and type {array.dtype}"
+        raise Unusable(f"returned advantages of {found}, not numbers for {length} tokens")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    if not bool(np.isfinite(array).all()):
+        raise Unusable(f"returned an advantage of {array[~np.isfinite(array)][0]} as float32")
+    return array
 
 
 @dataclass(frozen=True, slots=True)

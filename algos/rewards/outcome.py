@@ -1,4 +1,4 @@
-"""What a reward function may return, what an answer's length costs, and pass@k.
+"""What a user's function may return, what an answer's length costs, and pass@k.
 
 The soft over-long punishment of DAPO (arXiv 2503.14476, equation 13), for n tokens:
 
@@ -13,19 +13,25 @@ pass@k is the chance that at least one of k answers to a prompt solves it, estim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from decimal import Decimal
 from math import comb
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
+
+T = TypeVar("T")
 
 LARGEST = float(np.finfo(np.float32).max)
 """Rewards are carried as float32."""
 SCALAR_KEY = "reward"
 """In a returned dict, the number that is learnt from; the others are shown as metrics."""
+
+
+class Unusable(ValueError):
+    """What was returned instead of what is wanted."""
 
 
 class RewardOutcome(msgspec.Struct, frozen=True):
@@ -37,54 +43,67 @@ class RewardOutcome(msgspec.Struct, frozen=True):
 
 
 def outcome_of(returned: object) -> RewardOutcome:
-    """A function's return value as an outcome. Raises TypeError or ValueError saying what was returned instead."""
+    """A function's return value as an outcome. Raises Unusable."""
     if not isinstance(returned, Mapping):
-        return RewardOutcome(_number(returned, ""))
+        return RewardOutcome(number_of(returned))
     table = cast("Mapping[object, object]", returned)
     if SCALAR_KEY not in table:
         keys = ", ".join(repr(key) for key in table) or "nothing"
-        raise ValueError(f'returned a dict without "{SCALAR_KEY}"; it has {keys}')
+        raise Unusable(f'returned a dict without "{SCALAR_KEY}"; it has {keys}')
     parts: dict[str, float] = {}
     for key, value in table.items():
         if not isinstance(key, str):
-            raise TypeError(f"returned a dict with the key {key!r}, which is not text")
+            raise Unusable(f"returned a dict with the key {key!r}, which is not text")
         if key != SCALAR_KEY:
-            parts[key] = _number(value, f' as "{key}"')
-    return RewardOutcome(_number(table[SCALAR_KEY], f' as "{SCALAR_KEY}"'), parts)
+            parts[key] = number_of(value, f' as "{key}"')
+    return RewardOutcome(number_of(table[SCALAR_KEY], f' as "{SCALAR_KEY}"'), parts)
 
 
 def outcomes_of(returned: object, num_answers: int) -> tuple[RewardOutcome, ...]:
-    """What a function of a whole group returned, as one outcome for each answer. Raises TypeError or ValueError saying
-    what was returned instead."""
-    kind = type(returned)
-    is_sequence = issubclass(kind, Iterable) and issubclass(kind, Sized)
-    if not is_sequence or issubclass(kind, str | bytes | bytearray | Mapping | Set):
-        raise TypeError(f"returned a value of type {kind.__name__}, not a sequence of {num_answers} rewards")
-    rewards = list(cast("Iterable[object]", returned))
-    if len(rewards) != num_answers:
-        raise ValueError(f"returned {len(rewards)} rewards for {num_answers} answers")
-    outcomes: list[RewardOutcome] = []
-    for index, one in enumerate(rewards):
+    """What a function of a whole group returned, as one outcome for each answer. Raises Unusable."""
+    places = [f"answer {index}" for index in range(num_answers)]
+    return tuple(each_of(returned, places, "rewards", lambda one, _: outcome_of(one)))
+
+
+def each_of(returned: object, places: Sequence[str], what: str, judge: Callable[[object, int], T]) -> list[T]:
+    """One entry for each of `places`, such as "answer 0", as `judge` takes it, with its number. Raises Unusable; what
+    `judge` says is said with the place."""
+    count = len(places)
+    if not is_in_order(returned):
+        raise Unusable(f"returned a value of type {type(returned).__name__}, not a sequence of {count} {what}")
+    entries = list(cast("Iterable[object]", returned))
+    if len(entries) != count:
+        raise Unusable(f"returned {len(entries)} {what} for {count} {places[0].partition(' ')[0]}s")
+    found: list[T] = []
+    for index, one in enumerate(entries):
         try:
-            outcomes.append(outcome_of(one))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}, for answer {index}") from error
-    return tuple(outcomes)
+            found.append(judge(one, index))
+        except Unusable as error:
+            raise Unusable(f"{error}, for {places[index]}") from error
+    return found
 
 
-def _number(value: object, where: str) -> float:
+def is_in_order(value: object) -> bool:
+    """Whether it has entries, in an order: no text, mapping or set."""
+    kind = type(value)
+    is_sequence = issubclass(kind, Iterable) and issubclass(kind, Sized) and _shape_of(value) != ()
+    return is_sequence and not issubclass(kind, str | bytes | bytearray | Mapping | Set)
+
+
+def number_of(value: object, where: str = "") -> float:
+    """A finite number that float32 holds, as a Python float. Raises Unusable."""
     scalar = _scalar(value)
     if scalar is None:
         shape = f" and of shape {found}" if (found := _shape_of(value)) else ""
-        raise TypeError(f"returned a value of type {type(value).__name__}{shape}{where}, not a number")
+        raise Unusable(f"returned a value of type {type(value).__name__}{shape}{where}, not a number")
     try:
         number = float(scalar)
     except OverflowError:
-        raise ValueError(f"returned a number{where} that is too large") from None
+        raise Unusable(f"returned a number{where} that is too large") from None
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}{where}")
+        raise Unusable(f"returned {number}{where}")
     if abs(number) > LARGEST:
-        raise ValueError(f"returned {number:g}{where}, which is too large for a float32")
+        raise Unusable(f"returned {number:g}{where}, which is too large for a float32")
     return number
 
 

@@ -107,12 +107,12 @@ REFUSED = [
     ("raises", "raised ZeroDivisionError: division by zero at {file}:6 (step 3)"),
     ("leaves", "raised SystemExit: 3 at {file}:7 (step 3)"),
     ("few", "returned 1 entries for 2 groups (step 3)"),
-    ("short", "returned 2 values for the 3 samples of group 0 (step 3)"),
-    ("nothing", "returned a value of type NoneType, not one entry for each group (step 3)"),
-    ("text", "returned a {what} of type str, which is no number (step 3, group 0, sample 0)"),
-    ("nan", "returned a {what} of nan as float32 (step 3, group 0, sample 1)"),
-    ("large", "returned a {what} of inf as float32 (step 3, group 0, sample 2)"),
-    ("ragged", "returned a {what} that raised ValueError: setting an array element with a sequence"),
+    ("short", "returned 2 values for 3 samples, for group 0 (step 3)"),
+    ("nothing", "returned a value of type NoneType, not a sequence of 2 entries (step 3)"),
+    ("text", "returned a value of type str, not a number, for sample 0, for group 0 (step 3)"),
+    ("nan", "returned nan, for sample 1, for group 0 (step 3)"),
+    ("large", "returned 1e+300, which is too large for a float32, for sample 2, for group 0 (step 3)"),
+    ("ragged", "{what}, for sample 0, for group 0 (step 3)"),
 ]
 
 
@@ -122,17 +122,20 @@ async def test_what_cannot_be_trained_on_is_refused(mine: Path, key: str, name: 
     mine.write_text(WRONG)
     with pytest.raises(UserCodeError) as caught:
         await planned_step(3, ClaimedBatch(GROUPS), options_of(mine, **{key: name}), 10.0)
-    what = "reward" if key == "reward_post_process" else "advantage"
+    array = "returned advantages that are no array of numbers"
+    what = "returned a value of type list, not a number" if key == "reward_post_process" else array
     assert str(caught.value).startswith(f'algo.{key} = "{mine}:{name}" {said.format(file=mine, what=what)}')
     assert str(caught.value).endswith(" -- mend the function; docs/algorithms.md says what it gets and returns")
 
 
 def test_rows_have_the_length_of_the_response(mine: Path) -> None:
     mine.write_text(WRONG)
-    with pytest.raises(UserCodeError, match=r"returned advantages of shape \[1\] for 2 tokens \(step 3, group 0, sa"):
+    with pytest.raises(
+        UserCodeError, match=r"returned advantages of shape \[1\] and type float64, not numbers for 2 tokens, for sa"
+    ):
         samples_of(options_of(mine, advantage_fn="torn"))
     options = options_of(mine, reward_post_process="torn")
-    with pytest.raises(UserCodeError, match=r"returned a reward of shape \[1\], not a number"):
+    with pytest.raises(UserCodeError, match="returned a value of type list, not a number, for sample 0"):
         options.functions.rewarded(3, GROUPS)
 
 

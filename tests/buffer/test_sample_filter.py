@@ -133,9 +133,9 @@ def test_own_filters_get_their_arguments(file: Path) -> None:
         ("empty", (None, "why")),
         ("one", "returned a value of type bool, not a sequence of 2 verdicts"),
         ("few", "returned 1 verdicts for 2 samples"),
-        ("numbers", "returned a verdict of type int for sample 0"),
+        ("numbers", "returned a value of type int, for sample 0"),
         ("set", "returned a value of type set, not a sequence of 2 verdicts"),
-        ("odd", "returned a verdict of type str for sample 1"),
+        ("odd", "returned a value of type str, for sample 1"),
         ("raises", "raised ZeroDivisionError: division by zero at {file}:"),
     ],
 )
