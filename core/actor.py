@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from .clock import Clock
-from .refs import ActorGroup
 
 T = TypeVar("T")
 
@@ -65,11 +64,6 @@ class ActorContext(Protocol):
 
     def ref(self, contract: type[A], name: str) -> A:
         """A proxy whose methods call the actor of that name. The actor need not be there yet."""
-        ...
-
-    def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
-        """Several actors to be called at once: those of the given names, or all registered under a prefix
-        ("trainer": trainer/0, trainer/1, ...) when a call begins."""
         ...
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:

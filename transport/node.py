@@ -11,7 +11,7 @@ import asyncio
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from ..core.clock import Clock, SystemClock
 from ..core.errors import CallError, ConfigError, Draining, MyxaError, NoSuchActor, NoSuchMethod, StaleEpoch
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
-from ..core.refs import ActorGroup, make_ref, with_deadline
+from ..core.refs import make_ref, with_deadline
 from ..core.timeouts import TIMEOUTS
 from .actor_runner import ActorRunner
 from .address import Rendezvous
@@ -203,9 +203,6 @@ class Node:
         """A proxy for the actor of that name, in any process, whether or not it is there yet."""
         return make_ref(self._mirror, contract, name)
 
-    def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
-        return ActorGroup(self._mirror, contract, members, self.peers)
-
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}
         hosted = tuple(
@@ -357,7 +354,6 @@ class NodeContext:
         self.clock = node.clock
         self.log = log
         self.ref = node.ref
-        self.group = node.group
         self.peers = node.peers
         self.wait_for = node.wait_for
         self.spawn, self.fail = cell.spawn, cell.fail

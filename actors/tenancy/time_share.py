@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ...core.actor import PeerEvent
 from ...core.device_memory import OPTIMIZER_PARTS, LeaseRequest, Tag, wholes
 from ...core.errors import CallError, LeaseRefused
-from ...core.refs import with_deadline
+from ...core.refs import together, with_deadline
 from ...core.timeouts import TIMEOUTS
 from ..contracts import MemoryContract, RolloutContract
 from ..telemetry import Reporter
@@ -49,7 +49,7 @@ class TimeShare:
         self._report, self._ctx, self._meter, self._clock = report, report.ctx, report.meter, report.clock
         self._options = options
         self._manager = with_deadline(self._ctx.ref(MemoryContract, options.manager), options.switch_s + 10.0)
-        self._rollouts = self._ctx.group(RolloutContract, options.rollouts)
+        self._rollouts = {name: self._ctx.ref(RolloutContract, name) for name in options.rollouts}
         self._num_asked = 0
         self._loaded: set[tuple[str, int]] = set()
         """Rollout actors, with their process's epoch, whose engines were ordered to load. A tenant's state does not say
@@ -105,7 +105,7 @@ class TimeShare:
 
     async def _offer(self) -> None:
         self.has_newcomers = False  # before looking: who comes later sets it again
-        reports = await self._rollouts.all(RolloutContract.memory_report)
+        reports = await together({name: ref.memory_report() for name, ref in self._rollouts.items()})
         empty = {
             name: report.epoch
             for name, report in reports.items()
@@ -115,8 +115,8 @@ class TimeShare:
         await self._lease(ROLLOUT, tags, is_active=False, quiet=(TRAINER,))
         if empty:
             with self._meter.during("wait-memory", "engines load"):
-                group = self._ctx.group(RolloutContract, list(empty))
-                await group.options(deadline_s=self._options.start_s).all(RolloutContract.load_engine)
+                refs = {name: with_deadline(self._rollouts[name], self._options.start_s) for name in empty}
+                await together({name: ref.load_engine() for name, ref in refs.items()})
             self._loaded |= set(empty.items())
 
     def on_peer(self, event: PeerEvent) -> None:

@@ -14,17 +14,17 @@ again at a later boundary, without end: a full disk or an absent buffer is no re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from ...core.errors import CallError, GatherError, MyxaError, RemoteError, TrainError
 from ...core.files import FileEntry
 from ...core.knobs import LiveKnobs
-from ...core.refs import ActorGroup
+from ...core.refs import together
 from ...core.timeouts import TIMEOUTS
 from ..checkpoints.folder import (
     CheckpointInfo,
@@ -89,8 +89,8 @@ class Checkpoints:
     report: Reporter
     options: CheckpointOptions
     """`every` and `keep_last` are live."""
-    ranks: ActorGroup[TrainerContract]
-    """Which fail fast together."""
+    ranks: Mapping[str, TrainerContract]
+    """By name."""
     buffer: BufferContract
     coordinator: CoordinatorContract
     _pending: _Pending | None = None
@@ -190,7 +190,7 @@ class Checkpoints:
     async def _begin(self, version: int, live: LiveKnobs) -> None:
         folder, begun_at = str(self.folder_of(version)), self.report.clock.monotonic()
         try:
-            await self._all("begin", lambda: self.ranks.all(TrainerContract.begin_checkpoint, folder, live))
+            await self._all("begin", lambda rank: rank.begin_checkpoint(folder, live))
         except MyxaError as error:
             await self._clear_after(error)
             raise
@@ -209,7 +209,7 @@ class Checkpoints:
                 ledger = await pending.written
                 if isinstance(ledger, TrainError):
                     raise ledger
-                await self._all("finish", lambda: self.ranks.all(TrainerContract.finish_checkpoint))
+                await self._all("finish", lambda rank: rank.finish_checkpoint())
                 if self.options.is_async:
                     took_s = self.report.clock.monotonic() - pending.begun_at
                     self.report.telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
@@ -223,7 +223,7 @@ class Checkpoints:
     async def _until_written(self, version: int) -> FileEntry | TrainError:
         """The copy of the ledger, or what went wrong, for the boundary at which it is looked for."""
         try:
-            await self._all("write", lambda: self.ranks.all(TrainerContract.checkpoint_written))
+            await self._all("write", lambda rank: rank.checkpoint_written())
             return await self._copy_ledger(version)
         except TrainError as error:
             return error
@@ -310,9 +310,9 @@ class Checkpoints:
         except OSError as error:
             self.report.ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
 
-    async def _all(self, what: str, send: Callable[[], Awaitable[object]]) -> None:
+    async def _all(self, what: str, send: Callable[[TrainerContract], Coroutine[Any, Any, object]]) -> None:
         try:
-            await send()
+            await together({name: send(rank) for name, rank in self.ranks.items()}, fails_fast=True)
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))
             message = f"{name} could not {what} a checkpoint: {cause}"
@@ -342,8 +342,8 @@ class CheckpointOrders:
 
     report: Reporter
     checkpoints: Checkpoints
-    ranks: ActorGroup[TrainerContract]
-    """Which fail fast together."""
+    ranks: Mapping[str, TrainerContract]
+    """By name."""
     run_dir: str
     _waiting: list[_Order] = field(default_factory=list[_Order])
     _closed: str = ""
@@ -396,7 +396,8 @@ class CheckpointOrders:
         folder = Path(self.run_dir) / "exports" / f"version_{version:08d}"
         try:
             with self.report.meter.during("compute", f"export {version}"):
-                await self.ranks.all(TrainerContract.export_hf, str(folder))
+                exports = {name: rank.export_hf(str(folder)) for name, rank in self.ranks.items()}
+                await together(exports, fails_fast=True)
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))
             raise TrainError(f"{name} could not export the model: {cause}", remedy=f"see the log of {name}") from cause

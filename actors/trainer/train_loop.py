@@ -33,7 +33,7 @@ from ...core.files import until_written
 from ...core.knobs import KnobValue, LiveKnobs
 from ...core.messages import ActivityKind, Claim, StepReport, WeightChannel, WeightManifest
 from ...core.protocols import StepStats
-from ...core.refs import ActorGroup
+from ...core.refs import together, with_deadline
 from ...core.samples import Group, TrainShard
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
@@ -113,16 +113,16 @@ class TrainLoop:
         self._gang = TrainerGang(
             report, options.world_size, shard_of_rank=options.shard_of_rank, step_timeout_s=options.step_timeout_s
         )
-        self._together = self._gang.together
+        ranks = self._gang.ranks
         self._buffer = self._ctx.ref(BufferContract, "buffer")
         self._fetcher = GroupFetcher(lambda ids: self._ask("buffer", lambda: self._buffer.fetch(ids)))
         self._coordinator = self._ctx.ref(CoordinatorContract, COORDINATOR)
         self._written = -1
         """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
-        self.checkpoints = Checkpoints(report, options.checkpoints, self._together, self._buffer, self._coordinator)
-        self.orders = CheckpointOrders(report, self.checkpoints, self._together, options.run_dir)
+        self.checkpoints = Checkpoints(report, options.checkpoints, ranks, self._buffer, self._coordinator)
+        self.orders = CheckpointOrders(report, self.checkpoints, ranks, options.run_dir)
         limit = max_unreleased(options.channel)
-        self.publisher = Publisher(report, self._together, limit, Path(options.run_dir))
+        self.publisher = Publisher(report, ranks, limit, Path(options.run_dir))
         self.link = CoordinatorLink(report, self.publisher)
         self._parts = PartMetrics()
         self._may_go = asyncio.Event()
@@ -150,7 +150,7 @@ class TrainLoop:
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
         start_version = version
         self.checkpoints.continue_from(version)
-        await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self.options.setup_timeout_s)
+        await self._ctx.wait_for("coordinator", "buffer", *self._gang.ranks, timeout_s=self.options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
         manifest = await self.publisher.publish(version) if self.options.publishes else None
@@ -347,7 +347,8 @@ class TrainLoop:
         if self.options.export_at_end:
             folder = str(Path(self.options.run_dir) / "export")
             with self._meter.during("compute", "finish"):
-                await self._together.all(TrainerContract.export_hf, folder)
+                exports = {name: rank.export_hf(folder) for name, rank in self._gang.ranks.items()}
+                await together(exports, fails_fast=True)
 
     async def _write_if_due(self, version: int) -> None:
         """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
@@ -400,20 +401,19 @@ class TrainerGang:
     def __post_init__(self) -> None:
         ranks = range(self.world_size)
         self.shard_of_rank = self.shard_of_rank or ranks
-        members = self.report.ctx.group(TrainerContract, [f"trainer/{rank}" for rank in ranks])
-        self.together: ActorGroup[TrainerContract] = members.options(deadline_s=self.step_timeout_s, fails_fast=True)
-        """For collectives: with one rank gone the others may hang in them, and cannot be cancelled there."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.together.names
+        refs = {name: self.report.ctx.ref(TrainerContract, name) for name in (f"trainer/{rank}" for rank in ranks)}
+        self.ranks = {name: with_deadline(ref, self.step_timeout_s) for name, ref in refs.items()}
+        """To be called together and failing fast: with one rank gone the others may hang in a collective, and cannot be
+        cancelled there."""
 
     async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
         """All ranks at once, with the same values; returns rank 0's metrics. Raises TrainError
         naming who failed, UserCodeError if it was the user's loss."""
         started, began = self.report.clock.wall(), self.report.clock.monotonic()
         try:
-            stats = await self.together.scatter(lambda rank, i: rank.train_shard(shards[self.shard_of_rank[i]], knobs))
+            own = zip(self.ranks.items(), self.shard_of_rank, strict=True)
+            calls = {name: rank.train_shard(shards[shard], knobs) for (name, rank), shard in own}
+            stats = await together(calls, fails_fast=True)
         except GatherError as error:
             raise self._failed(shards[0].step, error) from error
         group_ids = {sample.group_id for shard in shards for sample in shard.samples}
@@ -428,7 +428,7 @@ class TrainerGang:
             return UserCodeError(cause.message, remedy=cause.remedy)
         if not isinstance(cause, DeadlineExceeded):
             return TrainError(f"{name} failed in step {step}: {cause}", remedy=f"see the log of {name}")
-        silent = ", ".join(name for name in self.names if name in error.errors or name in error.unheard)
+        silent = ", ".join(name for name in self.ranks if name in error.errors or name in error.unheard)
         return TrainError(
             f"step {step} was not done within {self.step_timeout_s:g} s: no answer from {silent}",
             remedy="see their logs for where they hang; a step that needs longer wants a higher trainer.step_timeout_s",

@@ -21,7 +21,7 @@ from ...core.errors import GatherError, TrainError
 from ...core.files import until_written
 from ...core.messages import WeightChannel, WeightManifest
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
-from ...core.refs import ActorGroup
+from ...core.refs import together
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ..contracts import TrainerContract
@@ -103,8 +103,8 @@ class Publisher:
     """Publishes weight versions and keeps account of those that engines still read. One per run."""
 
     report: Reporter
-    ranks: ActorGroup[TrainerContract]
-    """Which fail fast together."""
+    ranks: Mapping[str, TrainerContract]
+    """By name."""
     limit: int
     """Versions that may be unreleased."""
     run_dir: Path
@@ -123,7 +123,10 @@ class Publisher:
             await self.await_release(version, at_most=self.limit - 1)
         with self.report.meter.during("wait-weights", f"publish others {version}"):
             parts = await until_written(
-                lambda: self.ranks.all(TrainerContract.publish, version, tuple(self._unreleased)),
+                lambda: together(
+                    {name: rank.publish(version, tuple(self._unreleased)) for name, rank in self.ranks.items()},
+                    fails_fast=True,
+                ),
                 path=self.run_dir,
                 tell=self.report.tell,
                 meter=self.report.meter,
@@ -157,8 +160,8 @@ class Publisher:
         others = tuple(name for name in self._unreleased.pop(version, ()) if name != self.report.ctx.name)
         self._letting_go.add(version)
         try:
-            if others:
-                await self.report.ctx.group(TrainerContract, others).all(TrainerContract.release_weights, version)
+            refs = {name: self.report.ctx.ref(TrainerContract, name) for name in others}
+            await together({name: ref.release_weights(version) for name, ref in refs.items()})
         except GatherError as error:
             self.report.ctx.log.warning("version %d may go, but not all ranks heard it: %s", version, error)
         finally:

@@ -12,7 +12,7 @@ import threading
 from judge import Judge, JudgeContract
 
 from myxa.core.errors import NoSuchActor
-from myxa.core.refs import with_deadline
+from myxa.core.refs import together, with_deadline
 from myxa.transport.node import Node
 
 loop = asyncio.new_event_loop()
@@ -32,7 +32,7 @@ try:
     print(begin(judge.score("four")).result())  # blocks, by the call's deadline at the longest
     future = begin(judge.score("seven"))
     print(future.result())
-    print(begin(node.group(JudgeContract, "judge").all(JudgeContract.score, "x")).result())
+    print(begin(together({"judge/0": judge.score("x")})).result())
     try:
         begin(with_deadline(node.ref(JudgeContract, "judge/9"), 0.5).score("text")).result()
     except NoSuchActor as error:

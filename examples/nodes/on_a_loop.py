@@ -8,6 +8,7 @@ import asyncio
 
 from judge import Judge, JudgeContract
 
+from myxa.core.refs import together
 from myxa.transport.node import Node
 
 
@@ -16,7 +17,8 @@ async def main() -> None:
     await node.start(Judge(), "judge/0")
     await node.start(Judge(), "judge/1")
     print(await node.ref(JudgeContract, "judge/0").score("four"))
-    print(await node.group(JudgeContract, "judge").all(JudgeContract.score, "seven"))
+    judges = {name: node.ref(JudgeContract, name) for name in node.peers("judge/")}
+    print(await together({name: judge.score("seven") for name, judge in judges.items()}))
     await node.close()
 
 

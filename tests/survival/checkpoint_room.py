@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +15,22 @@ from myxa.actors.checkpoints.folder import Writer, begin, partial_of, version_in
 from myxa.actors.telemetry import Reporter
 from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
-from myxa.core.errors import GatherError, RemoteError
+from myxa.core.errors import RemoteError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import LiveKnobs
 
 LOG = logging.getLogger("checkpoint-room")
 
 
-def refused(who: str = "trainer/1", why: str = "no space left on device") -> GatherError:
-    return GatherError(f"{who} failed", errors={who: RemoteError(why, remote_type="TrainError")})
+def refused(why: str = "no space left on device") -> RemoteError:
+    return RemoteError(why, remote_type="TrainError")
 
 
-class Ranks:
-    """Write whole checkpoints; a call whose name is in `failing` raises what stands there, once each."""
+class Rank:
+    """Writes whole checkpoints; a call whose name is in `failing` raises what stands there, once each."""
 
     def __init__(self, writer: Writer | None = None) -> None:
-        """`writer`: who they say that they are; None: they do not."""
+        """`writer`: who it says that it is; None: it does not."""
         self._writer = writer
         self.called: list[str] = []
         self.failing: dict[str, list[Exception]] = {}
@@ -40,19 +39,23 @@ class Ranks:
         """Cleared: files are long in coming."""
         self._growing = Path()
 
-    async def all(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        name = method.__name__
+    async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
+        self._growing = Path(folder)
+        begin(self._growing, self._writer)
+        self._note("begin_checkpoint")
+
+    async def checkpoint_written(self) -> None:
+        await self.is_writing.wait()
+        self._note("checkpoint_written")
+
+    async def finish_checkpoint(self) -> None:
+        self._write()  # what fails there fails when the folder is in its place
+        self._note("finish_checkpoint")
+
+    def _note(self, name: str) -> None:
         self.called.append(name)
-        if name == "begin_checkpoint":
-            self._growing = Path(args[0])
-            begin(self._growing, self._writer)
-        if name == "checkpoint_written":
-            await self.is_writing.wait()
-        if name == "finish_checkpoint":
-            self._write()  # what fails there fails when the folder is in its place
         if errors := self.failing.get(name):
             raise errors.pop(0)
-        return {}
 
     def _write(self) -> None:
         assert partial_of(self._growing, self._writer).is_dir(), "somebody has deleted what was growing"
@@ -91,13 +94,13 @@ class Coordinator:
 
 class CheckpointRoom:
     def __init__(self, run_dir: Path, **options: Any) -> None:
-        self.ranks, self.buffer, self.coordinator = Ranks(options.get("writer")), Buffer(), Coordinator()
+        self.rank, self.buffer, self.coordinator = Rank(options.get("writer")), Buffer(), Coordinator()
         clock = self.clock = ManualClock()
         meter = ActivityMeter("trainer/0", clock)
         self._telemetry = TelemetryBuffer("trainer/0", clock)
         ctx: Any = SimpleNamespace(log=LOG, spawn=self._spawn, clock=clock)
         report = Reporter(ctx, meter, self._telemetry)
-        ranks: Any = self.ranks
+        ranks: Any = {"trainer/1": self.rank}
         buffer: Any = self.buffer
         coordinator: Any = self.coordinator
         settings = CheckpointOptions(run_dir=str(run_dir), **options)

@@ -12,7 +12,7 @@ from tests.survival.checkpoint_room import CheckpointRoom, refused
 
 from myxa.actors.checkpoints.folder import RUN_FILE, read_run_part
 from myxa.actors.trainer import checkpoints as module
-from myxa.core.errors import CallError, DeadlineExceeded, GatherError, LedgerError, MyxaError, TrainError
+from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError, TrainError
 from myxa.core.knobs import LiveKnobs
 from myxa.core.timeouts import TIMEOUTS
 
@@ -45,16 +45,16 @@ async def test_one_without_its_run_part_is_not_reported_as_written(
     folder = Path(await room.ask(3))
     assert read_run_part(folder).version == 3
     assert room.buffer.durables == [3]
-    num_calls = len(room.ranks.called)
+    num_calls = len(room.rank.called)
     assert Path(await room.ask(3)) == folder
-    assert len(room.ranks.called) == num_calls, "nothing has changed since: there is nothing to write"
+    assert len(room.rank.called) == num_calls, "nothing has changed since: there is nothing to write"
 
 
 async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_again(tmp_path: Path):
     room = CheckpointRoom(tmp_path)
     folder = Path(await room.ask(3))
     room.coordinator.live = LiveKnobs(epoch=1)
-    room.ranks.failing["finish_checkpoint"] = [refused()]
+    room.rank.failing["finish_checkpoint"] = [refused()]
     with pytest.raises(TrainError):
         await room.ask(3)
     assert not (folder / RUN_FILE).exists()
@@ -66,7 +66,7 @@ async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_agai
 
 async def test_what_failed_by_schedule_is_not_told_to_who_asks_for_another(tmp_path: Path):
     room = CheckpointRoom(tmp_path, is_async=True, every=2)
-    room.ranks.failing["checkpoint_written"] = [refused()]
+    room.rank.failing["checkpoint_written"] = [refused()]
     await room.checkpoints.save_by_schedule(2)
     folder = Path(await room.ask(3))
     assert (folder / RUN_FILE).exists()
@@ -79,7 +79,7 @@ async def test_what_failed_by_schedule_is_not_told_to_who_asks_for_another(tmp_p
 
 
 FAILURES: dict[str, Any] = {
-    "a rank's disk is full": lambda room: room.ranks.failing.update({"checkpoint_written": [refused()]}),
+    "a rank's disk is full": lambda room: room.rank.failing.update({"checkpoint_written": [refused()]}),
     "the buffer does not come back": lambda room: room.buffer.failing.append(CallError("buffer did not answer")),
     "no room for the ledger": lambda room: room.buffer.failing.append(LedgerError("database or disk is full")),
     "the coordinator does not come back": lambda room: room.coordinator.failing.append(CallError("no answer")),
@@ -116,7 +116,7 @@ async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
 async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(tmp_path: Path, is_async: bool):
     room = CheckpointRoom(tmp_path, every=1, is_async=is_async)
     room.checkpoints.continue_from(40)
-    room.ranks.failing["finish_checkpoint"] = [refused() for _ in range(99)]
+    room.rank.failing["finish_checkpoint"] = [refused() for _ in range(99)]
 
     async def steps(first: int, number: int) -> list[str]:
         for version in range(first, first + number):
@@ -136,7 +136,7 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
         version += 10
         room.clock.advance(pause_s)
         pause_s = min(2 * pause_s, TIMEOUTS.trainer.longest_repeat_s)
-    room.ranks.failing.clear()
+    room.rank.failing.clear()
     assert await steps(version, 3) == []
     assert room.buffer.durables, "once there is room again"
     await room.checkpoints.settle()
@@ -144,8 +144,8 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
 
 async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Path):
     room = CheckpointRoom(tmp_path, every=1)
-    silent = GatherError("silent", errors={"trainer/1": DeadlineExceeded("no answer within 1800 s")})
-    room.ranks.failing["begin_checkpoint"] = [silent]
+    silent = DeadlineExceeded("no answer within 1800 s")
+    room.rank.failing["begin_checkpoint"] = [silent]
     with pytest.raises(TrainError, match="trainer/1 could not begin a checkpoint: no answer"):
         await room.checkpoints.save_by_schedule(1)
 
@@ -156,7 +156,7 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Pat
 async def test_what_a_failed_attempt_left_is_gone_at_once(tmp_path: Path):
     """It may have filled the disk, which the ledger needs until the next attempt."""
     room = CheckpointRoom(tmp_path, every=1, keep_last=0)
-    room.ranks.failing["checkpoint_written"] = [refused()]
+    room.rank.failing["checkpoint_written"] = [refused()]
     room.buffer.failing = [MyxaError("the disk is full")]
     holder = tmp_path / "checkpoints"
     for version in (1, 2):

@@ -59,7 +59,7 @@ async def gang(step_timeout_s: float) -> AsyncIterator[Gang]:
             Reporter(asker.ctx, ActivityMeter("asker", clock), TelemetryBuffer("asker", clock)), len(ranks),
             shard_of_rank=(), step_timeout_s=step_timeout_s,
         )  # fmt: skip
-        await asker.ctx.wait_for(*calls.names, timeout_s=20)
+        await asker.ctx.wait_for(*calls.ranks, timeout_s=20)
         yield Gang(leader_node, nodes, ranks, calls)
     finally:
         for node in (*nodes, leader_node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from myxa.actors.telemetry import Reporter
 from myxa.actors.weights.publish import Publisher
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
-from myxa.core.errors import DeadlineExceeded, GatherError
+from myxa.core.errors import DeadlineExceeded
 from myxa.core.messages import WeightManifest
 
 RANKS = ("trainer/0", "trainer/1")
@@ -39,7 +39,7 @@ class Gang:
         self.coordinator: Any = None
         self.tasks: list[asyncio.Task[Any]] = []
         ctx: Any = self
-        ranks: Any = SimpleNamespace(all=self._publish)
+        ranks: Any = {name: SimpleNamespace(publish=partial(self._publish, name)) for name in RANKS}
         meter = ActivityMeter(self.name, SystemClock())
         self.publisher = Publisher(Reporter(ctx, meter, ctx), ranks, 9, Path())
 
@@ -47,26 +47,20 @@ class Gang:
         self.tasks.append(asyncio.create_task(work, name=name))
 
     def ref(self, contract: type, name: str) -> Any:
-        return SimpleNamespace(release_weights=self.release) if name == self.name else self.coordinator
+        released = {RANKS[0]: self.release, RANKS[1]: self._tell_other}
+        return SimpleNamespace(release_weights=released[name]) if name in released else self.coordinator
 
-    def group(self, contract: type, names: tuple[str, ...]) -> Any:
-        assert tuple(names) == ("trainer/1",)
-        return SimpleNamespace(all=self._tell_other)
-
-    async def _publish(
-        self, method: Callable[..., Any], version: int, unreleased: tuple[int, ...]
-    ) -> dict[str, WeightManifest]:
+    async def _publish(self, name: str, version: int, unreleased: tuple[int, ...]) -> WeightManifest:
         await self.may_publish.wait()
-        for staged in self.staged.values():
-            staged.intersection_update(unreleased)
-            staged.add(version)
-        return {name: WeightManifest(version, "nccl", name, 0, (), "aa", "", 1) for name in RANKS}
+        self.staged[name].intersection_update(unreleased)
+        self.staged[name].add(version)
+        return WeightManifest(version, "nccl", name, 0, (), "aa", "", 1)
 
-    async def _tell_other(self, method: Callable[..., Any], version: int) -> None:
+    async def _tell_other(self, version: int) -> None:
         await self.may_hear.wait()
         if self.deaf:
             self.deaf -= 1
-            raise GatherError("trainer/1 failed", errors={"trainer/1": DeadlineExceeded("no answer")})
+            raise DeadlineExceeded("no answer")
         self.staged["trainer/1"].discard(version)
 
     async def release(self, version: int) -> None:

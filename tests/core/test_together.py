@@ -1,10 +1,10 @@
-"""Groups: who is called, what each way of waiting returns, who is named when members fail, what becomes of the rest."""
+"""Several calls at once: what is answered, who is named when members fail, what becomes of the rest."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import assert_type
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar, assert_type
 
 import pytest
 import pytest_asyncio
@@ -12,12 +12,13 @@ from tests.harness.inproc import InprocNetwork
 from tests.harness.waiting import until
 
 from myxa.core.actor import Actor
-from myxa.core.errors import BadRequest, ConfigError, DeadlineExceeded, GatherError, NoSuchActor, PeerDied, RemoteError
+from myxa.core.errors import BadRequest, ConfigError, DeadlineExceeded, GatherError, PeerDied, RemoteError
 from myxa.core.handlers import call
+from myxa.core.refs import together, with_deadline
 from myxa.transport.node import Node
-from myxa.transport.registry.registry import RegistryContract
 
 pytestmark = pytest.mark.timeout(60)
+T = TypeVar("T")
 
 
 class Rank(Actor):
@@ -56,7 +57,10 @@ class Scene:
         self.near = near
         self.far = far
         self.ranks: dict[str, Rank] = {}
-        self.group = near.group(Rank, "rank")
+
+    async def all(self, send: Callable[[Rank], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """Each rank's answer."""
+        return await together({name: send(self.near.ref(Rank, name)) for name in RANKS})
 
     async def add(self, *names: str) -> None:
         for name in names:
@@ -84,43 +88,19 @@ async def scene() -> AsyncIterator[Scene]:
 
 RANKS = ("rank/0", "rank/1", "rank/2")
 
-# -- who
 
-
-async def test_members_are_those_under_the_prefix_when_the_call_begins_in_the_order_of_their_numbers(scene: Scene):
-    await scene.add("rank/10", "ranking/0", "rank/9")
-    assert scene.group.names == ("rank/0", "rank/1", "rank/2", "rank/9", "rank/10")
-    assert scene.near.group(Rank, "rank/").names == scene.group.names
-    await scene.far.stop("rank/9")
-    await until(lambda: "rank/9" not in scene.group.names)
-    assert await scene.group.all(Rank.step, 2, factor=3) == dict.fromkeys((*RANKS, "rank/10"), 6)
-
-
-async def test_members_by_name_keep_their_order_and_need_not_be_there(scene: Scene):
-    group = scene.near.group(Rank, ["rank/2", "rank/0"])
-    assert list(await group.all(Rank.step, 5)) == ["rank/2", "rank/0"]
-    with pytest.raises(GatherError, match="1 of 2 members failed, all were needed: rank/77: no actor is called"):
-        await scene.near.group(Rank, ["rank/0", "rank/77"]).options(deadline_s=0.5).all(Rank.step, 1)
-
-
-async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scene: Scene):
-    with pytest.raises(NoSuchActor, match="trainer/"):
-        await scene.near.group(Rank, "trainer").all(Rank.step, 1)
-    with pytest.raises(NoSuchActor, match="no members"):
-        await scene.near.group(Rank, []).all(Rank.step, 1)
-    with pytest.raises(BadRequest, match="is none of its handlers"):
-        await scene.group.all(Rank.on_start)
-    with pytest.raises(GatherError, match=r"rank/0: rank/0\.step"):
-        await scene.group.all(Rank.step, "many")  # pyright: ignore[reportArgumentType]
-    assert all(rank.log == [] for rank in scene.ranks.values())
-
-
-# -- all
+async def test_answers_keep_the_order_of_the_names_and_a_member_that_is_not_there_is_named(scene: Scene):
+    refs = {name: scene.near.ref(Rank, name) for name in ("rank/2", "rank/0", "rank/77")}
+    answers = await together({name: ref.step(5) for name, ref in refs.items() if name != "rank/77"})
+    assert list(answers.items()) == [("rank/2", 5), ("rank/0", 5)]
+    with pytest.raises(GatherError, match="1 of 3 members failed, all were needed: rank/77: no actor is called"):
+        await together({name: with_deadline(ref, 0.5).step(1) for name, ref in refs.items()})
+    assert await together({}) == {}
 
 
 async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
     with pytest.raises(GatherError) as caught:
-        await scene.group.all(Rank.fail, ("rank/2", "rank/1"), "config")
+        await scene.all(lambda rank: rank.fail(("rank/2", "rank/1"), "config"))
     error = caught.value
     assert list(error.errors) == ["rank/1", "rank/2"]
     assert all(type(e) is ConfigError for e in error.errors.values())
@@ -130,26 +110,19 @@ async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
 
 
 async def test_a_call_that_returns_nothing(scene: Scene):
-    assert await scene.group.all(Rank.note, "hello") == dict.fromkeys(RANKS)
+    assert await scene.all(lambda rank: rank.note("hello")) == dict.fromkeys(RANKS)
     await scene.until({name: ["hello"] for name in RANKS})
-
-
-async def test_scatter_gives_each_member_its_own(scene: Scene):
-    shards = [5, 6, 7]
-    assert await scene.group.scatter(lambda rank, i: rank.step(shards[i], 2)) == dict(
-        zip(RANKS, (10, 12, 14), strict=True)
-    )
 
 
 async def test_one_deadline_for_all(scene: Scene):
     with pytest.raises(GatherError) as caught:
-        await scene.group.options(deadline_s=0.3).all(Rank.after, {"rank/0": 30.0, "rank/2": 30.0})
+        await scene.all(lambda rank: with_deadline(rank, 0.3).after({"rank/0": 30.0, "rank/2": 30.0}))
     assert {(name, type(e)) for name, e in caught.value.errors.items()} == {
         ("rank/0", DeadlineExceeded), ("rank/2", DeadlineExceeded)}  # fmt: skip
 
 
 async def test_a_member_that_dies_is_named(scene: Scene):
-    calls = asyncio.get_running_loop().create_task(scene.group.all(Rank.after, {"rank/1": 30.0}))
+    calls = asyncio.get_running_loop().create_task(scene.all(lambda rank: rank.after({"rank/1": 30.0})))
     await scene.until({"rank/0": ["done"], "rank/2": ["done"]})
     await scene.far.stop("rank/1", grace_s=0)
     with pytest.raises(GatherError) as caught:
@@ -158,16 +131,18 @@ async def test_a_member_that_dies_is_named(scene: Scene):
 
 
 async def test_the_rest_may_be_left_to_finish(scene: Scene):
-    async def send(rank: Rank, i: int) -> str:
-        return await (rank.fail(RANKS, "x") if i == 1 else rank.after({"rank/0": 0.2}))
-
-    with pytest.raises(GatherError, match="1 of 3 members failed"):
-        await scene.group.options(fails_fast=True).scatter(send)
+    ranks = [scene.near.ref(Rank, name) for name in RANKS]
+    calls = ranks[0].after({"rank/0": 0.2}), ranks[1].fail(RANKS, "x"), ranks[2].after({})
+    with pytest.raises(GatherError, match="1 of 3 members failed") as caught:
+        await together(dict(zip(RANKS, calls, strict=True)), fails_fast=True)
+    assert "rank/0" in caught.value.unheard
     await scene.until({"rank/0": ["done"], "rank/1": [], "rank/2": ["done"]})
 
 
 async def test_being_cancelled_cancels_the_calls(scene: Scene):
-    waiting = asyncio.get_running_loop().create_task(scene.group.all(Rank.after, {"rank/0": 30.0, "rank/2": 30.0}))
+    waiting = asyncio.get_running_loop().create_task(
+        scene.all(lambda rank: rank.after({"rank/0": 30.0, "rank/2": 30.0}))
+    )
     await scene.until({"rank/1": ["done"]})
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -182,13 +157,13 @@ async def test_inside_a_handler_calls_inherit_its_deadline_and_errors_arrive_as_
         @call(deadline=0.5)
         async def ask(self) -> None:
             try:
-                await self.ctx.group(Rank, "rank").all(Rank.after, dict.fromkeys(RANKS, 30.0))
+                await together({name: self.ctx.ref(Rank, name).after(dict.fromkeys(RANKS, 30.0)) for name in RANKS})
             except GatherError as error:
                 self.errors = error.errors
 
         @call(deadline=10)
         async def provoke(self) -> None:
-            await self.ctx.group(Rank, "rank").all(Rank.fail, RANKS, "x")
+            await together({name: self.ctx.ref(Rank, name).fail(RANKS, "x") for name in RANKS})
 
     leader = Leader()
     ref = await scene.near.start(leader, "leader")
@@ -201,10 +176,8 @@ async def test_inside_a_handler_calls_inherit_its_deadline_and_errors_arrive_as_
 
 
 async def test_what_a_type_checker_knows(scene: Scene):
-    """Checked by pyright: the answers' types, and by comments that must not be superfluous, that wrong calls are seen."""
-    assert_type(await scene.group.all(Rank.step, 1), dict[str, int])
-    assert_type(await scene.group.scatter(lambda rank, i: rank.step(i)), dict[str, int])
-    with pytest.raises(GatherError):
-        await scene.group.all(Rank.step)  # pyright: ignore[reportCallIssue]
+    """Checked by pyright: the answers' types, and by a comment that must not be superfluous, that a wrong call is seen."""
+    rank = scene.near.ref(Rank, "rank/0")
+    assert_type(await together({"rank/0": rank.step(1)}), dict[str, int])
     with pytest.raises(BadRequest):
-        await scene.group.all(RegistryContract.updates, 0)  # pyright: ignore[reportArgumentType]
+        await together({"rank/0": rank.step()})  # pyright: ignore[reportCallIssue]
