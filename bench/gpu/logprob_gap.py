@@ -1,6 +1,6 @@
 """Do engine and trainer agree, token by token? And does the trainer agree with itself?
 
-    python logprob_gap.py [--shape 0.6b] [--backends torch,megatron] [--prompts 48] [--device cpu]
+    python logprob_gap.py [--shape 0.6b | --model FOLDER] [--backends torch,megatron] [--prompts 48] [--device cpu]
 
 One server a number type (bf16 with the kernels of a run, float32 with batch-invariant ones, since SGLang's usual norm
 takes none) answers the same prompts of random tokens; each of our backends then scores prompt and answer in the same
@@ -29,6 +29,7 @@ from make_model import make_apart
 from servers import Server, ServerDiedError, free_port, running
 from trial_runs import stage
 
+from myxa.actors.models.hf_folder import read_config
 from myxa.core.config import load_config
 from myxa.core.samples import TrainSample, TrainShard
 from myxa.launch.actor_spec import ActorSpec, RankSpec
@@ -185,7 +186,11 @@ def measure(options: argparse.Namespace) -> None:
     report = Report("logprobs", is_dry=is_cpu)
     work = work_folder() / "logprobs"
     stage(work, "async20.toml", "spread_reward.py")
-    config = make_apart(work / "model", "dry" if is_cpu else options.shape, options.device)
+    if options.model:
+        (work / "model").symlink_to(options.model.absolute())
+        config = read_config(options.model)
+    else:
+        config = make_apart(work / "model", "dry" if is_cpu else options.shape, options.device)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).tolist() for _ in range(options.prompts)]
     dtypes = ["float32"] if is_cpu else options.dtypes.split(",")
@@ -231,6 +236,7 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--shape", default="0.6b")
+    args.add_argument("--model", type=Path, help="a folder with a tokenizer, in place of a shape")
     args.add_argument("--backends", default="torch")
     args.add_argument("--dtypes", default="bfloat16,float32")
     args.add_argument("--prompts", type=int, default=48)
