@@ -26,7 +26,7 @@ from ..core.errors import ConfigError, LaunchError
 from ..core.files import write_durably
 
 CODE, ROWS = "code", "rows"
-ENVIRONMENT_WORKER = Path(__file__).parents[1] / "actors" / "environments" / "worker.py"
+ENVIRONMENT_WORKER = "myxa.actors.environments.worker"
 MAX_ROWS_S = 1800.0
 """For an environment to make all its rows: it may load a data set."""
 KEYS = ("reward_post_process", "advantage_fn", "weight_fn", "loss_fn")
@@ -76,7 +76,7 @@ def _write_rows(name: str, of: EnvironmentSettings, path: Path) -> None:
     """Unless they are there. Raises ConfigError if the environment gives none."""
     if path.exists():
         return
-    command = (of.python or sys.executable, "-P", str(ENVIRONMENT_WORKER), "rows")
+    command = (of.python or sys.executable, "-m", ENVIRONMENT_WORKER)
     spec = json.dumps({"name": name, "kind": of.kind, "id": of.id, "args": of.args}).encode()
     try:
         done = subprocess.run(
@@ -88,7 +88,7 @@ def _write_rows(name: str, of: EnvironmentSettings, path: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         cause, rows = str(error), b""
     if cause:
-        remedy = f"try it with {command[0]}: it must have the package of that environment"
+        remedy = f"try it with {command[0]}: it must have this myxa and the package of that environment"
         raise ConfigError(f"environments.{name}: rows cannot be made: {cause}", remedy=remedy)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -265,7 +265,7 @@ MLFLOW_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
 
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from ..actors.environments.workflow import EnvironmentWorkflow
+    from ..actors.environments.workflow import EnvironmentPools
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
     from ..actors.rewards.rewarder import make_rewarder
@@ -286,7 +286,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     if own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
         workflow = agent_workflow(config, own_gateway, reached)
     elif config.rollout.workflow == ENVIRONMENT_WORKFLOW:
-        workflow = EnvironmentWorkflow(config.environments, max_workers=config.rollout.workers, environ=os.environ)
+        workflow = EnvironmentPools(config, tokenizer, os.environ)
     else:
         workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer, reached)
     # The engine last: it imports torch, and a mistake in the others is to be reported at once.

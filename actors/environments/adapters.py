@@ -1,49 +1,34 @@
-"""Kinds of environments, each by its package: what a worker process (`worker.py`) does in each phase of a session.
-
-As `worker.py`, this needs the standard library alone; a package is imported by the class that needs it.
-"""
+"""Kinds of environments, each by its package: what a worker process does in each phase of a session (`session.py`). A
+package is imported by the class that needs it."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import http.server
 import importlib
-import importlib.util
 import inspect
 import itertools
 import json
 import re
 import sys
-import threading
 import types
 import urllib.request
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
-from .worker import Blamed, Environment, EnvironmentSession, Message, Mistake, NoTurn, Row, words_of
+from aiohttp import web
 
+from ...core.errors import ConfigError
+from ..gateway.answering import fault_body
+from ..gateway.exchange import STATUS
+from ..gateway.server import MAX_BODY_BYTES
+from ..gateway.session import RequestFault
+from ..user_code.functions import Expected, named_code
+from ..workflows.failures import EnvironmentFailure, SandboxFailure
+from .session import ENDED_BY, Environment, EnvironmentSession, Message, Row
 
-def code_named(name: str) -> Any:
-    """`file.py:attr` or `module:attr`."""
-    where, _, attr = name.rpartition(":")
-    if where.endswith(".py"):
-        sys.path.append(str(Path(where).parent))
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        if spec is None or spec.loader is None or not Path(where).is_file():
-            raise Mistake(f"there is no Python file {where}")
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    found: Any = module
-    for part in attr.split("."):
-        if not hasattr(found, part):
-            raise Mistake(f"{where} has no {attr}")
-        found = getattr(found, part)
-    return found
+GAME = Expected("environments.NAME.id", 0, "class Game: def reset(self, seed, options) ...; def step(self, action) ...")
+TASKSET = Expected("environments.NAME.id", 0, "class Tasks(verifiers.v1.Taskset)")
 
 
 def fitting(fn: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +45,7 @@ class Game(Environment):
         super().__init__(name, args)
         self.make: Callable[..., Any]
         if ":" in name:
-            self.make = code_named(name)
+            self.make = named_code(name, GAME)
         else:
             gymnasium = importlib.import_module("gymnasium")
             gymnasium.spec(name)
@@ -69,8 +54,7 @@ class Game(Environment):
     async def setup(self, session: EnvironmentSession) -> None:
         session.env = env = await session.called(self.make, **self.args)
         row = session.row
-        facts = ("session_id", "attempt", "is_replay")
-        options = {**row, **{name: getattr(session, name) for name in facts}}
+        options = {**row, **session.facts}
         seed = row["metadata"].get("seed", row["metadata"].get("row", 0))
         begun: Any = await session.called(env.reset, **fitting(env.reset, {"seed": seed, "options": options}))
         is_pair = isinstance(begun, tuple) and len(cast("tuple[Any, ...]", begun)) == 2
@@ -133,12 +117,10 @@ class Tools(Environment):
         super().__init__(name, args)
         self.mcp = importlib.import_module("mcp")
         if not hasattr(self.mcp, "Client"):
-            raise Mistake("the package mcp is older than 2.0")
+            raise ConfigError("the package mcp is older than 2.0", remedy="install a newer one")
         servers: Any = self.args.get("servers")
         if not servers:
-            raise Mistake(
-                'args.servers must name servers, each with a command or a url: { files = { command = ["..."] } }'
-            )
+            raise ConfigError("args.servers is empty", remedy='name servers: { files = { command = ["..."] } }')
         self.servers: dict[str, Any] = {one: self._server(one, how) for one, how in servers.items()}
 
     def _server(self, name: str, how: Mapping[str, Any]) -> Any:
@@ -146,16 +128,17 @@ class Tools(Environment):
             return how["url"]
         command = how.get("command")
         if not isinstance(command, list) or not command:
-            raise Mistake(f'args.servers.{name} needs command = ["program", ...] or url = "http://..."')
+            remedy = 'write command = ["program", ...] or url = "http://..."'
+            raise ConfigError(f"args.servers.{name} says no server", remedy=remedy)
         stdio = importlib.import_module("mcp.client.stdio")
         more = {key: how[key] for key in ("env", "cwd") if key in how}
         return stdio.StdioServerParameters(command=command[0], args=command[1:], **more)
 
-    async def opened(self, stack: contextlib.AsyncExitStack) -> dict[str, Any]:
+    async def opened(self, enter: Callable[[Any], Awaitable[Any]]) -> dict[str, Any]:
         """The tools of all servers, by name, each with its client."""
         tools: dict[str, Any] = {}
         for server in self.servers.values():
-            client = await stack.enter_async_context(self.mcp.Client(server))
+            client = await enter(self.mcp.Client(server))
             cursor = None
             while True:
                 listed = await client.list_tools(cursor=cursor)
@@ -165,7 +148,7 @@ class Tools(Environment):
         return tools
 
     async def setup(self, session: EnvironmentSession) -> None:
-        session.env = await self.opened(session.stack)
+        session.env = await self.opened(session.entered)
 
     async def run(self, session: EnvironmentSession) -> None:
         while True:
@@ -245,7 +228,7 @@ class OpenEnv(Environment):
 
     async def setup(self, session: EnvironmentSession) -> None:
         client = self.client(base_url=self.name, **self.args.get("client", {}))
-        session.env = await session.stack.enter_async_context(client)
+        session.env = await session.entered(client)
         schema = (await session.called(_json_at, f"{self.name.rstrip('/')}/schema"))["action"]
         session.metadata["fields"] = schema.get("required", [])
         told = await session.env.reset(**{**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})})
@@ -312,7 +295,7 @@ class Verifiers(Environment):
 
     def __init__(self, name: str, args: Mapping[str, Any]) -> None:
         if ":" in name:
-            name = code_named(name).__module__
+            name = named_code(name, TASKSET).__module__
         super().__init__(name, args)
         vf = self.vf = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -342,10 +325,28 @@ class Verifiers(Environment):
             yield {"prompt": [*head, *said], "metadata": {"index": index, "task": data.name or data.id or str(index)}}
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
-        url = stack.enter_context(endpoint(self.sessions, asyncio.get_running_loop()))
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/{path:.*}", self._answered)
+        server = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        await server.setup()
+        stack.push_async_callback(server.cleanup)
+        await web.TCPSite(server, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{server.addresses[0][1]}/v1"
         client = self.vf.EvalClientConfig(base_url=url, api_key_var="MYXA_NO_KEY")
         self.ctx = self.vf.ModelContext(model="policy", client=client, sampling=self.vf.SamplingConfig())
         await stack.enter_async_context(self.env.serving())
+
+    async def _answered(self, request: web.Request) -> web.Response:
+        """As the policy does; a header says which session asks."""
+        session, path = self.sessions.get(request.headers.get("X-Session-ID", "")), request.path
+        try:
+            if session is None:
+                raise RequestFault("auth", "there is no such session")
+            return web.json_response(await session.ask(await request.read(), path))
+        except RequestFault as fault:
+            if session is not None and fault.kind in ENDED_BY:
+                session.metadata["ended_by"] = ENDED_BY[fault.kind]
+            return web.json_response(fault_body(path, fault), status=STATUS[fault.kind])
 
     async def run(self, session: EnvironmentSession) -> None:
         def minted(trace: Any) -> None:
@@ -361,8 +362,8 @@ class Verifiers(Environment):
                 del self.sessions[one]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors and not session.metadata.get("ended_by"):
-            kind = "sandbox" if errors[0].type == "SandboxError" else "environment"
-            raise Blamed(f"{errors[0].type}: {errors[0].message}", kind)
+            kind = SandboxFailure if errors[0].type == "SandboxError" else EnvironmentFailure
+            raise kind(f"{errors[0].type}: {errors[0].message}")
         rewards = [trace.reward for trace in episode.traces if trace.agent is None or trace.agent.trainable]
         session.reward = float(sum(rewards) / max(len(rewards), 1))
         for trace in episode.traces:
@@ -399,7 +400,7 @@ def _chat_loop(vf: Any) -> type:
                 http = await stack.enter_async_context(
                     importlib.import_module("httpx").AsyncClient(timeout=None, verify=False)
                 )
-                tools: dict[str, Any] = await servers.opened(stack) if servers else {}
+                tools: dict[str, Any] = await servers.opened(stack.enter_async_context) if servers else {}
                 given = {"tools": listed(tools)} if tools else {}
                 while True:
                     body = {"model": ctx.model, "messages": messages, **given}
@@ -416,44 +417,6 @@ def _chat_loop(vf: Any) -> type:
                         return vf.ProgramResult(0, "", "")
 
     return ChatLoop
-
-
-@contextlib.contextmanager
-def endpoint(sessions: Mapping[str, EnvironmentSession], loop: asyncio.AbstractEventLoop) -> Generator[str]:
-    """The address of an OpenAI API of this process, whose requests say by a header which session they belong to."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            session, status = sessions.get(self.headers["X-Session-ID"]), 200
-            try:
-                assert session is not None
-                answer = asyncio.run_coroutine_threadsafe(session.ask(body), loop).result()
-            except NoTurn as no:
-                if session is not None:
-                    session.metadata["ended_by"] = no.code
-                status, answer = 400, {"error": {"message": str(no), "code": no.code, "type": "invalid_request_error"}}
-            except Exception as error:  # noqa: BLE001 -- any error is reported
-                status, answer = 500, {"error": {"message": words_of(error), "type": "server_error"}}
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
 
 
 ENVIRONMENTS: dict[str, type[Environment]] = {

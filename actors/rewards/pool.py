@@ -51,7 +51,7 @@ class RewardPool(WorkerPool):
         self._room = asyncio.Semaphore(size or at_once)
         self._room_alone = asyncio.Semaphore(MAX_ALONE)
         super().__init__(
-            (f":{__name__}",),
+            __name__,
             msgspec.structs.replace(spec, max_block_s=0.0) if size else spec,
             f'reward function "{spec.fn}"',
             from_worker,

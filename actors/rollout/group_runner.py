@@ -2,7 +2,7 @@
 finished, or all of them together once the last one is.
 
 A built-in workflow runs in the actor's loop: it does nothing but wait for the engine. All others run in the processes
-of a `WorkflowPool`; what they return is checked.
+of a `Pool`; what they return is checked.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ...core.messages import Assignment, DropReason, RolloutNow, SamplingParams
 from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
 from ...core.samples import I32, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
+from ..environments.workflow import EnvironmentPools
 from ..rewards.guard import Reference, Scorer
 from ..stream_checks import checked_rollout
 from ..workflows.episode import Episode, Interrupted, Lasting, ModelAccess, Workflow, WorkflowContext
@@ -54,6 +55,8 @@ from ..workflows.worker_messages import StartEpisode
 T = TypeVar("T")
 
 
+Pool = WorkflowPool | EnvironmentPools
+"""The processes that run a workflow."""
 Rollout = tuple[Sample, ...]
 """The samples of one member of a group; the last one is judged."""
 MAX_LOST = 10
@@ -235,7 +238,7 @@ class RunningGroup:
 class GroupRunner:
     """Runs groups. One per rollout actor; `run` may be called concurrently."""
 
-    workflow: Workflow | WorkflowPool
+    workflow: Workflow | Pool
     """One that never holds the loop, or the processes that run it."""
     scorer: Scorer
     tokenizer: Tokenizer
@@ -325,7 +328,7 @@ class GroupRunner:
     async def _ran(self, member: GroupMember) -> Interrupted | MemberFailed | None:
         """Generate a member, and judge it unless the group is judged at once. Returns why it is not finished."""
         try:
-            with member.timeline.during("workflow" if isinstance(self.workflow, WorkflowPool) else "engine"):
+            with member.timeline.during("workflow" if isinstance(self.workflow, Pool) else "engine"):
                 member.finished = await self._tried(member)
         except Interrupted as interrupted:
             member.again(interrupted.partial)
@@ -417,7 +420,7 @@ class GroupRunner:
             request_prefix=f"{self.model.request_prefix}a{assignment.attempt}.{f'r{number}.' if number else ''}",
         )
         try:
-            if isinstance(self.workflow, WorkflowPool):
+            if isinstance(self.workflow, Pool):
                 return await self._in_worker(self.workflow, member, model)
             return await self._in_loop(self.workflow, member, model)
         finally:
@@ -459,7 +462,7 @@ class GroupRunner:
         kind = "" if assignment.attempt >= 0 else f"eval{-assignment.attempt}."
         return f"{Path(self.options.run_dir).name}.{kind}{assignment.prompt.group_id}.{member.index}"
 
-    async def _in_worker(self, pool: WorkflowPool, member: GroupMember, model: ModelAccess) -> Rollout:
+    async def _in_worker(self, pool: Pool, member: GroupMember, model: ModelAccess) -> Rollout:
         record = TokensSoFar(member.recorded)
         member.so_far = record.so_far
         prompt = member.group.prompt

@@ -73,10 +73,9 @@ from ..telemetry import Reporter
 from ..weights.engine_versions import ALWAYS_NEWEST
 from ..weights.receive import EngineWeights
 from ..workflows.episode import Generate, Lasting, ModelAccess, Resizable, Workflow
-from ..workflows.pool import WorkflowPool
 from ..workflows.timeline import ACTIVITIES, rows
 from .evaluation import Evaluation
-from .group_runner import GroupLoad, GroupRunner, Partial, RolloutOptions, RunningGroup, drop_reason, no_engine
+from .group_runner import GroupLoad, GroupRunner, Partial, Pool, RolloutOptions, RunningGroup, drop_reason, no_engine
 from .knobs import rollout_knobs
 from .other_models import OtherModel
 from .tenant import RolloutTenant, Tenancy, require
@@ -131,7 +130,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self,
         *,
         engine: Engine | None,
-        workflow: Workflow | WorkflowPool,
+        workflow: Workflow | Pool,
         scorer: Scorer,
         tokenizer: Tokenizer,
         options: RolloutOptions,

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from ...core.suggestion import suggest
 
 MAX_WORDS = 500
 """Characters of an error's text that are reported."""
+LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 PACKAGE = tuple(
     f"{Path(__file__).parents[2] / floor}{os.sep}"
     for floor in ("core", "transport", "memory", "algos", "actors", "launch")
@@ -185,6 +187,7 @@ def place_raised(error: BaseException | None) -> str:
     """` at mine.py:18`: the line of the user's own file that raised it, or called what did; empty if there is none."""
     files = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)] if error else []
     outside = [place for place in files if not place[0].startswith(PACKAGE)]
+    outside = [place for place in outside if not place[0].startswith(LIBRARIES)] or outside
     own = [place for place in outside if place[0] == outside[0][0]]
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 

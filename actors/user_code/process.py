@@ -1,8 +1,8 @@
-"""A process that runs a user's code beside an actor, and the pipes to it: length-prefixed frames, typed on both sides;
-msgpack, or JSON for a program of another interpreter.
+"""A process that runs a user's code beside an actor, and the pipes to it: length-prefixed frames of msgpack, typed on
+both sides.
 
     actor ── subreaper ── worker    `python -m myxa.actors.subreaper <pid> <grace> :<module>`; `module.main()` is the
-                                    worker; or a program and its arguments
+                                    worker
 
 `WorkerPool` is the actor's side: the workers of one function, a reward's or a workflow's, and which call has which
 worker. `SharedLoop` is the worker's side: an event loop that runs many calls side by side.
@@ -21,7 +21,6 @@ import os
 import signal
 import struct
 import sys
-import sysconfig
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -37,7 +36,7 @@ import msgspec
 import numpy as np
 
 from ...core.errors import ConfigError, MyxaError, UserCodeError
-from .functions import PACKAGE
+from .functions import LIBRARIES, PACKAGE
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +44,7 @@ LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 START_TIMEOUT_S = 120.0
 """For importing the user's module: it may be heavy."""
+MAX_STARTS = 2
 SILENT_S = 20.0
 """A worker that says nothing for so long, beyond the time that its own watch needs, is killed: C code holds its
 interpreter."""
@@ -122,12 +122,12 @@ def array_in(kind: Any, value: Any) -> Any:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-json_encoder = msgspec.json.Encoder()
+_started = msgspec.msgpack.Decoder(Started)
 
 
-def frame(message: object, encode: Callable[[object], bytes] = encoder.encode) -> bytes:
+def frame(message: object) -> bytes:
     """A message with its length in front. Raises ValueError over the limit, TypeError for what cannot be sent."""
-    body = encode(message)
+    body = encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"{len(body)} bytes are over the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
@@ -136,9 +136,8 @@ def frame(message: object, encode: Callable[[object], bytes] = encoder.encode) -
 class UserProcess:
     """A worker and its subreaper, seen from the actor. Its pool's task for it waits for its end."""
 
-    def __init__(self, encode: Callable[[object], bytes], *, is_alone: bool) -> None:
-        """`encode`: what it gets. `is_alone`: it is for one call only."""
-        self._encode = encode
+    def __init__(self, *, is_alone: bool) -> None:
+        """`is_alone`: it is for one call only."""
         self.is_alone = is_alone
         self.calls: dict[int, Call] = {}
         self.is_ready = False
@@ -151,10 +150,10 @@ class UserProcess:
         """The call that it was killed for."""
         self._process: Process | None = None
 
-    async def start(self, program: tuple[str, ...], grace_s: float, env: Mapping[str, str] | None) -> None:
+    async def start(self, python: str, module: str, grace_s: float, env: Mapping[str, str] | None) -> None:
         """Have it wait for its first frame. In its own session: what is typed at a terminal is not for it. `grace_s`:
         what it has to clean up when this process dies. `env`: None: this process's."""
-        command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), *program)
+        command = (python, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), f":{module}")
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=env
         )
@@ -170,7 +169,7 @@ class UserProcess:
         assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
-            self._process.stdin.write(frame(message, self._encode))
+            self._process.stdin.write(frame(message))
             await self._process.stdin.drain()
 
     async def receive(self) -> bytes:
@@ -239,10 +238,10 @@ class WorkerPool:
 
     def __init__(
         self,
-        program: tuple[str, ...],
+        module: str,
         spec: object,
         what: str,
-        decoder: msgspec.msgpack.Decoder[Any] | msgspec.json.Decoder[Any],
+        decoder: msgspec.msgpack.Decoder[Any],
         *,
         max_workers: int,
         max_calls: float,
@@ -250,18 +249,15 @@ class WorkerPool:
         grace_s: float = 0.0,
         max_block_s: float = 0.0,
     ) -> None:
-        """`program`: of a worker, `:module` or a command. `what` the spec names, for messages. `decoder`: of the
-        worker's messages; one of JSON: so is what it gets. `max_calls`: of one worker, before a further one is
-        started; 1: a call that is given up ends its worker. `grace_s`: for the workers to clean up when their input
-        ends, or this process. `max_block_s`: of the workers' loops; 0: they may be silent."""
-        self._program = program
-        self._env: Mapping[str, str] | None = None
+        """`module`: its `main` is a worker. `what` the spec names, for messages. `decoder`: of the worker's messages.
+        `max_calls`: of one worker, before a further one is started; 1: a call that is given up ends its worker.
+        `grace_s`: for the workers to clean up when their input ends, or this process. `max_block_s`: of the workers'
+        loops; 0: they may be silent."""
+        self._module = module
+        self._python, self._env = sys.executable, None
         self._spec = spec
         self._what = what
         self._decoder = decoder
-        is_json = isinstance(decoder, msgspec.json.Decoder)
-        self._encode = json_encoder.encode if is_json else encoder.encode
-        self._started = (msgspec.json.Decoder if is_json else msgspec.msgpack.Decoder)(Started)
         self.max_workers = max_workers
         self._max_calls = max_calls
         self._starting = asyncio.Semaphore(starts_at_once)
@@ -303,8 +299,10 @@ class WorkerPool:
             _mind(worker)
 
     async def take(self, *, is_alone: bool = False) -> UserProcess:
-        """The worker for a call, which the caller enters in its `calls` at once."""
+        """The worker for a call, which the caller enters in its `calls` at once. One that ends while it loads may have
+        been killed from outside: a second one tries."""
         async with self._starting:
+            num_lost = 0
             while True:
                 fit = self._fit()
                 least = min(fit, key=lambda one: len(one.calls), default=None)
@@ -312,11 +310,19 @@ class WorkerPool:
                     return least
                 if self.is_closed:
                     raise UserCodeError(f"{self._what} was called after its actor ended")
-                worker = UserProcess(self._encode, is_alone=is_alone)
+                worker = UserProcess(is_alone=is_alone)
                 started = asyncio.get_running_loop().create_future()
                 self.workers[worker] = asyncio.ensure_future(self._live(worker, started))  # noqa: TID251 -- ends with it
                 try:
                     await started
+                except Lost as lost:
+                    num_lost += 1
+                    if num_lost < MAX_STARTS:
+                        continue
+                    raise UserCodeError(
+                        f"a worker process ended ({lost}) while it loaded {self._what}",
+                        remedy=f"see the actor's log; {self._python} must have this myxa",
+                    ) from None
                 except BaseException:
                     worker.kill()
                     raise
@@ -330,7 +336,7 @@ class WorkerPool:
     async def _live(self, worker: UserProcess, started: asyncio.Future[None]) -> None:
         try:
             try:
-                await worker.start(self._program, self._grace_s, self._env)
+                await worker.start(self._python, self._module, self._grace_s, self._env)
                 await self._load(worker)
             except Exception as error:  # noqa: BLE001 -- raised where it is waited for
                 if not started.done():
@@ -351,20 +357,18 @@ class WorkerPool:
             del self.workers[worker]
 
     async def _load(self, worker: UserProcess) -> None:
-        """Have it load what the spec names. Raises ConfigError or UserCodeError if it cannot."""
+        """Have it load what the spec names. Raises ConfigError or UserCodeError if it cannot, Lost if it ends."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await worker.send(self._spec)
-                reply = self._started.decode(await worker.receive())
+                reply = _started.decode(await worker.receive())
         except TimeoutError:
             raise UserCodeError(
                 f"a worker process could not load {self._what} within {START_TIMEOUT_S:g} s",
                 remedy="make its module quicker to import",
             ) from None
-        except (Lost, ValueError) as gone:
-            raise UserCodeError(
-                f"a worker process ended ({gone}) while it loaded {self._what}", remedy="see the actor's log"
-            ) from None
+        except ValueError as garbage:
+            raise Lost(str(garbage)) from None
         if not reply.pid:
             raise (ConfigError if reply.is_config else UserCodeError)(reply.message, remedy=reply.remedy)
         worker.pid = reply.pid
@@ -422,7 +426,6 @@ MAX_INTERRUPTS = 3
 """Of one call, before this process is given up."""
 STUCK_EXIT = 70
 MAX_THREADS = 1024
-_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def run_worker(load: Callable[[bytes, BinaryIO], SharedLoop[Any]]) -> None:
@@ -436,15 +439,13 @@ def run_worker(load: Callable[[bytes, BinaryIO], SharedLoop[Any]]) -> None:
     if (first := read_frame(incoming)) is None:
         sys.exit()
     try:
-        loop = load(first, outgoing)
+        with asyncio.Runner() as runner:
+            runner.run(load(first, outgoing).run(incoming))
+            os._exit(0)  # threads that hang would be waited for
     except MyxaError as error:
         is_config = isinstance(error, ConfigError)
         write_frame(outgoing, Started(message=error.message, remedy=error.remedy, is_config=is_config))
         sys.exit()
-    write_frame(outgoing, Started(os.getpid()))
-    with asyncio.Runner() as runner:
-        runner.run(loop.run(incoming))
-        os._exit(0)  # threads that hang would be waited for
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
@@ -502,9 +503,11 @@ class UserCall(ABC):
             except BaseException as error:  # noqa: BLE001 -- raised below: some would end the loop
                 raised.append(error)
 
+        until_s = asyncio.get_running_loop().time() + limit_s
         task = self.part = asyncio.ensure_future(guarded())  # noqa: TID251 -- awaited here
         try:
-            await asyncio.wait({task}, timeout=limit_s)
+            while not task.done() and (left_s := self.left_s(until_s)) > 0:
+                await asyncio.wait({task}, timeout=left_s)
             if not task.done():
                 raise TookTooLong(self.place())
         finally:
@@ -516,6 +519,10 @@ class UserCall(ABC):
         if raised:
             raise raised[0]
         return task.result()
+
+    def left_s(self, until_s: float) -> float:
+        """For the part that runs, or until this is to be asked again. `until_s`: its limit, on the loop's clock."""
+        return until_s - asyncio.get_running_loop().time()
 
     def cancel(self) -> None:
         """Once: what it cleans up is not cut."""
@@ -565,14 +572,14 @@ def _awaited(coro: Any) -> Iterable[FrameType]:
 def user_place(frames: Iterable[FrameType]) -> str:
     """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
     outside = [one for one in frames if not one.f_code.co_filename.startswith(PACKAGE)]
-    own = [one for one in outside if not one.f_code.co_filename.startswith(_LIBRARIES)]
+    own = [one for one in outside if not one.f_code.co_filename.startswith(LIBRARIES)]
     for one in own or outside:
         return f"{one.f_code.co_qualname} ({Path(one.f_code.co_filename).name}:{one.f_lineno})"
     return ""
 
 
-class _Threads(ThreadPoolExecutor):
-    """So many that one that hangs delays no other; each is noted with the call that it works for."""
+class CallThreads(ThreadPoolExecutor):
+    """Each is noted with the call that it works for."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         threads = call.threads if (call := CALL.get()) is not None else set[int]()
@@ -613,9 +620,18 @@ class SharedLoop(ABC, Generic[C]):
         self.calls: dict[int, C] = {}
 
     async def run(self, incoming: BinaryIO) -> None:
-        """Until the input ends; then all calls are ended, what they clean up included."""
+        """Until the input ends; then all calls are ended, what they clean up included. Raises as `begin`."""
         self.loop = asyncio.get_running_loop()
-        self.loop.set_default_executor(_Threads(MAX_THREADS))
+        self.loop.set_default_executor(CallThreads(MAX_THREADS))  # one that hangs delays no other
+        async with contextlib.AsyncExitStack() as stack:
+            await self.begin(stack)
+            self.put(Started(self._pid))
+            await self._until_over(incoming)
+
+    async def begin(self, stack: contextlib.AsyncExitStack) -> None:
+        """What calls need beside them, until the last one has ended. Raises MyxaError."""
+
+    async def _until_over(self, incoming: BinaryIO) -> None:
         over = asyncio.Event()
 
         def read() -> None:

@@ -15,6 +15,7 @@ Only the last two count against `reward.max_error_rate`. Pure.
 
 from __future__ import annotations
 
+import inspect
 import socket
 import ssl
 import subprocess
@@ -63,19 +64,20 @@ _BY_TYPE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Fai
 )
 _BY_LIBRARY: dict[str, FailureKind] = {
     **dict.fromkeys(
-        ("aiohttp", "httpx", "httpcore", "requests", "urllib3", "urllib", "websockets", "grpc", "openai", "anthropic"),
+        ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "urllib", "websockets", "grpc"),
         "network",
     ),
+    **dict.fromkeys(("openai", "anthropic"), "network"),
     **dict.fromkeys(("docker", "podman", "paramiko", "asyncssh", "kubernetes", "kubernetes_asyncio"), "sandbox"),
     **dict.fromkeys(("gym", "gymnasium"), "environment"),
 }
 """By the package that the exception's class, or a base of it, is defined in."""
 
 
-def kind_of(error: BaseException) -> FailureKind:
-    """Who is to blame for what a workflow raised."""
-    if isinstance(error, WorkflowFailure):
-        return error.kind
+def kind_of(error: BaseException, otherwise: FailureKind = "user-code") -> FailureKind:
+    """Who is to blame for what a workflow raised; any exception may say so by its attribute `kind`."""
+    if (said := inspect.getattr_static(error, "kind", None)) in FAILURE_KINDS:
+        return said
     for types, kind in _BY_TYPE:
         if isinstance(error, types):
             return kind
@@ -83,4 +85,4 @@ def kind_of(error: BaseException) -> FailureKind:
         kind = _BY_LIBRARY.get(base.__module__.partition(".")[0])
         if kind is not None:
             return kind
-    return "user-code"
+    return otherwise

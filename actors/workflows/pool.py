@@ -78,6 +78,8 @@ class TokensSoFar:
 class WorkflowPool(WorkerPool):
     """At most `max_workers` processes, started as they are needed; `play` may be called concurrently."""
 
+    module = "myxa.actors.gateway.clients"
+
     def __init__(
         self,
         spec: WorkflowSpec,
@@ -85,16 +87,18 @@ class WorkflowPool(WorkerPool):
         tokenizer: Tokenizer,
         *,
         max_workers: int,
+        max_calls: int = EPISODES_PER_WORKER,
         models: Mapping[str, ReachedModel] | None = None,
     ) -> None:
-        """`limits.run_s` is that of each episode's start. `models`: of the run's own."""
+        """`limits.run_s` is that of each episode's start. `max_calls`: episodes of a worker, before a further one is
+        started. `models`: of the run's own."""
         super().__init__(
-            (":myxa.actors.gateway.clients",),
+            self.module,
             spec,
             f'workflow "{spec.workflow}"',
             from_worker,
             max_workers=max_workers,
-            max_calls=EPISODES_PER_WORKER,
+            max_calls=max_calls,
             grace_s=limits.teardown_s,
             max_block_s=spec.max_block_s,
         )
@@ -121,12 +125,18 @@ class WorkflowPool(WorkerPool):
                     end = await self._until_end(call, model, record)
             except TimeoutError:
                 call.worker.kill(call.number)
-                raise _gone(f"its worker process {call.worker.pid} did not end it within its limits") from None
+                how = f"its worker process {call.worker.pid} did not end it within its limits"
+                raise _gone(self.what_of(start, call), how) from None
             except Lost as lost:
-                raise _gone(str(lost), is_bystander=lost.culprit not in (-1, call.number)) from None
+                is_bystander = lost.culprit not in (-1, call.number)
+                raise _gone(self.what_of(start, call), str(lost), is_bystander=is_bystander) from None
         if isinstance(end, EpisodeFailed):
-            raise _error_of(end)
+            raise _error_of(end, self.what_of(start, call))
         return _samples_of(end), end.temperatures
+
+    def what_of(self, start: StartEpisode, call: Call) -> str:
+        """The subject of what is said of an episode's failure."""
+        return "workflow"
 
     async def _until_end(self, call: Call, model: ModelAccess, record: TokensSoFar) -> EpisodeDone | EpisodeFailed:
         drawing: dict[tuple[str, int], asyncio.Task[None]] = {}  # by model, and the numbers of samples
@@ -148,7 +158,7 @@ class WorkflowPool(WorkerPool):
                     raise event
                 else:
                     if event.teardown:
-                        _log.warning("workflow %s: its %s", self.name, event.teardown)
+                        _log.warning("%s: its %s", self._what, event.teardown)
                     return event
         finally:
             for one in drawing.values():
@@ -174,10 +184,10 @@ class WorkflowPool(WorkerPool):
             call.inbox.put_nowait(error)
 
 
-def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, ReachedModel]) -> WorkflowPool:
-    """What runs the workflow of this run, which is the user's own. `models`: of the run's own."""
+def spec_of(config: RunConfig, models: Mapping[str, ReachedModel]) -> WorkflowSpec:
+    """Of the workflow that the run file names. `models`: of the run's own."""
     of = config.rollout
-    spec = WorkflowSpec(
+    return WorkflowSpec(
         workflow=of.workflow,
         args=of.workflow_args,
         max_turns=of.max_turns,
@@ -188,6 +198,11 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, Reac
         date=config.data.date,
         models={name: one.spec for name, one in models.items()},
     )
+
+
+def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, ReachedModel]) -> WorkflowPool:
+    """What runs the workflow of this run, which is the user's own. `models`: of the run's own."""
+    of = config.rollout
     limits = PhaseLimits(
         setup_s=of.setup_timeout_s,
         run_s=of.timeout_s,
@@ -195,7 +210,7 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, Reac
         score_s=of.score_timeout_s,
         teardown_s=of.teardown_timeout_s,
     )
-    return WorkflowPool(spec, limits, tokenizer, max_workers=of.workers, models=models)
+    return WorkflowPool(spec_of(config, models), limits, tokenizer, max_workers=of.workers, models=models)
 
 
 async def _sent(call: Call, start: StartEpisode) -> None:
@@ -218,18 +233,18 @@ def _samples_of(end: EpisodeDone) -> tuple[Sample, ...]:
         ) from None
 
 
-def _error_of(failed: EpisodeFailed) -> MyxaError:
+def _error_of(failed: EpisodeFailed, what: str) -> MyxaError:
     kind = getattr(errors, failed.error, None) if failed.error else None
     if isinstance(kind, type) and issubclass(kind, MyxaError) and kind is not MemberFailed:
         return kind(failed.words, remedy=failed.remedy)
     if failed.kind == "user-code":
-        return UserCodeError(f"workflow {failed.words}", remedy=failed.remedy)
-    return MemberFailed(f"workflow {failed.words}", kind=failed.kind, remedy=failed.remedy)
+        return UserCodeError(f"{what} {failed.words}", remedy=failed.remedy)
+    return MemberFailed(f"{what} {failed.words}", kind=failed.kind, remedy=failed.remedy)
 
 
-def _gone(how: str, *, is_bystander: bool = False) -> MemberFailed:
+def _gone(what: str, how: str, *, is_bystander: bool = False) -> MemberFailed:
     return MemberFailed(
-        f"workflow lost its worker process: {how}",
+        f"{what} lost its worker process: {how}",
         kind="environment",
         remedy="see the actor's log: what it did there",
         is_bystander=is_bystander,

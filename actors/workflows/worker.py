@@ -10,6 +10,7 @@ import asyncio
 import copy
 import inspect
 import itertools
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from ..user_code.functions import is_async, what_was_raised
 from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder
 from .episode import AskOther, Clients, Episode, ModelAccess, ModelsOfRollout, Turn, WorkflowContext
 from .failures import kind_of
-from .named import load_workflow
+from .named import OwnWorkflow, load_workflow
 from .timeline import WaitKind, WaitNote, waiting
 from .turn_renderer import TurnRenderer
 from .worker_messages import (
@@ -44,21 +45,29 @@ from .worker_messages import (
 T = TypeVar("T")
 
 FRAME_SLACK_BYTES = 1 << 16
-PHASE_WAITS: Mapping[str, WaitKind] = {
-    "setup": "environment", "finalize": "environment", "teardown": "environment", "score": "judge",
-}  # fmt: skip
-"""What an episode waits for in its phases."""
 
 
 class WorkflowWorker(SharedLoop["Play"]):
     """The episodes of this process."""
 
+    blames: FailureKind = "user-code"
+    """For what nothing else is known to be the cause of."""
+    phase_waits: Mapping[str, tuple[WaitKind, str]] = {
+        "setup": ("environment", "setup"), "finalize": ("environment", "finalize"),
+        "score": ("judge", "score"), "teardown": ("environment", "teardown"),
+    }  # fmt: skip
+    """What an episode waits for in its phases."""
+
     def __init__(self, first: bytes, outgoing: BinaryIO) -> None:
         self.spec = spec = spec_decoder.decode(first)
         super().__init__(spec.max_block_s, outgoing, to_worker)
-        self.workflow = load_workflow(spec.workflow, spec.args)
+        self.workflow = self.load()
         self.tokenizer = load_tokenizer(spec.model_path, spec)
         self.renderer = TurnRenderer(self.tokenizer)
+
+    def load(self) -> OwnWorkflow:
+        """What the spec names. Raises ConfigError, UserCodeError."""
+        return load_workflow(self.spec.workflow, self.spec.args)
 
     def take(self, message: StartEpisode | DrawnTurn) -> None:
         if isinstance(message, StartEpisode):
@@ -79,11 +88,11 @@ class WorkflowWorker(SharedLoop["Play"]):
 class _Late(Exception):
     """A phase took longer than it may."""
 
-    def __init__(self, name: str, limit_s: float, place: str) -> None:
+    def __init__(self, name: str, limit_s: float, place: str, blames: FailureKind) -> None:
         """`place`: empty: it waits for the model."""
         which = "" if name == "run" else f"{name} "
         super().__init__(f"did not finish {which}within {limit_s:g} s{f' at {place}' if place else ''}")
-        self.kind: FailureKind = "environment" if place else "user-code"
+        self.kind: FailureKind = "environment" if place else blames
 
 
 class Play(UserCall):
@@ -100,7 +109,8 @@ class Play(UserCall):
         """Those samples: model, number."""
         self._asked = itertools.count(1)
         self.since_s = worker.loop.time()
-        """When it began, or got its last turn."""
+        """When its phase began, or it got its last turn."""
+        self._step_s = math.inf
         self.turns: set[Future[Any]] = set()
         """Of threads that wait for a turn of the model."""
         self.is_over = False
@@ -225,9 +235,9 @@ class Play(UserCall):
     async def _phase(self, name: str, limit_s: float, *args: object) -> Any:
         if (method := self._methods.get(name)) is None:
             return None
-        if (kind := PHASE_WAITS.get(name)) is None:
+        if (wait := self._worker.phase_waits.get(name)) is None:
             return await self._in_time(name, self._called(method, args), limit_s)
-        with waiting(self._tell_wait, kind, name, 0):
+        with waiting(self._tell_wait, *wait, 0):
             return await self._in_time(name, self._called(method, args), limit_s)
 
     async def _called(self, method: Callable[..., Any], args: Sequence[object]) -> Any:
@@ -250,18 +260,27 @@ class Play(UserCall):
         return msgspec.structs.replace(context, episode=plain(context.episode), models=models, is_plain=True)
 
     async def _in_time(self, name: str, call: Awaitable[T], limit_s: float) -> T:
+        limits, blames = self._start.limits, self._worker.blames
+        began_s = self.since_s = self._worker.loop.time()
+        self._step_s = limits.step_s if name == "run" else math.inf
         try:
             return await self.within(call, limit_s)
         except TookTooLong as late:
-            raise _Late(name, limit_s, str(late)) from None
+            if self._worker.loop.time() < began_s + limit_s:
+                raise _Late("step", self._step_s, str(late), blames) from None
+            raise _Late(name, limit_s, str(late), blames) from None
+
+    def left_s(self, until_s: float) -> float:
+        left_s, now_s = super().left_s(until_s), self._worker.loop.time()
+        return min(left_s, self._step_s if self.waits_for_model else self.since_s + self._step_s - now_s)
 
     def place(self) -> str:
         return "" if self.waits_for_model else super().place()
 
     def _failed(self, error: BaseException) -> EpisodeFailed:
-        kind: FailureKind = "user-code"
-        remedy = name = ""
-        words = str(error)
+        while isinstance(error, BaseExceptionGroup):
+            error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+        kind, remedy, name, words = self._worker.blames, "", "", str(error)
         if isinstance(error, MyxaError):
             words, remedy, name = error.message, error.remedy, type(error).__name__
         elif isinstance(error, _Late):
@@ -273,7 +292,7 @@ class Play(UserCall):
         elif isinstance(error, asyncio.CancelledError):
             words = "was cancelled"
         else:
-            kind, remedy = kind_of(error), "mend the workflow function"
+            kind, remedy = kind_of(error, kind), "mend the workflow function"
             words = f"raised {what_was_raised(error)}"
         return EpisodeFailed(call=self._start.call, kind=kind, words=words, remedy=remedy, error=name)
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -33,6 +34,8 @@ class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
     finalize_s: float = 60.0
     score_s: float = 60.0
     teardown_s: float = 30.0
+    step_s: float = math.inf
+    """Of the phase `run`, between two turns of the model."""
 
     @property
     def total_s(self) -> float:

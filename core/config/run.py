@@ -538,7 +538,7 @@ class EnvironmentSettings(Section, frozen=True):
     args: Annotated[Table, AfterValidator(check_json)] = {}
     """Its named arguments: JSON values. mcp: `servers`, each with a `command` or a `url`."""
     python: ProgramName = ""
-    """Interpreter that has its package, Python 3.11 or newer; it needs nothing of myxa. Empty = the rollout actor's."""
+    """Interpreter that has its package, and this myxa. Empty = the rollout actor's."""
     env: dict[str, str] = {}
     """Further variables of its workers' environment."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -554,7 +554,8 @@ class EnvironmentSettings(Section, frozen=True):
     teardown_s: PositiveFloat = 30.0
     """Seconds to clean up, in whatever way a session ended."""
     silence_s: PositiveFloat = 30.0
-    """Seconds without a sign of life after which a worker is killed; its sessions are tried again in others."""
+    """Seconds without a sign of life after which a worker is killed; its sessions are tried again in others. After half
+    of them code that holds the loop of all sessions is interrupted: its session fails."""
     malformed_reward: float = 0.0
     """Reward that a turn gets for a tool call that cannot be read, added to the environment's."""
 

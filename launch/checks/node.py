@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
@@ -122,14 +122,19 @@ def _asked(actor: ActorSpec) -> AskedInterpreter:
         return Installed("", folders())
     python, place = actor.python or sys.executable, f"roles.{actor.role}.python: {actor.python or sys.executable}"
     try:
-        answer = _probe(place, python, PROBE, actor.env, "myxa", "cannot import myxa", "install myxa there")
-        version, found = json.loads(answer)
-        if version != __version__:
-            cause = f"{place} has myxa {version}, the launcher has {__version__}"
-            raise ConfigError(cause, remedy="install the same one there")
+        return Installed(actor.python, _probe_ours(place, python, PROBE, actor.env))
     except MyxaError as error:
         return error
-    return Installed(actor.python, found)
+
+
+def _probe_ours(place: str, python: str, code: str, env: Mapping[str, str]) -> Any:
+    """What the code prints there behind the version of myxa. Raises ConfigError for another one, or none."""
+    answer = _probe(place, python, code, env, "myxa", "cannot import myxa", "install myxa there")
+    version, found = json.loads(answer)
+    if version != __version__:
+        cause = f"{place} has myxa {version}, the launcher has {__version__}"
+        raise ConfigError(cause, remedy="install the same one there")
+    return found
 
 
 def folder_of_sglang(python: str, env: Mapping[str, str]) -> str:
@@ -215,31 +220,27 @@ def packages(run: CheckedRun) -> Iterator[Finding]:
 # -- environments ------------------------------------------------------------------------------------------------------
 
 ENVIRONMENT_PROBE = (
-    "import json, sys; from importlib.util import find_spec;"
-    "print(); print(json.dumps([sys.version_info[:2] >= (3, 11), find_spec({name!r}) is not None]))"
+    "import json, myxa, myxa.actors.environments.worker; from importlib.util import find_spec;"
+    "print(); print(json.dumps([myxa.__version__, find_spec({name!r}) is not None]))"
 )
 
 
 def environments(run: CheckedRun) -> Iterator[Finding]:
-    """Their interpreters can be run, are new enough, and have the package."""
+    """Their interpreters can be run, and have this myxa and the package."""
     actor = next(iter(run.of("rollout")), None)
     for name, of in run.config.environments.items() if actor is not None else ():
         key, python = f"environments.{name}.python", of.python or (actor.python if actor else "") or sys.executable
         package = {"gym": "gymnasium", "openenv": "openenv"}.get(of.kind, of.kind)
         if of.kind == "gym" and ":" in of.id:
             package = "json"
-        remedy = f"name an interpreter that has {package}" if package != "json" else "name a Python interpreter"
         try:
-            code = ENVIRONMENT_PROBE.format(name=package)
-            is_new, has_package = json.loads(_probe(f"{key}: {python}", python, code, of.env, package, "fails", remedy))
+            has_package = _probe_ours(f"{key}: {python}", python, ENVIRONMENT_PROBE.format(name=package), of.env)
         except MyxaError as error:
             yield Finding(key, error)
             continue
-        if not is_new:
-            yield Finding(key, ConfigError(f"{key}: {python} is older than Python 3.11", remedy=remedy))
-        elif not has_package:
+        if not has_package:
             text = f'{key}: {python} has no module "{package}", which kind = "{of.kind}" needs'
-            yield Finding(key, ConfigError(text, remedy=remedy))
+            yield Finding(key, ConfigError(text, remedy=f"install {package} there, beside myxa"))
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------

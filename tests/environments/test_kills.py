@@ -29,11 +29,12 @@ def step(job: Job) -> int:
 
 
 def environment_pids(actor: int) -> list[int]:
+    """Of the workers; each is the child of its subreaper, which has the same command line."""
     found: list[int] = []
     with suppress(psutil.NoSuchProcess):
         for one in psutil.Process(actor).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if any("environments/worker.py" in word for word in one.cmdline()) and "subreaper" not in one.cmdline():
+                if ":myxa.actors.environments.worker" in one.cmdline() and one.ppid() != actor:
                     found.append(one.pid)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,16 @@ class ChatModel:
             template = ChatTemplate(source, f"{self.name}.jinja", dict(self.special), arguments)
             _made[key] = tokenizer_of(template, self.marks, self.ends)
         return _made[key]
+
+    def write(self, folder: Path) -> Path:
+        """The tokenizer as a model folder has it."""
+        folder.mkdir(exist_ok=True)
+        self.tokenizer().tokenizer.save(str(folder / "tokenizer.json"))
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.ends[0], **self.special}
+        (folder / "tokenizer_config.json").write_text(json.dumps(named))
+        (folder / "generation_config.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text((TEMPLATES / f"{self.name}.jinja").read_text())
+        return folder
 
     def end_before(self, role: str) -> str:
         return self.ends_for.get(role, self.ends[0])
