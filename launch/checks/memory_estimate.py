@@ -72,6 +72,7 @@ def num_layers(model: ModelConfig, layout: ParallelLayout) -> int:
 #               2q + 2k + v   before and after rotation                 3(q + k + v)   projection, normed, rotated
 #               q    what attention gave                                q
 #               4f   gate, up, silu(gate), their product                3f   gate and up (fused SwiGLU), their product
+#                                                                       eh   the token as each of its e experts gets it
 #
 # The scheme is that of Korthikanti et al. (arXiv 2205.05198, section 4), without dropout, biases and attention scores.
 # Which copies are kept follows `torch_backend/model.py` and `megatron/provider.py`; the 3 of Megatron's attention is
@@ -92,7 +93,8 @@ def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> floa
     # Every token goes through its chosen experts, wherever they are: on average so many tokens arrive on a rank.
     inner = model.experts_per_token * model.moe_intermediate_size + model.shared_intermediate_size
     inner = inner if model.num_experts else model.intermediate_size
-    cut = 3 * (q + 2 * k) + q + 3 * inner if kind == "megatron" else 3 * q + 3 * k + 4 * inner
+    copies = model.experts_per_token * model.hidden_size
+    cut = 3 * (q + 2 * k) + q + 3 * inner + copies if kind == "megatron" else 3 * q + 3 * k + 4 * inner
     stream = 4 * model.hidden_size
     return cut / layout.tp + (stream / layout.tp if layout.sequence_parallel else stream)
 
