@@ -87,7 +87,7 @@ class RoleSpec:
     is_gang: bool = False
     """All restart together, as one attempt, from one budget; none joins or leaves alone."""
     max_restarts: int = 3
-    """Of each child, or of the gang; they are counted from 0 once it has been at work for `WORK_S`."""
+    """Of each child, or of the gang; they are counted from 0 when the newest is `FORGET_S` old."""
     quorum: int = 0
     """So many are enough: one that may not be restarted is given up while that many are left. 0: as many as it began
     with."""
@@ -164,7 +164,7 @@ Instruction = Restart | Drain | End | Kill | GiveUp | Retired | FailRun
 
 MATES_GRACE_S: Final = 0.5
 """Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
-WORK_S: Final = 300.0
+FORGET_S: Final = 1800.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S, CALM_S = 1.0, 30.0, 20.0
 """Before a restart: no pause at first, because others wait for the dead child; for repeated failures the first one,
 doubled each time up to the longest, minus up to 50 % jitter. A child that ran for `CALM_S` since its last start begins
@@ -172,48 +172,28 @@ a new series."""
 
 
 class RestartBudget:
-    """`max_restarts`, counted from 0 once what was restarted has been at work for `WORK_S`. To answer is not enough:
-    attempts that take long to fail, and never come to work, would follow each other for ever."""
+    """`max_restarts`, counted from 0 when the newest is `FORGET_S` old. That is longer than an attempt may take that
+    fails while it loads, so such attempts do not follow each other for ever."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
         self._num_used = 0
-        """Counted when a restart is decided: it happens when the last process that it has to wait for is gone."""
-        self._at_work_s = math.inf
-        """Since when, after the last restart."""
         self._num_quick = 0
         """Restarts one soon after the other."""
-        self._calm_at_s = 0.0
+        self._newest_s = -math.inf
 
     def left(self, now: float) -> int:
-        if now - self._at_work_s >= WORK_S:
-            self._num_used = 0
-        return max(0, self.max_restarts - self._num_used)
+        """How many are allowed now."""
+        return max(0, self.max_restarts - (self._num_used if now < self._newest_s + FORGET_S else 0))
 
-    def take(self, now: float) -> bool:
-        """Whether one more is allowed; then it is counted."""
-        if not self.left(now):
-            return False
-        self._num_used += 1
-        self._at_work_s = math.inf
-        return True
-
-    def give_back(self) -> None:
-        """A restart that was counted will not happen."""
-        self._num_used -= 1
-
-    def pause_s(self, now: float, jitter: float) -> float:
-        """Seconds before the restart that happens now; `jitter` is in [0, 1)."""
-        self._at_work_s = math.inf
-        self._num_quick = self._num_quick + 1 if now < self._calm_at_s else 0
+    def take(self, now: float, jitter: float) -> float:
+        """Count a restart; returns the seconds of its pause. `jitter` is in [0, 1)."""
+        self._num_used = self._num_used + 1 if now < self._newest_s + FORGET_S else 1
+        self._num_quick = self._num_quick + 1 if now < self._newest_s + CALM_S else 0
         full_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._num_quick - 1, 60)) if self._num_quick else 0.0
         pause_s = full_s * (1.0 - 0.5 * jitter)
-        self._calm_at_s = now + pause_s + CALM_S
+        self._newest_s = now + pause_s
         return pause_s
-
-    def at_work(self, now: float) -> None:
-        """What was started again is at work."""
-        self._at_work_s = min(self._at_work_s, now)
 
 
 HOPELESS: Final[dict[int, str]] = {2: "its configuration is wrong", 5: "its data or a user's function is wrong"}
@@ -244,8 +224,6 @@ class _Child:
     came_later: bool = False
     """The run began without it, so any other child is enough when it is given up."""
     state: ChildState = "waiting"
-    is_at_work: bool = False
-    """Seen at work since its last start."""
     is_given_up: bool = False
     is_retiring: bool = False
     killed: str = ""
@@ -408,17 +386,6 @@ class Supervisor:
     def on_up(self, child: str) -> None:
         self._child(child).move("up")
 
-    def on_work(self, child: str, now: float) -> None:
-        """The child was seen at its work; to answer is not enough, because it may still load what it will fail on. May
-        be repeated, and be late."""
-        found = self._find(child)
-        if found is None or found.state != "up":
-            return
-        found.is_at_work = True
-        mates = (found.role.children[name] for name in found.mates)
-        if all(mate.is_at_work or mate.is_over for mate in mates):
-            found.budget.at_work(now)
-
     def on_exit(self, child: str, status: int, now: float) -> list[Instruction]:
         found = self._child(child)
         found.move("exit")
@@ -500,10 +467,10 @@ class Supervisor:
 
     def _on_failure(self, child: _Child, what: str, now: float) -> list[Instruction]:
         """A child failed by itself."""
-        if child.budget.take(now):
+        if child.budget.left(now):
             return self._begin(_Ending("restart", frozenset(child.mates), what, child), now)
         most = child.budget.max_restarts
-        spent = f"its budget of {most} restarts without {WORK_S:g} s of work is spent" if most else "is never restarted"
+        spent = f"its budget of {most} restarts is spent" if most else "is never restarted"
         return self._do_without(child, child.name, f"{what} and {spent}")
 
     def _do_without(self, child: _Child, culprit: str, what: str) -> list[Instruction]:
@@ -533,8 +500,6 @@ class Supervisor:
     def _begin(self, ending: _Ending, now: float) -> list[Instruction]:
         for other in [e for e in self._endings if e.scope <= ending.scope]:
             self._endings.remove(other)
-            if other.failed is not None:
-                other.failed.budget.give_back()
         self._endings.append(ending)
         is_gentle, drained, ended = ending.then != "restart", list[_Child](), list[_Child]()
         for child in reversed(self._all(ending.scope)):
@@ -563,19 +528,14 @@ class Supervisor:
                 del child.role.children[child.name]
                 orders.append(Retired(child.name))
         again = [child for child in children if not child.is_over]
-        if again:
-            return [*orders, self._restart(again, ending, now)]
-        if ending.failed is not None:
-            ending.failed.budget.give_back()
-        return orders
+        return [*orders, self._restart(again, ending, now)] if again else orders
 
     def _restart(self, children: Sequence[_Child], ending: _Ending, now: float) -> Restart:
         delay_s, budget = 0.0, ""
         if ending.failed is not None:
             budget = ending.failed.budget_name
-            delay_s = ending.failed.budget.pause_s(now, self._jitter())
+            delay_s = ending.failed.budget.take(now, self._jitter())
         for child in children:
-            child.is_at_work = False
             child.move("retry")
             self._attempts[child.name] += 1
         attempts = tuple(self._attempts[child.name] for child in children)

@@ -111,8 +111,6 @@ class Lead:
         if look.cancelled():
             return self._watch.last
         state = look.result()
-        if state.status is not None:
-            self._supervisor.on_status(state.status)
         self._show(state)
         return state
 

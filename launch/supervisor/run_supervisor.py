@@ -11,7 +11,7 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -31,7 +31,7 @@ from ...core.errors import (
     NotSent,
     PeerDied,
 )
-from ...core.messages import Event, RunStatus, Telemetry
+from ...core.messages import Event, Telemetry
 from ...core.refs import with_deadline
 from ...core.supervision import (
     ALIVE,
@@ -70,8 +70,6 @@ from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership
 from .placement import Present, RunActor, RunActors, staff_node
 
-SEEN_IN_STATUS = frozenset({"coordinator", "trainer", "rollout"})
-"""Roles whose work the run's status shows; the others are at work when they have registered."""
 START_ALONE_S = 0.5
 """A start has the node for itself for so long, so that quick starts keep their order; then the next one begins."""
 LEAVE_S = 10.0
@@ -132,7 +130,6 @@ class RunSupervisor(SupervisorContract):
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
         self._ended = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
-        self._work = WorkSeen()
         self._has_started = False
         self._heard_at: dict[int, float] = {}
         """Newest sign of life of each other node."""
@@ -166,10 +163,6 @@ class RunSupervisor(SupervisorContract):
             self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
             self.actors[event.name].epoch = event.epoch
             self._rules.on_up(event.name)
-            if self.actors[event.name].spec.role == "coordinator":
-                self._work.on_coordinator()
-            if self.actors[event.name].spec.role not in SEEN_IN_STATUS:
-                self._rules.on_work(event.name, self._now())
 
     async def _publish_health(self, event: PeerEvent) -> None:
         """To the monitor, for events.jsonl, the live view and the report. An absent monitor misses the entry."""
@@ -238,11 +231,6 @@ class RunSupervisor(SupervisorContract):
     async def kill_all(self) -> None:
         self._rules.stop()
         await self._end_all(self._rules.alive)
-
-    def on_status(self, status: RunStatus) -> None:
-        """The coordinator's status shows which actors are at work."""
-        for name in self._work.seen(status, self.actors.specs):
-            self._rules.on_work(name, self._now())
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -642,7 +630,7 @@ class RunSupervisor(SupervisorContract):
         return self.ctx.clock.monotonic()
 
 
-# -- roles to supervise, actors at work (no IO) ---------------------------------------------------------------------
+# -- roles to supervise (no IO) -------------------------------------------------------------------------------------
 
 
 def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
@@ -661,34 +649,3 @@ def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
             )
         )
     return found
-
-
-class WorkSeen:
-    """Finds the actors that a run's status shows at work.
-
-    An actor registers as soon as its process has joined, while its model still loads; a failure of loading comes
-    minutes later. A version that was reached before does not count: after a rewind the same steps are repeated, up to
-    the one at which the trainer fails."""
-
-    def __init__(self) -> None:
-        self._highest = -1
-        self._knows_version = False
-        """Whether `_highest` is the trainer's version, and not only the last one seen."""
-
-    def on_coordinator(self) -> None:
-        """A coordinator registered: versions made in its absence show as one rise, whichever trainer made them."""
-        self._knows_version = False
-
-    def seen(self, status: RunStatus, actors: Iterable[ActorSpec]) -> list[str]:
-        """Names of the actors that this status shows at work: a rollout actor serves weights, the trainer has made a
-        version above all earlier ones, the coordinator has started the run."""
-        has_stepped = self._has_stepped(status)
-        serving = {engine.rollout for engine in status.engines if engine.version >= 0}
-        works = {"coordinator": status.phase != "starting", "trainer": has_stepped}
-        return [actor.name for actor in actors if works.get(actor.role, actor.name in serving)]
-
-    def _has_stepped(self, status: RunStatus) -> bool:
-        if status.phase == "starting" or status.version <= self._highest:
-            return False
-        knew, self._knows_version, self._highest = self._knows_version, True, status.version
-        return knew
