@@ -73,6 +73,8 @@ def num_layers(model: ModelConfig, layout: ParallelLayout) -> int:
 #               q    what attention gave                                q
 #               4f   gate, up, silu(gate), their product                3f   gate and up (fused SwiGLU), their product
 #                                                                       eh   the token as each of its e experts gets it
+#     with MLA, in place of Megatron's q, k and v (l: both latents, v: width of all values):
+#               2l   before and after their norms     4q   rotated q and k, padded values, attended     v   cut again
 #
 # The scheme is that of Korthikanti et al. (arXiv 2205.05198, section 4), without dropout, biases and attention scores.
 # Which copies are kept follows `torch_backend/model.py` and `megatron/provider.py`; the 3 of Megatron's attention is
@@ -93,8 +95,11 @@ def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> floa
     # Every token goes through its chosen experts, wherever they are: on average so many tokens arrive on a rank.
     inner = model.experts_per_token * model.moe_intermediate_size + model.shared_intermediate_size
     inner = inner if model.num_experts else model.intermediate_size
+    kept = 4 * q + 6 * k
+    if model.kv_lora_rank:
+        kept = 2 * (model.q_lora_rank + model.kv_lora_rank) + 4 * q + model.num_heads * model.v_head_dim
     copies = model.experts_per_token * model.hidden_size
-    cut = 3 * (q + 2 * k) + q + 3 * inner + copies if kind == "megatron" else 3 * q + 3 * k + 4 * inner
+    cut = kept + 3 * inner + copies if kind == "megatron" else 3 * q + 3 * k + 4 * inner
     stream = 4 * model.hidden_size
     return cut / layout.tp + (stream / layout.tp if layout.sequence_parallel else stream)
 
@@ -156,7 +161,7 @@ def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tu
     passes += [pass_parts(config, model, tokens, in_flight=1, is_last=True)]
     parts += max(passes, key=total)
     if is_between_devices(channel := choose_channel(config)):
-        num, item = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, ITEM_BYTES[config.engine.dtype]
+        num, (item, _) = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, _held(config, model)
         # Each stage has a sender; beside an engine every rank stages all of the model.
         sent = sum(rank_parameters(model, ParallelLayout(pp=1 if channel == "cuda_ipc" else layout.pp)))
         how = f"{num} version{'s' if num > 1 else ''} x {item} B x {count_text(sent)}"
@@ -237,8 +242,9 @@ def _num_groups(layout: ParallelLayout, world_size: int) -> int:
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
 #
-#     weights of SGLang           bytes of engine.dtype x N / GPUs of the server
-#     a token in the cache        2 (key and value) x layers x kv heads / GPUs x head size x bytes
+#     weights of SGLang           bytes of engine.dtype (FP8: 1) x N / GPUs of the server
+#     a token in the cache        2 (key and value) x layers x kv heads / GPUs x head size x bytes; with MLA
+#                                 layers x (latent + rotated channels) x bytes on each GPU
 #     cache of SGLang             sglang.mem_fraction_static x device - weights (the fraction counts both)
 #     update                      2 x weights.bucket_mb while new weights arrive
 #
@@ -250,13 +256,21 @@ SGLANG_SHARE = 0.85
 
 def token_bytes(model: ModelConfig, dtype: str, num_gpus: int = 1) -> int:
     """Of one token in the cache, on each of so many GPUs."""
-    heads = -(-model.num_kv_heads // num_gpus)
-    return 2 * model.num_layers * heads * model.head_dim * ITEM_BYTES[dtype]
+    width = 2 * -(-model.num_kv_heads // num_gpus) * model.head_dim
+    if model.kv_lora_rank:
+        width = model.kv_lora_rank + model.rotary_dim
+    return model.num_layers * width * ITEM_BYTES[dtype]
+
+
+def _held(config: RunConfig, model: ModelConfig) -> tuple[int, str]:
+    """Bytes and name of the number type in which engines hold most weights."""
+    is_fp8 = model.fp8_block and not config.weights.served_folder
+    return (1, "fp8") if is_fp8 else (ITEM_BYTES[config.engine.dtype], config.engine.dtype)
 
 
 def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity: int | None) -> tuple[Part, ...]:
     """Of a launched SGLang server on each of its GPUs. `capacity`: bytes of a GPU, None: not known."""
-    engine, item, channel = config.engine, ITEM_BYTES[config.engine.dtype], choose_channel(config)
+    engine, channel, (item, dtype) = config.engine, choose_channel(config), _held(config, model)
     weights = item * model.num_parameters // num_gpus
     per_token = token_bytes(model, engine.dtype, num_gpus)
     context = engine.context_length or model.context_length
@@ -273,7 +287,7 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
     cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
     update = 2 * min(config.weights.bucket_mb * MIB, weights) * is_between_devices(channel)
     parts = (
-        Part("weights", weights, f"{engine.dtype} {item} B x {count_text(model.num_parameters)}{cut}"),
+        Part("weights", weights, f"{dtype} {item} B x {count_text(model.num_parameters)}{cut}"),
         Part("kv cache", cache, how),
         Part("graphs", GRAPH_BYTES, "captured graphs and workspaces, an estimate"),
         CONTEXT,

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from tests.models.deepseek import DEEPSEEK_V3
 from tests.plan.memory_cases import BENCHMARKS, CASES, NOT_BY_TORCH, SHAPES, measured, qwen3, run
 
 from myxa.actors.backends import vocab_scores
@@ -147,6 +148,27 @@ def test_glm_4_5_air_at_its_true_size() -> None:
     assert sizes["gradients"] == 4 * (dense + experts)
     assert sizes["optimizer"] == pytest.approx(12 * (dense / 4 + experts / 2), rel=1e-6)
     assert layer_numbers(model, "megatron", ParallelLayout()) > 3 * 9 * 1408
+
+
+def test_deepseek_v3_at_its_true_size() -> None:
+    """Worked by hand from the shapes: 64 nodes of 8 ranks, TP8 PP16 EP32, engines that hold FP8."""
+    model = parse_model_config(DEEPSEEK_V3, "DeepSeek-V3")
+    expert, routers = 3 * 7168 * 2048, 256 * 7168
+    attention = 7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 7168 * 128 * 128
+    norms = 2 * 7168 + 1536 + 512
+    moe_layer = attention // 8 + expert // 8 + routers + 256 + norms  # the shared expert is as large as another
+    cut = {"tp": 8, "pp": 16, "ep": 32, "sequence_parallel": True}
+    assert rank_parameters(model, ParallelLayout(**cut)) == (4 * moe_layer, 4 * 256 * expert // 32)
+    gang = {"kind": "megatron", "count": 8, "devices": "0-7", "nodes": list(range(64))}
+    config = run("megatron", 8, megatron={**cut, "recompute": "full"}, roles={"trainer": gang})
+    sizes = {part.name: part.num_bytes for part in trainer_memory(config, model, 512)}
+    assert sizes["gradients"] == 4 * 4 * (moe_layer + 8 * expert)
+    assert sizes["optimizer"] == pytest.approx(12 * 4 * (moe_layer / 4 + 8 * expert), rel=1e-6)
+    kept = 2 * (1536 + 512) + 4 * 128 * 192 + 128 * 128 + 3 * 9 * 2048 + 8 * 7168
+    assert layer_numbers(model, "megatron", ParallelLayout(**cut)) == (kept + 4 * 7168) / 8
+    server = {part.name: part for part in server_memory(config, model, 8, 141 * 10**9)}
+    assert server["weights"].num_bytes == model.num_parameters // 8 and server["weights"].how.startswith("fp8 1 B")
+    assert token_bytes(model, "bfloat16", 8) == 61 * 576 * 2
 
 
 def test_parallelism_and_recomputation_make_it_less() -> None:
