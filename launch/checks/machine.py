@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -30,67 +30,7 @@ from .node import has_module, module_folder
 
 SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-VARIABLES = ("NCCL_CUMEM_ENABLE", *ALLOCATORS, "CUDA_VISIBLE_DEVICES")
 CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|\"([^\"]*)\"|None)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
-    """Everything that is judged."""
-
-    folder: str
-    """Where run directories go."""
-    free_bytes: int | None
-    is_writable: bool
-    file_system: str
-    """Type, like "ext4"."""
-    system: str
-    """Interpreter and platform."""
-    versions: Mapping[str, str]
-    """Distribution -> version; what is missing is not installed."""
-    torch_cuda: str | None
-    """CUDA that torch was built for; "" = none; None: no torch."""
-    gpus: Gpus
-    total_bytes: int
-    available_bytes: int
-    """What may still be taken, control group included."""
-    shm_bytes: int | None
-    """Size of /dev/shm; None: there is none."""
-    max_files: int
-    """That a process may open once it has raised its limit; -1: any number."""
-    hostname: str
-    addresses: tuple[str, ...]
-    """That the hostname resolves to; empty: it does not."""
-    env: Mapping[str, str]
-    sandboxes: Mapping[str, str]
-    """What keeps each from being used, of rlimits from having namespaces; empty: nothing."""
-
-
-def gather(folder: str) -> MachineFacts:
-    """Everything about this machine, for runs whose directories are made in `folder`."""
-    place = nearest_folder(folder)
-    return MachineFacts(
-        folder=str(place),
-        free_bytes=free_at(folder),
-        is_writable=os.access(place, os.W_OK | os.X_OK),
-        file_system=_file_system(place),
-        system=f"Python {platform.python_version()} at {sys.executable}, {platform.platform()}",
-        versions=installed_versions(),
-        torch_cuda=_torch_cuda(),
-        gpus=look_at_gpus(),
-        total_bytes=int(psutil.virtual_memory().total),
-        available_bytes=available_bytes(),
-        shm_bytes=_shm_bytes(),
-        max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        hostname=socket.gethostname(),
-        addresses=_addresses(),
-        env={name: os.environ[name] for name in VARIABLES if name in os.environ},
-        sandboxes={
-            "rlimits": namespaces_trouble(),
-            "bubblewrap": trouble_with("bubblewrap"),
-            "docker": trouble_with("docker"),
-        },
-    )
 
 
 def installed_versions() -> dict[str, str]:
@@ -134,6 +74,56 @@ def _addresses() -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(one[4][0]) for one in found))
+
+
+def _system() -> str:
+    return f"Python {platform.python_version()} at {sys.executable}, {platform.platform()}"
+
+
+def _sandboxes() -> dict[str, str]:
+    return {"rlimits": namespaces_trouble(), **{name: trouble_with(name) for name in ("bubblewrap", "docker")}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """Everything that is judged; what is not given is asked of this machine."""
+
+    folder: str
+    """Where run directories go."""
+    free_bytes: int | None
+    is_writable: bool
+    file_system: str
+    """Type, like "ext4"."""
+    system: str = field(default_factory=_system)
+    versions: Mapping[str, str] = field(default_factory=installed_versions)
+    """Distribution -> version; what is missing is not installed."""
+    torch_cuda: str | None = field(default_factory=_torch_cuda)
+    """CUDA that torch was built for; "" = none; None: no torch."""
+    gpus: Gpus = field(default_factory=look_at_gpus)
+    total_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().total))
+    available_bytes: int = field(default_factory=available_bytes)
+    """What may still be taken, control group included."""
+    shm_bytes: int | None = field(default_factory=_shm_bytes)
+    """Size of /dev/shm; None: there is none."""
+    max_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    """That a process may open once it has raised its limit; -1: any number."""
+    hostname: str = field(default_factory=socket.gethostname)
+    addresses: tuple[str, ...] = field(default_factory=_addresses)
+    """That the hostname resolves to; empty: it does not."""
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    sandboxes: Mapping[str, str] = field(default_factory=_sandboxes)
+    """What keeps each from being used, of rlimits from having namespaces; empty: nothing."""
+
+
+def gather(folder: str) -> MachineFacts:
+    """Everything about this machine, for runs whose directories are made in `folder`."""
+    place = nearest_folder(folder)
+    return MachineFacts(
+        folder=str(place),
+        free_bytes=free_at(folder),
+        is_writable=os.access(place, os.W_OK | os.X_OK),
+        file_system=_file_system(place),
+    )
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------
