@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...core.errors import ConfigError, UserCodeError
-from ...core.suggestion import suggest
+from ...core.suggestion import nearest, suggest
 
 MAX_WORDS = 500
 """Characters of an error's text that are reported."""
@@ -241,30 +241,18 @@ def check_call(
 ) -> None:
     """Raise ConfigError unless a function of that signature can be called as is expected, with named arguments of the
     run file besides."""
-    like, given = f"it must look like: {expected.signature}", list(args)
+    like, given = f"it must look like: {expected.signature}", tuple(args)
     if expected.must_be_plain and is_async:
         raise ConfigError(f'{expected.key} = "{name}" is an async function', remedy=like)
     try:
         if signature is not None:
             signature.bind(*([None] * expected.num_args), **dict.fromkeys(given))
     except TypeError as error:
-        called = f"called with {expected.num_args} value{'s' if expected.num_args > 1 else ''}"
-        called += f" and the arguments {', '.join(given)}" if given else ""
-        remedy = _named_remedy(signature, expected, set(given)) if signature is not None else ""
+        table = f"{expected.key.removesuffix('.fn')}{'.' if expected.key.endswith('.fn') else '_'}args"
+        called = f"called with {expected.num_args} value{'s' if expected.num_args > 1 else ''} and what {table} holds"
+        known = tuple(signature.parameters) if signature is not None else ()
+        near = [f'did you mean "{nearest(one, known)}"?' for one in given if one not in known and nearest(one, known)]
         raise ConfigError(
             f'{expected.key} = "{name}" has the signature {signature}: {error}',
-            remedy="; ".join(filter(None, (remedy, f"{like}, {called}"))),
+            remedy=" ".join((*near, f"{like}, {called}: {', '.join(given) or 'nothing'}")),
         ) from error
-
-
-def _named_remedy(signature: inspect.Signature, expected: Expected, args: set[str]) -> str:
-    """What to do about named arguments; empty if they are not the trouble."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [one for one in signature.parameters.values() if one.kind not in kinds][expected.num_args :]
-    known = [one.name for one in named]
-    table = f"{expected.key.removesuffix('.fn')}{'.' if expected.key.endswith('.fn') else '_'}args"
-    if unknown := sorted(args - set(known)):
-        return suggest(unknown[0], known) if known else f"take {', '.join(unknown)} out of {table}"
-    missing = [one.name for one in named if one.default is one.empty and one.name not in args]
-    it = "it" if len(missing) == 1 else "them"
-    return f"give {it} in {table}, or a default in the function" if missing else ""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...core.errors import DataError, TemplateError
+from ...core.errors import DataError
 from ...core.protocols import Tokenizer
 from ...core.samples import Message
 from .turn_renderer import TurnRenderer
@@ -48,8 +48,7 @@ class _Span:
 def demonstrate(
     tokenizer: Tokenizer, renderer: TurnRenderer, prompt: Sequence[Message], turns: Sequence[Message], tools: Tools = ()
 ) -> Demonstrated:
-    """Raises DataError for a conversation that the template writes otherwise than it would be learnt, TemplateError for
-    a template that cannot write such ones at all."""
+    """Raises DataError for a conversation that the template writes otherwise than it would be learnt."""
     return _Writer(tokenizer, renderer, (*prompt, *turns), tools).write(len(prompt))
 
 
@@ -96,19 +95,11 @@ class _Writer:
             return len(opened)
         thinks = OPENED_THINKING.search(opened)
         head = opened[: thinks.start()] if thinks else opened
-        is_last = at == len(self._messages) - 1
-        if thinks is None or not self._text.startswith(head):
-            raise self._refusal(at, "writes the text before it differently once the conversation is longer")
-        if self._text.startswith("<think>", len(head)):
+        is_last, is_same = at == len(self._messages) - 1, self._text.startswith(head)
+        if thinks is None or not is_same or is_last or self._text.startswith("<think>", len(head)):
             raise self._refusal(
-                at, f"begins the model's turn with {thinks[0]!r}, and writes another thinking in the demonstration",
-                "switch thinking on (data.chat_template_kwargs), or take it out of the demonstration",
-            )  # fmt: skip
-        if is_last:
-            raise self._refusal(
-                at, f"begins the model's turn with {thinks[0]!r}, and leaves that out of the demonstration",
-                "switch thinking off (data.chat_template_kwargs), or use a template that writes the last thinking",
-            )  # fmt: skip
+                at, f"begins the model's turn with {opened[-40:]!r}, which is not how it writes the conversation there"
+            )
         return len(head)
 
     def _closed(self, at: int, start: int) -> _Span:
@@ -129,26 +120,19 @@ class _Writer:
         return _Span(start, len(so_far))
 
     def _check_whole(self, at: int, written: str) -> None:
-        """What the row says must be in what is learnt."""
-        message, is_last = self._messages[at], at == len(self._messages) - 1
-        thoughts = [one.strip() for pair in THINKING.findall(message.content) for one in pair if one.strip()]
-        thoughts += [str(message.extra[key]).strip() for key in REASONING if message.extra.get(key)]
-        said = THINKING.sub("", message.content).strip()
-        if said not in written:
-            raise self._refusal(at, "does not write its text as it is, or the text holds a mark that ends turns")
-        if is_last and any(thought not in written for thought in thoughts):
-            raise self._refusal(
-                at, "leaves its thinking out", "use a template that writes it, or take it out of the demonstration"
-            )
+        """What the row says must be in what is learnt: its text, names of calls, and the thinking of the last turn."""
+        message = self._messages[at]
+        said = [THINKING.sub("", message.content).strip()]
         for call in message.tool_calls:
             table: object = call.get("function", call)
             name: object = cast("dict[str, object]", table).get("name") if isinstance(table, dict) else None
-            if str(name or "") not in written:
-                raise TemplateError(
-                    f"the chat template of {self._tokenizer.template_place} does not write the model's tool calls "
-                    "where the model would make them",
-                    remedy="write them out in the text of the message",
-                )
+            said.append(str(name or ""))
+        if at == len(self._messages) - 1:
+            said += [one.strip() for pair in THINKING.findall(message.content) for one in pair]
+            said += [str(message.extra.get(key) or "").strip() for key in REASONING]
+        lacks = next((one for one in said if one not in written), "")
+        if lacks:
+            raise self._refusal(at, f"does not write {lacks[:80]!r} in the model's turn")
 
     def _blocks(self) -> frozenset[int] | None:
         """Tokens inside of `{% generation %}` blocks; None: the template has none."""
@@ -174,10 +158,12 @@ class _Writer:
     def _render(self, messages: Sequence[Message], *, opens: bool = False) -> str:
         return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=self._tools)
 
-    def _refusal(self, at: int, how: str, remedy: str = "") -> DataError:
-        more = 'set data.learn = "last"' if at < len(self._messages) - 1 else "mend the template or the row"
+    def _refusal(self, at: int, how: str) -> DataError:
+        remedy = "mend the template or the row; data.chat_template_kwargs may switch thinking on or off"
+        if at < len(self._messages) - 1:
+            remedy += ', and data.learn = "last" leave earlier turns out'
         return DataError(
             f"message {at + 1} of the conversation cannot be learnt: the chat template of "
             f"{self._tokenizer.template_place} {how}",
-            remedy=remedy or more,
+            remedy=remedy,
         )

@@ -17,9 +17,9 @@ reply, or writes them twice or in another order, raises a TemplateError that nam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,18 +42,26 @@ Render = Callable[[Sequence[Message]], str]
 
 def between(render: Render, messages: Sequence[Message], place: str) -> str:
     """The text between a turn of the model and the text of the first of these messages, for any such text. `place`: of
-    the template. Raises TemplateError if it cannot append them, with the roles that it can."""
+    the template. Raises TemplateError if it cannot append them."""
+    words = [f"{REPLY}{number}End" for number in range(len(messages))]
+    probes = [message.with_text(word) for message, word in zip(messages, words, strict=True)]
     try:
-        return _tried(render, messages, place)
-    except TemplateError as err:
-        fits = roles_that_fit(render)
-        listed = f"; after a turn of the model it appends: {', '.join(fits)}" if fits else ""
-        raise TemplateError(err.message, remedy=f"{err.remedy}{listed}") from err
+        text = render((*ANSWERED, *probes))
+    except DataError as err:
+        raise unfit(messages, place, f"refuses it ({err.message})") from err
+    places = [text.find(word) for word in (ANSWER, *words)]
+    if -1 in places or places != sorted(places) or any(text.count(word) > 1 for word in (ANSWER, *words)):
+        raise unfit(messages, place, "does not write that turn as it is, then the message, each once")
+    return text.partition(ANSWER)[2].partition(words[0])[0]
 
 
-def roles_that_fit(render: Render) -> tuple[str, ...]:
-    """Of the known ones."""
-    return tuple(role for role in KNOWN_ROLES if _can_append(render, role))
+def can_append(render: Render) -> bool:
+    """Whether it is so of a message of any known role."""
+    for role in KNOWN_ROLES:
+        with suppress(TemplateError):
+            between(render, (Message(role=role, content=""),), "")
+            return True
+    return False
 
 
 def unfit(messages: Sequence[Message], place: str, how: str) -> TemplateError:
@@ -63,33 +71,6 @@ def unfit(messages: Sequence[Message], place: str, how: str) -> TemplateError:
         f"the chat template of {place} cannot append a message of role {roles} after a turn of the model: it {how}",
         remedy="reply in a role that the model was made for, or mend the template",
     )
-
-
-def _can_append(render: Render, role: str) -> bool:
-    try:
-        _tried(render, (Message(role=role, content=""),), "")
-    except TemplateError:
-        return False
-    return True
-
-
-def _tried(render: Render, messages: Sequence[Message], place: str) -> str:
-    words = [f"{REPLY}{number}End" for number in range(len(messages))]
-    probes = [message.with_text(word) for message, word in zip(messages, words, strict=True)]
-    try:
-        text = render((*ANSWERED, *probes))
-    except DataError as err:
-        raise unfit(messages, place, f"refuses it ({err.message})") from err
-    if ANSWER not in text:
-        raise unfit(messages, place, "changes the model's turn before it")
-    if text.count(ANSWER) > 1:
-        raise unfit(messages, place, "writes the model's turn before it twice")
-    places = [text.find(word) for word in (ANSWER, *words)]
-    if -1 in places:
-        raise unfit(messages, place, "leaves it out")
-    if any(left > right for left, right in pairwise(places)) or any(text.count(word) > 1 for word in words):
-        raise unfit(messages, place, "writes it twice, or in another order")
-    return text.partition(ANSWER)[2].partition(words[0])[0]
 
 
 MAX_KNOWN = 256

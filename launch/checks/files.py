@@ -49,7 +49,7 @@ from ...actors.user_code.functions import (
 )
 from ...actors.workflows.demonstrated import demonstrate
 from ...actors.workflows.named import shown_turns
-from ...actors.workflows.turn_renderer import TurnRenderer, roles_that_fit
+from ...actors.workflows.turn_renderer import TurnRenderer, can_append
 from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
@@ -168,7 +168,7 @@ def template_findings(config: RunConfig, tokenizer: FolderTokenizer) -> Iterator
     place = f"the chat template of {tokenizer.template_place}"
     if trouble:
         yield Finding("model.path", TemplateError(f"{place} {trouble}", remedy="mend the template"))
-    elif config.rollout.max_turns > 1 and not roles_that_fit(render):
+    elif config.rollout.max_turns > 1 and not can_append(render):
         turns = f"rollout.max_turns = {config.rollout.max_turns}"
         text = f"{turns}: {place} cannot append a message of any role that is known after a turn of the model"
         error = TemplateError(text, remedy="mend the template, or set rollout.max_turns = 1")

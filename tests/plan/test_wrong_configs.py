@@ -77,7 +77,7 @@ WRONG: dict[str, Wrong] = {
         "[rollout]\n", '[rollout]\nworkflow = "mine.py:flow"\nworkflow_args = { mood = 1 }\n', 'workflow = "mine.py:flow"',
         'did you mean "mode"'
     ),
-    "d07 workflow without an argument it needs": add("rollout", 'workflow = "mine.py:needy"', "give it in rollout.workflow_args"),
+    "d07 workflow without an argument it needs": add("rollout", 'workflow = "mine.py:needy"', "and what rollout.workflow_args holds: nothing"),
     "d07 class of a workflow": Wrong(
         "[rollout]\n", '[rollout]\nworkflow = "mine.py:Flow"\nworkflow_args = { prise = 1 }\n', 'workflow = "mine.py:Flow"',
         'did you mean "price"'

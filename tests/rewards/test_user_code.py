@@ -90,11 +90,11 @@ def test_a_signature_that_does_not_fit(file: Path) -> None:
     assert isinstance(error, ConfigError)
     assert str(error) == (
         f"reward.fn = \"{file}:two\" has the signature (completion, other): missing a required argument: 'other' -- "
-        f"give it in reward.args, or a default in the function; it must look like: {SIGNATURE}, called with 1 value"
+        f"it must look like: {SIGNATURE}, called with 1 value and what reward.args holds: nothing"
     )
     error = refused(f"{file}:judge", args={"strictness": 2.0, "other": 1})
     assert "got an unexpected keyword argument 'other'" in str(error)
-    assert str(error).endswith("called with 1 value and the arguments strictness, other")
+    assert str(error).endswith("called with 1 value and what reward.args holds: strictness, other")
     assert "called with 2 values" in str(refused(f"{file}:score", WORKFLOW))
 
 

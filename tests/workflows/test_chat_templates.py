@@ -239,12 +239,15 @@ def test_a_template_without_marks_and_no_template_at_all_append_as_well() -> Non
         assert tokenizer.decode(ids.tolist()) == reply
 
 
+ONCE = "does not write that turn as it is, then the message, each once"
+
+
 @pytest.mark.parametrize(("source", "role", "cause"), [
-    (GLM4, "tool", "leaves it out"), (MISTRAL, "observation", "refuses it"), (MISTRAL, "assistant", "refuses it"),
-    (LOOP.replace("%s", "{{ m.content | upper }}"), "user", "changes the model's turn before it"),
-    (LOOP.replace("%s", "{{ m.content }}{{ m.content }}"), "user", "writes the model's turn before it twice"),
-    (LOOP.replace("in messages", "in messages[-1:]").replace("%s", "{{ m.content }}"), "user", "changes the model"),
-    (LOOP.replace("in messages", "in messages[::-1]").replace("%s", "{{ m.content }}"), "user", "in another order"),
+    (GLM4, "tool", ONCE), (MISTRAL, "observation", "refuses it"), (MISTRAL, "assistant", "refuses it"),
+    (LOOP.replace("%s", "{{ m.content | upper }}"), "user", ONCE),
+    (LOOP.replace("%s", "{{ m.content }}{{ m.content }}"), "user", ONCE),
+    (LOOP.replace("in messages", "in messages[-1:]").replace("%s", "{{ m.content }}"), "user", ONCE),
+    (LOOP.replace("in messages", "in messages[::-1]").replace("%s", "{{ m.content }}"), "user", ONCE),
 ])  # fmt: skip
 def test_what_cannot_be_appended_is_told(source: ChatModel | str, role: str, cause: str) -> None:
     tokenizer = source.tokenizer() if isinstance(source, ChatModel) else plain(source)
