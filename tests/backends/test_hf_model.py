@@ -103,6 +103,20 @@ def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     check_scores(judge, backend, shard.samples)
 
 
+def test_the_correction_of_a_router_leaves_as_float32(
+    backends: Backends, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It can be large beside its differences, by which experts are chosen."""
+    from safetensors.torch import load_file
+
+    backend = backends(folder=folders("glm4_moe"), trainer={**HF, "export_dtype": "bfloat16"})
+    backend.export_hf(str(tmp_path / "out"))
+    read, written = (load_file(folder / "model.safetensors") for folder in (folders("glm4_moe"), tmp_path / "out"))
+    kept = [name for name, tensor in written.items() if tensor.dtype == torch.float32]
+    assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(written[kept[0]], read[kept[0]])
+
+
 def test_both_implementations_of_a_family_take_the_same_step(backends: Backends, tmp_path: Path) -> None:
     shards = [make_shards(seed, temperatures=(1.0, 0.7))[0] for seed in (41, 42)]
     algo = {"kl_coef": 0.1, "entropy_coef": 0.01, "minibatches": 2, "batch_size": 6}
