@@ -97,6 +97,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek ep2": RECOMPUTE,
     "moonlight tp2 sequence_parallel1": {"recompute_granularity": "selective"},
     "llama-tied pp2": {"num_layers_in_first_pipeline_stage": 1},
+    "glm4-moe-groups pp2 ep2": {"num_layers_in_first_pipeline_stage": 1},  # a stage without experts
 }
 """Case -> its `[megatron.model]`."""
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
@@ -129,6 +130,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("deepseek", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
         ("deepseek", {"cp": 2, "ep": 2, "pp": 2}),
         ("qwen2-moe", {"tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True}),
+        ("glm4-moe-groups", {"pp": 2, "ep": 2}),
         ("glm4-moe-groups", {"tp": 2, "cp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
     ],
 }
