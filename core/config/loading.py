@@ -134,11 +134,11 @@ def load_config(
     found = inspect_config(files, overrides, text=text)
     if found.config is not None:
         return found.config
-    if len(found.problems) == 1:
-        raise ConfigError(str(found.problems[0]))
     names = [str(file) for file in files]
-    lines = "\n".join(f"  {problem}" for problem in in_order(found.problems, names))
-    raise ConfigError(f"{', '.join(names)}: {len(found.problems)} problems\n{lines}")
+    problems = [str(problem) for problem in in_order(found.problems, names)]
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    raise ConfigError("\n  ".join((f"{', '.join(names)}: {len(problems)} problems", *problems)))
 
 
 def inspect_config(
