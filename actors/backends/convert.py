@@ -30,7 +30,8 @@ from ..checkpoints.folder import Manifest, check_digest, check_model, find_check
 from ..models.adapters import ADAPTERS, PARTS, adapter_facts, check_facts, file_name, write_adapter
 from ..models.hf_folder import open_weights, read_config, write_folder
 from ..models.model_config import ModelConfig
-from ..models.safetensors_file import open_safetensors
+from ..models.safetensors_file import SCALE_SUFFIX, open_safetensors
+from ..weights.channels.sender import quantise_blocks
 from .adapters import merged
 from .megatron.families import HEAD, CutRequest, Rule, family_of, find_rule, put_together
 from .rank_backend import named_arrays, sent_type
@@ -46,9 +47,7 @@ def convert(
     from; configuration and tokenizer come from there. `dtype`: of the weights ("" as in the checkpoint, or of the model
     that adapters are merged into). Raises TrainError for a torn checkpoint, or one of another model or of other
     names, ModelError for a bad model folder, for a target that holds something."""
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError(f"{target} holds something already", remedy="name a folder that is empty or not there")
+    target = _empty(folder)
     path = find_checkpoint(checkpoint)
     config = read_config(model)
     manifest = read_manifest(path)
@@ -87,6 +86,36 @@ def convert(
         "num_parameters": sum(tensor.numel() for tensor in found.values()),
         "dtype": name,
     }
+
+
+def _empty(folder: str | Path) -> Path:
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target} holds something already", remedy="name a folder that is empty or not there")
+    return target
+
+
+FP8_BLOCK = (128, 128)
+
+
+def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
+    """Write a model folder with its projections as FP8 in blocks (convention of DeepSeek-V3 and Qwen3-FP8), all else in
+    bfloat16, for `weights.served_folder`. Raises ModelError for a bad model folder, for a target that holds something.
+    """
+    target, config = _empty(folder), read_config(model)
+    found: list[tuple[str, Tensor]] = []
+    with open_weights(model, config) as arrays:
+        for name in config.tensor_shapes():
+            tensor = from_bytes(arrays[name])
+            if not name.endswith("_proj.weight"):  # embeddings, norms, routers, head
+                found.append((name, tensor.to(sent_type(name, torch.bfloat16))))
+                continue
+            values, scales = quantise_blocks(tensor, FP8_BLOCK)
+            found += [(name, values), (name + SCALE_SUFFIX, scales)]
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}
+    source = {**config.source, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": said}
+    write_folder(target, source, named_arrays(found), tokenizer_from=model)
+    return {"folder": str(target), "num_tensors": len(found), "num_parameters": config.num_parameters, "dtype": "fp8"}
 
 
 def _read(path: Path, manifest: Manifest, config: ModelConfig, model: Path) -> Iterator[tuple[str, Tensor]]:

@@ -96,21 +96,26 @@ RUN_FILE = "config.toml"
 
 
 def _add_convert(parser: Parser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's: the newest")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT",
+                        help="its folder, or a run's: the newest; with --dtype fp8 a model folder")  # fmt: skip
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet")
     parser.add_argument("--model", type=Path, default=None, metavar="DIR",
                         help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
-    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), metavar="TYPE",
-                        help="float32 or bfloat16 (as in the checkpoint)")  # fmt: skip
+    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16", "fp8"), metavar="TYPE",
+                        help="float32 or bfloat16 (as in the checkpoint); fp8: of a model folder, in blocks of 128 x "
+                        "128, for servers")  # fmt: skip
     parser.add_argument("--adapter", action="store_true", help="of a run with [lora]: an adapter folder for PEFT, not "
                         "the model with the adapters merged")  # fmt: skip
     add_json_flag(parser)
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from ...actors.backends.convert import convert  # torch is needed here only
+    from ...actors.backends.convert import convert, quantise_folder  # torch is needed here only
     from ..run_lineage.resume_point import named_checkpoint
 
+    if options.dtype == "fp8":
+        show(options, quantise_folder(options.checkpoint, options.folder), _convert_sentence)
+        return 0
     model = options.model or _model_of_run(options.checkpoint)
     checkpoint = named_checkpoint(options.checkpoint, reads_all=True)
     done = convert(checkpoint, model, options.folder, dtype=options.dtype, adapter=options.adapter)
@@ -119,9 +124,11 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _convert_sentence(done: dict[str, Any]) -> str:
+    source = (
+        f", from {done['checkpoint']} ({done['backend']}, {done['num_updates']} updates)" if "backend" in done else ""
+    )
     return (
-        f"{done['folder']}: {done['num_tensors']} weights, {done['num_parameters']:,} values of {done['dtype']}, "
-        f"from {done['checkpoint']} ({done['backend']}, {done['num_updates']} updates)"
+        f"{done['folder']}: {done['num_tensors']} weights, {done['num_parameters']:,} values of {done['dtype']}{source}"
     )
 
 

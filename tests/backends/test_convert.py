@@ -14,7 +14,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from tests.backends.gang_rank import Backends, make_shards, save
 
-from myxa.actors.backends.convert import convert
+from myxa.actors.backends.convert import convert, quantise_folder
+from myxa.actors.backends.torch_backend.tensors import from_bytes
+from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ModelError, TrainError
 from myxa.launch.cli import main
@@ -81,3 +83,24 @@ def test_mistakes_are_told_before_anything_is_written(
     with pytest.raises(TrainError, match=r"the bytes of rank-00000\.safetensors have changed"):
         convert(torn, model, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_model_folder_becomes_fp8_in_blocks_that_our_reader_takes(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "fp8"
+    assert main(["convert", str(model), str(target), "--dtype", "fp8"]) == 0
+    config = read_config(target)
+    assert config.fp8_block == (128, 128)
+    with open_weights(model, config) as exact, open_weights(target, config, as_stored=True) as stored:
+        kinds = {name: stored[name].spec.dtype for name in stored}
+        assert {name for name, kind in kinds.items() if kind == "float8_e4m3fn"} == {
+            name for name in exact if name.endswith("_proj.weight")
+        }
+        assert all(kinds[name + "_scale_inv"] == "float32" for name, kind in kinds.items() if kind == "float8_e4m3fn")
+        was = {name: from_bytes(exact[name]).float() for name in exact}
+    with open_weights(target, config) as read:
+        for name, value in was.items():
+            found = from_bytes(read[name]).float()
+            bound = 2**-4 if name.endswith("_proj.weight") else 2**-8
+            assert float((found - value).abs().max()) <= bound * float(value.abs().max()) * 1.01, name
+    with pytest.raises(ModelError, match="holds something already"):
+        quantise_folder(model, target)
