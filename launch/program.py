@@ -84,19 +84,13 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 
     return Coordinator(
         options=CoordinatorOptions(
-            name=config.run.name,
-            num_steps=config.run.num_steps,
             has_engines=config.generates,
             audit_path=run_dir / AUDIT_FILE,
             journal_path=run_dir / JOURNAL_FILE,
             launch=parent_mark(),
-            max_wall_s=config.run.max_wall_s,
-            stop_reward=config.run.stop_reward,
-            eval_every=config.eval.every,
-            eval_at_start=config.eval.at_start,
-            eval_prompts=config.eval.num_prompts if config.eval.has_prompts else 0,
-            eval_samples=config.eval.num_samples,
-            eval_temperature=config.eval.temperature,
+            run=config.run,
+            eval=config.eval,
+            weights=config.weights,
             eval_sampling=eval_sampling(config),
             eval_sets=eval_sets(config),
             start_timeout_s=start_timeout_s(config),
@@ -107,7 +101,6 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
                 sent_commit_s=sent_commit_s(config),
                 stall_s=config.weights.stall_s,
             ),
-            adopt_at_once=config.weights.adopt_at_once,
         ),
     )
 

@@ -53,7 +53,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     def __init__(self, *, options: CoordinatorOptions) -> None:
         self._options = replace(options)
         self._journal = CoordinatorJournal(options.journal_path, options.launch)
-        self._adoption = Adoption(keeps_newest=not options.takes_turns, at_once=options.adopt_at_once)
+        self._adoption = Adoption(keeps_newest=not options.takes_turns, at_once=options.weights.adopt_at_once)
         self._changed = asyncio.Event()
         self._end_moved = asyncio.Event()
         """`max_wall_s` changed."""
@@ -74,9 +74,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.knob_owner = KnobOwner(
             self.ctx.name,
             (
-                *coordinator_knobs(
-                    self._options, age_s=self._age_s, on_wall_clock=self._end_moved.set, adoption=self._adoption
-                ),
+                *coordinator_knobs(self._options, age_s=self._age_s, on_change=self._use_knobs),
                 LOG_LEVEL,
             ),
             self._telemetry,
@@ -130,6 +128,10 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.ctx.spawn(self._end_by_time(), name="wall-clock")
         await self._adopt_forever()
 
+    def _use_knobs(self) -> None:
+        self._adoption.at_once = self._options.weights.adopt_at_once
+        self._end_moved.set()
+
     def _take_up_knobs(self, *, is_anew: bool) -> None:
         """What an earlier incarnation decided. Raises LedgerError for an audit log that cannot be read."""
         self.conductor.decisions.continue_from(self._state.past_epoch)
@@ -161,7 +163,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             await self._actor_failed("rollout" if is_up else "trainer/0", why)
             return
         self.meter.switch("wait-data", "orders")
-        if self._options.eval_at_start and self._state.phase == "starting":
+        if self._options.eval.at_start and self._state.phase == "starting":
             await self.evaluator.attempt_anew()
         if self._state.phase == "starting":
             self._state.started_wall_s = self._clock.wall()
@@ -211,7 +213,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def _end_by_time(self) -> None:
         while True:
-            seconds = self._options.max_wall_s
+            seconds = self._options.run.max_wall_s
             self._end_moved.clear()
             try:
                 async with asyncio.timeout(seconds - self._age_s() if seconds else None):
@@ -306,12 +308,12 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.control.look()
         if self.conductor.version_made(before, report.version):
             await self._keep()  # what is in force stays so when the trainer is thrown back
-        every = self._options.eval_every
+        every = self._options.eval.every
         if every and report.version % every == 0 and report.version != self._num_steps():
             self.ctx.spawn(self._evaluate(), name=f"evaluate-{report.version}")
 
     def _num_steps(self) -> int:
-        return int(self.conductor.newest("num_steps", self._options.num_steps))
+        return int(self.conductor.newest("num_steps", self._options.run.num_steps))
 
     async def trainer_finished(self, version: int, reason: str) -> None:
         self._state.leader_reason = reason
@@ -346,7 +348,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         return result
 
     async def _mind_reward(self, reward: float) -> None:
-        target = self._options.stop_reward
+        target = self._options.run.stop_reward
         if target and reward >= target and self._state.phase == "running":
             await self.stop(f"held-out reward {reward:.3f} reached run.stop_reward = {target:g}")
 
@@ -423,7 +425,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def status(self) -> RunStatus:
         engines = self._adoption.statuses()
-        return self._state.status(self._options.name, self._num_steps(), engines, self.control.paused)
+        return self._state.status(self._options.run.name, self._num_steps(), engines, self.control.paused)
 
 
 class LeaderControl:

@@ -29,7 +29,7 @@ class Evaluator:
 
     async def attempt(self) -> EvalResult | None:
         """Evaluate if there are prompts and an engine. A failure is reported, not fatal."""
-        if not self._options.eval_prompts or not (self._options.takes_turns or self._adoption.serving):
+        if not self._options.eval.has_prompts or not (self._options.takes_turns or self._adoption.serving):
             return None
         try:
             return await self.evaluate()
@@ -71,7 +71,7 @@ class Evaluator:
         return whole
 
     def _chosen(self, name: str) -> Sequence[str]:
-        if not self._options.eval_prompts:
+        if not self._options.eval.has_prompts:
             raise ConfigError("this run has no held-out prompts", remedy="name them in the run file as eval.data")
         sets = self._options.eval_sets
         if not name:
@@ -103,15 +103,15 @@ class Evaluator:
         one, others = live.eval_sets[name], live.eval_sampling
         ready = await self._adopter.ready_engines()
         engine = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
-        num_prompts = one.num_prompts or live.eval_prompts
+        num_prompts = one.num_prompts or live.eval.num_prompts
         prompts = await self._until_answered("buffer", lambda: buffer.eval_prompts(num_prompts, name))
         num_rows = await self._until_answered("buffer", lambda: buffer.num_held_out(name))
         request = EvalRequest(
             prompts=prompts,
-            num_samples=one.num_samples or live.eval_samples,
+            num_samples=one.num_samples or live.eval.num_samples,
             sampling=msgspec.structs.replace(
                 others,
-                temperature=live.eval_temperature if one.temperature < 0 else one.temperature,
+                temperature=live.eval.temperature if one.temperature < 0 else one.temperature,
                 top_p=one.top_p,
                 top_k=one.top_k,
                 max_new_tokens=one.max_new_tokens or others.max_new_tokens,

@@ -6,19 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.config.data import EvalSetSettings
+from ...core.config.data import EvalSetSettings, EvalSettings
+from ...core.config.run import RunSettings, WeightSettings
 from ...core.knobs import KnobValue, Tunable
 from ...core.messages import SamplingParams
 from ..knobs.owner import Knob, knob_maker
-from ..weights.rollout_update import Adoption, AdoptionLimits
+from ..weights.rollout_update import AdoptionLimits
 
 
 @dataclass(slots=True)
 class CoordinatorOptions:
     """See the module's head. The coordinator has a copy, in which it changes what its knobs say."""
 
-    name: str
-    num_steps: int
     has_engines: bool
     """False for supervised runs: nothing to adopt, nothing to evaluate on."""
     audit_path: Path
@@ -26,22 +25,15 @@ class CoordinatorOptions:
     """What a restarted coordinator must know; see `journal.py`."""
     launch: str
     """Names the launcher: a journal of another launcher is not used."""
-    max_wall_s: float = 0.0
-    stop_reward: float = 0.0
-    eval_every: int = 0
-    eval_at_start: bool = True
-    eval_prompts: int = 0
-    """0: no evaluation set."""
-    eval_samples: int = 1
-    eval_temperature: float = 1.0
+    run: RunSettings = field(default_factory=RunSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    weights: WeightSettings = field(default_factory=WeightSettings)
     eval_sampling: SamplingParams = field(default_factory=SamplingParams)
     """But for its temperature."""
     eval_sets: Mapping[str, EvalSetSettings] = field(default_factory=dict[str, EvalSetSettings])
     """In the order of names; the only one is called ""."""
     start_timeout_s: float = 300.0
     limits: AdoptionLimits = field(default_factory=lambda: AdoptionLimits(prepare_s=60.0, commit_s=30.0))
-    adopt_at_once: int = 1
-    """Engines that bring a version in at the same time."""
     takes_turns: bool = False
     """Trainer and engines share devices in turns: a version is released as soon as every engine has it, and engines
     may lose their weights between two versions."""
@@ -63,34 +55,28 @@ COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
 
 
 def coordinator_knobs(
-    live: CoordinatorOptions, *, age_s: Callable[[], float], on_wall_clock: Callable[[], None], adoption: Adoption
+    live: CoordinatorOptions, *, age_s: Callable[[], float], on_change: Callable[[], None]
 ) -> tuple[Knob, ...]:
-    """`live`: what the coordinator uses now. `age_s`: for how long the run has trained. `on_wall_clock`: called when
-    its end by time was moved. `adoption` keeps the number of engines that adopt at once."""
-    has_eval = live.eval_prompts > 0
+    """`live`: what the coordinator uses now. `age_s`: for how long the run has trained. `on_change`: called when a
+    value is another one."""
 
-    def judge(name: str) -> Callable[[KnobValue], str] | None:
-        if name == "max_wall_s":
-            return lambda value: _judge_end(float(value), age_s())
-        if not has_eval and name in ("eval_every", "eval_prompts", "eval_samples", "eval_temperature", "stop_reward"):
-            return lambda _: f"{name}: this run has no held-out prompts; eval.data in the run file names them"
-        return None
+    def knob(tunable: Tunable) -> Knob:
+        section, _, key = tunable.key.partition(".")
 
-    def held(name: str) -> tuple[object, str]:
-        return (adoption, "at_once") if name == "adopt_at_once" else (live, name)
+        def use(value: KnobValue) -> None:
+            setattr(live, section, getattr(live, section).model_copy(update={key: value}))
+            on_change()
 
-    def use(name: str) -> Callable[[KnobValue], None]:
-        def put(value: KnobValue) -> None:
-            setattr(*held(name), value)
-            if name == "max_wall_s":
-                on_wall_clock()
+        def judge(value: KnobValue) -> str:
+            if key == "max_wall_s":
+                return _judge_end(float(value), age_s())
+            if not live.eval.has_prompts and (section == "eval" or key == "stop_reward"):
+                return f"{tunable.name}: this run has no held-out prompts; eval.data in the run file names them"
+            return ""
 
-        return put
+        return Knob(tunable, lambda: getattr(getattr(live, section), key), use, judge)
 
-    def read(name: str) -> Callable[[], KnobValue]:
-        return lambda: getattr(*held(name))
-
-    return tuple(Knob(t, read(t.name), use(t.name), judge(t.name)) for t in COORDINATOR_TUNABLES)
+    return tuple(map(knob, COORDINATOR_TUNABLES))
 
 
 def _judge_end(max_wall_s: float, age_s: float) -> str:

@@ -13,7 +13,7 @@ from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
-from myxa.core.config.data import EvalSetSettings
+from myxa.core.config.data import EvalSetSettings, EvalSettings
 from myxa.core.errors import ConfigError, EngineError
 from myxa.core.messages import EvalRequest, EvalResult, SamplingParams
 from myxa.core.samples import Prompt
@@ -43,8 +43,8 @@ class World:
         self.oldest = 6
         self.serving = {"rollout/0": 7}
         self.options = options = CoordinatorOptions(
-            name="r", num_steps=1, has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
-            eval_prompts=4, eval_samples=2, eval_temperature=0.7, eval_sampling=SamplingParams(max_new_tokens=50),
+            has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
+            eval=EvalSettings(data="held.jsonl", num_prompts=4, num_samples=2, temperature=0.7), eval_sampling=SamplingParams(max_new_tokens=50),
             eval_sets=sets or {"": of_set()},
         )  # fmt: skip
         every: Any = self

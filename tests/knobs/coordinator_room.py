@@ -25,6 +25,7 @@ from myxa.actors.knobs.owner import OwnsKnobs, pull
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
+from myxa.core.config.run import RunSettings
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, LiveKnobs, Operator
 from myxa.core.messages import StepReport, WeightManifest
 from myxa.core.retry import until_answered
@@ -185,7 +186,7 @@ class Room:
 def make_coordinator(folder: Path, *, has_engines: bool = False, **more: Any) -> Coordinator:
     """Whose journal and audit log are in `folder`."""
     options = CoordinatorOptions(
-        name="room", launch="room", num_steps=0, has_engines=has_engines, eval_at_start=False,
+        run=RunSettings(name="room", num_steps=0), launch="room", has_engines=has_engines,
         audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal", **more,
     )  # fmt: skip
     return Coordinator(options=options)
