@@ -425,11 +425,10 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         publishes=config.generates,
         run_dir=str(run_dir),
         checkpoints=checkpoint_options(spec, config, run_dir),
-        export_at_end=config.trainer.export_at_end,
+        trainer=config.trainer,
         step_values=step_values(config.algo, config.optimizer),
         channel=choose_channel(config),
         shard_of_rank=shards,
-        step_timeout_s=config.trainer.step_timeout_s,
         guard_bound=guard_bound(config),
         guard_fails=config.guard.above == "fail",
     )
@@ -447,16 +446,12 @@ def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOp
     from ..actors.trainer.step_plan import BatchFunctions, StepPlanOptions
 
     return StepPlanOptions(
-        kind=config.algo.kind,
-        normalise=config.algo.normalise,
-        reduction=config.algo.reduction,
-        turn_discount=config.algo.turn_discount,
+        algo=config.algo,
         num_ranks=num_ranks,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         minibatches=config.algo.minibatches,
         sources=tuple(sorted(config.data.sources)),
         functions=BatchFunctions() if rank else BatchFunctions.load(config.algo),
-        takes_reference=bool(config.algo.ref_urls),
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ...core.config import TrainerConfig
 from ...core.errors import CallError, GatherError, MyxaError, RemoteError, TrainError
 from ...core.files import FileEntry
 from ...core.knobs import LiveKnobs
@@ -56,18 +57,13 @@ class CheckpointOptions:
     """Plain settings."""
 
     run_dir: str
-    every: int = 0
-    """Steps between two; 0: none."""
-    keep_last: int = 2
-    """0: all."""
-    keep_every: int = 0
-    """Of the checkpoints by schedule each one of so many stays for ever; 0: none."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Steps between two, and how many stay, are live."""
     at_stop: bool = False
     """Whether a run that is stopped writes one, also with `every` = 0."""
     origin: Callable[[], tuple[tuple[str, str], ...]] = tuple
     """Events (kinds and texts) about the checkpoint that the run continues from. Called when all ranks have begun:
     before, it is not known which checkpoints they skip."""
-    is_async: bool = False
     keep_start: Callable[[Path], None] = lambda _: None
     """Copies what the run is started from into a checkpoint. May raise MyxaError or OSError."""
     writer: Writer = (1, 0)
@@ -88,7 +84,6 @@ class Checkpoints:
 
     report: Reporter
     options: CheckpointOptions
-    """`every` and `keep_last` are live."""
     ranks: Mapping[str, TrainerContract]
     """By name."""
     buffer: BufferContract
@@ -126,11 +121,11 @@ class Checkpoints:
 
     def is_due(self, version: int) -> bool:
         """After the step that made this version; if the last one failed, whenever it is time to try again."""
-        if not self.options.every:
+        if not self.options.trainer.checkpoint_every:
             return False
         if self._num_failed and not self.is_pending:
             return self.report.clock.monotonic() >= self._try_at_s
-        return version % self.options.every == 0
+        return version % self.options.trainer.checkpoint_every == 0
 
     def folder_of(self, version: int) -> Path:
         return Path(self.options.run_dir) / "checkpoints" / f"version_{version:08d}"
@@ -150,7 +145,7 @@ class Checkpoints:
             self._newest = None  # its folder may be replaced: until the new one has all its parts there is none
             await self._in_thread(self._sweep)  # what others left may have filled the disk
             await self._begin(version, live)
-            if not self.options.is_async:
+            if not self.options.trainer.async_save:
                 await self.settle()
 
     async def save_by_schedule(self, version: int) -> None:
@@ -194,7 +189,7 @@ class Checkpoints:
         except MyxaError as error:
             await self._clear_after(error)
             raise
-        if self.options.is_async:
+        if self.options.trainer.async_save:
             self.report.telemetry.metric(version, {"checkpoint/copy_s": self.report.clock.monotonic() - begun_at})
         written = self.report.ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
         self._pending = _Pending(version, live, begun_at, written)
@@ -210,7 +205,7 @@ class Checkpoints:
                 if isinstance(ledger, TrainError):
                     raise ledger
                 await self._all("finish", lambda rank: rank.finish_checkpoint())
-                if self.options.is_async:
+                if self.options.trainer.async_save:
                     took_s = self.report.clock.monotonic() - pending.begun_at
                     self.report.telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
                 await self._is_there(pending.version, pending.live, ledger)
@@ -243,7 +238,10 @@ class Checkpoints:
         return draft.with_name(f"{draft.name}-{LEDGER}")
 
     async def _is_there(self, version: int, live: LiveKnobs, ledger: FileEntry) -> None:
-        folder, period = self.folder_of(version), self.options.keep_every * self.options.every
+        folder, period = (
+            self.folder_of(version),
+            self.options.trainer.keep_every * self.options.trainer.checkpoint_every,
+        )
         part = RunPart(
             run=Path(self.options.run_dir).name,
             version=version,
@@ -273,7 +271,7 @@ class Checkpoints:
         whole, and the next one finds again what should have gone."""
         self._sweep()
         try:
-            if self.options.keep_last and look_at(newest).is_complete:
+            if look_at(newest).is_complete:
                 whole, torn = _beside(newest)
                 oldest = self._first_to_stay(newest, whole)
                 going = [info for info in whole[: self._num_going(whole)] if not is_kept(info.path)]
@@ -291,7 +289,7 @@ class Checkpoints:
             return None
 
     def _num_going(self, whole: list[CheckpointInfo]) -> int:
-        return max(len(whole) + 1 - self.options.keep_last, 0) if self.options.keep_last else 0
+        return max(len(whole) + 1 - self.options.trainer.keep_last, 0)
 
     def _first_to_stay(self, newest: Path, whole: list[CheckpointInfo]) -> int:
         staying = (info.path for info in whole[self._num_going(whole) :])

@@ -21,7 +21,7 @@ from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
 from ...algos.rewards.outcome import Unusable, each_of, is_in_order, number_of
 from ...core.config import AlgoConfig
-from ...core.config.learning import COMPARING_KINDS, Normalise, Reduction
+from ...core.config.learning import COMPARING_KINDS
 from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import DataError, StalenessError, UserCodeError
 from ...core.samples import F32, I32, Group, LossPart, Sample, TrainSample, TrainShard
@@ -116,22 +116,16 @@ def _advantage(returned: object, sample: Sample) -> float | F32:
 class StepPlanOptions:
     """What shapes a step."""
 
-    kind: str
-    """Algorithm, e.g. "grpo": decides the group-level advantage."""
-    normalise: Normalise
+    algo: AlgoConfig
     num_ranks: int
     max_tokens: int
     """Tokens (P + R) a micro-batch may hold; a single longer sample sits alone."""
     minibatches: int
     """Optimizer steps per batch."""
-    reduction: Reduction = "rollout"
-    turn_discount: float = 1.0
     sources: tuple[str, ...] = ()
     """Names of the sources of prompts, where there are several."""
     functions: BatchFunctions = field(default_factory=BatchFunctions)
     """The user's own, for rewards and advantages."""
-    takes_reference: bool = False
-    """Whether the reference log-probs are those that samples bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +160,7 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
     function of the user's that fails, DataError for a sample without the reference log-probs that it should bring."""
     if not groups:
         raise ValueError(f"step {step}: no groups to train on")
-    if options.takes_reference:
+    if options.algo.ref_urls:
         _check_reference(step, groups)
     flat = [(g, i) for g in groups for i in range(len(g.samples))]
     advantages = options.functions.advantages(step, groups)
@@ -180,7 +174,7 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
         options.minibatches,
         [s.group_id for s in samples],
     )
-    if options.reduction == "rollout":
+    if options.algo.reduction == "rollout":
         samples = _by_rollout(samples)
     members = [[samples[i] for rank in plan for micro in rank[m] for i in micro] for m in range(len(plan[0]))]
     own = [_denominators(part, "algo") for part in members]
@@ -207,20 +201,22 @@ def own_advantages(groups: Sequence[Group], options: StepPlanOptions) -> list[fl
     turns: list[list[tuple[int, int]]] = []
     """Of each sample: begin and end of what has a reward of its own; none: the sample has one."""
     for group in groups:
-        has_turns = options.kind in COMPARING_KINDS and (
-            options.turn_discount < 1 or any(sample.token_rewards is not None for sample in group.samples)
+        has_turns = options.algo.kind in COMPARING_KINDS and (
+            options.algo.turn_discount < 1 or any(sample.token_rewards is not None for sample in group.samples)
         )
         found = [sample.model_runs() if has_turns else [] for sample in group.samples]
         counts = Counter[int]()
         for sample, own in zip(group.samples, found, strict=True):
             counts[sample.index] += len(own) or 1
         for i, (sample, own) in enumerate(zip(group.samples, found, strict=True)):
-            new = _returns(group, i, own, options.turn_discount) if own else [float(group.rewards[i])]
+            new = _returns(group, i, own, options.algo.turn_discount) if own else [float(group.rewards[i])]
             rewards += new
             weights += [1 / counts[sample.index]] * len(new)
             group_ids += [group.group_id] * len(new)
         turns += found
-    rows = iter(group_advantages(options.kind, rewards, group_ids, normalise=options.normalise, weights_S=weights))
+    rows = iter(
+        group_advantages(options.algo.kind, rewards, group_ids, normalise=options.algo.normalise, weights_S=weights)
+    )
     samples = (sample for group in groups for sample in group.samples)
     return [
         _spread(sample, own, rows) if own else float(next(rows)) for sample, own in zip(samples, turns, strict=True)
@@ -286,14 +282,14 @@ def _check_reference(step: int, groups: Sequence[Group]) -> None:
 def _train_sample(group: Group, i: int, advantage: float | F32, options: StepPlanOptions) -> TrainSample:
     """`advantage`: of the sample, or of each of its tokens."""
     sample = group.samples[i]
-    part: LossPart = "algo" if options.kind == "sft" else sample.loss
+    part: LossPart = "algo" if options.algo.kind == "sft" else sample.loss
     tokens: F32 | None = None
     turn_rewards = None
     if part == "sft":
         advantage = 1.0
     elif part == "distill":
         advantage = 0.0
-    elif options.kind in ("ppo", "reinforce_pp") and sample.token_rewards is not None:
+    elif options.algo.kind in ("ppo", "reinforce_pp") and sample.token_rewards is not None:
         turn_rewards, advantage = sample.token_rewards, _unplaced(group, i)
     elif isinstance(advantage, np.ndarray):
         tokens, kept = advantage, advantage[sample.loss_mask != 0]
@@ -303,7 +299,7 @@ def _train_sample(group: Group, i: int, advantage: float | F32, options: StepPla
         cast("float", advantage),
         token_advantages=tokens,
         reward=float(group.rewards[i]),
-        reference_logprobs=sample.reference_logprobs if options.takes_reference else None,
+        reference_logprobs=sample.reference_logprobs if options.algo.ref_urls else None,
         loss=part,
         token_rewards=turn_rewards,
     )

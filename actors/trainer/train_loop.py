@@ -20,6 +20,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from ...core.actor import PeerEvent
+from ...core.config import TrainerConfig
 from ...core.errors import (
     DataError,
     DeadlineExceeded,
@@ -64,10 +65,8 @@ class TrainLoopOptions:
     """False when no engine wants weights (supervised runs)."""
     run_dir: str
     checkpoints: CheckpointOptions
-    export_at_end: bool = True
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     setup_timeout_s: float = 300.0
-    step_timeout_s: float = 1800.0
-    """A call to all ranks (a step, a publication, a checkpoint) that takes longer hangs."""
     shard_of_rank: tuple[int, ...] = ()
     """Number of the shard that each rank trains, where ranks share one; empty: each its own."""
     guard_bound: float = 0.0
@@ -86,8 +85,8 @@ class TrainLoopOptions:
             **self.step_values,
             "num_steps": self.num_steps,
             "max_tokens_per_microbatch": self.plan.max_tokens,
-            "checkpoint_every": self.checkpoints.every,
-            "keep_last": self.checkpoints.keep_last,
+            "checkpoint_every": self.checkpoints.trainer.checkpoint_every,
+            "keep_last": self.checkpoints.trainer.keep_last,
         }
         if self.publishes:
             first |= {} if takes_turns else {"weights_every": 1}
@@ -111,7 +110,10 @@ class TrainLoop:
         self._ctx, self._meter, self._telemetry = report.ctx, report.meter, report.telemetry
         self._clock, self._tell, self._ask = report.clock, report.tell, report.ask
         self._gang = TrainerGang(
-            report, options.world_size, shard_of_rank=options.shard_of_rank, step_timeout_s=options.step_timeout_s
+            report,
+            options.world_size,
+            shard_of_rank=options.shard_of_rank,
+            step_timeout_s=options.trainer.step_timeout_s,
         )
         ranks = self._gang.ranks
         self._buffer = self._ctx.ref(BufferContract, "buffer")
@@ -237,7 +239,7 @@ class TrainLoop:
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
             options = self.knobs.planned(self.options.plan)
-            plan = await planned_step(version, batch, options, self.options.step_timeout_s)
+            plan = await planned_step(version, batch, options, self.options.trainer.step_timeout_s)
         if self.share is not None:
             await self.share.take()
         with self._meter.during("wait-data", "ranks"):
@@ -290,11 +292,9 @@ class TrainLoop:
         with self._meter.during("wait-data", "knobs"):
             used = await pull(self._ctx, self.owner, "step", version)
         if used:
-            self.checkpoints.options = replace(
-                self.checkpoints.options,
-                every=self.knobs.count("checkpoint_every"),
-                keep_last=self.knobs.count("keep_last"),
-            )
+            live = {name: self.knobs.count(name) for name in ("checkpoint_every", "keep_last")}
+            options = self.checkpoints.options
+            self.checkpoints.options = replace(options, trainer=options.trainer.model_copy(update=live))
 
     async def _publish_if_due(self, made: int) -> WeightManifest | None:
         """None where engines keep what they have. The last version is always published."""
@@ -324,9 +324,9 @@ class TrainLoop:
             await self._offer(version)
         if self._written != version:
             asked = self.checkpoints.options
-            is_wanted = asked.every > 0 or (asked.at_stop and bool(self._stop_reason))
+            is_wanted = asked.trainer.checkpoint_every > 0 or (asked.at_stop and bool(self._stop_reason))
             is_new = is_wanted and (version > start_version or self.checkpoints.lacks(version))
-            if is_new or self.checkpoints.is_pending or self.options.export_at_end:
+            if is_new or self.checkpoints.is_pending or self.options.trainer.export_at_end:
                 async with self._trainers_turn(version):
                     await self._write_last(version, is_new=is_new)
         await self.link.finished(version, reason)
@@ -344,7 +344,7 @@ class TrainLoop:
         if is_new:
             await self.checkpoints.save(version)
             await self.checkpoints.settle()
-        if self.options.export_at_end:
+        if self.options.trainer.export_at_end:
             folder = str(Path(self.options.run_dir) / "export")
             with self._meter.during("compute", "finish"):
                 exports = {name: rank.export_hf(folder) for name, rank in self._gang.ranks.items()}
@@ -354,7 +354,7 @@ class TrainLoop:
         """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
         await self.checkpoints.at_boundary(version)
         if self.share is not None and version >= self._last:
-            await self._write_last(version, is_new=self.checkpoints.options.every > 0)
+            await self._write_last(version, is_new=self.checkpoints.options.trainer.checkpoint_every > 0)
         elif self.checkpoints.is_due(version):
             await self.checkpoints.save_by_schedule(version)
         await self.orders.serve(version)

@@ -240,14 +240,10 @@ class GangStart:
 
 
 def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> CheckpointOptions:
-    trainer = config.trainer
     return CheckpointOptions(
         run_dir=str(run_dir),
-        every=trainer.checkpoint_every,
-        keep_last=trainer.keep_last,
-        keep_every=trainer.keep_every,
-        at_stop=trainer.checkpoint_at_stop and not config.megatron.offload_optimizer,
-        is_async=trainer.async_save,
+        trainer=config.trainer,
+        at_stop=config.trainer.checkpoint_at_stop and not config.megatron.offload_optimizer,
         origin=tuple if spec.attempt else lambda: origin_events(run_dir),
         keep_start=start_keeper(run_dir),
         writer=(len(RunOrigin.load(run_dir).lives), spec.attempt),

@@ -19,7 +19,7 @@ from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import Group, TrainSample
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "own_algorithm.py").read_text()
-OPTIONS = StepPlanOptions(kind="grpo", normalise="group", num_ranks=2, max_tokens=40, minibatches=1)
+OPTIONS = StepPlanOptions(AlgoConfig(), num_ranks=2, max_tokens=40, minibatches=1)
 WRONG = """
 import math, numpy as np, time
 

@@ -10,6 +10,7 @@ import pytest
 
 from myxa.actors.trainer.step_plan import ClaimedBatch, StepPlanOptions, batch_metrics, plan_step
 from myxa.algos.baselines import group_advantages
+from myxa.core.config import AlgoConfig
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainSample
 
 
@@ -29,8 +30,7 @@ def group(group_id: int, *members: tuple[float, Sample]) -> Group:
 
 
 def planned(groups: list[Group], **options: Any) -> list[TrainSample]:
-    first: dict[str, Any] = {"kind": "grpo", "normalise": "group", "num_ranks": 1, "max_tokens": 99, "minibatches": 1}
-    (shard,) = plan_step(3, groups, StepPlanOptions(**(first | options)))
+    (shard,) = plan_step(3, groups, StepPlanOptions(AlgoConfig().model_copy(update=options), 1, 99, 1))
     return sorted(shard.samples, key=lambda one: (one.group_id, one.index, one.branch))
 
 
@@ -50,7 +50,7 @@ def test_a_rollout_counts_once_in_the_statistics(kind: str, normalise: Any) -> N
 
 def test_the_weight_of_a_rollout_in_the_loss_is_that_of_one() -> None:
     """slime: sum over samples and tokens of x m / M, M = all loss tokens of the rollout, then divided by rollouts."""
-    (shard,) = plan_step(3, [FANNED], StepPlanOptions("grpo", "group", 1, 99, 1))
+    (shard,) = plan_step(3, [FANNED], StepPlanOptions(AlgoConfig(), 1, 99, 1))
     assert shard.minibatch_rollouts == (3.0,)
     assert shard.minibatch_tokens == (13.0,)
     for one in shard.samples:
@@ -93,11 +93,11 @@ def test_what_no_turn_earned_comes_at_the_end() -> None:
 def test_parts_of_the_loss_have_denominators_of_their_own() -> None:
     shown = sample(0, 1, [1] * 5, loss="sft")
     mixed = group(0, (1.0, sample(0, 0, [1] * 2)), (1.0, shown), (0.0, sample(1, 0, [1] * 3)))
-    (shard,) = plan_step(3, [mixed], StepPlanOptions("grpo", "group", 1, 99, 1))
+    (shard,) = plan_step(3, [mixed], StepPlanOptions(AlgoConfig(), 1, 99, 1))
     assert (shard.minibatch_tokens, shard.minibatch_rollouts) == ((5.0,), (2.0,))
     assert shard.minibatch_parts == ({"sft": (5.0, 1.0)},)
     assert all(one.loss_weights is None for one in shard.samples), "each is the whole of its rollout in its part"
-    (alone,) = plan_step(3, [mixed], StepPlanOptions("sft", "group", 1, 99, 1))
+    (alone,) = plan_step(3, [mixed], StepPlanOptions(AlgoConfig(kind="sft", reduction="rollout"), 1, 99, 1))
     assert {one.loss for one in alone.samples} == {"algo"}, "everything is supervised there"
 
 

@@ -17,6 +17,7 @@ from myxa.actors.trainer.step_plan import (
     plan_step,
     repetition,
 )
+from myxa.core.config import AlgoConfig
 from myxa.core.errors import DataError
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 
@@ -36,7 +37,7 @@ def group(group_id: int, rewards: list[float], *, length: int = 5, version: int 
 
 
 def options(**changes: int) -> StepPlanOptions:
-    first = StepPlanOptions(kind="grpo", normalise="group", num_ranks=2, max_tokens=40, minibatches=1)
+    first = StepPlanOptions(AlgoConfig(), num_ranks=2, max_tokens=40, minibatches=1)
     return replace(first, **changes)
 
 
@@ -88,7 +89,7 @@ def test_reference_log_probs_of_samples_are_taken_where_the_run_wants_them_and_m
     told = group(0, [0.0, 1.0])
     samples = [msgspec.structs.replace(s, reference_logprobs=s.logprobs - np.float32(1)) for s in told.samples]
     told = msgspec.structs.replace(told, samples=tuple(samples))
-    takes = replace(options(), takes_reference=True)
+    takes = replace(options(), algo=AlgoConfig().model_copy(update={"ref_urls": ("http://teacher:1",)}))
     found = [s for shard in plan_step(3, [told, group(1, [0.0, 1.0], masked=True)], takes) for s in shard.samples]
     means = {s.group_id: s.reference_logprobs for s in found}
     assert means[0] is not None and set(means[0].tolist()) == {-2.0}

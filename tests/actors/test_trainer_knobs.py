@@ -63,7 +63,7 @@ def test_only_values_that_differ_from_the_run_files_travel_with_a_step() -> None
 
 
 def test_plans_follow_their_knobs() -> None:
-    options = StepPlanOptions(kind="grpo", normalise="group", num_ranks=1, max_tokens=64, minibatches=1)
+    options = StepPlanOptions(AlgoConfig(), num_ranks=1, max_tokens=64, minibatches=1)
     live = TrainerKnobs({"minibatches": 1, "max_tokens_per_microbatch": 64})
     assert live.planned(options) is options
     for knob in live.knobs():

@@ -90,10 +90,10 @@ def make_shards(
     **groups: Any,
 ) -> tuple[TrainShard, ...]:
     """One shard per rank, planned as the leader does. `is_served`: the reference log-probs come with the samples."""
-    options = StepPlanOptions(
-        kind=kind, normalise="group", num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches,
-        takes_reference=is_served,
-    )  # fmt: skip
+    algo = AlgoConfig.model_validate({"kind": kind, "reduction": "rollout"})
+    if is_served:
+        algo = algo.model_copy(update={"ref_urls": ("http://teacher:1",)})
+    options = StepPlanOptions(algo, num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches)
     return plan_step(seed, make_groups(seed, **groups), options)
 
 

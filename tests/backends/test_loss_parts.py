@@ -10,6 +10,7 @@ import pytest
 from tests.backends.gang_rank import Backends, make_groups, own_scores, weights_of, with_scores
 
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
+from myxa.core.config import AlgoConfig
 from myxa.core.samples import Group, Sample, TrainShard
 
 
@@ -27,7 +28,12 @@ def fanned(group: Group) -> Group:
 
 
 def shard_of(groups: list[Group], **options: Any) -> TrainShard:
-    first: dict[str, Any] = {"kind": "grpo", "normalise": "group", "num_ranks": 1, "max_tokens": 60, "minibatches": 1}
+    first: dict[str, Any] = {
+        "algo": AlgoConfig(reduction="rollout"),
+        "num_ranks": 1,
+        "max_tokens": 60,
+        "minibatches": 1,
+    }
     return plan_step(0, groups, StepPlanOptions(**(first | options)))[0]
 
 
@@ -35,9 +41,8 @@ def shard_of(groups: list[Group], **options: Any) -> TrainShard:
 def test_the_loss_of_rollouts_and_demonstrations(backends: Backends, reduction: Any) -> None:
     """Siblings weigh as in slime: each token 1 / (all loss tokens of the rollout). Cross entropy has its own
     denominators. Rewards as they are: those of a group add up to 0 once they are compared."""
-    shard = shard_of(
-        [fanned(group) for group in make_groups(7, with_tools=False)], kind="reinforce_pp", reduction=reduction
-    )
+    algo = AlgoConfig(kind="reinforce_pp", reduction=reduction)
+    shard = shard_of([fanned(group) for group in make_groups(7, with_tools=False)], algo=algo)
     backend = backends(algo={"reduction": reduction, "batch_size": 6, "group_filter": "none"})
     scores = own_scores(backend, shard)
     metrics = backend.train(with_scores(shard, scores), {}).metrics
@@ -80,7 +85,9 @@ def test_a_weight_scales_its_tokens_alone(backends: Backends) -> None:
 
     twice = [msgspec.structs.replace(g, samples=tuple(map(doubled, g.samples))) for g in groups]
     found = [
-        backends(algo={"kind": "sft", "reduction": "token"}).train(shard_of(g, kind="sft"), {}).metrics["train/loss"]
+        backends(algo={"kind": "sft", "reduction": "token"})
+        .train(shard_of(g, algo=AlgoConfig(kind="sft", reduction="rollout")), {})
+        .metrics["train/loss"]
         for g in (groups, twice)
     ]
     assert found[1] == pytest.approx(2 * found[0], rel=1e-6)

@@ -112,7 +112,7 @@ async def test_a_checkpoint_while_the_run_is_paused_and_one_with_older_knobs_is_
     model: Path, tmp_path: Path, asks: str, is_async: bool
 ) -> None:
     run, then = tmp_path / "run", lr_since(4, 2, 5e-4)
-    async with trainer_room(model, run, checkpoints={"is_async": is_async, "every": 2}) as room:
+    async with trainer_room(model, run, checkpoints={"async_save": is_async, "checkpoint_every": 2}) as room:
         trainer = room.conductor.trainer
         room.conductor.live = lr_since(3, 1, 2e-3)
         room.data.allow(2)
@@ -172,7 +172,7 @@ async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(mo
 
 
 async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, tmp_path: Path) -> None:
-    async with trainer_room(model, tmp_path / "run", num_steps=1, checkpoints={"every": 1}) as room:
+    async with trainer_room(model, tmp_path / "run", num_steps=1, checkpoints={"checkpoint_every": 1}) as room:
         room.data.allow(1)
         await finished(room)
         [folder] = (tmp_path / "run" / "checkpoints").iterdir()
@@ -219,7 +219,7 @@ async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines
 
 
 async def test_all_time_of_the_leader_has_a_name(model: Path, tmp_path: Path) -> None:
-    async with trainer_room(model, tmp_path, checkpoints={"every": 5}) as room:
+    async with trainer_room(model, tmp_path, checkpoints={"checkpoint_every": 5}) as room:
         room.data.allow(20)
         await room.conductor.steps(20)
         named, totals = room.trainer._meter.named_totals(), room.trainer._meter.totals()

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from tests.harness.decider import Decider
+from tests.survival.checkpoint_room import checkpoint_options
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.contracts import BufferContract, TrainerContract
-from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
 from myxa.actors.trainer.start_point import StartPoint
 from myxa.actors.trainer.step_plan import StepPlanOptions
@@ -22,7 +22,7 @@ from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channels.host import make_writer
 from myxa.actors.weights.publish import ChannelEnd
-from myxa.core.config import AlgoConfig, OptimizerConfig
+from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import TrainError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import KnobValue, LiveKnobs
@@ -215,11 +215,9 @@ async def trainer_room(
     settings = RankSettings(model_path=str(model), algo=algo_config, optimizer=optimizer_config, num_steps=num_steps)
     leader = TrainLoopOptions(
         world_size=1, num_steps=num_steps,
-        plan=StepPlanOptions(
-            kind=algo_config.kind, normalise="group", num_ranks=1, max_tokens=64, minibatches=algo_config.minibatches
-        ),
+        plan=StepPlanOptions(algo_config, num_ranks=1, max_tokens=64, minibatches=algo_config.minibatches),
         publishes=True, run_dir=str(run_dir),
-        checkpoints=CheckpointOptions(run_dir=str(run_dir), **(checkpoints or {})), export_at_end=False,
+        checkpoints=checkpoint_options(run_dir, **(checkpoints or {})), trainer=TrainerConfig(export_at_end=False),
         step_values=step_values(algo_config, optimizer_config),
     )  # fmt: skip
     trainer = Trainer(

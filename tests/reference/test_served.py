@@ -30,7 +30,7 @@ from myxa.actors.rollout.group_runner import GroupRunner, drop_reason
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.actors.workflows.episode import Interrupted, WorkflowContext
 from myxa.core.clock import SystemClock
-from myxa.core.config import RewardSettings
+from myxa.core.config import AlgoConfig, RewardSettings
 from myxa.core.errors import ReferenceFailed, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.samples import Group, Prompt, Sample
@@ -72,9 +72,8 @@ async def test_a_served_model_says_what_the_trainers_reference_model_says(tmp_pa
         judged = await asyncio.gather(*(asked.judged(PROMPT, sample) for sample in samples))
         await asked.close()
     group = Group(prompt=PROMPT, samples=tuple(judged), rewards=np.zeros(len(judged), np.float32))
-    options = StepPlanOptions(
-        "grpo", normalise="group", num_ranks=1, max_tokens=500, minibatches=1, takes_reference=True
-    )
+    algo = AlgoConfig().model_copy(update={"ref_urls": ("http://teacher:1",)})
+    options = StepPlanOptions(algo, num_ranks=1, max_tokens=500, minibatches=1)
     (shard,) = plan_step(0, [group], options)
     backend = TorchBackend(RankSettings(model_path=str(tmp_path / "teacher")))
     backend.setup()

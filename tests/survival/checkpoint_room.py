@@ -15,6 +15,7 @@ from myxa.actors.checkpoints.folder import Writer, begin, partial_of, version_in
 from myxa.actors.telemetry import Reporter
 from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
+from myxa.core.config import TrainerConfig
 from myxa.core.errors import RemoteError
 from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import LiveKnobs
@@ -92,6 +93,12 @@ class Coordinator:
         return self.live
 
 
+def checkpoint_options(run_dir: Path, **given: Any) -> CheckpointOptions:
+    """Keys of [trainer], and the options' own."""
+    trainer = {name: given.pop(name) for name in list(given) if name in TrainerConfig.model_fields}
+    return CheckpointOptions(run_dir=str(run_dir), trainer=TrainerConfig(**trainer), **given)
+
+
 class CheckpointRoom:
     def __init__(self, run_dir: Path, **options: Any) -> None:
         self.rank, self.buffer, self.coordinator = Rank(options.get("writer")), Buffer(), Coordinator()
@@ -103,7 +110,7 @@ class CheckpointRoom:
         ranks: Any = {"trainer/1": self.rank}
         buffer: Any = self.buffer
         coordinator: Any = self.coordinator
-        settings = CheckpointOptions(run_dir=str(run_dir), **options)
+        settings = checkpoint_options(run_dir, **options)
         self.checkpoints = Checkpoints(report, settings, ranks, buffer, coordinator)
         self.orders = CheckpointOrders(report, self.checkpoints, ranks, str(run_dir))
         self._tasks: list[asyncio.Task[Any]] = []

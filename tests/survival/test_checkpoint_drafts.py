@@ -61,8 +61,8 @@ async def test_a_leader_of_an_earlier_life_comes_too_late(tmp_path: Path):
     """Where it had its files in time, too."""
     for is_in_time in (False, True):
         run = tmp_path / str(is_in_time)
-        zombie = CheckpointRoom(run, every=1, is_async=True, writer=ZOMBIE)
-        own = CheckpointRoom(run, every=1, writer=OWN)
+        zombie = CheckpointRoom(run, checkpoint_every=1, async_save=True, writer=ZOMBIE)
+        own = CheckpointRoom(run, checkpoint_every=1, writer=OWN)
         if is_in_time:
             await own.checkpoints.save(40)
         await zombie.checkpoints.save(40)

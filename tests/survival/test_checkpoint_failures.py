@@ -3,12 +3,11 @@ no more than another attempt: training goes on meanwhile."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.survival.checkpoint_room import CheckpointRoom, refused
+from tests.survival.checkpoint_room import CheckpointRoom, checkpoint_options, refused
 
 from myxa.actors.checkpoints.folder import RUN_FILE, read_run_part
 from myxa.actors.trainer import checkpoints as module
@@ -37,7 +36,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -
 async def test_one_without_its_run_part_is_not_reported_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ):
-    room = CheckpointRoom(tmp_path, is_async=is_async)
+    room = CheckpointRoom(tmp_path, async_save=is_async)
     failing_once(monkeypatch, "write_run_part", TrainError("cannot write run.json: no space left on device"))
     with pytest.raises(TrainError, match="no space left"):
         await room.ask(3)
@@ -65,7 +64,7 @@ async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_agai
 
 
 async def test_what_failed_by_schedule_is_not_told_to_who_asks_for_another(tmp_path: Path):
-    room = CheckpointRoom(tmp_path, is_async=True, every=2)
+    room = CheckpointRoom(tmp_path, async_save=True, checkpoint_every=2)
     room.rank.failing["checkpoint_written"] = [refused()]
     await room.checkpoints.save_by_schedule(2)
     folder = Path(await room.ask(3))
@@ -91,7 +90,7 @@ FAILURES: dict[str, Any] = {
 async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
     tmp_path: Path, failure: str, is_async: bool
 ):
-    room = CheckpointRoom(tmp_path, every=4, is_async=is_async)
+    room = CheckpointRoom(tmp_path, checkpoint_every=4, async_save=is_async)
     FAILURES[failure](room)
 
     async def step(version: int) -> None:
@@ -114,7 +113,7 @@ async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
 
 @both_ways
 async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(tmp_path: Path, is_async: bool):
-    room = CheckpointRoom(tmp_path, every=1, is_async=is_async)
+    room = CheckpointRoom(tmp_path, checkpoint_every=1, async_save=is_async)
     room.checkpoints.continue_from(40)
     room.rank.failing["finish_checkpoint"] = [refused() for _ in range(99)]
 
@@ -143,7 +142,7 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
 
 
 async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Path):
-    room = CheckpointRoom(tmp_path, every=1)
+    room = CheckpointRoom(tmp_path, checkpoint_every=1)
     silent = DeadlineExceeded("no answer within 1800 s")
     room.rank.failing["begin_checkpoint"] = [silent]
     with pytest.raises(TrainError, match="trainer/1 could not begin a checkpoint: no answer"):
@@ -155,7 +154,7 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Pat
 
 async def test_what_a_failed_attempt_left_is_gone_at_once(tmp_path: Path):
     """It may have filled the disk, which the ledger needs until the next attempt."""
-    room = CheckpointRoom(tmp_path, every=1, keep_last=0)
+    room = CheckpointRoom(tmp_path, checkpoint_every=1, keep_last=100)
     room.rank.failing["checkpoint_written"] = [refused()]
     room.buffer.failing = [MyxaError("the disk is full")]
     holder = tmp_path / "checkpoints"
@@ -174,7 +173,7 @@ async def test_an_old_one_that_cannot_be_deleted_fails_nothing(
         raise PermissionError(1, "Operation not permitted", str(path))
 
     monkeypatch.setattr(module, name, refuse)
-    room = CheckpointRoom(tmp_path, every=1, keep_last=1)
+    room = CheckpointRoom(tmp_path, checkpoint_every=1, keep_last=1)
     for version in (1, 2, 3):
         await room.checkpoints.save(version)
     assert room.buffer.durables == [1, 2, 3]
@@ -190,12 +189,12 @@ async def test_an_old_one_that_cannot_be_deleted_fails_nothing(
 
 async def test_the_buffer_keeps_samples_for_the_checkpoints_that_are_kept(tmp_path: Path):
     """Not for one that stays for ever: it has a ledger of its own; else the ledger would grow for ever too."""
-    room = CheckpointRoom(tmp_path, every=1, keep_last=3, keep_every=3)
+    room = CheckpointRoom(tmp_path, checkpoint_every=1, keep_last=3, keep_every=3)
     for version in range(1, 8):
         await room.checkpoints.save(version)
     assert room.buffer.durables == [1, 2, 3, 4, 5, 6, 7]
     assert room.buffer.oldest == [1, 1, 1, 2, 3, 4, 5]
-    room.checkpoints.options = replace(room.checkpoints.options, keep_last=1)
+    room.checkpoints.options = checkpoint_options(tmp_path, checkpoint_every=1, keep_last=1, keep_every=3)
     await room.checkpoints.save(8)
     assert room.buffer.oldest[-1] == 8
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk, add_run_part, flip, grow, halve, make_checkpoint, remove
+from tests.survival.checkpoint_room import checkpoint_options
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import (
@@ -19,7 +20,7 @@ from myxa.actors.checkpoints.folder import (
     put_in_place,
     rank_file,
 )
-from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
+from myxa.actors.trainer.checkpoints import Checkpoints
 from myxa.core.errors import TrainError
 
 DAMAGE = {
@@ -124,12 +125,12 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
 
 def pruned(folder: Path, newest: int, **options: Any) -> list[int]:
     nobody: Any = None
-    kept = Checkpoints(nobody, CheckpointOptions(run_dir=str(folder.parent), **options), nobody, nobody, nobody)
+    kept = Checkpoints(nobody, checkpoint_options(folder.parent, **options), nobody, nobody, nobody)
     kept._prune(folder / f"version_{newest:08d}")
     return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(("keep_last", "left"), [(1, [45]), (2, [45, 60]), (0, [45, 50, 60])])
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [45]), (2, [45, 60]), (3, [45, 50, 60])])
 def test_the_one_just_written_stays_whatever_a_life_before_left_there(tmp_path: Path, keep_last: int, left: list[int]):
     """A run that went back to step 40 writes 45 beside 50 and 60 of the life that it left."""
     for version in (45, 50, 60):
@@ -170,7 +171,7 @@ def test_one_that_lost_its_place_in_a_crash_counts_as_any_other(tmp_path: Path):
         (tmp_path / f"version_{version:08d}").replace(tmp_path / f".old-version_{version:08d}")
     (tmp_path / "version_20-mine").mkdir()
     nobody: Any = None
-    kept = Checkpoints(nobody, CheckpointOptions(str(tmp_path), keep_last=2), nobody, nobody, nobody)
+    kept = Checkpoints(nobody, checkpoint_options(tmp_path, keep_last=2), nobody, nobody, nobody)
     kept._prune(tmp_path / "version_00000030")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [".old-version_00000020", "version_00000030", "version_20-mine"]

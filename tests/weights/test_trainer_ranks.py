@@ -24,6 +24,7 @@ from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channels.sender import DeviceWeightSender, SentChannel
 from myxa.actors.weights.publish import ChannelEnd
 from myxa.actors.weights.receive import TrainerSenders
+from myxa.core.config import AlgoConfig
 from myxa.core.errors import MyxaError
 from myxa.core.messages import WeightManifest
 from myxa.core.process import boot_id
@@ -73,7 +74,7 @@ class StageBackend:
 
 def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChannel = "nccl", beside: int = 2) -> Trainer:
     """`beside`: so many ranks, the first ones, are on the GPUs of engines."""
-    plan = StepPlanOptions(kind="grpo", normalise="group", num_ranks=2, max_tokens=100, minibatches=1)
+    plan = StepPlanOptions(AlgoConfig(), num_ranks=2, max_tokens=100, minibatches=1)
     leader = TrainLoopOptions(
         world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir),
         checkpoints=CheckpointOptions(run_dir=str(run_dir)), channel=channel,
