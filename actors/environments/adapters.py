@@ -25,7 +25,7 @@ from ..gateway.server import MAX_BODY_BYTES
 from ..gateway.session import RequestFault
 from ..user_code.functions import Expected, named_code
 from ..workflows.failures import EnvironmentFailure, SandboxFailure
-from .session import ENDED_BY, Environment, EnvironmentSession, Message, Row
+from .session import TOO_LONG, Environment, EnvironmentSession, Message, Row
 
 GAME = Expected("environments.NAME.id", 0, "class Game: def reset(self, seed, options) ...; def step(self, action) ...")
 TASKSET = Expected("environments.NAME.id", 0, "class Tasks(verifiers.v1.Taskset)")
@@ -118,10 +118,7 @@ class Tools(Environment):
         self.mcp = importlib.import_module("mcp")
         if not hasattr(self.mcp, "Client"):
             raise ConfigError("the package mcp is older than 2.0", remedy="install a newer one")
-        servers: Any = self.args.get("servers")
-        if not servers:
-            raise ConfigError("args.servers is empty", remedy='name servers: { files = { command = ["..."] } }')
-        self.servers: dict[str, Any] = {one: self._server(one, how) for one, how in servers.items()}
+        self.servers: dict[str, Any] = {one: self._server(one, how) for one, how in self.args["servers"].items()}
 
     def _server(self, name: str, how: Mapping[str, Any]) -> Any:
         if isinstance(how.get("url"), str):
@@ -344,8 +341,8 @@ class Verifiers(Environment):
                 raise RequestFault("auth", "there is no such session")
             return web.json_response(await session.ask(await request.read(), path))
         except RequestFault as fault:
-            if session is not None and fault.kind in ENDED_BY:
-                session.metadata["ended_by"] = ENDED_BY[fault.kind]
+            if session is not None and fault.kind == "too-long":
+                session.metadata["ended_by"] = TOO_LONG
             return web.json_response(fault_body(path, fault), status=STATUS[fault.kind])
 
     async def run(self, session: EnvironmentSession) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from ...core.errors import ConfigError
@@ -31,20 +30,7 @@ from ..workflows.failures import EnvironmentFailure
 T = TypeVar("T")
 Row = dict[str, Any]
 Message = dict[str, Any]
-MAX_METADATA = 32 << 10
-ENDED_BY: Mapping[str, str] = {"too-long": "context_length_exceeded"}
-"""Faults of requests after which what there is, is scored."""
-
-
-class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which one."""
-
-    name: str = ""
-    """Its table in the run file."""
-    kind: str
-    id: str
-    args: dict[str, Any]
-    malformed_reward: float = 0.0
+TOO_LONG = "context_length_exceeded"
 
 
 class NoTurn(Exception):
@@ -83,8 +69,9 @@ class Environment:
 class EnvironmentSession:
     """One rollout in its environment."""
 
-    def __init__(self, environment: Environment, spec: EnvironmentSpec) -> None:
-        self._environment, self._spec = environment, spec
+    def __init__(self, environment: Environment, name: str, malformed_reward: float) -> None:
+        """`name`: of its table in the run file."""
+        self._environment, self._name, self._malformed_reward = environment, name, malformed_reward
         self.num_turns = 0
         self.reward: float | None = None
         """None: the sum of what turns earned, if any did; else the run's reward function judges."""
@@ -121,8 +108,8 @@ class EnvironmentSession:
         try:
             told = await self.ask(json_of(body))
         except RequestFault as fault:
-            if fault.kind in ENDED_BY:
-                raise NoTurn(ENDED_BY[fault.kind]) from None
+            if fault.kind == "too-long":
+                raise NoTurn(TOO_LONG) from None
             raise EnvironmentFailure(f"the turn was refused: {fault.text}") from fault
         message: Message = told["choices"][0]["message"]
         self.messages.append({key: value for key, value in message.items() if value is not None})
@@ -181,18 +168,15 @@ class EnvironmentSession:
             await self._environment.run(self)
         except NoTurn as no:  # what there is, is scored
             self.metadata["ended_by"] = str(no)
-        malformed = self._malformed if self._spec.malformed_reward else set[int]()
+        malformed = self._malformed if self._malformed_reward else set[int]()
         for turn in (self.turn_rewards.keys() | malformed) & self._answers.keys():
-            reward = self.turn_rewards.get(turn, 0.0) + self._malformed_reward({turn})
+            reward = self.turn_rewards.get(turn, 0.0) + self._malformed_reward * (turn in malformed)
             self._session.reward_turn(self._answers[turn], _finite(reward))
         samples = self._session.samples()
         if not samples:
             raise EnvironmentFailure("it ended without a turn of the model")
-        written = json_of(self.metadata)
-        told = {"left_out": f"{len(written)} bytes of metadata"}
-        if len(written) <= MAX_METADATA:
-            told = json.loads(written, parse_constant=str)
-        told |= {"environment": self._spec.name, "num_malformed": len(self._malformed)}
+        told = json.loads(json_of(self.metadata), parse_constant=str)
+        told |= {"environment": self._name, "num_malformed": len(self._malformed)}
         return (*samples[:-1], replace(samples[-1], metadata=told))
 
     async def finalize(self, ctx: WorkflowContext, samples: object) -> None:
@@ -202,7 +186,7 @@ class EnvironmentSession:
         await self._environment.score(self)
         if self.reward is None:
             return samples[-1].reward
-        return _finite(self.reward + self._malformed_reward(self._malformed))
+        return _finite(self.reward + self._malformed_reward * len(self._malformed))
 
     async def teardown(self) -> None:
         try:
@@ -217,9 +201,6 @@ class EnvironmentSession:
         for end in ends:
             if isinstance(end, Exception):
                 raise end
-
-    def _malformed_reward(self, turns: set[int]) -> float:
-        return self._spec.malformed_reward * len(turns & self._malformed)
 
 
 def json_of(value: object) -> bytes:

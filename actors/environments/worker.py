@@ -1,18 +1,18 @@
 """A worker process for sessions of one environment, by the interpreter that has its package and this myxa.
 
-It is a workflow's worker (`workflows/worker.py`) whose workflow is the environment. `python -m` this module reads an
-`EnvironmentSpec` as JSON and prints the environment's rows.
+It is a workflow's worker (`workflows/worker.py`) whose workflow is the environment. `python -m` this module reads kind,
+id and args as JSON and prints the environment's rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from functools import partial
-
-import msgspec
+from typing import Any
 
 from ...core.errors import ConfigError, MyxaError, UserCodeError
 from ..gateway.clients import SdkWorker
@@ -20,7 +20,7 @@ from ..user_code.functions import what_was_raised
 from ..user_code.process import run_worker
 from ..workflows.named import PHASES, OwnWorkflow
 from .adapters import ENVIRONMENTS
-from .session import EnvironmentSession, EnvironmentSpec, json_of
+from .session import EnvironmentSession, json_of
 
 
 class EnvironmentWorker(SdkWorker):
@@ -29,20 +29,21 @@ class EnvironmentWorker(SdkWorker):
     blames = "environment"
 
     def load(self) -> OwnWorkflow:
-        self._of = of = msgspec.convert(self.spec.args, EnvironmentSpec)
-        steps = {"run": "step"}
-        self.phase_waits = {phase: ("environment", f"{of.name} {steps.get(phase, phase)}") for phase in PHASES}
+        of = self.spec.args
+        name, steps = of["name"], {"run": "step"}
+        self.phase_waits = {phase: ("environment", f"{name} {steps.get(phase, phase)}") for phase in PHASES}
         with loading(of):
-            self._environment = ENVIRONMENTS[of.kind](of.id, of.args)
-        return OwnWorkflow(partial(EnvironmentSession, self._environment, of), {}, is_class=True)
+            self._environment = ENVIRONMENTS[of["kind"]](of["id"], of["args"])
+        made = partial(EnvironmentSession, self._environment, name, of["malformed_reward"])
+        return OwnWorkflow(made, {}, is_class=True)
 
     async def begin(self, stack: contextlib.AsyncExitStack) -> None:
-        with loading(self._of):
+        with loading(self.spec.args):
             await self._environment.start(stack)
 
 
 @contextlib.contextmanager
-def loading(of: EnvironmentSpec) -> Generator[None]:
+def loading(of: Mapping[str, Any]) -> Generator[None]:
     """Whatever is raised meanwhile says which environment it is about."""
     try:
         yield
@@ -51,17 +52,17 @@ def loading(of: EnvironmentSpec) -> Generator[None]:
     except Exception as error:
         kind = ConfigError if isinstance(error, ImportError) else UserCodeError
         remedy = f"mend it; it was loaded by {sys.executable}"
-        raise kind(f"{of.kind} {of.id}: raised {what_was_raised(error)}", remedy=remedy) from error
+        raise kind(f"{of['kind']} {of['id']}: raised {what_was_raised(error)}", remedy=remedy) from error
 
 
 def print_rows() -> None:
     """Of the environment whose spec comes as JSON; what the environment prints becomes the log."""
     rows = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    of = msgspec.json.decode(sys.stdin.buffer.read(), type=EnvironmentSpec)
+    of = json.load(sys.stdin)
     try:
         with loading(of):
-            for row in ENVIRONMENTS[of.kind](of.id, of.args).rows():
+            for row in ENVIRONMENTS[of["kind"]](of["id"], of["args"]).rows():
                 rows.write(json_of(row) + b"\n")
     except MyxaError as error:
         sys.exit(error.message)

@@ -234,13 +234,11 @@ def environments(run: CheckedRun) -> Iterator[Finding]:
         if of.kind == "gym" and ":" in of.id:
             package = "json"
         try:
-            has_package = _probe_ours(f"{key}: {python}", python, ENVIRONMENT_PROBE.format(name=package), of.env)
+            if not _probe_ours(f"{key}: {python}", python, ENVIRONMENT_PROBE.format(name=package), of.env):
+                text = f'{key}: {python} has no module "{package}", which kind = "{of.kind}" needs'
+                raise ConfigError(text, remedy=f"install {package} there, beside myxa")
         except MyxaError as error:
             yield Finding(key, error)
-            continue
-        if not has_package:
-            text = f'{key}: {python} has no module "{package}", which kind = "{of.kind}" needs'
-            yield Finding(key, ConfigError(text, remedy=f"install {package} there, beside myxa"))
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -78,6 +79,18 @@ class Count:
     def close(self) -> None:
         note("close", self._row.get("session_id"), self._row.get("attempt"))
         self._misbehaves("close")
+
+
+class Async(Count):
+    """Its steps are coroutines; the row says whether one waits for ever, or holds the loop of all sessions."""
+
+    async def step(self, action: str) -> Any:
+        mode = self._row["metadata"].get("mode", "")
+        if self._row["attempt"] == 0 and mode == "waits":
+            await asyncio.Event().wait()
+        if self._row["attempt"] == 0 and mode == "holds":
+            time.sleep(20)  # noqa: ASYNC251 -- that it does so is the point
+        return super().step(action)
 
 
 class Pictures(Count):

@@ -61,8 +61,13 @@ def test_paths_are_those_of_the_run_file(tmp_path: Path) -> None:
 
 
 def test_interpreters_are_looked_at_before_a_run(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
     gone = (
         BASE
+        + MAZE.replace("[environments.maze]", "[environments.bare]")
+        + f'python = "{bare}"\n'
         + MAZE
         + 'python = "gone/bin/python"\n'
         + PUZZLES.replace("reasoning_gym", "openenv").replace('"sudoku"', '"http://h:1"')
@@ -70,5 +75,6 @@ def test_interpreters_are_looked_at_before_a_run(tmp_path: Path) -> None:
     config = loaded(tmp_path, gone)
     run = CheckedRun(config, [ActorSpec(name="rollout/0", role="rollout", index=0, node=0, kind="embedded")])
     found = {one.key: one.error.message for one in environments(run)}
+    assert "cannot import myxa" in found["environments.bare.python"]
     assert "cannot be run" in found["environments.maze.python"]
     assert f'{sys.executable} has no module "openenv"' in found["environments.puzzles.python"]
