@@ -65,8 +65,8 @@ RELATIONS = (
     "rollout.temperature=1 algo.kind=sft for algo.ref_urls: servers score at temperature 1; or use algo.ref_path",
     # Agents and environments
     "agent.command agent.url agent.polls for rollout.workflow=agent: there must be a program or a service",
-    "reward.fn=workflow for agent.reward: it says the reward",
-    "roles.gateway.count needs rollout.workflow=agent gateway.eval_requests: it has nothing to serve",
+    "reward.fn=workflow for agent.reward: the agent says the reward",
+    "roles.gateway.count needs rollout.workflow=agent gateway.eval_requests: it would have nothing to serve",
     "roles.gateway.count=1 for roles.gateway",
     "environments for rollout.workflow=environment: write a table [environments.NAME]",
     "rollout.workflow=environment for environments",
@@ -105,7 +105,7 @@ RELATIONS = (
     'weights.channel=nccl needs memory.share=none: use "cuda_ipc" ("shm" on the CPU) or "disk"',
     "memory.share=switch needs roles.rollout.kind=embedded roles.trainer.devices: name GPUs for both roles, or none",
     "memory.share=switch needs roles.trainer.kind=torch roles.trainer.devices: name GPUs for both roles, or none",
-    "memory.capacity_mb roles.trainer.devices for memory.share=switch: it is MiB of the host, a device on the CPU",
+    "memory.capacity_mb roles.trainer.devices for memory.share=switch: MiB of the host that are a device on the CPU",
     # Weights and evaluation
     'weights.channel=nccl,cuda_ipc needs roles.rollout.kind=sglang: others take "shm" or "disk"',
     'weights.channel=shm needs roles.rollout.kind!=sglang: it takes "nccl", "cuda_ipc" or "disk"',

@@ -439,14 +439,12 @@ class RolloutSettings(Section, frozen=True):
     """Seconds between two reports of the tokens so far to the buffer, so that a rollout actor that is killed costs no
     more than what came since; 0 = only groups that are handed back keep their tokens."""
 
+    relations = (f"workflow_args needs workflow!={','.join(WORKFLOW_NAMES)}: that is for a workflow of your own",)
+
     def conflicts(self) -> Iterator[Conflict]:
-        """Arguments without a workflow that takes them, and a minimum length above the maximum."""
-        return clashes(
-            (self.min_new_tokens > self.max_new_tokens, "min_new_tokens",
-             f"is above max_new_tokens = {self.max_new_tokens}"),
-            (self.workflow_args and ":" not in self.workflow, "workflow_args",
-             f'is for a workflow of your own; "{self.workflow}" takes none'),
-        )  # fmt: skip
+        """A minimum length above the maximum."""
+        cause = f"is above max_new_tokens = {self.max_new_tokens}"
+        return clashes((self.min_new_tokens > self.max_new_tokens, "min_new_tokens", cause))
 
 
 def _router(value: str) -> str:
