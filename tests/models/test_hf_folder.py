@@ -416,7 +416,7 @@ def test_e10_numbers_beyond_all_bounds_in_a_header_are_refused(tmp_path: Path, n
     header = ('{"w": {' + ", ".join(f'"{key}": {value}' for key, value in entry.items()) + "}}").encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    with pytest.raises(ModelError, match="tensor w"), open_safetensors(path):
+    with pytest.raises(ModelError, match="is not a whole safetensors file"), open_safetensors(path):
         pass
 
 
@@ -428,10 +428,10 @@ TENSOR = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     ("text", "says"),
     [
         (b"{" + b",".join(b'"t%d":%b' % (i, TENSOR) for i in range(400_000)) + b"}", "bytes, more than 16777216"),
-        (b'{"a":[' + b"[]," * 5_000_000 + b"0]}", "commas, more than"),
-        (b"{" + b",".join(b'"%d":0' % i for i in range(300_000)) + b"}", "names 300000 tensors, more than 262144"),
+        (b'{"a":[' + b"[]," * 5_000_000 + b"0]}", "invalid type: sequence"),
+        (b"{" + b",".join(b'"%d":0' % i for i in range(300_000)) + b"}", "invalid type: integer"),
         (b'{"a":{"dtype":"F32","shape":[' + b"1," * 999_999 + b'1],"data_offsets":[0,4]}}', "1000000 dimensions"),
-        (b'{"a":' * 60_000 + b"1" + b"}" * 60_000, "header is not JSON"),
+        (b'{"a":' * 60_000 + b"1" + b"}" * 60_000, "deserializing header"),
     ],
     ids=["tensors", "lists", "names", "dimensions", "depth"],
 )
