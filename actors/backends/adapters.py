@@ -10,9 +10,9 @@ seconds; it judges what is exported in the tests.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,9 +111,4 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of that name is part of one."""
-    return name.rpartition(".")[2] in PARTS
-
-
-def trained_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of a model's adapters, by name."""
-    return ((name, parameter) for name, parameter in cast(Any, model).named_parameters() if is_adapter(name))
+    return name.rpartition(".")[2].startswith(PARTS)

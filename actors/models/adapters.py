@@ -74,14 +74,6 @@ def num_adapted(lora: LoraConfig, model: ModelConfig) -> int:
     return sum(lora.rank * (rows + columns) for rows, columns in matrices)
 
 
-def check_adapters(lora: LoraConfig, model: ModelConfig) -> None:
-    """Raise as the trainer would. Of a foreign model transformers alone knows the matrices."""
-    if not model.foreign:
-        matrices = adapted_matrices(lora, model.tensor_shapes())
-        if lora.path:
-            read_adapter(lora, matrices)
-
-
 def adapter_shapes(rank: int, matrices: Matrices) -> dict[str, tuple[int, int]]:
     """Name of every number of adapters, as a trainer has it -> its shape."""
     return {

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ...actors.backends.megatron.families import check_adapted
 from ...actors.backends.megatron.layout import ParallelLayout, check_routing
 from ...actors.checkpoints.folder import check_model, read_manifest
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
@@ -24,7 +25,7 @@ from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, 
 from ...actors.data.row_file import Row, RowError
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
-from ...actors.models.adapters import adapter_facts, check_adapters, check_facts
+from ...actors.models.adapters import adapted_matrices, adapter_facts, check_facts, read_adapter
 from ...actors.models.hf_folder import check_critic, check_second_model, check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.safetensors_file import SCALE_SUFFIX
@@ -310,7 +311,7 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     if ("rollout", "sglang") in kinds and model.fp8_block and not config.weights.served_folder:
         yield from looked("weights.channel", _check_fp8_channel, choose_channel(config))
     if config.lora.rank and run.of("trainer"):
-        yield from looked("lora", check_adapters, config.lora, model)
+        yield from looked("lora", _check_adapters, config, model)
     if ("trainer", "torch") in kinds and config.trainer.impl == "own":
         yield from looked("model.path", model.require_plain, "the torch trainer")
     if ("rollout", "embedded") in kinds and config.generates:
@@ -331,6 +332,16 @@ def _check_fp8_channel(channel: WeightChannel) -> None:
             "theirs only between devices",
             remedy='set it to "nccl", or serve a folder in bfloat16 (`myxa convert`) and name it in model.path',
         )
+
+
+def _check_adapters(config: RunConfig, model: ModelConfig) -> None:
+    if model.foreign:  # transformers alone knows its matrices
+        return
+    matrices = adapted_matrices(config.lora, model.tensor_shapes())
+    if config.roles.trainer.kind == "megatron":
+        check_adapted(matrices, model)
+    if config.lora.path:
+        read_adapter(config.lora, matrices)
 
 
 def _check_context(config: RunConfig, model_context: int) -> None:

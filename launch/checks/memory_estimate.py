@@ -183,13 +183,13 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
     critic = critic_parameters(config.critic, model)
     adapters, item = _adapted(config, model), 4 if config.trainer.impl == "hf" else ITEM_BYTES[config.trainer.dtype]
     rows = [
-        *([("weights", item, num, "frozen"), ("adapters", 4, adapters, "float32 masters")] if adapters else
-          [("weights", 4, num, "float32 masters")]),
+        ("weights", item if adapters else 4, num, _frozen(config) or "float32 masters"),
+        ("adapters", 4, adapters, "float32 masters"),
         ("gradients", 4, adapters or num, ""),
         ("optimizer", 8, adapters or num, "AdamW's two moments"),
         ("critic", 16, critic, "trained whole: the same together"),
         ("reference model", 4, num * _has_reference_copy(config), ""),
-    ]  # fmt: skip
+    ]
     parts = [_of_each(name, each, count, what, cut, shards) for name, each, count, what in rows]
     if shards > 1:
         unit = max(2 * model.vocab_size * model.hidden_size, num // model.num_layers)
@@ -211,7 +211,7 @@ def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> 
     optimizer = int(state * (1.0 - settings.offload_optimizer) * (trained / dp + of_experts / expert_dp))
     cut = f" / {dp} replicas" if dp > 1 else ""
     return [
-        _of_each("weights", item, num, f"{dtype}, frozen" if adapters else dtype),
+        _of_each("weights", item, num, " ".join(filter(None, (dtype, _frozen(config))))),
         _of_each("adapters", item, adapters, dtype),
         _of_each("gradients", 4, adapters or num, "float32"),
         replace(_of_each("optimizer", state, adapters or num, words, cut), num_bytes=optimizer),
@@ -222,6 +222,12 @@ def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> 
 def _adapted(config: RunConfig, model: ModelConfig) -> int:
     """Numbers in the adapters; 0 without, or with targets that are a finding of `fit`."""
     return 0 if any(looked("lora", num_adapted, config.lora, model)) else num_adapted(config.lora, model)
+
+
+def _frozen(config: RunConfig) -> str:
+    """What the weights are beside adapters; empty without."""
+    is_both = config.algo.keeps_reference and not _has_reference_copy(config)
+    return ("frozen, the reference model too" if is_both else "frozen") if config.lora.rank else ""
 
 
 def _has_reference_copy(config: RunConfig) -> bool:

@@ -43,7 +43,7 @@ def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
     """A backend of a case, not set up yet."""
     from myxa.actors.backends.megatron.backend import MegatronBackend, MegatronRankSettings
     from myxa.actors.backends.torch_backend.world import Gang
-    from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+    from myxa.core.config import AlgoConfig, LoraConfig, OptimizerConfig, TrainerConfig
     from myxa.core.config.learning import MegatronSettings
 
     return MegatronBackend(
@@ -53,6 +53,7 @@ def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
             optimizer=OptimizerConfig.model_validate(case.get("optimizer", spec["optimizer"])),
             trainer=TrainerConfig.model_validate(case.get("trainer", {})),
             megatron=MegatronSettings.model_validate(case.get("megatron", {})),
+            lora=LoraConfig.model_validate(case.get("lora", {})),
             num_steps=9,
             device=spec.get("device", "cpu"),
             gang=Gang(

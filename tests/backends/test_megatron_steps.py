@@ -22,9 +22,12 @@ from safetensors.numpy import load_file
 from myxa.actors.backends.convert import convert
 from myxa.actors.backends.megatron.layout import ParallelLayout, check_routing
 from myxa.actors.backends.megatron.verbatim import check_tables
+from myxa.actors.backends.rank_backend import named_array
 from myxa.actors.checkpoints.folder import find_checkpoint, read_manifest
+from myxa.actors.models.adapters import adapted_matrices, adapter_shapes, file_name, write_adapter
 from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.config import LoraConfig
 from myxa.core.errors import ConfigError, TrainError
 from myxa.launch.host import quiet_port
 
@@ -49,6 +52,9 @@ MASKED = {
 DISTILLED = {**GRPO, "kl_in": "advantage", "kl_kind": "k1"}
 SERVED = {**DISTILLED, "ref_urls": ["http://teacher:30000"], "ref_update_every": 0}
 OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"}
+ADAPTED = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
+LORA = {"rank": 4, "alpha": 8}
+QV = {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj"]}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
 SEEDS = (11, 12, 13)
@@ -79,6 +85,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "alone", "loses_a_folder": True},
         {"name": "experts", "is_moe": True, "algo": PLAIN},
+        {"name": "lora-experts", "is_moe": True, "algo": PLAIN, "lora": QV},
         {"name": "routed-anew", **ROUTED},
         {"name": "routing-replayed", **ROUTED, "megatron": {"routing_replay": True}},
         {"name": "muon", **MUON, "is_refused": not HAS_MUON},
@@ -95,6 +102,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "pp2", "megatron": {"pp": 2}, "algo": SERVED, "reloads": True},
         {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "has_reference": True},
         {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
+        {
+            "name": "lora-tp2-sp",
+            "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+            "algo": ADAPTED,
+            "lora": LORA,
+        },
+        {"name": "lora-dp2", "algo": ADAPTED, "lora": QV, "export_hf": True},
+        {"name": "lora-ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "lora": QV},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
         {
             "name": "bf16-pp2",
@@ -107,6 +122,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
     4: [
         {"name": "tp2-pp2", "megatron": {"tp": 2, "pp": 2}, "save": True, "export_hf": True, "poison": True},
         {"name": "dp2-tp2", "megatron": {"tp": 2}, "load": "tp2-pp2"},
+        {
+            "name": "lora-tp2-pp2",
+            "megatron": {"tp": 2, "pp": 2},
+            "algo": ADAPTED,
+            "lora": LORA,
+            "save": True,
+            "export_hf": True,
+        },
+        {"name": "lora-dp2-cp2", "megatron": {"cp": 2}, "algo": ADAPTED, "lora": LORA, "load": "lora-tp2-pp2"},
         {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN},
     ],
 }
@@ -160,10 +184,32 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Callable[[dict[str, Any], Path], str]:
+    """A folder of adapters that change something, so that both halves of each have a gradient from the start."""
+    known: dict[str, str] = {}
+
+    def make(lora: dict[str, Any], model: Path) -> str:
+        place = f"{lora} of {model}"
+        if place not in known:
+            rng, folder = np.random.default_rng(7), tmp_path_factory.mktemp("adapter")
+            matrices = adapted_matrices(LoraConfig.model_validate(lora), read_config(model).tensor_shapes())
+            named = [
+                named_array(file_name(name), torch.tensor(rng.normal(size=shape) * 0.1, dtype=torch.float32))
+                for name, shape in adapter_shapes(lora["rank"], matrices).items()
+            ]
+            write_adapter(folder, str(model), lora, named)
+            known[place] = str(folder)
+        return known[place]
+
+    return make
+
+
+@pytest.fixture(scope="module")
 def gangs(
     dense: Path,
     experts: Path,
     reference: Path,
+    adapter: Callable[[dict[str, Any], Path], str],
     tmp_path_factory: pytest.TempPathFactory,
     ranks: Callable[..., list[tuple[int, str]]],
 ) -> Gangs:
@@ -178,6 +224,8 @@ def gangs(
                 for case in CASES[num_ranks]
             ]
             for case in cases:
+                if "lora" in case:
+                    case["lora"] = {**case["lora"], "path": adapter(case["lora"], Path(case["model"]))}
                 if case.pop("has_reference", False):
                     case["algo"] = {**case.get("algo", GRPO), "ref_path": str(reference)}
             spec = {
@@ -200,12 +248,14 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
     gang_rank = steps.sibling("gang_rank")
     known: dict[str, dict[str, Any]] = {}
 
-    def judged(algo: dict[str, Any], temperatures: tuple[float, ...] = ()) -> dict[str, Any]:
+    def judged(
+        algo: dict[str, Any], temperatures: tuple[float, ...] = (), lora: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         kind = algo["kind"]
         temperatures = temperatures or TEMPERATURES.get(kind, COOL)
-        place = f"{algo} at {temperatures}"
+        place = f"{algo} at {temperatures} by {lora}"
         if place not in known:
-            backend = gang_rank.make_backend(dense, algo=algo, optimizer=OPTIMIZER, num_steps=9)
+            backend = gang_rank.make_backend(dense, algo=algo, optimizer=OPTIMIZER, lora=lora, num_steps=9)
             backend.setup()
             drawn: dict[str, Any] = {
                 "kind": kind, "minibatches": algo["minibatches"], "temperatures": temperatures,
@@ -244,9 +294,10 @@ def expected(num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[
     spec = json.loads((gangs(num_ranks) / "spec.json").read_text())
     case = next(case for case in spec["cases"] if case["name"] == name)
     if not case.get("is_moe"):
-        return judge(case.get("algo", spec["algo"]))
-    (alone,) = results(gangs(1), "experts")
-    return {**alone, "weights": arrays(gangs(1), "experts", "weights")}
+        return judge(case.get("algo", spec["algo"]), lora=case.get("lora"))
+    other = "lora-experts" if "lora" in case else "experts"
+    (alone,) = results(gangs(1), other)
+    return {**alone, "weights": arrays(gangs(1), other, "weights")}
 
 
 def check_metrics(found: dict[str, float], right: dict[str, float], what: object, rel: float = 1e-4) -> None:
@@ -321,7 +372,11 @@ def test_muon_is_refused_by_name_where_megatron_has_none(gangs: Gangs) -> None:
     assert "emerging-optimizers" in result["refused"]
 
 
-SAVED = [("tp2-pp2", "dp2-tp2"), *([("muon-dp2-tp2", "muon-pp2")] if HAS_MUON else [])]
+SAVED = [
+    ("tp2-pp2", "dp2-tp2"),
+    ("lora-tp2-pp2", "lora-dp2-cp2"),
+    *([("muon-dp2-tp2", "muon-pp2")] if HAS_MUON else []),
+]
 
 
 @pytest.mark.parametrize(("source", "target"), SAVED)
@@ -361,7 +416,7 @@ def test_a_checkpoint_folder_tells_what_it_is_and_when_it_is_torn(gangs: Gangs, 
         read_manifest(torn)
 
 
-@pytest.mark.parametrize(("num_ranks", "name"), [(4, "tp2-pp2"), (2, "ep2")])
+@pytest.mark.parametrize(("num_ranks", "name"), [(4, "tp2-pp2"), (4, "lora-tp2-pp2"), (2, "ep2")])
 def test_checkpoints_of_any_layout_convert_to_a_huggingface_folder(
     num_ranks: int, name: str, gangs: Gangs, dense: Path, experts: Path, tmp_path: Path
 ) -> None:
@@ -370,8 +425,8 @@ def test_checkpoints_of_any_layout_convert_to_a_huggingface_folder(
     assert (done["backend"], done["dtype"]) == ("megatron", "float32")
     saved, found = arrays(out, name, "weights"), load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == saved.keys()
-    for key, value in saved.items():
-        np.testing.assert_array_equal(found[key], value, err_msg=key)
+    for key, value in saved.items():  # what is merged here is multiplied as a whole there, in parts on ranks
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-6 if "lora" in name else 0, err_msg=key)
     with open_weights(tmp_path / "hf", read_config(tmp_path / "hf")):
         """Whole, and of the shapes that its config says."""
 
@@ -416,7 +471,33 @@ def test_an_exported_folder_holds_the_weights_that_were_trained(gangs: Gangs, de
         assert np.array_equal(written[key], value), key
 
 
-@pytest.mark.parametrize(("num_ranks", "name"), [(2, "pp2"), (2, "tp2-sp"), (4, "cp2-pp2"), (2, "ep2")])
+@pytest.mark.parametrize(("num_ranks", "name", "lora"), [(2, "lora-dp2", QV), (4, "lora-tp2-pp2", LORA)])
+def test_adapters_that_are_exported_are_a_folder_that_the_torch_trainer_starts_from(
+    num_ranks: int, name: str, lora: dict[str, Any], gangs: Gangs, dense: Path, tmp_path: Path
+) -> None:
+    folder, gang_rank = gangs(num_ranks) / name, steps.sibling("gang_rank")
+    told = json.loads((folder / "hf" / "adapter_config.json").read_text())
+    assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", 4, 8)
+    backend = gang_rank.make_backend(dense, lora={**lora, "path": str(folder / "hf")})
+    backend.setup()
+    trained = arrays(gangs(num_ranks), name, "weights_after" if case_of(num_ranks, name).get("save") else "weights")
+    gang_rank.close(gang_rank.weights_of(backend), trained, 1e-6)
+    backend.close()
+    if case_of(num_ranks, name).get("save"):
+        done = convert(folder / "checkpoint", dense, tmp_path / "adapter", adapter=True)
+        assert done["num_tensors"] == len(load_file(folder / "hf" / "adapter_model.safetensors"))
+        backend = gang_rank.make_backend(dense, lora={**lora, "path": str(tmp_path / "adapter")})
+        backend.setup()
+        gang_rank.close(gang_rank.weights_of(backend), arrays(gangs(num_ranks), name, "weights"), 1e-6)
+        backend.close()
+        held = sum(path.stat().st_size for path in (folder / "checkpoint").glob("*.distcp"))
+        whole = sum(path.stat().st_size for path in (gangs(num_ranks) / "tp2-pp2" / "checkpoint").glob("*.distcp"))
+        assert held < whole / 4, "adapters and their moments alone"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [(2, "pp2"), (2, "tp2-sp"), (4, "cp2-pp2"), (4, "lora-tp2-pp2"), (2, "ep2")]
+)
 def test_on_the_device_every_stage_sends_its_own_tensors_once_or_every_rank_has_all(
     num_ranks: int, name: str, gangs: Gangs
 ) -> None:

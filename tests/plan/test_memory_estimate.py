@@ -73,6 +73,24 @@ def test_it_says_what_the_memory_manager_is_told(dtype: str, ranks: int) -> None
     assert {tag: said[name] for tag, name in names.items()} == {tag: size for tag, (size, _) in told.items()}
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("torch", "bfloat16"), ("torch", "float32"), ("megatron", "bfloat16")])
+def test_adapters_alone_have_gradients_and_moments_and_the_weights_are_the_reference(kind: str, dtype: str) -> None:
+    model, item = SHAPES["0.6B"], 2 if dtype == "bfloat16" else 4
+    num = sum(16 * sum(shape) for name, shape in model.tensor_shapes().items() if name.endswith("_proj.weight"))
+    assert num == 10_092_544, "PEFT's count for Qwen3-0.6B, r = 16, all-linear"
+    sections: dict[str, Any] = {"trainer": {"dtype": dtype}, "algo": {"kl_coef": 0.1}, "lora": {"rank": 16}}
+    parts = {part.name: part for part in trainer_memory(run(kind, 1, **sections), model, 1)}
+    sizes = {name: part.num_bytes for name, part in parts.items()}
+    assert sizes["weights"] == item * model.num_parameters
+    assert "the reference model too" in parts["weights"].how
+    assert not {"reference model", "weights in bfloat16"} & sizes.keys()
+    masters = 4 if kind == "torch" else item
+    assert (sizes["adapters"], sizes["gradients"]) == (masters * num, 4 * num)
+    assert sizes["optimizer"] == (8 if kind == "torch" or item == 4 else 12) * num
+    other = trainer_memory(run(kind, 1, **sections | {"algo": {"kl_coef": 0.1, "ref_path": "other"}}), model, 1)
+    assert "reference model" in {part.name for part in other}
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [("0.6B", "float32"), ("8B", "bfloat16")])
 def test_a_critic_is_a_second_model_that_is_trained(shape: str, dtype: str) -> None:
     """What the plan says is what the memory manager is told. It has no vocabulary head, but that of its values."""

@@ -20,11 +20,13 @@ from ....core.clock import Clock
 from ....core.config.learning import MegatronSettings
 from ...models.hf_folder import check_second_model, read_config
 from ...models.model_config import ModelConfig
+from ..adapters import WithoutAdapters
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from ..torch_backend.accounting import Loaded, ReferenceModel, agree_on_source, check_schedule, load_functions
 from ..torch_backend.tensors import DTYPE_OF
 from . import mcore
+from .adapters import MegatronAdapters
 from .batch import PackCutting
 from .checkpoint import MegatronTrainingState
 from .hf_weights import iter_hf_tensors, load_hf_folder
@@ -82,6 +84,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                     home.begin(precision.device.index or 0)
                 with self._region("chunks"):
                     chunks = self._chunks(model, precision, config.model_path)
+                adapters = MegatronAdapters(config.lora, config.seed, chunks, model) if config.lora.rank else None
                 with self._region("buffers"):
                     wrapped = wrap_chunks(chunks, config.megatron)
                 if home is not None:
@@ -90,15 +93,16 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                     optimizer = MegatronOptimizer(wrapped, config.optimizer, config.megatron, precision)
                 with self._region("moments"):
                     optimizer.make_moments()
-                reference = self._reference(model, precision) if config.algo.keeps_reference else None
+                keeps_reference = config.algo.keeps_reference and (adapters is None or bool(config.algo.ref_path))
+                reference = self._reference(model, precision) if keeps_reference else None
                 if home is not None:
                     home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written
         except BaseException:
             world.close()
             raise
-        self._parts = self._assembled(world, model, wrapped, optimizer, reference, user)
-        return self._facts(model, world, wrapped, has_reference=reference is not None)
+        self._parts = self._assembled(world, model, wrapped, optimizer, reference, user, adapters)
+        return self._facts(model, world, wrapped, has_reference=config.algo.keeps_reference)
 
     def _assembled(
         self,
@@ -108,22 +112,33 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         optimizer: MegatronOptimizer,
         reference: ReferenceModel[Any] | None,
         user: Loaded,
+        adapters: MegatronAdapters | None,
     ) -> RankParts:
         config = self._config
         routing = RoutingReplay(chunks) if config.megatron.routing_replay else None
         policy = MegatronPolicy(chunks, optimizer, self._cutting(world), world, model.vocab_size, routing)
 
+        if adapters is not None and reference is None and config.algo.keeps_reference:
+            reference = ReferenceModel(WithoutAdapters(policy, adapters), self._reference_written, can_renew=False)
+
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
             optimizer.settle()
-            return iter_hf_tensors(chunks, model, to_all=to_all)
+            return iter_hf_tensors(
+                chunks, model, to_all=to_all, pick=Tensor.detach if adapters is None else adapters.weight_of
+            )
 
-        types, has_stages = config.export_types(model), config.layout.pp > 1
+        def whole_adapters() -> Iterator[tuple[str, Tensor]]:
+            optimizer.settle()
+            return iter(()) if adapters is None else adapters.whole(world.sum)
+
         exporter = Exporter(
-            world, model, types, config.model_path, whole_tensors, {}, lambda: iter(()), has_stages=has_stages
-        )
+            world, model, config.export_types(model), config.model_path, whole_tensors, config.lora_facts(),
+            whole_adapters, has_stages=config.layout.pp > 1,
+        )  # fmt: skip
         state = MegatronTrainingState(
-            world=world, model=model, reference=reference, policy=policy, layout=config.layout
-        )
+            world=world, model=model, reference=reference, policy=policy, layout=config.layout, lora=exporter.lora,
+            adapters=adapters,
+        )  # fmt: skip
         return RankParts(world, Stepper(policy, reference, config.step_settings(user), self._clock), exporter, state)
 
     def _facts(
@@ -168,7 +183,8 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             chunks = self._chunks(model, precision, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
-        return ReferenceModel(Pipeline(chunks, model.vocab_size), self._reference_written)
+        pipeline = Pipeline(chunks, model.vocab_size)
+        return ReferenceModel(pipeline, self._reference_written, can_renew=not self._config.lora.rank)
 
     def _cutting(self, world: MegatronWorld) -> PackCutting:
         layout = self._config.layout

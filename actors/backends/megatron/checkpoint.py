@@ -36,6 +36,7 @@ from ...models.safetensors_file import open_safetensors
 from ..checkpoint import RankCopy, TrainingState, random_state, restore_random
 from ..rank_backend import named_array
 from . import mcore
+from .adapters import MegatronAdapters
 from .hf_weights import unwrapped
 from .layout import ParallelLayout
 from .schedule import MegatronPolicy
@@ -153,6 +154,7 @@ class MegatronTrainingState(TrainingState):
 
     policy: MegatronPolicy
     layout: ParallelLayout
+    adapters: MegatronAdapters | None = None
 
     def facts(self) -> dict[str, Any]:
         return {"backend": "megatron", "layout": asdict(self.layout)}
@@ -175,7 +177,9 @@ class MegatronTrainingState(TrainingState):
     def restore(self, path: Path, manifest: Manifest) -> None:
         with as_train_error("reading"):
             loaded = mcore.module("dist_checkpointing").load(_sharded(self, is_loading=True), str(path))
-        for name, chunk in _named_chunks(self.policy.chunks):
+        if self.adapters is not None:
+            self.adapters.restore(loaded["adapters"])
+        for name, chunk in _named_chunks(self.policy.chunks) if self.adapters is None else ():
             chunk.load_state_dict(loaded[name], strict=True)
         _restore_optimizer(self.policy.optimizer.megatron, loaded["optimizer"])
         if self.reference is not None and self.reference.version:
@@ -192,9 +196,12 @@ def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any
     """Megatron's state dict of shards; keys of its tensors are global, those of the dict are this rank's stages."""
     group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**SHARDING, "dp_cp_group": group}
-    shards: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(state.policy.chunks)
-    }
+    chunks = _named_chunks(state.policy.chunks)
+    shards: dict[str, Any] = (
+        {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in chunks}
+        if state.adapters is None
+        else {"adapters": state.adapters.sharded()}
+    )
     if state.reference is not None and state.reference.version:
         for name, chunk in _named_chunks(state.reference.model.chunks):
             shards[f"{REFERENCE}{name}"] = chunk.sharded_state_dict(prefix=REFERENCE, metadata=metadata)

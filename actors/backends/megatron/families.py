@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....core.errors import ModelError, TrainError
+from ....core.errors import ConfigError, ModelError, TrainError
 from ...models.model_config import ROUTER_BIAS, ModelConfig
 
 if TYPE_CHECKING:
@@ -268,3 +268,16 @@ def find_rule(rules: Iterable[Rule], parameter: str) -> Rule:
         f"no rule says which HuggingFace weights parameter {parameter} is made of",
         remedy="a bug in backends/megatron/families, or a megatron-core that names its parameters otherwise",
     )
+
+
+def check_adapted(matrices: Iterable[str], config: ModelConfig) -> None:
+    """Raise ConfigError for a matrix of a layer that gets no low-rank adapter here: `megatron/adapters.py` knows the
+    cuts of attention by heads and of a dense MLP."""
+    rules = {name: rule for rule in family_of(config.model_type).layer for name in rule.names}
+    for matrix in matrices:
+        rule = rules.get(f"{matrix.split('.', 3)[-1]}.weight")
+        if rule is None or rule.cut not in (heads, gate_and_up, columns):
+            raise ConfigError(
+                f"lora.target_modules: {matrix} gets no adapter in the Megatron trainer",
+                remedy="name other matrices, or train by the torch trainer",
+            )

@@ -28,6 +28,7 @@ from ....core.errors import TrainError
 from ....core.protocols import NamedArray
 from ...models.hf_folder import open_weights
 from ...models.model_config import ROUTER_BIAS, ModelConfig
+from ..adapters import is_adapter
 from ..torch_backend.tensors import DTYPE_OF, from_array, integers
 from .families import (
     EMBEDDING,
@@ -88,6 +89,8 @@ def map_weights(chunks: Sequence[nn.Module], config: ModelConfig, grid: Grid) ->
         corrections = (pair for pair in model.named_buffers() if pair[0].endswith(".expert_bias"))
         for name, parameter in chain(model.named_parameters(), corrections):
             match = _LAYER.fullmatch(name)
+            if is_adapter(name):
+                continue
             if match is None:
                 yield _of_model(family, name, parameter, config)
                 continue

@@ -233,6 +233,9 @@ RowParallelLinear: Any = mcore.module("tensor_parallel").RowParallelLinear
 class NormedRowParallelLinear(RowParallelLinear):
     """A projection back to the stream whose result is normalised before it is added (GLM-4)."""
 
+    adapter: Callable[[Tensor], Tensor | float] | None = None
+    """What is added before."""
+
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         base: Any = super()
         base.__init__(input_size, output_size, config=config, **options)
@@ -241,7 +244,7 @@ class NormedRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         base: Any = super()
         output, bias = cast("tuple[Tensor, Tensor | None]", base.forward(input_))
-        return self.post_norm(output), bias
+        return self.post_norm(output if self.adapter is None else output + self.adapter(input_)), bias
 
 
 def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | None) -> Any:

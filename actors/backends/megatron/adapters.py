@@ -1,0 +1,224 @@
+"""Low-rank adapters on megatron-core's linear layers, cut as the weights are that they are added to.
+
+Each HuggingFace matrix has its own pair, though Megatron holds several in one parameter. Of rank r of n:
+
+    cut by rows (qkv, fc1)       A is whole everywhere; B is the rank's rows of each matrix, in the parameter's order
+    cut by columns (proj, fc2)   A is the rank's columns; B is whole everywhere; what A gives is added up over ranks
+
+Between A and B a sequence is `rank` numbers wide: there it is gathered, scattered or added up, so adapters send little.
+What is whole everywhere gets the same gradient on every tensor-parallel rank, or, under sequence parallelism, the part
+of its rows, which Megatron adds up (`sequence_parallel`). What a layer holds of B comes in pieces that follow one
+another in the whole, so checkpoints of any layout load into any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ....core.config import LoraConfig
+from ...models.adapters import ADAPTERS, PARTS, adapted_matrices, adapter_shapes
+from ...models.model_config import ModelConfig
+from ..adapters import Adapters
+from . import mcore
+from .families import Piece, check_adapted, columns
+from .hf_weights import MappedWeight, map_weights, unwrapped
+from .mcore import Grid, read_grid
+from .provider import NormedRowParallelLinear
+
+tensor_parallel = mcore.module("tensor_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A parameter: rows or columns from `start` on of a whole part of an adapter."""
+
+    name: str
+    parameter: nn.Parameter
+    axis: int | None = None
+    """Along which tensor-parallel ranks hold others; None: it is whole."""
+    start: int = 0
+
+    def place(self, whole: Tensor) -> Tensor:
+        """Where it lies in the whole part."""
+        if self.axis is None:
+            return whole
+        return whole.narrow(self.axis, self.start, self.parameter.shape[self.axis])
+
+
+@dataclass(slots=True)
+class Adapted:
+    """A layer with the adapters of its matrices."""
+
+    module: Any
+    scale: float
+    is_cut_by_rows: bool
+    pairs: list[tuple[Shard, list[Shard]]] = field(default_factory=list[tuple[Shard, list[Shard]]])
+    """Of each matrix A, and the pieces of B."""
+    order: Tensor | None = None
+    """int64 [rows here]: which row of all pieces, one behind the other, belongs to a row of the weight; a number beyond
+    them: none does. None: they lie so already."""
+
+    def delta(self, x: Tensor) -> Tensor:
+        """What the adapters add to the layer's output, by megatron-core's rules of what is split."""
+        is_split, rank = bool(self.module.sequence_parallel), self.pairs[0][0].parameter.shape[0]
+        low = functional.linear(x, torch.cat([a.parameter for a, _ in self.pairs]))
+        if not self.is_cut_by_rows:
+            reduce = (
+                "reduce_scatter_to_sequence_parallel_region" if is_split else "reduce_from_tensor_model_parallel_region"
+            )
+            low = getattr(tensor_parallel, reduce)(low)
+        elif is_split:
+            low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        else:
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low)
+        parts = [
+            functional.linear(one, piece.parameter)
+            for one, (_, pieces) in zip(low.split(rank, dim=-1), self.pairs, strict=True)
+            for piece in pieces
+        ]
+        return self._ordered(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0], -1) * self.scale
+
+    def merged(self, weight: Tensor) -> Tensor:
+        parts = [(p.parameter.detach(), a.parameter.detach()) for a, pieces in self.pairs for p in pieces]
+        product = torch.cat([b.float() @ a.float() for b, a in parts])
+        return (weight.float() + self._ordered(product, 0) * self.scale).to(weight.dtype)
+
+    def _ordered(self, rows: Tensor, dim: int) -> Tensor:
+        if self.order is None:
+            return rows
+        none = rows.new_zeros(*(1 if axis == dim % rows.dim() else size for axis, size in enumerate(rows.shape)))
+        return torch.cat([rows, none], dim=dim).index_select(dim, self.order)
+
+
+class MegatronAdapters(Adapters):
+    """Of this rank's chunks. Freezes all of their parameters; to be made before data parallelism is put around them."""
+
+    def __init__(self, lora: LoraConfig, seed: int, chunks: Sequence[nn.Module], model: ModelConfig) -> None:
+        """Raises as `Adapters`, and ConfigError for matrices of layers that get none here."""
+        super().__init__(lora, adapted_matrices(lora, model.tensor_shapes()), seed)
+        check_adapted(self.matrices, model)
+        self._grid: Grid = read_grid()
+        self._model = model
+        self._rank = lora.rank
+        self._layers: dict[int, Adapted] = {}
+        modules = {id(p): m for chunk in chunks for m in chunk.modules() for p in m.parameters(recurse=False)}
+        for chunk in chunks:
+            chunk.requires_grad_(requires_grad=False)
+            embedding = getattr(unwrapped(chunk), "embedding", None)
+            if embedding is not None:
+                embedding.register_forward_hook(_with_gradient)
+        for weight in list(map_weights(chunks, model, self._grid)):
+            names = [name.removesuffix(".weight") for name in weight.names(0)]
+            if any(name in self.matrices for name in names):
+                self._adapt(weight, modules[id(weight.parameter)])
+
+    def weight_of(self, parameter: Tensor) -> Tensor:
+        """A parameter as engines get it: this rank's part of the model with the adapters merged."""
+        layer = self._layers.get(id(parameter))
+        return parameter.detach() if layer is None else layer.merged(parameter.detach())
+
+    def whole(self, total: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(a trainer's name, whole float32 tensor) on every rank. `total(tensor)`: its sum over ranks. Collective."""
+        own: dict[str, list[Shard]] = {}
+        for shard in self._shards():
+            own.setdefault(shard.name, []).append(shard)
+        grid = self._grid
+        is_first = grid.cp.rank() == grid.dp.rank() == 0
+        for name, shape in adapter_shapes(self._rank, self.matrices).items():
+            tensor = torch.zeros(shape)
+            for shard in own.get(name, ()) if is_first else ():
+                if shard.axis is not None or grid.tp.rank() == 0:
+                    shard.place(tensor).copy_(shard.parameter.detach())
+            yield name, total(tensor)
+
+    def sharded(self) -> dict[str, Any]:
+        """What megatron-core's checkpoints know of them, by key and place."""
+        kind: Any = mcore.module("dist_checkpointing.mapping").ShardedTensor
+        shapes = adapter_shapes(self._rank, self.matrices)
+        group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
+        found: dict[str, Any] = {}
+        for shard in self._shards():
+            size, offsets = shapes[shard.name], list[tuple[int, int, int]]()
+            if shard.axis is not None:
+                here = shard.parameter.shape[shard.axis]
+                offsets = [(shard.axis, shard.start // here, size[shard.axis] // here)]
+            replica = (0, self._grid.tp.rank() if shard.axis is None else 0, group.rank())
+            found[f"{shard.name}@{shard.start}"] = kind.from_rank_offsets(
+                f"{ADAPTERS}{shard.name}", shard.parameter, *offsets, replica_id=replica
+            )
+        return found
+
+    @torch.no_grad()
+    def restore(self, loaded: Mapping[str, Tensor]) -> None:
+        """Take over what was loaded for `sharded`."""
+        for shard in self._shards():
+            shard.parameter.copy_(loaded[f"{shard.name}@{shard.start}"])
+
+    def _shards(self) -> Iterator[Shard]:
+        for layer in self._layers.values():
+            for a, pieces in layer.pairs:
+                yield a
+                yield from pieces
+
+    def _adapt(self, weight: MappedWeight, module: Any) -> None:
+        tp = self._grid.tp
+        layer = Adapted(module, self.scale, is_cut_by_rows=weight.rule.cut is not columns)
+        pieces = weight.pieces(self._model, self._model.tensor_shapes(), tp.rank(), tp.size(), 0)
+        rows, start = dict[str, list[tuple[int, int]]](), 0
+        for piece in pieces:  # name -> where its rows lie in the parameter
+            rows.setdefault(piece.name, []).append((start, piece.rows[1] - piece.rows[0]))
+            start += piece.rows[1] - piece.rows[0]
+        places: list[int] = []
+        for full in weight.names(0):
+            name = full.removesuffix(".weight")
+            if name in self.matrices:
+                layer.pairs.append(self._pair(name, module, [p for p in pieces if p.name == full]))
+                places += [row for first, number in rows[full] for row in range(first, first + number)]
+        if layer.is_cut_by_rows and places != list(range(start)):
+            order = torch.full((start,), len(places))
+            order[torch.tensor(places)] = torch.arange(len(places))
+            layer.order = order.to(weight.parameter.device)
+        self._layers[id(weight.parameter)] = layer
+
+        def added(x: Tensor) -> Tensor | float:
+            return layer.delta(x) if self.is_on else 0.0
+
+        def hook(_: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+            return output[0] + added(args[0]), output[1]
+
+        if isinstance(module, NormedRowParallelLinear):
+            cast(Any, module).adapter = added
+        else:
+            module.register_forward_hook(hook)
+
+    def _pair(self, name: str, module: Any, pieces: Sequence[Piece]) -> tuple[Shard, list[Shard]]:
+        (a, b), (whole_a, whole_b) = (f"{name}.{part}" for part in PARTS), self.first(name)
+        part = pieces[0].columns
+        if part is not None:  # the layer's results are added up over ranks
+            own = self._made(module, a, whole_a[:, slice(*part)], 1, part[0])
+            return own, [self._made(module, b, whole_b)]
+        runs: list[tuple[int, int]] = []
+        for first, last in (piece.rows for piece in pieces):
+            runs = [*runs[:-1], (runs[-1][0], last)] if runs and runs[-1][1] == first else [*runs, (first, last)]
+        return self._made(module, a, whole_a), [self._made(module, b, whole_b[slice(*r)], 0, r[0]) for r in runs]
+
+    def _made(self, module: Any, name: str, value: Tensor, axis: int | None = None, start: int = 0) -> Shard:
+        parameter = nn.Parameter(value.to(module.weight, copy=True).contiguous())
+        if axis is not None:
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+        elif module.sequence_parallel:
+            cast(Any, parameter).sequence_parallel = True
+        module.register_parameter(f"{name.rpartition('.')[2]}_{len(list(module.parameters(recurse=False)))}", parameter)
+        return Shard(name, parameter, axis, start)
+
+
+def _with_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Layers that are recomputed pass a gradient on only if what enters them asks for one, and nothing before does."""
+    del module, args
+    return output.requires_grad_() if torch.is_grad_enabled() else output
