@@ -26,6 +26,7 @@ from .section import (
     PositiveInt,
     Section,
     Table,
+    TableName,
     Temperature,
     TopK,
     UnitFloat,
@@ -100,7 +101,6 @@ def check_sources(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 SourceText = Annotated[str | Annotated[tuple[str, ...], Strict(False)], AfterValidator(check_sources), Means("sources")]
-SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_SOURCES = 64
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
 """Every draw that is passed over is a row of the ledger."""
@@ -179,7 +179,7 @@ class DataSettings(RowColumns, frozen=True):
     train: SourceText = ""
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99.
     Folders, patterns, further formats, `environment:NAME`: rewards-and-data.md. Left out where there are `sources`."""
-    sources: dict[str, SourceSettings] = {}
+    sources: dict[TableName, SourceSettings] = {}
     """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
     preset: Literal["slime", "verl", "chat", "plain", "recorded"] = "slime"
     """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
@@ -230,15 +230,10 @@ class DataSettings(RowColumns, frozen=True):
             (len(sources) > MAX_SOURCES, "sources",
              f"has {len(sources)} sources, but at most {MAX_SOURCES} are mixed"),
         )  # fmt: skip
-        for name in sources:
-            if not SOURCE_NAME.fullmatch(name):
-                cause = "a source's name is 1 to 64 letters, digits, '_' or '-', no sign first"
-                yield Conflict(f"sources.{name}", cause)
         if sources and not any(source.weight for source in sources.values()):
             path = f"sources.{next(iter(sources))}.weight"
             yield Conflict(path, "so no source has a weight: give one of them more than 0")
-        named = [(f"sources.{name}.", source) for name, source in sources.items() if SOURCE_NAME.fullmatch(name)]
-        for place, rows in (("", self), *named):
+        for place, rows in (("", self), *((f"sources.{name}.", source) for name, source in sources.items())):
             preset = rows.preset or self.preset
             yield from clashes(
                 (preset == "chat" and rows.prompt_key, f"{place}prompt_key",
@@ -567,7 +562,7 @@ class EvalSettings(Section, frozen=True):
 
     data: SourceText = ""
     """JSONL or parquet file(s) with held-out prompts; empty = no evaluation, or that on `sets`."""
-    sets: dict[str, EvalSetSettings] = {}
+    sets: dict[TableName, EvalSetSettings] = {}
     """Several sets instead of `data`, each a table `[eval.sets.NAME]`: see there."""
     every: CountInt = 0
     """Steps between evaluations; 0 = only at the start (see `at_start`) or never."""
@@ -606,7 +601,5 @@ class EvalSettings(Section, frozen=True):
         if len(self.sets) > MAX_SETS:
             yield Conflict("sets", f"has {len(self.sets)} sets, at most {MAX_SETS} are evaluated")
         for name in self.sets:
-            if not SOURCE_NAME.fullmatch(name):
-                yield Conflict(f"sets.{name}", "a set's name is 1 to 64 letters, digits, '_' or '-', no sign first")
-            elif name in TAKEN_NAMES or name.startswith("pass_at_"):
+            if name in TAKEN_NAMES or name.startswith("pass_at_"):
                 yield Conflict(f"sets.{name}", "is the name of a metric; choose another one")

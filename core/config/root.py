@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pydantic import Field, model_validator
 
 from ..suggestion import nearest
-from .data import SOURCE_NAME, DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
+from .data import DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
 from .learning import (
     AlgoConfig,
     AsyncSettings,
@@ -41,7 +41,7 @@ from .run import (
     WeightSettings,
     owned_conflicts,
 )
-from .section import Conflict, Section, Table, Term, as_table, broken, clashes
+from .section import Conflict, Section, Table, TableName, Term, as_table, broken, clashes
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
 ENGINE_RELATIONS = (
@@ -124,7 +124,7 @@ class RunConfig(Section, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     agent: AgentSettings = AgentSettings()
     gateway: GatewaySettings = GatewaySettings()
-    environments: dict[str, EnvironmentSettings] = {}
+    environments: dict[TableName, EnvironmentSettings] = {}
     """Where rollouts take place, each a table `[environments.NAME]`. A row's metadata `environment` chooses."""
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()
@@ -227,10 +227,6 @@ def _data_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield from clashes((lacks_answer, f"{place}.answer_key", cause))
     for name, one in config.eval.sets.items() if not data.apply_chat_template else ():
         yield from plain_conflicts(one, f"eval.sets.{name}.")
-    for name in known:
-        if not SOURCE_NAME.fullmatch(name):
-            cause = "an environment's name is 1 to 64 letters, digits, '_' or '-', no sign first"
-            yield Conflict(f"environments.{name}", cause)
     for key, value in config.data_files():
         for name in filter(None, (source.environment for source in parse_sources(value))):
             near = nearest(name, known)

@@ -153,6 +153,7 @@ def named(*builtins: str) -> AfterValidator:
     return AfterValidator(lambda value: check_code_name(value, builtins) if value else value)
 
 
+TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
 
 
@@ -172,6 +173,13 @@ def check_pattern(value: str) -> str:
         re.compile(value)
     except re.error as error:
         raise ValueError(f'"{value}" is not a regular expression: {error}') from error
+    return value
+
+
+def check_name(value: str) -> str:
+    """Accept a name of the user's for a table; raise ValueError otherwise."""
+    if not TABLE_NAME.fullmatch(value):
+        raise ValueError("a name is 1 to 64 letters, digits, '_' or '-', no sign first")
     return value
 
 
@@ -209,6 +217,7 @@ def divides(value: float) -> float:
     return value
 
 
+TableName = Annotated[str, AfterValidator(check_name)]
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 TopK = Annotated[int, AfterValidator(_off_or_positive)]
 Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(divides)]

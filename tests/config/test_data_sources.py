@@ -48,7 +48,7 @@ MISTAKES = [
     (f"{MATH}weight = inf\n", "run.toml:6: data.sources.math.weight"),
     (f"{MATH}max_passes = -2\n", "run.toml:6: data.sources.math.max_passes"),
     ('[data.sources."a b"]\npath = "a"\n', 'run.toml:4: data.sources."a b"'),
-    ('[data.sources."a.b"]\npath = "a"\n', "run.toml:3: data.sources.a.b"),
+    ('[data.sources."a.b"]\npath = "a"\n', 'run.toml:4: data.sources."a.b"'),
     ('[data.sources.math]\npath = "/a@[1"\n', "run.toml:5: data.sources.math.path"),
     (f'{MATH}preset = "chat"\nprompt_key = "q"\n', "run.toml:7: data.sources.math.prompt_key"),
     (f'{MATH}messages_key = "q"\n', "run.toml:6: data.sources.math.messages_key"),
