@@ -7,9 +7,8 @@ and flows (ph s, t, f), which a viewer draws as arrows from slice to slice by th
     a group            dispatch -> generate -> reward -> claim -> train, from spans with `args["hop"]` and `["flows"]`
     a weight version   from the span with `args["makes_version"]` to those with `args["adopts_version"]`
 
-Valid JSON at any time: the file is one array, one event per line. Each flush is a single write that starts on the
-closing "]" and ends with a new one. A short write (disk full) is rolled back. Only a kill inside that one call leaves a
-torn tail; trace viewers accept an array without its end.
+The file is one array, one event per line (`LineFile`). It gets its "]" when it gets no more events, which a killed
+monitor does not write: trace viewers accept an array without its end.
 
 Bounded: at `PART_BYTES` the file becomes `trace.1.json`, in the place of the one that had that name, and a new one
 begins with the names of all rows. So it does when the monitor is started again. Each part is a separate trace.
@@ -17,8 +16,6 @@ begins with the names of all rows. So it does when the monitor is started again.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator
 from typing import Any, cast, get_args
 
@@ -27,16 +24,14 @@ import orjson
 from ...core.activity import Hop
 from ...core.messages import Event, Span, Telemetry
 from ...core.sink import SinkContext
+from .jsonl import LineFile
 
 TRACE_FILE = "trace.json"
 PART_BEFORE = "trace.1.json"
 PART_BYTES = 128 * 1024 * 1024
 """More in one file no viewer loads."""
 
-_END = b"\n]\n"
 _MAX_TRACKS = 128
-_MAX_WAITING = 50_000
-"""Events that wait while the disk refuses: some 20 MiB. Then all but the names of rows go."""
 _ROUNDING_US = 2
 _HOPS: tuple[Hop, ...] = get_args(Hop)
 _GLOBAL = frozenset({"knob", "knob-undone", "knobs-restored", "run-paused", "run-resumed"})
@@ -48,19 +43,13 @@ class ChromeTraceSink:
     """Writes spans, instants and flows."""
 
     name = "chrome_trace"
-    _context: SinkContext
+    _file: LineFile | None = None
 
     def __init__(self, part_bytes: int = PART_BYTES) -> None:
-        """A part ends with the flush that takes it beyond `part_bytes`."""
+        """A part that would be larger than `part_bytes` ends."""
         self._part_bytes = part_bytes
-        self._file = -1
-        """Opened by the first flush of a part."""
-        self._end = 0
-        """Offset of the closing bracket's line break: where the next flush starts."""
-        self._names: list[dict[str, Any]] = []
-        """Of all rows."""
-        self._pending: list[dict[str, Any]] = []
-        self._num_lost = 0
+        self._names: list[bytes] = []
+        """Lines with those of all rows."""
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[str, str], int] = {}
         self._num_tracks: dict[str, int] = {}
@@ -68,71 +57,42 @@ class ChromeTraceSink:
         self._row_ends_us: dict[tuple[int, int], int] = {}
 
     def open(self, context: SinkContext) -> None:
-        self._context = context
-        self._end_part()
-
-    def _end_part(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        path = self._context.run_dir / TRACE_FILE
+        path = context.run_dir / TRACE_FILE
         if path.exists():
             path.replace(path.with_name(PART_BEFORE))
+        self._file = LineFile(path, context.emit, self._part_bytes, self._frame)
+
+    def _frame(self) -> tuple[bytes, bytes]:
+        """The last line says one name again, since JSON wants no comma before the end."""
+        return b"[\n" + b"".join(self._names), self._names[0].replace(b",\n", b"\n]\n")
 
     def write(self, bundle: Telemetry) -> None:
         """Turn records into trace events; they reach the file with the next flush."""
-        # `list` first: making an event may itself add the names of a new row to what is pending.
         for span in bundle.spans:
-            self._pending += list(self._from_span(span))
+            self._add(*self._from_span(span))
         for event in bundle.events:
-            self._pending.append(self._from_event(event))
+            self._add(self._from_event(event))
+
+    def _add(self, *events: dict[str, Any]) -> None:
+        assert self._file is not None
+        for event in events:
+            self._file.add(_line(event))
 
     def flush(self) -> None:
-        """Append what waits; the file is complete JSON before and after. Raises OSError when the disk refuses: what
-        waits is kept for the next time, `_MAX_WAITING` events of it."""
-        if not self._pending:
-            return
-        if len(self._pending) > _MAX_WAITING:
-            self._num_lost += len(self._pending)
-            self._pending = list(self._names)
-        if self._file < 0:
-            self._file = os.open(self._context.run_dir / TRACE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._end = 0
-        lines = [orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY) for event in self._pending]
-        self._commit((b",\n" if self._end else b"[\n") + b",\n".join(lines))
-        self._pending.clear()
-        if self._num_lost:
-            text = f"{TRACE_FILE} lacks {self._num_lost} events: its disk refused them for too long"
-            self._context.emit("trace-gap", text)
-            self._num_lost = 0
-        if self._end > self._part_bytes:
-            self._end_part()
-            self._pending = list(self._names)
+        """Raises OSError when the disk refuses: what waits is kept for the next time, up to a bound."""
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            if self._file >= 0:
-                os.close(self._file)
-            self._file = -1
-            self._pending.clear()
-
-    def _commit(self, text: bytes) -> None:
-        """One write over the old end; on a short write the old end is put back."""
-        data = text + _END
-        written = os.pwrite(self._file, data, self._end)
-        if written != len(data):
-            os.ftruncate(self._file, self._end)
-            os.pwrite(self._file, _END if self._end else b"", self._end)
-            what = f"only {written} of {len(data)} bytes could be written to {TRACE_FILE} (disk full?)"
-            raise OSError(errno.ENOSPC, what)
-        self._end += len(text)
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _name(self, what: str, pid: int, tid: int, **args: object) -> None:
         named = {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-        self._names.append(named)
-        self._pending.append(named)
+        self._names.append(_line(named))
+        if self._file is not None and self._file.has_begun:
+            self._add(named)
 
     def _pid(self, source: str) -> int:
         if source not in self._pids:
@@ -189,6 +149,10 @@ class ChromeTraceSink:
         args = {**event.data, "text": event.text}
         scope = "g" if event.kind in _GLOBAL else "p"
         return {"ph": "i", "s": scope, "name": event.kind, "cat": "event", "pid": pid, "tid": 0, "ts": ts, "args": args}
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY) + b",\n"
 
 
 def _us(seconds: float) -> int:

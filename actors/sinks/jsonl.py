@@ -82,13 +82,22 @@ MAX_WAITING_BYTES = 16 << 20
 class LineFile:
     """Open from its making to `close`. Lines wait in memory until `flush`, and while the disk refuses them."""
 
-    def __init__(self, path: Path, tell: Callable[[str, str], None], part_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tell: Callable[[str, str], None],
+        part_bytes: int = 0,
+        frame: Callable[[], tuple[bytes, bytes]] | None = None,
+    ) -> None:
         """A torn last line of an earlier writer is ended. `tell(kind, text)`: when lines are lost. `part_bytes`: a file
-        that would be larger becomes `NAME.1.jsonl`, in the place of an older one; 0: none does. Raises OSError if it
-        cannot be opened."""
+        that would be larger becomes `NAME.1.jsonl`, in the place of an older one; 0: none does. `frame`: the
+        first and the last line of each file, the last once it gets no more. Raises OSError if it cannot be opened."""
         self._path = path
         self._tell = tell
         self._part_bytes = part_bytes
+        self._frame = frame
+        self.has_begun = False
+        """Whether it has its first line."""
         self._file = self._opened()
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
@@ -114,10 +123,14 @@ class LineFile:
         """Hand the lines to the kernel. Raises OSError if it takes no more: the rest waits."""
         size = os.fstat(self._file).st_size
         if self._part_bytes and self._waiting and 0 < size > self._part_bytes - self._num_bytes:
+            self._end()
             with suppress(FileNotFoundError):  # deleted by hand
                 self._path.replace(self._path.with_suffix(f".1{self._path.suffix}"))
             before, self._file = self._file, self._opened()
             os.close(before)
+        if self._waiting and self._frame is not None and not self.has_begun:
+            self._waiting.appendleft(self._frame()[0])
+            self.has_begun = True
         while self._waiting:
             data = b"".join(self._waiting)
             rest = data[os.write(self._file, data) :]
@@ -127,9 +140,15 @@ class LineFile:
             self._tell("telemetry-gap", f"{self._path.name} lacks {self._num_lost} lines: its disk refused them")
             self._num_lost = 0
 
+    def _end(self) -> None:
+        if self._frame is not None and self.has_begun:
+            os.write(self._file, self._frame()[1])
+            self.has_begun = False
+
     def close(self) -> None:
         """Raises OSError if the disk refuses what still waits; it is closed all the same."""
         try:
             self.flush()
+            self._end()
         finally:
             os.close(self._file)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tests.harness.manual_clock import ManualClock
 
@@ -62,3 +64,9 @@ def bundle(step: int) -> Telemetry:
         events=(Event(source="buffer", wall_s=WALL_S, kind="group-dropped", text=text, data={"id": step}),),
         spans=(span("trainer/0", "train", at_s), span("rollout/0", "generate", at_s, 1, track="group 3")),
     )
+
+
+def trace_of(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace that may not have its end yet."""
+    whole, _, _ = path.read_text().removesuffix("]\n").rpartition("\n")
+    return json.loads(whole.removesuffix(",") + "]")

@@ -20,6 +20,7 @@ import pytest
 from tests.control.live import Live as ControlledRun
 from tests.control.live import live_run
 from tests.harness.waiting import wait_until
+from tests.monitor.sink_world import trace_of
 from tests.monitor.slowed_parts import REWARD, SLOW_FILE
 from tests.monitor.trace_rules import check_events, follow
 
@@ -154,7 +155,7 @@ def test_the_timeline_is_whole_while_the_run_lasts_and_after_it(live: Live) -> N
     live.set(concurrency=8, lr=5e-4)
     first = int(live.ask("status")["status"]["version"])
     wait_until(lambda: int(live.ask("status")["status"]["version"]) > first + 4)
-    early = json.loads(trace.read_text())
+    early = trace_of(trace)
     check_events(early)
     follow(early)
     live.run.launcher.send_signal(signal.SIGINT)
