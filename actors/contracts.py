@@ -26,6 +26,7 @@ from ..core.knobs import (
     KnobVerdict,
     LiveKnobs,
     Operator,
+    PauseVerb,
 )
 from ..core.messages import (
     BufferStats,
@@ -90,18 +91,9 @@ class ConductContract(Actor):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
-    async def pause_run(self, who: Operator, reason: str) -> int:
-        """No new work and no new step; the current step ends. Returns the version the trainer will rest at."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def resume_run(self, who: Operator, reason: str) -> None:
-        """Resume after a pause."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
-        """Train so many steps, then pause; returns the version at which it will pause."""
+    async def set_pause(self, verb: PauseVerb, who: Operator, reason: str, num_steps: int = 0) -> int:
+        """pause: no new work and no new step; the current step ends. step: train so many steps, then pause. resume:
+        continue. Returns the version that the trainer will rest at, or for resume the first step without a claim."""
         raise NotImplementedError
 
     @call(deadline=1800, reentrant=True)
@@ -264,11 +256,6 @@ class CoordinatorContract(KnobsContract, ConductContract):
     @call(deadline=30, reentrant=True)
     async def trainer_finished(self, version: int, reason: str) -> None:
         """The leader's loop ended (all steps done, or no more data)."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def pause(self, reason: str) -> None:
-        """Nothing is generated or trained any more until an operator resumes the run; the reason is reported."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

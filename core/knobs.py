@@ -20,6 +20,7 @@ KnobKind = Literal["float", "int", "bool", "text", "choice"]
 Boundary = Literal["now", "request", "step", "weights"]
 """When a decided value is used: at once; for the next work; for the step or weight version of the number chosen."""
 
+PauseVerb = Literal["pause", "step", "resume"]
 PROCESS = "process"
 MAX_NUMBER = 2.0**63
 """Numbers are below it in size, which keeps out infinities and what no float or 64-bit integer holds."""

@@ -23,6 +23,7 @@ from ...core.knobs import (
     KnobVerdict,
     LiveKnobs,
     Operator,
+    PauseVerb,
 )
 from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
 from ...core.timeouts import TIMEOUTS
@@ -396,17 +397,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._adoption.published(manifest)
         self._changed.set()
 
-    async def pause(self, reason: str) -> None:
-        await self.control.pause(Operator(user="guard", via="auto"), reason)
-
-    async def pause_run(self, who: Operator, reason: str) -> int:
-        return await self.control.pause(who, reason)
-
-    async def resume_run(self, who: Operator, reason: str) -> None:
-        await self.control.resume(who, reason)
-
-    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
-        return await self.control.step(who, reason, num_steps)
+    async def set_pause(self, verb: PauseVerb, who: Operator, reason: str, num_steps: int = 0) -> int:
+        return await self.control.set_pause(verb, who, reason, num_steps)
 
     async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
         return await self.control.checkpoint(who, reason, export=export)

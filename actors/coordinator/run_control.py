@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from ...core.errors import CallError, LedgerError, MyxaError
-from ...core.knobs import AuditRecord, ChangeRequest, KnobSheet, KnobState, Operator
+from ...core.knobs import AuditRecord, ChangeRequest, KnobSheet, KnobState, Operator, PauseVerb
 from ...core.messages import EvalResult
 from ..contracts import BufferContract, TrainerContract
 from ..knobs.owner import PAUSE_AT
@@ -79,21 +79,11 @@ class RunControl:
         else:
             self._tell("run-stepping", f"to version {until}: {self._conductor.decisions.why(PAUSE_AT.name)}")
 
-    async def pause(self, who: Operator, reason: str) -> int:
-        """Returns the version that the trainer will rest at."""
-        return await self._change("pause", who, reason, 0)
-
-    async def resume(self, who: Operator, reason: str) -> None:
-        """Nothing happens to a run that is not paused."""
-        await self._change("resume", who, reason, -1)
-
-    async def step(self, who: Operator, reason: str, num_steps: int) -> int:
-        """So many more steps from the version that the run is at; returns the version at which it will pause."""
-        return await self._change("step", who, reason, self._version() + num_steps, num_steps=num_steps)
-
-    async def _change(self, verb: str, who: Operator, reason: str, pause_at: int, **asked: object) -> int:
-        """Returns where the trainer rests. Raises LedgerError for what could not be decided, CallError when the buffer
-        has not obeyed yet."""
+    async def set_pause(self, verb: PauseVerb, who: Operator, reason: str, num_steps: int = 0) -> int:
+        """Steps are counted from the version that the run is at. Returns where the trainer rests. Raises LedgerError
+        for what could not be decided, CallError when the buffer has not obeyed yet."""
+        pause_at = {"pause": 0, "resume": -1, "step": self._version() + num_steps}[verb]
+        asked = {"num_steps": num_steps} if verb == "step" else {}
         request = ChangeRequest(values={PAUSE_AT.name: pause_at}, who=who, reason=reason)
         decisions = self._conductor.decisions
         reply = await self._conductor.make(

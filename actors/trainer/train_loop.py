@@ -31,7 +31,7 @@ from ...core.errors import (
     UserCodeError,
 )
 from ...core.files import until_written
-from ...core.knobs import KnobValue, LiveKnobs
+from ...core.knobs import KnobValue, LiveKnobs, Operator
 from ...core.messages import ActivityKind, Claim, StepReport, WeightChannel, WeightManifest
 from ...core.protocols import StepStats
 from ...core.refs import together, with_deadline
@@ -50,6 +50,7 @@ from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
 COORDINATOR = "coordinator"
+GUARD = Operator(user="guard", via="auto")
 GUARD_REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.bound = 0` switches the check off"
 
 
@@ -285,7 +286,9 @@ class TrainLoop:
         if self.options.guard_fails:
             raise TrainError(reason, remedy=GUARD_REMEDY)
         self._ctx.log.error("%s -- %s", reason, GUARD_REMEDY)
-        await self._ask("coordinator", lambda: self._coordinator.pause(f"{reason} -- {GUARD_REMEDY}"))
+        await self._ask(
+            "coordinator", lambda: self._coordinator.set_pause("pause", GUARD, f"{reason} -- {GUARD_REMEDY}")
+        )
 
     async def _pass_step(self, version: int) -> None:
         """What was decided for the step from `version` is in force from here on."""

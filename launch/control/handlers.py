@@ -75,18 +75,18 @@ ASK_S = 10.0
 
 async def _pause(context: VerbContext, arguments: verbs.WithReason, who: Operator) -> dict[str, int]:
     async with coordinator_call(context, verbs.PAUSE.ask_s) as coordinator:
-        return {"rests_at": await coordinator.pause_run(who, arguments.reason)}
+        return {"rests_at": await coordinator.set_pause("pause", who, arguments.reason)}
 
 
 async def _resume(context: VerbContext, arguments: verbs.WithReason, who: Operator) -> dict[str, bool]:
     async with coordinator_call(context, verbs.RESUME.ask_s) as coordinator:
-        await coordinator.resume_run(who, arguments.reason)
+        await coordinator.set_pause("resume", who, arguments.reason)
     return {"resumed": True}
 
 
 async def _step(context: VerbContext, arguments: verbs.StepArguments, who: Operator) -> dict[str, int]:
     async with coordinator_call(context, verbs.STEP.ask_s) as coordinator:
-        return {"pauses_at": await coordinator.step_run(who, arguments.reason, arguments.num_steps)}
+        return {"pauses_at": await coordinator.set_pause("step", who, arguments.reason, arguments.num_steps)}
 
 
 async def _checkpoint(context: VerbContext, arguments: verbs.CheckpointArguments, who: Operator) -> dict[str, str]:

@@ -116,14 +116,8 @@ class Place:
         path = self.audit_path
         return [(record.verb, record.result) for record in read_audit(path)] if path.exists() else []
 
-    async def do(self, verb: str) -> object:
-        match verb:
-            case "pause":
-                return await self.control.pause(WHO, "look")
-            case "resume":
-                return await self.control.resume(WHO, "")
-            case _:
-                return await self.control.step(WHO, "look", 3)
+    async def do(self, verb: Any) -> object:
+        return await self.control.set_pause(verb, WHO, "" if verb == "resume" else "look", 3)
 
     def agree(self) -> bool:
         """Both say the same of whether the run is held back."""
@@ -133,7 +127,7 @@ class Place:
 async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.buffer.may_answer.clear()
-    asked = asyncio.create_task(place.control.pause(WHO, "look"))
+    asked = asyncio.create_task(place.control.set_pause("pause", WHO, "look"))
     while not place.buffer.num_asked:
         await asyncio.sleep(0.001)
     asked.cancel()
@@ -150,7 +144,7 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
 async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, verb: str) -> None:
     place = Place(tmp_path)
     if verb == "resume":
-        await place.control.pause(WHO, "look")
+        await place.control.set_pause("pause", WHO, "look")
     before = place.buffer.holds
     (tmp_path / "audit.jsonl").write_text("no record\n")
     with pytest.raises(LedgerError):
@@ -232,13 +226,13 @@ async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path:
 
 async def test_steps_are_counted_from_where_the_run_is(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    await place.control.pause(WHO, "look")
-    assert await place.control.step(WHO, "look", 3) == STANDS_AT + 3
+    await place.control.set_pause("pause", WHO, "look")
+    assert await place.control.set_pause("step", WHO, "look", 3) == STANDS_AT + 3
     assert (place.buffer.pause_at, place.control.paused) == (STANDS_AT + 3, "")
     for version in range(STANDS_AT + 1, STANDS_AT + 4):
         place.state.version = version
         place.control.look()
     assert place.control.paused == "look" and place.told[-2:] == ["run-stepping", "run-paused"]
     assert place.audit == [("pause", "done"), ("step", "done")]
-    await place.control.resume(WHO, "")
+    await place.control.set_pause("resume", WHO, "")
     assert place.agree() and not place.control.paused

@@ -153,7 +153,7 @@ async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -
         assert (await rollout.status()).phase in ("joining", "serving")
         await until_status(rollout, lambda status: status.phase == "serving" and status.running >= 4)
         # From now on nobody is given anything: what is handed back stays where it can be looked at.
-        await rollout.node.ref(CoordinatorContract, "coordinator").pause_run(Operator(), "")
+        await rollout.node.ref(CoordinatorContract, "coordinator").set_pause("pause", Operator(), "")
     assert (await rollout.status()).phase == "left"
     assert (await rollout.status()).reason == "it was asked to leave"
     after = await settled_traces(before)
@@ -171,7 +171,7 @@ async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -
     assert num_tokens > 0, "the groups came back without their tokens"
 
     async with rollout_in(run.folder, timeout_s=30) as rollout:
-        await rollout.node.ref(CoordinatorContract, "coordinator").resume_run(Operator(), "")
+        await rollout.node.ref(CoordinatorContract, "coordinator").set_pause("resume", Operator(), "")
         again = ", ".join(str(group_id) for (group_id,) in requeued)
         sql = f"SELECT COUNT(*) FROM groups WHERE state = 'TRAINED' AND attempt = 2 AND group_id IN ({again})"
         async with asyncio.timeout(60):

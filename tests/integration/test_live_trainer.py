@@ -64,10 +64,10 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
             second = await change(coordinator, weights_every=3, temperature=1.3, minibatches=2)
             wait_until(lambda: len(steps(job)) >= second.at + 8, "steps with weights given every third step")
             folder = Path(await coordinator.checkpoint_now(ME, "", False))
-            rest = await coordinator.pause_run(ME, "")
+            rest = await coordinator.set_pause("pause", ME, "")
             export = Path(await coordinator.checkpoint_now(ME, "", True))
             await change(coordinator, num_steps=rest + 2)
-            await coordinator.resume_run(ME, "")
+            await coordinator.set_pause("resume", ME, "")
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     told = steps(job)
@@ -134,13 +134,13 @@ async def test_where_engines_and_trainer_take_turns_everybody_may_die_and_checkp
             refused = await coordinator.change_knobs(ChangeRequest(values=values, who=ME))
             assert all(f"no knob {name!r}" in refused.refused for name in values)
             running = Path(await coordinator.checkpoint_now(ME, "", False))
-            rest = await coordinator.pause_run(ME, "")
+            rest = await coordinator.set_pause("pause", ME, "")
             wait_until(lambda: rest - 1 in steps(job), "the pause")
             paused = Path(await coordinator.checkpoint_now(ME, "", False))
             export = Path(await coordinator.checkpoint_now(ME, "", True))
             assert max(steps(job)) == rest - 1, "it was not trained meanwhile"
             await change(coordinator, lr=2e-4, num_steps=rest + 2)
-            await coordinator.resume_run(ME, "")
+            await coordinator.set_pause("resume", ME, "")
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert paused.name == export.name == f"version_{rest:08d}"

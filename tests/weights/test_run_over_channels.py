@@ -34,9 +34,9 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
             node = await Node.attach(name="operator-1", rdzv=Rendezvous.load(run_dir / "rdzv.json"))
             coordinator, me = node.ref(CoordinatorContract, "coordinator"), Operator(user="test")
 
-            last = await coordinator.pause_run(me, "") + 1
+            last = await coordinator.set_pause("pause", me, "") + 1
             assert not (await coordinator.change_knobs(ChangeRequest(values={"num_steps": last}, who=me))).refused
-            await coordinator.resume_run(me, "")
+            await coordinator.set_pause("resume", me, "")
             await node.close()
             said, _ = process.communicate(timeout=120)
         finally:
