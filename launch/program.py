@@ -142,26 +142,18 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
 def buffer_limits(config: RunConfig) -> BufferLimits:
     """Bounds of the buffer's live knobs: the same that the run file itself is checked by."""
     from ..actors.buffer.cursor import Window
-    from ..actors.buffer.knobs import MAX_TOKENS, BufferLimits
+    from ..actors.buffer.knobs import MAX_GROUP_SIZE, MAX_TOKENS, BufferLimits
 
-    context_length, quarantine_after = config.engine.context_length, config.reward.quarantine_after
-    # One death more than that would end the run, or cost it an engine for good.
-    max_deaths = min(config.roles.rollout.max_restarts, MAX_DEATHS)
-    if config.algo.kind == "sft":
-        return BufferLimits(
-            max_samples=1,
-            quarantine_after=quarantine_after,
-            max_deaths=max_deaths,
-            has_rewards=False,
-            samples_per_step=config.monitor.samples_per_step,
-        )
-    data = config.data
+    data, context_length, is_supervised = config.data, config.engine.context_length, config.algo.kind == "sft"
     return BufferLimits(
         min_samples=2 if config.algo.needs_groups else 1,
+        max_samples=1 if is_supervised else MAX_GROUP_SIZE,
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
-        quarantine_after=quarantine_after,
-        max_deaths=max_deaths,
+        quarantine_after=config.reward.quarantine_after,
+        # One death more than that would end the run, or cost it an engine for good.
+        max_deaths=min(config.roles.rollout.max_restarts, MAX_DEATHS),
         difficulty=Window(data.difficulty_low, data.difficulty_high),
+        has_rewards=not is_supervised,
         samples_per_step=config.monitor.samples_per_step,
         pass_reward=config.reward.pass_reward,
         vocab_size=_vocab_size(config.model.path),

@@ -98,6 +98,7 @@ def stop_ids(text: str) -> tuple[int, ...]:
 
 OWNER = "buffer"
 MAX_TOKENS = 1 << 20
+MAX_GROUP_SIZE = 1024
 MAX_STOPS = 64
 COLDEST = 1e-3
 """Below it engines draw greedily, whatever the temperature says."""
@@ -109,7 +110,7 @@ class BufferLimits:
 
     min_samples: int = 1
     """2 where the algorithm compares the samples of a group."""
-    max_samples: int = 1024
+    max_samples: int = MAX_GROUP_SIZE
     max_new_tokens: int = MAX_TOKENS
     quarantine_after: int = 3
     """Failures of one prompt, after which it is not drawn again; 0: never."""
