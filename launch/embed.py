@@ -34,7 +34,7 @@ from .actor_spec import ActorSpec
 from .composition.memory_parts import takes_turns
 from .program import build_actor
 from .run_dir import RunDir
-from .supervisor.placement import FIRST_EMBEDDED, check_asks, make_spec
+from .supervisor.placement import FIRST_EMBEDDED, check_has_rollouts, make_spec
 
 
 async def attach_to(place: RunDir, timeout_s: float) -> Node:
@@ -251,7 +251,7 @@ def _end_of(status: RunStatus) -> str:
 
 async def _start(node: Node, place: RunDir, config: RunConfig) -> str:
     """Build the actor and have it registered; returns its name. Its number is drawn, so programs need not agree."""
-    check_asks(config)
+    check_has_rollouts(config)
     number = FIRST_EMBEDDED + secrets.randbelow(NUM_NAMES)
     spec = make_spec("rollout", config.roles.rollout, number, 0, ())
     try:

@@ -226,7 +226,7 @@ def scale(
     """How to reach `count` actors of the role in the whole run: those to start, or the names of those to end, highest
     number first. `devices`: GPUs of each node, beside the role's own, that new actors may use. `attach`: servers for
     new actors, "URL,URL,...". Raises ConfigError with the reason."""
-    check_asks(config)
+    check_has_rollouts(config)
     check_leaver(config, role, count)
     there = sorted((actor for actor in present.actors if actor.role == role), key=lambda actor: actor.index)
     if count <= len(there):
@@ -263,7 +263,7 @@ def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
     return ""
 
 
-def check_asks(config: RunConfig) -> None:
+def check_has_rollouts(config: RunConfig) -> None:
     """Raises ConfigError for a run without rollout actors."""
     if config.data.is_recorded:
         raise ConfigError(

@@ -245,3 +245,13 @@ async def test_a_node_that_cannot_take_part_is_not_waited_for():
     members.join(NodeFacts(node=1, version=__version__, host="h", problem="no model"))
     with pytest.raises(LaunchError, match="node 1 .h. cannot take part: no model"):
         await members.gather(60)
+
+
+def test_a_run_on_recorded_groups_has_no_rollout_actors_and_gets_none(tmp_path: Path):
+    run = config(tmp_path, 'data.preset="recorded"', 'models.judge={path="j"}', "roles.rollout.count=3")
+    there = present(run)
+    assert [name for name, _ in where(there.actors)] == ["monitor", "buffer", "coordinator", "trainer/0"]
+    with pytest.raises(ConfigError, match="no rollout actor takes part"):
+        scale(run, "rollout", 1, there)
+    with pytest.raises(ConfigError, match="no rollout actor takes part"):
+        staff_node(run, 1, there)
