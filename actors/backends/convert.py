@@ -5,17 +5,19 @@ match the checkpoint's manifest are read.
 
 A Megatron gang's shards record their place in tensors of the whole model, so the checkpoint of any layout reads alike:
 what lies in layers is one tensor with the layers in front, what lies in experts has the experts behind them. The cuts
-that loading uses (`megatron/families.py`) say where each row belongs; nothing of megatron-core is imported.
-torch.distributed.checkpoint reads the format; its index is a pickle, so convert checkpoints of your own runs only.
+that loading uses (`megatron/families.py`) say where each row belongs; nothing of megatron-core is imported. Checkpoints
+of other programs that train by megatron-core (`iter_0000100`, torch_dist) have the same names.
+torch.distributed.checkpoint reads the format; its index is a pickle, read if it names the format's own classes alone.
 """
 
 from __future__ import annotations
 
+import pickletools
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +25,11 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ...core.config import LoraConfig
 from ...core.errors import ModelError, TrainError
+from ...core.files import read_regular
 from ..checkpoints.folder import Manifest, check_digest, check_model, find_checkpoint, read_manifest
 from ..models.adapters import ADAPTERS, PARTS, adapter_facts, check_facts, file_name, write_adapter
 from ..models.hf_folder import open_weights, read_config, write_folder
@@ -33,7 +37,7 @@ from ..models.model_config import ModelConfig
 from ..models.safetensors_file import SCALE_SUFFIX, open_safetensors
 from ..weights.channels.sender import quantise_blocks
 from .adapters import merged
-from .megatron.families import HEAD, CutRequest, Rule, family_of, find_rule, put_together
+from .megatron.families import HEAD, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
 from .rank_backend import named_arrays, sent_type
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
@@ -42,18 +46,14 @@ from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
 def convert(
     checkpoint: str | Path, model: str | Path, folder: str | Path, *, dtype: str = "", adapter: bool = False
 ) -> dict[str, Any]:
-    """Write the weights of `checkpoint` (its folder, or a run's) as the HuggingFace folder `folder`; where it holds
-    adapters merged into those of `model`, or with `adapter` as PEFT's folder. `model`: the folder that the run started
-    from; configuration and tokenizer come from there. `dtype`: of the weights ("" as in the checkpoint, or of the model
-    that adapters are merged into). Raises TrainError for a torn checkpoint, or one of another model or of other
-    names, ModelError for a bad model folder, for a target that holds something."""
-    target = _empty(folder)
-    path = find_checkpoint(checkpoint)
-    config = read_config(model)
-    manifest = read_manifest(path)
-    check_model(path, manifest, config, manifest.backend)
-    for entry in manifest.files:
-        check_digest(path, entry)
+    """Write the weights of `checkpoint` (its folder, a run's, or one that another program's Megatron wrote) as the
+    HuggingFace folder `folder`; where it holds adapters merged into those of `model`, or with `adapter` as PEFT's
+    folder. `model`: the folder that the run started from; configuration and tokenizer come from there. `dtype`: of the
+    weights ("" as in the checkpoint, or of the model that adapters are merged into). Raises TrainError for a torn
+    checkpoint, or one of another model or of other names, ModelError for a bad model folder, for a target that holds
+    something."""
+    target, config = _empty(folder), read_config(model)
+    path, manifest = _described(checkpoint, config)
     if adapter and not manifest.lora:
         raise TrainError(f"checkpoint {path} has no adapters: it holds all weights", remedy="leave --adapter out")
     if manifest.lora:
@@ -65,7 +65,7 @@ def convert(
     if missing := next((name for name in names if name not in found), ""):
         raise TrainError(
             f'{path} holds no {missing}: with trainer.impl = "hf" weights keep the names that transformers gives them',
-            remedy="resume the run from it with trainer.export_at_end = true",
+            remedy="resume the run from it with trainer.export_at_end = true, or name its model with --model",
         )
     tensors = named_arrays((file_name(name) if adapter else name, found[name]) for name in names)
     name = tensors[0].spec.dtype
@@ -118,6 +118,44 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
     return {"folder": str(target), "num_tensors": len(found), "num_parameters": config.num_parameters, "dtype": "fp8"}
 
 
+ITERATION = re.compile(r"iter_(\d{7,})|release")
+"""Name of a checkpoint's folder as Megatron-LM and what is built on it give it."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Beside such folders: the newest one's number, or "release"."""
+
+
+def foreign_checkpoint(place: str | Path) -> Path | None:
+    """The folder of a checkpoint that another program's megatron-core wrote: `place`, or the newest in it; None: there
+    is none. Raises TrainError for one of another format than torch_dist."""
+    path = Path(place)
+    with suppress(OSError, ValueError):
+        newest = (path / TRACKER).read_text(encoding="ascii").strip()
+        path /= newest if newest == "release" else f"iter_{int(newest):07d}"
+    if not ITERATION.fullmatch(path.name) or not path.is_dir():
+        return None
+    if not (path / INDEX).is_file():
+        raise TrainError(
+            f"{path} has no {INDEX}, so it is no checkpoint in Megatron's torch_dist format",
+            remedy="let the program that wrote it save once more with --ckpt-format torch_dist",
+        )
+    return path
+
+
+def _described(checkpoint: str | Path, config: ModelConfig) -> tuple[Path, Manifest]:
+    """A checkpoint's folder and what it says of itself, with digests compared; that of another program says little."""
+    if path := foreign_checkpoint(checkpoint):
+        config.require_own("the Megatron trainer")
+        number = int(path.name.removeprefix("iter_")) if path.name != "release" else 0
+        nothing: dict[str, Any] = {"model": {}, "world_size": 0, "files": (), "extra": {}}
+        return path, Manifest(format=0, num_updates=number, backend="megatron", **nothing)
+    path = find_checkpoint(checkpoint)
+    manifest = read_manifest(path)
+    check_model(path, manifest, config, manifest.backend)
+    for entry in manifest.files:
+        check_digest(path, entry)
+    return path, manifest
+
+
 def _read(path: Path, manifest: Manifest, config: ModelConfig, model: Path) -> Iterator[tuple[str, Tensor]]:
     if manifest.lora:
         yield from _read_merged(path, manifest, config, model)
@@ -140,7 +178,7 @@ def _read_rows(path: Path, manifest: Manifest, names: Iterable[str]) -> Iterator
 def _read_adapters(path: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     """(a trainer's name, whole CPU tensor) of all adapters."""
     if manifest.backend == "megatron":
-        reader = FileSystemReader(path)
+        reader = ShardReader(path)
         for key, tensor in _read_shards(reader, lambda key: key.startswith(ADAPTERS)):
             yield key.removeprefix(ADAPTERS), tensor
         return
@@ -163,6 +201,7 @@ def _read_merged(path: Path, manifest: Manifest, config: ModelConfig, model: Pat
         )
 
 
+MAX_INDEX_BYTES = 1 << 30
 _LAYERS = re.compile(r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<name>.+)")
 """Layers that are alike lie in one tensor; a mixture of experts has each by itself."""
 
@@ -179,16 +218,88 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
         )
 
     def is_weight(key: str) -> bool:
-        if key.startswith(("optimizer.", "reference.", "rng_state", "rerun_state")):
+        if not key.startswith(("embedding.", "decoder.", "output_layer.")) or key.endswith(COUNTERS):
             return False
         return not (rule_of(key)[1].names == (HEAD,) and config.tie_word_embeddings)
 
-    for key, tensor_of_all in _read_shards(FileSystemReader(folder), is_weight):
+    for key, tensor_of_all in _read_shards(ShardReader(folder), is_weight):
         match, rule = rule_of(key)
         for prefix, tensor in _parts(match, tensor_of_all, rule in family.expert):
             names = [prefix + name for name in rule.names]
+            _check_shape(key, tensor, [shapes.get(name, ()) for name in names], is_padded=rule.cut is vocabulary)
             pieces = rule.cut(CutRequest(names, shapes, config, 0, 1))
             yield from put_together(names, shapes, [pieces], [tensor]).items()
+
+
+COUNTERS = (".local_tokens_per_expert", ".global_tokens_per_expert")
+"""Of routers, which train nothing."""
+
+
+def _check_shape(key: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]], *, is_padded: bool) -> None:
+    num_rows = sum(shape[0] for shape in shapes if shape)
+    fits = tensor.shape[0] >= num_rows if is_padded else tensor.shape[0] == num_rows
+    if not fits or any(tuple(tensor.shape[1:]) != shape[1:] for shape in shapes):
+        raise TrainError(
+            f"the checkpoint's {key} of {list(tensor.shape)} does not make weights of {list(map(list, shapes))}",
+            remedy="name the folder of the model that was trained with --model",
+        )
+
+
+INDEX = ".metadata"
+FORMAT = "torch.distributed.checkpoint."
+CLASSES: Mapping[str, tuple[str, ...]] = {
+    f"{FORMAT}metadata": (
+        "Metadata", "StorageMeta", "MetadataIndex", "BytesStorageMetadata", "TensorStorageMetadata",
+        "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    f"{FORMAT}planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    f"{FORMAT}filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(str(dtype).removeprefix("torch.") for dtype in NAME_OF)),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+}  # fmt: skip
+"""Module -> what an index may be made of."""
+
+
+def _check_index(data: bytes) -> None:
+    """Raise ValueError for an index that names what none needs, before torch makes anything of it. A name is two texts
+    that are pushed one after the other; anything else is taken for no text."""
+    memo: dict[int, str] = {}
+    first, second = "", ""
+    for code, argument, _ in pickletools.genops(data):
+        if code.name in ("PROTO", "FRAME"):
+            continue
+        if code.name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
+            memo[len(memo) if argument is None else int(argument)] = second
+            continue
+        if code.name in ("GLOBAL", "STACK_GLOBAL"):
+            module, _, name = (f"{first} {second}" if argument is None else str(argument)).partition(" ")
+            if name not in CLASSES.get(module, ()):
+                raise ValueError(f"it names {module}.{name}, which no index needs")
+        elif code.name in ("INST", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"):
+            raise ValueError(f"it has a {code.name}, which no index needs")
+        recalled = memo.get(int(argument or 0), "") if code.name in ("GET", "BINGET", "LONG_BINGET") else ""
+        first, second = second, str(argument) if code.name in TEXTS else recalled
+
+
+TEXTS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
+
+
+class ShardReader(FileSystemReader):
+    """torch's reader, of an index that runs no code and names no file outside the folder."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        place = Path(cast(Any, self).path) / INDEX
+        try:
+            _check_index(read_regular(place, MAX_INDEX_BYTES))
+            found = super().read_metadata(*args, **options)
+            files = {str(entry.relative_path) for entry in cast("dict[Any, Any]", found.storage_data).values()}
+            if outside := next((name for name in files if Path(name).name != name), ""):
+                raise ValueError(f"it names the file {outside!r}")
+        except Exception as error:  # of any kind: the format is torch's
+            raise TrainError(f"cannot read {place}: {error}", remedy="use another checkpoint") from error
+        return found
 
 
 def _read_shards(reader: FileSystemReader, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

@@ -97,7 +97,8 @@ RUN_FILE = "config.toml"
 
 def _add_convert(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT",
-                        help="its folder, or a run's: the newest; with --dtype fp8 a model folder")  # fmt: skip
+                        help="its folder, or a run's: the newest; of other programs iter_..., torch_dist; with "
+                        "--dtype fp8 a model folder")  # fmt: skip
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet")
     parser.add_argument("--model", type=Path, default=None, metavar="DIR",
                         help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
@@ -110,14 +111,14 @@ def _add_convert(parser: Parser) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from ...actors.backends.convert import convert, quantise_folder  # torch is needed here only
+    from ...actors.backends.convert import convert, foreign_checkpoint, quantise_folder  # torch is needed here only
     from ..run_lineage.resume_point import named_checkpoint
 
     if options.dtype == "fp8":
         show(options, quantise_folder(options.checkpoint, options.folder), _convert_sentence)
         return 0
     model = options.model or _model_of_run(options.checkpoint)
-    checkpoint = named_checkpoint(options.checkpoint, reads_all=True)
+    checkpoint = foreign_checkpoint(options.checkpoint) or named_checkpoint(options.checkpoint, reads_all=True)
     done = convert(checkpoint, model, options.folder, dtype=options.dtype, adapter=options.adapter)
     show(options, done, _convert_sentence)
     return 0

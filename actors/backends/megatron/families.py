@@ -190,6 +190,9 @@ SHARED_GATE = (Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.w
 EXPERTS = (
     Rule("mlp.experts.w1", ("gate_proj.weight", "up_proj.weight"), gate_and_up),
     Rule("mlp.experts.w2", ("down_proj.weight",), columns),
+    # megatron-core's own experts, in its checkpoints.
+    Rule("mlp.experts.experts.linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), gate_and_up),
+    Rule("mlp.experts.experts.linear_fc2.weight", ("down_proj.weight",), columns),
 )
 
 
@@ -227,6 +230,9 @@ LATENT_ATTENTION = (
     Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns),
     Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
     Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+    # Transformer Engine's names.
+    Rule("self_attention.linear_q_up_proj.layer_norm_weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",)),
 )
 DEEPSEEK_V3 = Family(
     model=MODEL,
