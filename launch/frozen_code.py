@@ -76,7 +76,7 @@ def _write_rows(name: str, of: EnvironmentSettings, path: Path) -> None:
     """Unless they are there. Raises ConfigError if the environment gives none."""
     if path.exists():
         return
-    command = (of.python or sys.executable, "-m", ENVIRONMENT_WORKER)
+    command = (of.python or sys.executable, "-P", "-m", ENVIRONMENT_WORKER)
     spec = json.dumps({"name": name, "kind": of.kind, "id": of.id, "args": of.args}).encode()
     try:
         done = subprocess.run(

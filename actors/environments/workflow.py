@@ -47,7 +47,8 @@ class EnvironmentPool(WorkflowPool):
             max_calls=of.concurrency,
         )  # fmt: skip
         self.name, self._what = name, f'environment "{name}"'
-        self._python, self._env, self._silent_s = of.python or sys.executable, {**environ, **of.env}, of.silence_s
+        self._python = of.python or sys.executable, "-P"  # files where the run was started shadow no package
+        self._env, self._silent_s = {**environ, **of.env}, of.silence_s
         self._num_open, self._room = 0, asyncio.Event()
 
     async def play(

@@ -150,10 +150,10 @@ class UserProcess:
         """The call that it was killed for."""
         self._process: Process | None = None
 
-    async def start(self, python: str, module: str, grace_s: float, env: Mapping[str, str] | None) -> None:
+    async def start(self, python: tuple[str, ...], module: str, grace_s: float, env: Mapping[str, str] | None) -> None:
         """Have it wait for its first frame. In its own session: what is typed at a terminal is not for it. `grace_s`:
         what it has to clean up when this process dies. `env`: None: this process's."""
-        command = (python, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), f":{module}")
+        command = (*python, "-m", "myxa.actors.subreaper", str(os.getpid()), str(grace_s), f":{module}")
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=env
         )
@@ -254,7 +254,8 @@ class WorkerPool:
         `grace_s`: for the workers to clean up when their input ends, or this process. `max_block_s`: of the workers'
         loops; 0: they may be silent."""
         self._module = module
-        self._python, self._env = sys.executable, None
+        self._python: tuple[str, ...] = (sys.executable,)
+        self._env: Mapping[str, str] | None = None
         self._spec = spec
         self._what = what
         self._decoder = decoder
@@ -321,7 +322,7 @@ class WorkerPool:
                         continue
                     raise UserCodeError(
                         f"a worker process ended ({lost}) while it loaded {self._what}",
-                        remedy=f"see the actor's log; {self._python} must have this myxa",
+                        remedy=f"see the actor's log; {self._python[0]} must have this myxa",
                     ) from None
                 except BaseException:
                     worker.kill()
