@@ -6,6 +6,7 @@
 #   facts      what this machine is                       1 GPU, 30 s
 #   rollout    rollout actor against a bare client        1 GPU, SGLang, 180 s
 #   train      speed, MFU, memory of the backends         1 GPU, 120 s (with four: also DP4)
+#   lora       the same with adapters                 1 GPU, Megatron, 120 s
 #   learn      a model from nothing learns a task         1 GPU (colocated) or 2, SGLang, 240 s
 #   async20    20 asynchronous steps of a 0.6B shape      1 GPU (colocated) or 2, SGLang, 180 s
 #   weights    trainer to engine, first token, stall      1 GPU (same GPU) or 2, SGLang, 240 s
@@ -87,7 +88,7 @@ dying=$placement
 start=150  # for servers of SGLang to load, which compile kernels on a fresh machine: a part's own limit counts after it
 
 declare -A script=(
-  [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [learn]=learn.py
+  [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [lora]=train_speed.py [learn]=learn.py
   [async20]=async20.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [fp8]=fp8.py [logprobs]=logprob_gap.py [layouts]=layouts.py
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py [reproducible]=repeats.py
   [repeats_probe]=repeats_probe.py [agents]=agents.py [peer_trl]=trl_step.py
@@ -98,7 +99,7 @@ declare -A script=(
   [memory_gang_training]=memory_gang_training.py
 )
 declare -A limit=(
-  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=580 [logprobs]=360 [layouts]=330
+  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [lora]=270 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=580 [logprobs]=360 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [agents]=580 [peer_trl]=240
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
@@ -106,14 +107,14 @@ declare -A limit=(
   [memory_gang]=170 [memory_gang_training]=270
 )
 declare -A gpus=(
-  [facts]=1 [rollout]=1 [train]=1 [train4]=4 [learn]=1 [async20]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [logprobs]=1 [layouts]=2
+  [facts]=1 [rollout]=1 [train]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [logprobs]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
   [memory_colocated_one]=2 [memory_colocated_tp]=2
   [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
 )
 declare -A modules=(
-  [facts]="" [rollout]=sglang [train]="" [train4]="" [learn]=sglang [async20]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [logprobs]=sglang
+  [facts]="" [rollout]=sglang [train]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [logprobs]=sglang
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
@@ -124,6 +125,7 @@ declare -A modules=(
 )
 declare -A arguments=(
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
+  [lora]="--part lora --cases torch:0.6b,megatron:0.6b,torch:1.7b --sets lora.rank=16"
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"
   [weights]="--placement $placement --backend $backend" [weights_experts]="" [fp8]="--backend $backend" [logprobs]="--backends $backend" [layouts]="--ranks $ranks"
@@ -139,6 +141,7 @@ declare -A arguments=(
 declare -A dry_arguments=(
   [facts]="" [rollout]="--groups 4 --in-flight 2 --longest 12 --rounds 1"
   [train]="--cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
+  [lora]="--part lora --cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1 --sets lora.rank=4"
   [train4]="--part train4 --world 2 --cases torch:1.7b --packs 1 --per-pack 2 --length 64 --steps 1"
   [learn]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
   [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [weights_experts]="--updates 2" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [logprobs]="--prompts 8 --num-new 16"
