@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
 from ...core.errors import CallError, LedgerError, MyxaError
-from ...core.knobs import AuditRecord, ChangeRequest, KnobSheet, KnobState, Operator, PauseVerb
+from ...core.knobs import AuditRecord, ChangeRequest, KnobMove, KnobSheet, KnobState, Operator, PauseVerb
 from ...core.messages import EvalResult
 from ..contracts import BufferContract, TrainerContract
 from ..knobs.owner import PAUSE_AT
 from .knob_conductor import KnobConductor, Order
-from .knob_decisions import OwnerStates, draft_change
+from .knob_decisions import ChangeDraft, OwnerStates, draft_change
 from .run_state import RunContext
 
 T = TypeVar("T")
@@ -85,13 +86,16 @@ class RunControl:
         pause_at = {"pause": 0, "resume": -1, "step": self._version() + num_steps}[verb]
         asked = {"num_steps": num_steps} if verb == "step" else {}
         request = ChangeRequest(values={PAUSE_AT.name: pause_at}, who=who, reason=reason)
-        decisions = self._conductor.decisions
-        reply = await self._conductor.make(
-            Order(verb, request, lambda _: draft_change(request, _BUFFER, decisions), asked)
-        )
+
+        def drafter(roster: OwnerStates) -> ChangeDraft:
+            draft = draft_change(request, roster, self._conductor.decisions)
+            again = KnobMove(name=PAUSE_AT.name, owner="buffer", old=pause_at, new=pause_at, boundary="now")
+            return replace(draft, moves=draft.moves or (again,))
+
+        reply = await self._conductor.make(Order(verb, request, drafter, asked, roster=_BUFFER))
         if reply.refused:
             raise LedgerError(f"{verb}: {reply.refused}", remedy="nothing was changed; ask again")
-        if reply.epoch and reply.warnings:
+        if reply.warnings:
             raise CallError(
                 f"{verb} is decided and recorded, but the buffer has not obeyed yet: {'; '.join(reply.warnings)}",
                 remedy="it gets the order again until it does; `myxa ps` shows what it waits for",

@@ -200,6 +200,15 @@ async def test_a_pause_holds_whoever_dies_after_the_record(tmp_path: Path, has_h
     assert again.told == [], "no news"
 
 
+async def test_every_order_is_recorded_and_the_newest_reason_is_told(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    for verb in ("resume", "pause", "pause"):
+        await place.do(verb)
+    await place.control.set_pause("pause", WHO, "lunch")
+    assert place.agree() and place.control.paused == "lunch"
+    assert place.audit == [("resume", "done")] + 3 * [("pause", "done")]
+
+
 async def test_a_pause_ends_by_itself_and_can_be_taken_back(tmp_path: Path) -> None:
     place = Place(tmp_path)
     request = ChangeRequest(values={PAUSE_AT.name: 0}, who=WHO, for_s=0.2)
