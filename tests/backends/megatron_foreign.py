@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import megatron_on_cpu
 
@@ -27,9 +27,10 @@ from megatron_rank import Gang  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from myxa.actors.backends.megatron.checkpoint import begin_shards  # noqa: E402
+from myxa.actors.backends.megatron.hf_weights import load_hf_folder  # noqa: E402
 from myxa.actors.backends.megatron.layout import ParallelLayout  # noqa: E402
 from myxa.actors.backends.megatron.mcore import submodules_of  # noqa: E402
-from myxa.actors.backends.megatron.provider import transformer_config  # noqa: E402
+from myxa.actors.backends.megatron.provider import build_model_chunks, transformer_config  # noqa: E402
 from myxa.actors.models.hf_folder import read_config  # noqa: E402
 
 SINGLE = {
@@ -116,11 +117,23 @@ def write(folder: Path, out: Path, rank: int) -> None:
     for shard in shards.values():
         for ours, theirs in BY_TRANSFORMER_ENGINE.items() if config.kv_lora_rank else ():
             shard.key = shard.key.replace(f".{ours}", f".{theirs}")
+    save(shards, out, rank)
+
+
+def write_ours(folder: Path, out: Path, rank: int, layout: ParallelLayout) -> None:
+    """Our own layers, cut over the ranks."""
+    config = read_config(folder)
+    chunks = build_model_chunks(config, layout, torch.float32, {})
+    load_hf_folder(chunks, folder, config)
+    save(cast(Any, chunks[0]).sharded_state_dict(), out, rank)
+
+
+def save(shards: dict[str, Any], out: Path, rank: int) -> None:
     if rank == 0:
         (out / "iter_0000100").mkdir(parents=True)
         (out / "latest_checkpointed_iteration.txt").write_text("100")
     torch.distributed.barrier()
-    common = {"args": argparse.Namespace(num_layers=config.num_layers), "iteration": 100}
+    common = {"args": argparse.Namespace(num_layers=4), "iteration": 100}
     pending = begin_shards({"model": shards, **common}, str(out / "iter_0000100"))  # megatron's, without its processes
     pending.write()
     pending.finish()
@@ -130,9 +143,17 @@ def main(place: str, rank: int) -> None:
     torch.set_num_threads(1)
     spec = json.loads(Path(place).read_text())
     try:
-        Gang(rank, 2, spec["port"]).join(ParallelLayout(ep=2))
-        for folder in spec["folders"]:
-            write(Path(folder), Path(spec["out"]) / Path(folder).name, rank)
+        gang, out, folders = (
+            Gang(rank, 2, spec["port"]),
+            Path(spec["out"]),
+            [Path(folder) for folder in spec["folders"]],
+        )
+        gang.join(ParallelLayout(ep=2))
+        for folder in folders:
+            write(folder, out / folder.name, rank)
+        gang.join(layout := ParallelLayout(tp=2, sequence_parallel=True))
+        for folder in folders:
+            write_ours(folder, out / f"{folder.name}-ours", rank, layout)
     except Exception:
         traceback.print_exc()
         os._exit(1)

@@ -81,7 +81,7 @@ class Gang:
 
 def check_weights(case: dict[str, Any], chunks: list[Any], config: Any, layout: ParallelLayout) -> list[str]:
     """Names that this rank sent; AssertionError for a tensor that is not the folder's."""
-    folder = load_file(Path(case["folder"]) / "model.safetensors")
+    folder = load_file(Path(case.get("equals", case["folder"])) / "model.safetensors")
     names: list[str] = []
     for name, tensor in iter_hf_tensors(chunks, config):
         same(name, tensor, folder[name])

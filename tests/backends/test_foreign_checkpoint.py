@@ -37,9 +37,11 @@ def written(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[..., list[
     return place
 
 
+@pytest.mark.parametrize("kind", ["", "-ours"])
 @pytest.mark.parametrize("name", MODELS)
-def test_its_weights_are_those_that_it_was_made_of(written: Path, name: str, tmp_path: Path) -> None:
-    done = convert(written / "out" / name, written / name, tmp_path / "hf")
+def test_its_weights_are_those_that_it_was_made_of(written: Path, name: str, kind: str, tmp_path: Path) -> None:
+    """Also where our layers wrote it, cut by tensor parallelism."""
+    done = convert(written / "out" / f"{name}{kind}", written / name, tmp_path / "hf")
     assert (done["backend"], done["num_updates"], done["dtype"]) == ("megatron", 100, "float32")
     expected, found = (load_file(folder / "model.safetensors") for folder in (written / name, tmp_path / "hf"))
     assert found.keys() == expected.keys()

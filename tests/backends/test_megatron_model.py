@@ -15,6 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from myxa.actors.backends.convert import quantise_folder
+from myxa.actors.models.hf_folder import open_weights, read_config, write_folder
 from myxa.launch.host import quiet_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -142,6 +144,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "megatron.model.hidden_size: myxa decides this itself": ("qwen3", {}, {"overrides": {"hidden_size": 8}}),
     'did you mean "init_method_std"?': ("qwen3", {}, {"overrides": {"init_method_stdd": 1.0}}),
     "megatron-core refuses the configuration": ("moe", {}, {"overrides": {"moe_token_dispatcher_type": "flex"}}),
+    "recompute_modules names mla_up_proj": (
+        "deepseek",
+        {},
+        {"overrides": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}},
+    ),
     "attention_dropout: myxa decides this itself": ("qwen3", {}, {"overrides": {"attention_dropout": 0.1}}),
     "weight model.layers.0.self_attn.q_norm.weight is missing": ("not-qwen3", {}, {}),
 }
@@ -217,7 +224,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     false.mkdir()
     (false / "config.json").write_text((made["qwen3"] / "config.json").read_text())
     (false / "model.safetensors").symlink_to(made["llama-tied"] / "model.safetensors")
-    return made | {half.name: half, false.name: false}
+    (made["deepseek"] / "tokenizer.json").write_text("{}")
+    fp8, read = place / "deepseek-fp8", place / "deepseek-read"
+    quantise_folder(made["deepseek"], fp8)
+    with open_weights(fp8, config_of_fp8 := read_config(fp8)) as tensors:
+        write_folder(read, config_of_fp8.source, [tensors[name] for name in config_of_fp8.tensor_shapes()])
+    return made | {one.name: one for one in (half, false, fp8, read)}
 
 
 def name_of(model: str, layout: dict[str, Any]) -> str:
@@ -246,6 +258,9 @@ def outcomes(
         if num_ranks == 2:
             half = {"folder": str(folders["glm4-moe-bfloat16"]), "layout": {"pp": 2}, "precision": "bfloat16"}
             cases.append({"name": "bfloat16"} | half)
+            fp8 = {"folder": str(folders["deepseek-fp8"]), "equals": str(folders["deepseek-read"])}
+            cut = {"tp": 2, "ep": 2, "sequence_parallel": True}
+            cases.append({"name": "fp8", "layout": cut, "precision": "bfloat16"} | fp8)
             cases.extend(
                 {"name": text, "folder": str(folders[model]), "layout": layout} | settings
                 for text, (model, layout, settings) in REFUSALS.items()
@@ -301,5 +316,6 @@ def test_what_cannot_be_built_is_refused_by_its_key(outcomes: Any, text: str) ->
         assert " -- " in result["refusal"], "a remedy is missing"
 
 
-def test_half_precision_is_equal_to_the_bit_too(outcomes: Any) -> None:
-    assert any(result["names"] for result in outcomes(2)["bfloat16"])
+@pytest.mark.parametrize("name", ["bfloat16", "fp8"])
+def test_half_precision_is_equal_to_the_bit_too(outcomes: Any, name: str) -> None:
+    assert any(result["names"] for result in outcomes(2)[name])

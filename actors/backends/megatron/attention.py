@@ -269,6 +269,8 @@ class LatentAttention(MLASelfAttention):
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # pyright: ignore[reportUnknownMemberType]
+        if cast(Any, self).recompute_up_proj:
+            raise ValueError("recompute_modules names mla_up_proj, which needs Transformer Engine")
         if config.q_lora_rank is not None:
             self.q_layernorm = MegatronRMSNorm(config, config.q_lora_rank, eps=LATENT_EPS)
         self.kv_layernorm = MegatronRMSNorm(config, config.kv_lora_rank, eps=LATENT_EPS)
