@@ -210,10 +210,9 @@ def _head(path: str, key: str) -> tuple[bytes, str]:
 def _open_file(path: str, layout: RowLayout, key: str) -> RowFile:
     kind = _kind(path, key)
     if (kind == "ledger") != layout.is_recorded:
-        what, which = ("is", "with") if kind == "ledger" else ("is not", "for")
         raise DataError(
-            f"{path} {what} an SQLite file, which dumps of groups are",
-            remedy=f'preset = "recorded" is {which} what `myxa dump` wrote, others for rows; {FORMATS}',
+            f"{path} {'is' if kind == 'ledger' else 'is not'} an SQLite file, as dumps of groups are",
+            remedy=f'preset = "recorded" reads what `myxa dump` wrote, other presets read rows; {FORMATS}',
         )
     if kind == "ledger":
         return RecordedGroups(path)

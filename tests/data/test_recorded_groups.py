@@ -126,10 +126,8 @@ def test_files_that_are_no_dumps_and_damaged_ones_are_told(model: Path, tmp_path
     (tmp_path / "cut.sqlite").write_bytes(path.read_bytes()[:5000])
     assert "name a file that `myxa dump` wrote" in told(model, tmp_path / "cut.sqlite")
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1?", "label": "2"}\n')
-    assert 'is not an SQLite file, which dumps of groups are -- preset = "recorded"' in told(
-        model, tmp_path / "p.jsonl"
-    )
-    with pytest.raises(DataError, match='is an SQLite file, which dumps of groups are -- preset = "recorded"'):
+    assert 'is not an SQLite file, as dumps of groups are -- preset = "recorded"' in told(model, tmp_path / "p.jsonl")
+    with pytest.raises(DataError, match='is an SQLite file, as dumps of groups are -- preset = "recorded"'):
         open_prompts(config(model, str(path), data={"preset": "slime"}))
     with pytest.raises(ConfigError, match=r"there is no file .*none\.sqlite"):
         open_prompts(config(model, str(tmp_path / "none.sqlite")))
