@@ -68,6 +68,9 @@ class WithoutAdapters:
     def parts(self) -> dict[str, Tensor]:
         return {}
 
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return []
+
 
 class TorchAdapters(Adapters):
     """Of a model whose weights are whole on this rank, or sharded by FSDP."""

@@ -29,11 +29,8 @@ PREFIX = "base_model.model."
 PARTS = ("lora_A", "lora_B")
 ADAPTERS = "adapters."
 """Before their names in a Megatron checkpoint."""
-OTHER_KINDS = (
-    "alpha_pattern", "alora_invocation_tokens", "bias", "corda_config", "exclude_modules", "fan_in_fan_out",
-    "layer_replication", "lora_bias", "modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices",
-    "use_dora", "use_qalora", "use_rslora",
-)  # fmt: skip
+OTHER_KINDS = ("alpha_pattern", "alora_invocation_tokens", "bias", "fan_in_fan_out", "modules_to_save", "rank_pattern",
+               "use_dora", "use_qalora", "use_rslora")  # fmt: skip
 """Keys of PEFT's that change what is computed, where they say more than "none"."""
 IN_LAYERS = re.compile(r"\.\d+\.")
 EXPERTS = re.compile(r"\.experts\.|\.mlp\.gate\.weight$")
@@ -101,25 +98,19 @@ def read_adapter(lora: LoraConfig, matrices: Matrices) -> dict[str, NamedArray]:
                 f"lora.path: {folder} has {key} = {said[key]!r}, which is not computed here",
                 remedy="merge it by PEFT, and start from the merged model",
             )
-    wanted = {file_name(name): (name, shape) for name, shape in adapter_shapes(lora.rank, matrices).items()}
+    shapes = adapter_shapes(lora.rank, matrices)
+    wanted = {file_name(name): shape for name, shape in shapes.items()}
     with open_safetensors(folder / WEIGHTS) as tensors:
-        for name in sorted(tensors.keys() ^ wanted.keys()):
-            has = "an adapter" if name in tensors else "no adapter"
+        found = {name: tensor.spec.shape for name, tensor in tensors.items()}
+        for name in sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
+            have, wish = (f"of shape {shape}" if shape else "absent" for shape in (found.get(name), wanted.get(name)))
             raise ConfigError(
-                f"lora.target_modules: {folder / WEIGHTS} has {has} {name}",
-                remedy="choose its matrices, or another one",
+                f"lora.target_modules: {name} in {folder / WEIGHTS} is {have}, for this model it must be {wish}",
+                remedy="choose the matrices that the adapter is of, or another adapter",
             )
         check_values(list(wanted), tensors, str(folder / WEIGHTS))
-        for name, (_, shape) in wanted.items():
-            if tensors[name].spec.shape != shape:
-                found = list(tensors[name].spec.shape)
-                raise ModelError(
-                    f"{folder / WEIGHTS}: {name} has shape {found}, not {list(shape)}", remedy="it is of another model"
-                )
-        return {
-            name: NamedArray(spec=tensors[key].spec, data=memoryview(bytes(tensors[key].data)))
-            for key, (name, _) in wanted.items()
-        }
+        kept = {name: tensors[file_name(name)] for name in shapes}
+        return {name: NamedArray(spec=one.spec, data=memoryview(bytes(one.data))) for name, one in kept.items()}
 
 
 def file_name(name: str) -> str:
@@ -151,7 +142,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 def adapter_facts(lora: LoraConfig, folder: str | Path) -> dict[str, Any]:
     """What a checkpoint says of its adapters, which are nothing without the weights that they were trained on: `base`
-    is a digest of samples of those in `folder`. Empty: all weights are trained. Raises ModelError."""
+    is a digest of samples of them. Empty: all weights are trained. Raises ModelError."""
     if not lora.rank:
         return {}
     digest = hashlib.sha256()
@@ -164,22 +155,20 @@ def adapter_facts(lora: LoraConfig, folder: str | Path) -> dict[str, Any]:
                     digest.update(file.read(SAMPLE_BYTES))
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error}", remedy="check disk and rights") from error
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.target_modules), "base": digest.hexdigest()}
+    return {
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "targets": sorted(lora.target_modules),
+        "base": digest.hexdigest()[:16],
+    }
 
 
 def check_facts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raise TrainError if a checkpoint's `adapter_facts` are not those of this run."""
     for key in ("rank", "alpha", "targets", "base"):
-        if theirs.get(key) == ours.get(key):
-            continue
-        if bool(theirs) != bool(ours):
-            has, remedy = ("adapters", "set [lora] as it was") if theirs else ("no adapters", "set lora.rank = 0")
-            raise TrainError(f"checkpoint {path} has {has}", remedy=f"{remedy}, or start from what the run exported")
-        if key == "base":
+        if theirs.get(key) != ours.get(key):
+            has, here = (f"adapters of {key} {facts[key]}" if facts else "no adapters" for facts in (theirs, ours))
             raise TrainError(
-                f"checkpoint {path} holds adapters of a model with other weights", remedy="set model.path as it was"
+                f"checkpoint {path} has {has}, this run has {here}",
+                remedy="set [lora] and model.path as they were, or start from what the run exported",
             )
-        raise TrainError(
-            f"checkpoint {path} has adapters of {key} {theirs.get(key)}, here it is {ours.get(key)}",
-            remedy="set [lora] as it was",
-        )

@@ -387,16 +387,13 @@ def _manifest_findings(run: CheckedRun, checkpoint: Path) -> Iterator[Finding]:
     except TrainError:  # the ranks report a torn one
         return
 
-    def check_lora() -> None:
-        check_facts(checkpoint, manifest.lora, adapter_facts(config.lora, config.model.path))
+    def check() -> None:
+        if run.model is not None:
+            check_model(checkpoint, manifest, run.model, config.roles.trainer.kind)
+            check_facts(checkpoint, manifest.lora, adapter_facts(config.lora, config.model.path))
 
-    checks: tuple[tuple[str, Callable[[], None]], ...] = ()
-    if run.model is not None:
-        model, kind = run.model, config.roles.trainer.kind
-        checks = (("model.path", lambda: check_model(checkpoint, manifest, model, kind)), ("lora.rank", check_lora))
-    for key, check in checks:
-        for found in looked(key, check):
-            yield Finding(key, ConfigError(found.error.message, remedy=found.error.remedy))
+    for found in looked("model.path", check):
+        yield Finding("model.path", ConfigError(found.error.message, remedy=found.error.remedy))
     if bool(manifest.critic) != config.critic.enabled:
         has, is_on = ("a", "false") if manifest.critic else ("no", "true")
         text = f"critic.enabled = {is_on}: the checkpoint that trainer.resume names has {has} critic"

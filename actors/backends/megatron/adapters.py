@@ -40,15 +40,10 @@ class Shard:
 
     name: str
     parameter: nn.Parameter
-    axis: int | None = None
-    """Along which tensor-parallel ranks hold others; None: it is whole."""
+    is_cut: bool = False
+    """Whether tensor-parallel ranks hold others."""
+    axis: int = 0
     start: int = 0
-
-    def place(self, whole: Tensor) -> Tensor:
-        """Where it lies in the whole part."""
-        if self.axis is None:
-            return whole
-        return whole.narrow(self.axis, self.start, self.parameter.shape[self.axis])
 
 
 @dataclass(slots=True)
@@ -69,10 +64,8 @@ class Adapted:
         is_split, rank = bool(self.module.sequence_parallel), self.pairs[0][0].parameter.shape[0]
         low = functional.linear(x, torch.cat([a.parameter for a, _ in self.pairs]))
         if not self.is_cut_by_rows:
-            reduce = (
-                "reduce_scatter_to_sequence_parallel_region" if is_split else "reduce_from_tensor_model_parallel_region"
-            )
-            low = getattr(tensor_parallel, reduce)(low)
+            way = "reduce_scatter_to_sequence_parallel" if is_split else "reduce_from_tensor_model_parallel"
+            low = getattr(tensor_parallel, f"{way}_region")(low)
         elif is_split:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         else:
@@ -125,17 +118,13 @@ class MegatronAdapters(Adapters):
 
     def whole(self, total: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(a trainer's name, whole float32 tensor) on every rank. `total(tensor)`: its sum over ranks. Collective."""
-        own: dict[str, list[Shard]] = {}
-        for shard in self._shards():
-            own.setdefault(shard.name, []).append(shard)
         grid = self._grid
-        is_first = grid.cp.rank() == grid.dp.rank() == 0
-        for name, shape in adapter_shapes(self._rank, self.matrices).items():
-            tensor = torch.zeros(shape)
-            for shard in own.get(name, ()) if is_first else ():
-                if shard.axis is not None or grid.tp.rank() == 0:
-                    shard.place(tensor).copy_(shard.parameter.detach())
-            yield name, total(tensor)
+        found = {name: torch.zeros(shape) for name, shape in adapter_shapes(self._rank, self.matrices).items()}
+        for shard in self._shards() if grid.cp.rank() == grid.dp.rank() == 0 else ():
+            if shard.is_cut or grid.tp.rank() == 0:
+                here = shard.parameter.shape[shard.axis]
+                found[shard.name].narrow(shard.axis, shard.start, here).copy_(shard.parameter.detach())
+        return ((name, total(tensor)) for name, tensor in found.items())
 
     def sharded(self) -> dict[str, Any]:
         """What megatron-core's checkpoints know of them, by key and place."""
@@ -144,13 +133,11 @@ class MegatronAdapters(Adapters):
         group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
         found: dict[str, Any] = {}
         for shard in self._shards():
-            size, offsets = shapes[shard.name], list[tuple[int, int, int]]()
-            if shard.axis is not None:
-                here = shard.parameter.shape[shard.axis]
-                offsets = [(shard.axis, shard.start // here, size[shard.axis] // here)]
-            replica = (0, self._grid.tp.rank() if shard.axis is None else 0, group.rank())
+            here = shard.parameter.shape[shard.axis]
+            place = (shard.axis, shard.start // here, shapes[shard.name][shard.axis] // here)
+            replica = (0, 0 if shard.is_cut else self._grid.tp.rank(), group.rank())
             found[f"{shard.name}@{shard.start}"] = kind.from_rank_offsets(
-                f"{ADAPTERS}{shard.name}", shard.parameter, *offsets, replica_id=replica
+                f"{ADAPTERS}{shard.name}", shard.parameter, place, replica_id=replica
             )
         return found
 
@@ -210,12 +197,13 @@ class MegatronAdapters(Adapters):
 
     def _made(self, module: Any, name: str, value: Tensor, axis: int | None = None, start: int = 0) -> Shard:
         parameter = nn.Parameter(value.to(module.weight, copy=True).contiguous())
-        if axis is not None:
+        is_cut = axis is not None
+        if is_cut:
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, axis, 1)
         elif module.sequence_parallel:
             cast(Any, parameter).sequence_parallel = True
         module.register_parameter(f"{name.rpartition('.')[2]}_{len(list(module.parameters(recurse=False)))}", parameter)
-        return Shard(name, parameter, axis, start)
+        return Shard(name, parameter, is_cut, axis or 0, start)
 
 
 def _with_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor:

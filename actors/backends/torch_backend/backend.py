@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....core.clock import Clock
 from ....core.errors import ConfigError
@@ -70,7 +70,7 @@ class TorchBackend(RankBackend[RankSettings]):
             trained = [policy, critic.model] if critic else [policy]
             if self._offload is not None:
                 self._offload.house("params", [p for model in trained for _, p in model.parameters()])
-                self._offload.house("frozen", _parameters_of(reference))
+                self._offload.house("frozen", [p for _, p in reference.model.parameters()] if reference else [])
             for model in trained:
                 model.make_optimizer(config.optimizer, self._offload)
             stepper = Stepper(policy, reference, settings, self._clock, critic)
@@ -155,10 +155,6 @@ class TorchBackend(RankBackend[RankSettings]):
         module = ValueModel(layers, dtype=DTYPE_OF[trainer.dtype], recomputes=trainer.activation_checkpointing)
         load_value_model(module, self._config.critic.path or self._config.model_path, layers)
         return module
-
-
-def _parameters_of(reference: ReferenceModel[Any] | None) -> list[nn.Parameter]:
-    return [p for _, p in reference.model.parameters()] if reference and isinstance(reference.model, Replica) else []
 
 
 def _adapters(policy: TorchModel) -> Iterator[tuple[str, Tensor]]:
