@@ -265,7 +265,10 @@ class Decisions:
     def why(self, name: str) -> str:
         """The reason of the change that gave a knob its value, or who made it; empty for the run file's value."""
         found = self._holder(name, NEVER - 1)
-        return "" if found is None else found.record.reason or f"by {found.record.who.user or found.record.who.via}"
+        if found is None:
+            return ""
+        who = found.record.who
+        return found.record.reason or f"by {who.user or who.via or 'an operator'}"
 
     def news(self, after: int) -> LiveKnobs:
         """What an owner needs that knows the decisions up to epoch `after`: of each knob that was decided since, all

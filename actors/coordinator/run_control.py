@@ -66,7 +66,7 @@ class RunControl:
         before, self._seen = self._seen, (self._pause_at(), self.paused)
         if before == self._seen:
             return
-        until, paused = self._seen
+        (until, paused), why = self._seen, self._conductor.decisions.why(PAUSE_AT.name)
         if paused:
             self._meter.switch("paused", "paused")
         elif before is not None:
@@ -76,9 +76,9 @@ class RunControl:
         if paused:
             self._tell("run-paused", f"at version {self._version()}: {paused}")
         elif until < 0:
-            self._tell("run-resumed", "no step is held back")
+            self._tell("run-resumed", why or "the pause is over")
         else:
-            self._tell("run-stepping", f"to version {until}: {self._conductor.decisions.why(PAUSE_AT.name)}")
+            self._tell("run-stepping", f"to version {until}: {why}")
 
     async def set_pause(self, verb: PauseVerb, who: Operator, reason: str, num_steps: int = 0) -> int:
         """Steps are counted from the version that the run is at. Returns where the trainer rests. Raises LedgerError
