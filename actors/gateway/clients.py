@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,17 +56,22 @@ class SessionClients:
 
     def openai(self, *, is_async: bool) -> Any:
         """An `openai.AsyncOpenAI` or `openai.OpenAI`. Raises UserCodeError where the package is missing."""
-        sdk = _package("openai")
-        kind = sdk.AsyncOpenAI if is_async else sdk.OpenAI
-        http = self._http(_http_package(sdk), is_async=is_async)
-        return kind(base_url=f"{ADDRESS}/v1", api_key=KEY, max_retries=0, http_client=http)
+        return self._client("openai", "AsyncOpenAI" if is_async else "OpenAI", f"{ADDRESS}/v1", is_async=is_async)
 
     def anthropic(self, *, is_async: bool) -> Any:
         """An `anthropic.AsyncAnthropic` or `anthropic.Anthropic`. Raises UserCodeError where the package is missing."""
-        sdk = _package("anthropic")
-        kind = sdk.AsyncAnthropic if is_async else sdk.Anthropic
+        return self._client("anthropic", "AsyncAnthropic" if is_async else "Anthropic", ADDRESS, is_async=is_async)
+
+    def _client(self, package: str, kind: str, address: str, *, is_async: bool) -> Any:
+        try:
+            sdk: Any = importlib.import_module(package)
+        except ImportError as error:
+            raise UserCodeError(
+                f"workflow: ctx.{package} needs the package {package}",
+                remedy=f"pip install {package}, where workflows run",
+            ) from error
         http = self._http(_http_package(sdk), is_async=is_async)
-        return kind(base_url=ADDRESS, api_key=KEY, max_retries=0, http_client=http)
+        return getattr(sdk, kind)(base_url=address, api_key=KEY, max_retries=0, http_client=http)
 
     def samples(self, reward: float | None = None) -> tuple[Sample, ...]:
         """Of all conversations that had a turn. Raises UserCodeError where none had."""
@@ -83,27 +89,22 @@ class SessionClients:
 
     def _http(self, httpx: Any, *, is_async: bool) -> Any:
         """A client of that HTTP package, whose requests are answered here."""
-        answered, loop = self._answered, self.loop
 
-        class SessionTransport(httpx.AsyncBaseTransport):
-            async def handle_async_request(self, request: Any) -> Any:
-                return await answered(httpx, request, await request.aread())
+        async def whole(request: Any) -> Any:
+            answer = await self._answered(httpx, request)
+            await answer.aread()  # of a stream: all its events
+            return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
 
-        class WaitingTransport(httpx.BaseTransport):
-            def handle_request(self, request: Any) -> Any:
-                async def whole(body: bytes) -> Any:
-                    answer = await answered(httpx, request, body)
-                    await answer.aread()  # of a stream: all its events
-                    return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+        def waits(request: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(whole(request), self.loop).result()
 
-                return asyncio.run_coroutine_threadsafe(whole(request.read()), loop).result()
+        if is_async:
+            return httpx.AsyncClient(transport=httpx.MockTransport(partial(self._answered, httpx)))
+        return httpx.Client(transport=httpx.MockTransport(waits))
 
-        return (
-            httpx.AsyncClient(transport=SessionTransport()) if is_async else httpx.Client(transport=WaitingTransport())
-        )
-
-    async def _answered(self, httpx: Any, request: Any, body: bytes) -> Any:
-        """The answer; of a stream, its beginning."""
+    async def _answered(self, httpx: Any, request: Any) -> Any:
+        """The answer to a request that was read; of a stream, its beginning."""
+        body: bytes = request.content
 
         class Events(httpx.AsyncByteStream):
             async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -201,12 +202,3 @@ def preload(fn: Any) -> None:
             if f".{name}" in source:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(name)
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserCodeError(
-            f"workflow: ctx.{name} needs the package {name}", remedy=f"pip install {name}, where workflows run"
-        ) from error

@@ -1,5 +1,5 @@
 """Environments of the packages themselves, each in an interpreter of its own: this one, or the one that the variable
-MYXA_PYTHON_<PACKAGE> names. What is not installed is skipped."""
+MYXA_PYTHON_<PACKAGE> names, which has this myxa too. What is not installed is skipped."""
 
 from __future__ import annotations
 
