@@ -54,7 +54,7 @@ class Game(Environment):
     async def setup(self, session: EnvironmentSession) -> None:
         session.env = env = await session.called(self.make, **self.args)
         row = session.row
-        options = {**row, **session.facts}
+        options = {**row, **session.ctx.facts}
         seed = row["metadata"].get("seed", row["metadata"].get("row", 0))
         begun: Any = await session.called(env.reset, **fitting(env.reset, {"seed": seed, "options": options}))
         is_pair = isinstance(begun, tuple) and len(cast("tuple[Any, ...]", begun)) == 2

@@ -102,7 +102,7 @@ class EnvironmentSession:
 
     async def turn(self, tools: Iterable[Mapping[str, Any]] = ()) -> Message:
         """The model's next turn after `messages`, where it is then entered. Raises NoTurn."""
-        if self.num_turns >= self._ctx.max_turns:
+        if self.num_turns >= self.ctx.max_turns:
             raise NoTurn("max_turns")
         body = {"messages": self.messages, **({"tools": list(tools)} if tools else {})}
         try:
@@ -155,11 +155,10 @@ class EnvironmentSession:
 
     async def setup(self, ctx: WorkflowContext, prompt: Prompt) -> None:
         assert ctx.clients is not None
-        self._ctx, row = ctx, task_of(prompt)
+        self.ctx, row = ctx, task_of(prompt)
         self._session: AgentSession = ctx.clients.session
         self.row: Row = {**row, "metadata": {"row": prompt.row, **row["metadata"]}}
         """messages, tools, label, metadata."""
-        self.facts = {"session_id": ctx.session_id, "attempt": ctx.attempt, "is_replay": ctx.is_replay}
         self.messages: list[Message] = list(self.row["messages"])
         await self._environment.setup(self)
 

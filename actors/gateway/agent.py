@@ -127,12 +127,7 @@ class AgentWorkflow:
         return samples
 
     async def _acted(self, ctx: WorkflowContext, prompt: Prompt, one: OpenSession, key: str) -> None:
-        task = {
-            **task_of(prompt),
-            "is_replay": ctx.is_replay,
-            "session_id": ctx.session_id,
-            "attempt": ctx.attempt,
-        }
+        task = {**task_of(prompt), **ctx.facts}
         if self._settings.command and not self._settings.polls:
             with ctx.episode.waits_for("agent"):
                 await self._programmed(task, one, key)

@@ -705,6 +705,11 @@ class WorkflowContext(msgspec.Struct, frozen=True, kw_only=True):
         return self.attempt > 0
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Of its session, for environments and agents."""
+        return {"session_id": self.session_id, "attempt": self.attempt, "is_replay": self.is_replay}
+
+    @property
     def openai(self) -> Any:
         """A client of the `openai` package that talks to the policy, without a network: `AsyncOpenAI`, or `OpenAI` for
         a plain `def`. What is asked of it is recorded; `samples` gives it. Raises UserCodeError without the package."""

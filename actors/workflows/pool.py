@@ -50,10 +50,11 @@ class TokensSoFar:
         self.under_way: dict[int, list[Delta]] = {}
         """Turns behind those samples, by their numbers."""
 
-    def asked(self, ask: AskModel) -> None:
-        """A turn is to be drawn."""
+    def asked(self, ask: AskModel) -> list[Delta]:
+        """A turn is to be drawn: what there is of it, which grows."""
         self._closed[ask.so_far.branch] = ask.so_far
-        self.under_way[ask.so_far.branch] = [ask.start]
+        self.under_way[ask.so_far.branch] = under_way = [ask.start]
+        return under_way
 
     def so_far(self) -> tuple[Sample, ...]:
         """Tokens of the turns that are drawn included; () while there are none."""
@@ -146,11 +147,8 @@ class WorkflowPool(WorkerPool):
                 if isinstance(event, AskModel):
                     key = (event.model, event.so_far.branch)
                     await _cancelled(drawing.pop(key, None))  # given up by the workflow
-                    if event.model:
-                        turn = self._draw_other(event, call)
-                    else:
-                        record.asked(event)
-                        turn = self._draw(event, call, model, record)
+                    under_way = [event.start] if event.model else record.asked(event)
+                    turn = self._draw(event, call, model, record, under_way)
                     drawing[key] = asyncio.ensure_future(turn)  # noqa: TID251 -- ended below
                 elif isinstance(event, WaitNote):
                     model.on_wait(event)
@@ -164,21 +162,17 @@ class WorkflowPool(WorkerPool):
             for one in drawing.values():
                 await _cancelled(one)
 
-    async def _draw(self, ask: AskModel, call: Call, model: ModelAccess, record: TokensSoFar) -> None:
-        stops, branch = stops_of(ask.request.sampling.stop, self._tokenizer), ask.so_far.branch
+    async def _draw(
+        self, ask: AskModel, call: Call, model: ModelAccess, record: TokensSoFar, under_way: list[Delta]
+    ) -> None:
+        """By the policy, or by a model of the run's own, of which nothing is recorded."""
+        generate = self._models[ask.model].access.generate if ask.model else model.generate
+        stops = NO_STOPS if ask.model else stops_of(ask.request.sampling.stop, self._tokenizer)
         try:
-            segment, finish = await drawn(model.generate, ask.request, stops, record.under_way[branch])
-            if finish == "abort" and not model.goes_on():
+            segment, finish = await drawn(generate, ask.request, stops, under_way)
+            if finish == "abort" and not ask.model and not model.goes_on():
                 raise Interrupted(record.so_far())
-            record.under_way[branch] = [segment]
-            await call.worker.send(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
-        except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
-            call.inbox.put_nowait(error)
-
-    async def _draw_other(self, ask: AskModel, call: Call) -> None:
-        """By a model of the run's own: nothing of it is recorded."""
-        try:
-            segment, finish = await drawn(self._models[ask.model].access.generate, ask.request, NO_STOPS, [ask.start])
+            under_way[:] = [segment]
             await call.worker.send(DrawnTurn(call=call.number, turn=ask.turn, segment=segment, finish=finish))
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             call.inbox.put_nowait(error)
