@@ -57,6 +57,11 @@ def convert(
     if adapter and not manifest.lora:
         raise TrainError(f"checkpoint {path} has no adapters: it holds all weights", remedy="leave --adapter out")
     if manifest.lora:
+        rank, alpha = manifest.lora.get("rank"), manifest.lora.get("alpha")
+        if not (isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0 and alpha > 0):
+            raise TrainError(
+                f"{path}: its manifest names no adapters that can be", remedy="it is torn; use another one"
+            )
         base = adapter_facts(LoraConfig(rank=1), model)["base"]
         check_facts(path, manifest.lora, {**manifest.lora, "base": base})
     read = _read_adapters(path, manifest) if adapter else _read(path, manifest, config, Path(model))

@@ -81,7 +81,6 @@ RELATIONS = (
     "optimizer.name=muon megatron.offload_optimizer needs !lora.rank: the optimizer of adapters is a small AdamW",
     "memory.share=switch needs !lora.rank: adapters do not take turns with an engine on a device yet",
     "megatron.model.moe_router_bias_update_rate needs !lora.rank: the model stays as it is",
-    "sglang.enable_lora sglang.lora_paths needs !lora.rank: engines get merged weights",
     "optimizer.decay_steps run.num_steps!=0 for optimizer.schedule!=constant: that is where it ends",
     "trainer.strategy needs roles.trainer.kind=torch: megatron.distributed_optimizer splits optimizer state",
     "trainer.impl trainer.freeze needs roles.trainer.kind=torch",

@@ -114,6 +114,8 @@ def _convert(options: argparse.Namespace) -> int:
     from ...actors.backends.convert import convert, foreign_checkpoint, quantise_folder  # torch is needed here only
     from ..run_lineage.resume_point import named_checkpoint
 
+    if options.dtype == "fp8" and options.adapter:
+        raise ConfigError("--adapter does not go with --dtype fp8", remedy="leave one of them out")
     if options.dtype == "fp8":
         show(options, quantise_folder(options.checkpoint, options.folder), _convert_sentence)
         return 0

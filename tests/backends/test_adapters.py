@@ -6,6 +6,7 @@ Megatron's are in test_megatron_adapters.py.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.backends.test_ranks import TIMES
 from myxa.actors.backends.convert import convert
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError, ModelError, MyxaError, TrainError
+from myxa.launch.cli import main
 
 Gang = tuple[Path, list[dict[str, Any]]]
 LORA = {"rank": 4, "alpha": 8}
@@ -194,6 +196,13 @@ def test_a_checkpoint_is_nothing_without_the_weights_and_the_kind_of_adapter_tha
     save(backends(), full, {"version": 2})
     with pytest.raises(TrainError, match="has no adapters, this run has adapters of rank 4"):
         backends(lora=LORA).load(full)
+    wrong = tmp_path / "wrong"
+    shutil.copytree(place, wrong)
+    told = json.loads((wrong / "manifest.json").read_text())
+    (wrong / "manifest.json").write_text(json.dumps({**told, "lora": {**told["lora"], "rank": 0}}))
+    with pytest.raises(TrainError, match="names no adapters that can be"):
+        convert(wrong, model, tmp_path / "out")
+    assert main(["convert", str(model), str(tmp_path / "out"), "--dtype", "fp8", "--adapter"]) == 2
     with pytest.raises(TrainError, match="has no adapters: it holds all weights"):
         convert(full, model, tmp_path / "out", adapter=True)
 
