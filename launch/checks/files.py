@@ -330,7 +330,7 @@ def _check_fp8_channel(channel: WeightChannel) -> None:
         raise ConfigError(
             f'weights.channel = "{channel}" brings weights as they are trained; engines that hold FP8 (model.path) get '
             "theirs only between devices",
-            remedy='set it to "nccl", or serve a folder in bfloat16 (`myxa convert`) and name it in model.path',
+            remedy='use "nccl", on one GPU "cuda_ipc"; or name a folder in bfloat16 in model.path',
         )
 
 

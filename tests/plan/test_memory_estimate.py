@@ -17,6 +17,7 @@ from myxa.actors.models.model_config import ModelConfig, parse_model_config
 from myxa.core.config import RunConfig
 from myxa.core.config.loading import Finding
 from myxa.launch.checks.check import CheckedRun, model_of
+from myxa.launch.checks.files import fit
 from myxa.launch.checks.memory_estimate import (
     CHUNK_LOGITS,
     DeviceLoad,
@@ -258,3 +259,16 @@ def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
     found, findings = estimate(config, SHAPES["0.6B"])
     assert [load.capacity_bytes for load in found] == [None]
     assert list(findings) == []
+
+
+def test_engines_that_hold_fp8_get_their_weights_between_devices_only() -> None:
+    model = parse_model_config(DEEPSEEK_V3, "DeepSeek-V3")
+
+    def refused(**weights: str) -> list[str]:
+        config = run("megatron", 1, **SHARED, weights=weights)
+        checked = CheckedRun(config, place(config, 1), is_here=False, known={model_of: model})
+        return [str(one.error) for one in fit(checked) if one.key == "weights.channel"]
+
+    (said,) = refused(channel="disk")
+    assert 'weights.channel = "disk"' in said and '"cuda_ipc"' in said
+    assert not refused(channel="cuda_ipc") and not refused(channel="disk", served_folder="bf16")
