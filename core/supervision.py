@@ -164,7 +164,7 @@ Instruction = Restart | Drain | End | Kill | GiveUp | Retired | FailRun
 
 MATES_GRACE_S: Final = 0.5
 """Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
-FORGET_S: Final = 1800.0
+FORGET_S: Final = 900.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S, CALM_S = 1.0, 30.0, 20.0
 """Before a restart: no pause at first, because others wait for the dead child; for repeated failures the first one,
 doubled each time up to the longest, minus up to 50 % jitter. A child that ran for `CALM_S` since its last start begins

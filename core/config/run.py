@@ -184,7 +184,7 @@ class RoleSettings(Section, frozen=True):
     """Further environment variables of the role's processes."""
     max_restarts: CountInt = 3
     """Restarts of one actor, or of all trainer ranks together, after which the run ends. Counted from 0 after
-    30 minutes without one. The first restart is immediate, and so is one after 20 s of uptime; otherwise the pause
+    15 minutes without one. The first restart is immediate, and so is one after 20 s of uptime; otherwise the pause
     is 1 s, doubled each time up to 30 s, less up to half of it at random."""
     when_hung: WhenHung = "wait"
     """A process whose event loop does not answer: wait (it is named in the log and left alone) or kill (it is

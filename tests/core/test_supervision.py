@@ -9,6 +9,7 @@ import pytest
 
 from myxa.core.supervision import (
     ALIVE,
+    FORGET_S,
     OVER,
     TRANSITIONS,
     Drain,
@@ -111,22 +112,26 @@ def test_a_spent_budget_fails_the_run_and_is_named():
     assert supervisor.alive == ()
 
 
-def test_a_budget_begins_anew_half_an_hour_after_the_newest_restart():
+def test_a_budget_begins_anew_a_while_after_the_newest_restart():
     supervisor = make(rollouts(1, max_restarts=1))
     for n in range(5):
-        restart = launch(supervisor, supervisor.on_exit("rollout/0", 1, 1800.0 * n))
+        restart = launch(supervisor, supervisor.on_exit("rollout/0", 1, FORGET_S * n))
         assert restart.delay_s == 0.0
-        assert [supervisor.restarts_left("rollout/0", 1800.0 * n + s) for s in (0.0, 1799.0, 1800.0)] == [0, 0, 1]
-    assert kinds(supervisor.on_exit("rollout/0", 1, 1800.0 * 4 + 1799.0)) == ["FailRun"]
+        assert [supervisor.restarts_left("rollout/0", FORGET_S * n + s) for s in (0.0, FORGET_S - 1, FORGET_S)] == [
+            0,
+            0,
+            1,
+        ]
+    assert kinds(supervisor.on_exit("rollout/0", 1, FORGET_S * 4 + FORGET_S - 1)) == ["FailRun"]
 
 
 @pytest.mark.parametrize("is_up", [True, False])
 def test_attempts_that_take_long_to_load_and_then_fail_do_not_follow_each_other_for_ever(is_up: bool):
     supervisor = make(rollouts(1, max_restarts=3), is_up=is_up)
     for n in range(1, 4):
-        restart = launch(supervisor, supervisor.on_exit("rollout/0", 3, 1500.0 * n), is_up=is_up)
+        restart = launch(supervisor, supervisor.on_exit("rollout/0", 3, (FORGET_S - 100) * n), is_up=is_up)
         assert restart.attempts == (n,)
-    assert kinds(supervisor.on_exit("rollout/0", 3, 1500.0 * 4)) == ["FailRun"]
+    assert kinds(supervisor.on_exit("rollout/0", 3, (FORGET_S - 100) * 4)) == ["FailRun"]
 
 
 def test_a_gang_spends_one_budget_and_a_restart_that_does_not_happen_costs_nothing():

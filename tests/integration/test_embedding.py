@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -106,7 +107,8 @@ async def until_status(rollout: EmbeddedRollout, is_met: Callable[[Any], bool], 
 
 
 def traces() -> dict[str, Any]:
-    """Everything that a guest could leave behind in this process."""
+    """Everything that a guest could leave behind in this process. A library that it needs has handlers of its own."""
+    importlib.import_module("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         policy = asyncio.get_event_loop_policy()
