@@ -18,11 +18,13 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
@@ -88,6 +90,22 @@ def locked_folder(folder: Path, timeout_s: float) -> Generator[bool]:
         yield is_mine
     finally:
         os.close(descriptor)
+
+
+FRESH_S = 1.0
+"""A folder so young may not be locked yet."""
+
+
+def remove_unlocked(prefix: str) -> None:
+    """Delete the temporary folders of processes that were killed: their name begins so, and nothing has their lock."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):  # such as: another user's, or a file system without locks
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > FRESH_S and lock_now(descriptor):
+                    shutil.rmtree(path)
+            finally:
+                os.close(descriptor)
 
 
 def is_locked(path: Path) -> bool:

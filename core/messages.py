@@ -167,6 +167,20 @@ class TensorSpec(Record, frozen=True):
     num_bytes: int
 
 
+class WeightDelta(Record, frozen=True):
+    """What changed from one version to the next, in a file (`actors/weights/channels/delta.py`)."""
+
+    version: int
+    base: int
+    """The version that it changes."""
+    path: str
+    num_bytes: int
+    """Of the file."""
+    digest: str
+    """Of the version that it makes, see `WeightManifest.digest`."""
+    base_digest: str
+
+
 class WeightManifest(Record, frozen=True):
     """One published weight version: where the bytes are and what they must hash to."""
 
@@ -184,6 +198,8 @@ class WeightManifest(Record, frozen=True):
     """Boot id of the publishing host: shm is readable only there."""
     lineage: int = 0
     """Epoch of the trainer's leader that published it: a restarted one makes the same numbers of other weights."""
+    deltas: tuple[WeightDelta, ...] = ()
+    """disk: the folder holds the base of the first; these, in order, make this version of it. Empty: it is whole."""
 
 
 class StepReport(Record, frozen=True):

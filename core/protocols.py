@@ -256,6 +256,22 @@ class WeightWriter(Protocol):
         ...
 
 
+class WeightRebuilder(Protocol):
+    """Rollout actor's end of versions that are published as deltas. Every method blocks."""
+
+    at: str
+    """What it does now; empty: nothing."""
+
+    def seen(self, manifest: WeightManifest) -> None:
+        """The engine is handed a whole version, which later deltas may change."""
+
+    def rebuild(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
+        """The same version, whole and checked, and why what was held did not do, if it did not. Raises EngineError."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class WeightSender(Protocol):
     """A trainer rank's end of a channel between devices. Every method blocks and may be called from any thread;
     `publish` in the order of the backend's calls. Errors are TrainError."""

@@ -257,6 +257,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.rollout.evaluation import Evaluation
     from ..actors.rollout.group_runner import RolloutOptions
     from ..actors.rollout.rollout import Rollout
+    from ..actors.weights.channels.host import RebuiltFolder
     from ..actors.workflows.named import BUILTINS
     from ..actors.workflows.pool import make_pool
 
@@ -284,6 +285,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         tenancy=rollout_tenancy(spec, config, engine),
         evaluation=Evaluation(eval_rewarders(config, judges), num_shown=config.monitor.samples_per_step),
         reference=served_reference(config, tokenizer, clock),
+        rebuilder=RebuiltFolder(),
         options=RolloutOptions(
             concurrency=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,

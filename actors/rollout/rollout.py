@@ -61,7 +61,7 @@ from ...core.messages import (
     WeightAck,
     WeightManifest,
 )
-from ...core.protocols import Engine, TellsLoading, Tokenizer
+from ...core.protocols import Engine, TellsLoading, Tokenizer, WeightRebuilder
 from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
@@ -137,6 +137,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         tenancy: Tenancy | None = None,
         evaluation: Evaluation | None = None,
         reference: Reference | None = None,
+        rebuilder: WeightRebuilder | None = None,
     ) -> None:
         """`tenancy`: where the engine shares its device with a trainer in turns."""
         self.gateway: Gateway | None = None
@@ -148,6 +149,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._scorer = scorer
         self._judges = Guarded(scorer, *([] if reference is None else [reference]))
         self._reference = reference
+        self._rebuilder = rebuilder
         self._tokenizer = tokenizer
         self._options = options = copy(options)
         options.pause_mode = None if engine is None else engine.pause_mode
@@ -192,7 +194,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
         self._weights_turn = asyncio.Lock()
         """A coordinator that died may have left a step of an adoption that still runs when the next one asks."""
-        self._weights = EngineWeights(report, self._engine, self._checks)
+        self._weights = EngineWeights(report, self._engine, self._checks, self._rebuilder)
         self._judges.listen(self._tell)
         if self._tenancy is not None and self._engine is not None:  # from the first moment: the leader asks for it
             self._tenant = RolloutTenant(report, self._engine, self._tenancy, on_change=self._note_turn)
@@ -313,7 +315,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def on_stop(self, why: str) -> None:
         for task in self._end():
             task.cancel()
-        closing = [self._judges.close(), self._evaluation.close()]
+        closing = [self._judges.close(), self._evaluation.close(), self._weights.close()]
         closing += [] if self._engine is None else [self._engine.close()]
         closing += [self._workflow.close()] if isinstance(self._workflow, Lasting) else []
         closing += [] if self.gateway is None else [self.gateway.stop()]

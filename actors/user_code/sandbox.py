@@ -26,7 +26,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from typing import Any, Protocol
 
 from ...core.config.run import SandboxName
 from ...core.errors import ConfigError
-from ...core.files import lock_now, locked_folder
+from ...core.files import locked_folder, remove_unlocked
 from ...core.process import boot_id, start_time
 
 TAIL_BYTES = 1 << 16
@@ -43,8 +42,6 @@ TAIL_BYTES = 1 << 16
 KILL_S = 10.0
 """For the first process of a sandbox to end all of it."""
 SCRATCH = "myxa-job-"
-FRESH_S = 1.0
-"""A scratch folder so young may not be locked yet."""
 MAX_FILE_BYTES = 1 << 30
 MAX_FILES = 4096
 FIRST_USER, NUM_USERS = 61184, 4096
@@ -347,18 +344,6 @@ async def scratch_folder() -> AsyncGenerator[Path]:
         await asyncio.shield(asyncio.to_thread(made.cleanup))
 
 
-def remove_scratch_of_dead_owners() -> None:
-    """Folders of killed processes: nothing has their lock."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError):  # such as: another user's, or a file system without locks
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if time.time() - os.fstat(descriptor).st_mtime > FRESH_S and lock_now(descriptor):
-                    shutil.rmtree(path)
-            finally:
-                os.close(descriptor)
-
-
 def file_out(path: Path) -> bytes:
     """What a job left in a file, up to 1 MiB: it may have made it a link, a pipe or endless. Raises OSError."""
     with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
@@ -369,7 +354,7 @@ def sandbox(name: SandboxName, image: str = "") -> Sandbox:
     """Raises ConfigError where it is not there."""
     if trouble := trouble_with(name, image):
         raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=REMEDIES[name])
-    remove_scratch_of_dead_owners()
+    remove_unlocked(SCRATCH)
     if name == "docker":
         with contextlib.suppress(OSError):  # the next owner does it
             remove_containers_of_dead_owners()

@@ -139,9 +139,12 @@ class Publisher:
         manifest = msgspec.structs.replace(manifest, lineage=self.report.ctx.epoch)
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
-        self.report.ctx.log.info(
-            "weight version %d is published over %s, digest %s", version, manifest.channel, manifest.digest
+        way = (
+            f"{manifest.channel}, delta of {manifest.deltas[-1].num_bytes} bytes"
+            if manifest.deltas
+            else manifest.channel
         )
+        self.report.ctx.log.info("weight version %d is published over %s, digest %s", version, way, manifest.digest)
         return manifest
 
     @property

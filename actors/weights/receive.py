@@ -8,13 +8,14 @@ The coordinator calls both (`coordinator`), the engine fetches bytes through `Tr
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from ...core.actor import Actor
 from ...core.errors import EngineError, MyxaError, WeightsRefused
 from ...core.messages import WeightAck, WeightManifest
-from ...core.protocols import Engine
+from ...core.protocols import Engine, WeightRebuilder
 from ...core.refs import with_deadline
 from ...core.weight_channel import AnyOrder, SenderOrder, WeightProgress
 from ..contracts import TrainerContract
@@ -31,6 +32,8 @@ class EngineWeights:
     report: Reporter
     engine: Engine | None
     checks: StreamChecks
+    rebuilder: WeightRebuilder | None = None
+    """Of deltas; None: they are refused."""
     lineage: int = 0
     """Of the weights that serve (`WeightManifest.lineage`)."""
     _prepared: WeightManifest | None = None
@@ -41,11 +44,26 @@ class EngineWeights:
             return self._ack(manifest.version)
         self._prepared = None
         try:
-            await self.engine.prepare_weights(manifest)
+            await self.engine.prepare_weights(await self._whole(manifest))
         except MyxaError as err:
             return self._ack(manifest.version, reason=str(err), is_whole=True)
         self._prepared = manifest
         return self._ack(manifest.version)
+
+    async def _whole(self, manifest: WeightManifest) -> WeightManifest:
+        """What the engine can read. Raises EngineError."""
+        if self.rebuilder is None or not manifest.deltas:
+            if self.rebuilder is not None:
+                self.rebuilder.seen(manifest)
+            return manifest
+        whole, why = await asyncio.to_thread(self.rebuilder.rebuild, manifest)
+        if why:
+            self.report.tell("weights-from-full", f"{self.report.ctx.name}: {why}", version=manifest.version)
+        return whole
+
+    async def close(self) -> None:
+        if self.rebuilder is not None:
+            await asyncio.to_thread(self.rebuilder.close)
 
     async def commit(self, version: int) -> WeightAck:
         if self.engine is None:
@@ -79,6 +97,8 @@ class EngineWeights:
 
     def progress(self) -> WeightProgress:
         engine = self.engine
+        if self.rebuilder is not None and self.rebuilder.at:
+            return WeightProgress(at=self.rebuilder.at)
         return WeightProgress(at="no engine") if engine is None else engine.weight_progress()
 
     def _ack(self, version: int, *, reason: str = "", is_whole: bool = False) -> WeightAck:

@@ -682,6 +682,8 @@ def _is_argument(value: object) -> bool:
 
 
 ChannelName = Literal["auto", "shm", "disk", "nccl", "cuda_ipc"]
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""Of a server's address: paths mean the same to it."""
 
 
 class WeightSettings(Section, frozen=True):
@@ -705,6 +707,10 @@ class WeightSettings(Section, frozen=True):
     stall_s: NonNegativeFloat = 20.0
     """Seconds without any progress after which an engine's update is given up and the engine rebuilt, before the
     deadline of the whole phase; 0 = the deadlines only."""
+    full_every: Annotated[int, Field(ge=0, le=1000)] = 1
+    """disk: one version of so many is a whole folder, the others are what changed since the version before; 0 or 1: all
+    are whole. Rollout actors rebuild versions in a folder of their host (below TMPDIR), as large as the model; the
+    trainer's rank 0 keeps a copy of the weights in memory."""
     served_folder: PathText = ""
     """Model folder that the servers were started with, if it is not `model.path`; if its weights are FP8 in blocks,
     weights are quantised likewise on the way (nccl, cuda_ipc)."""

@@ -281,7 +281,10 @@ def channel_end(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int)
     channel = choose_channel(config)
     if channel in SENT_CHANNELS:
         return ChannelEnd(channel, sender=weight_sender(config, rank, channel, local_rank=local_rank))
-    writer = make_writer(cast(ReadChannel, channel), run_dir / "weights", Path(config.model.path)) if not rank else None
+    if rank:
+        return ChannelEnd(channel)
+    folder, every = run_dir / "weights", config.weights.full_every
+    writer = make_writer(cast(ReadChannel, channel), folder, Path(config.model.path), full_every=every)
     return ChannelEnd(channel, writer=writer)
 
 

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from ....core.config.run import LOCAL_HOSTS
 from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused
 from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
@@ -46,8 +47,6 @@ from ...weights.beacon import Beacon
 from ...weights.channels.host import read_folder
 from .http_client import SglangHttp
 from .wire import version_number
-
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class WeightRoute(Protocol):

@@ -4,7 +4,8 @@
             reader sees it unchanged. It has no name, so nothing is ever left in /dev/shm, and the kernel frees it with
             its last holder. Others open it through `/proc/<pid>/fd/<n>`, which the same user may do. Linux
     disk    each version is a HuggingFace folder, so any server that takes a model path can load it:
-            `models/hf_folder.py` writes and reads it
+            `models/hf_folder.py` writes and reads it. With `weights.full_every` the versions between are what changed
+            (`delta.py`); a folder stays while the newest version, or one that was not released, needs it
 
 The digest is zlib's CRC-32: 3.9 GiB/s where BLAKE2b does 0.9 and SHA-256 1.7. It guards against mistakes, not against
 malice: a process that can write the bytes could also write the manifest. `multiprocessing.shared_memory` was
@@ -19,29 +20,34 @@ import mmap
 import os
 import re
 import shutil
+import tempfile
+import threading
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from msgspec.structs import replace
 
 from ....core.errors import EngineError, MyxaError, TrainError
+from ....core.files import locked_folder, remove_unlocked
 from ....core.host_memory import available_bytes
-from ....core.messages import TensorSpec, WeightManifest
+from ....core.messages import TensorSpec, WeightDelta, WeightManifest
 from ....core.process import boot_id
 from ....core.protocols import NamedArray, WeightWriter
 from ...models.hf_folder import open_weights, read_config, write_folder
+from .delta import Bytes, patch_folder, write_delta
 
 ReadChannel = Literal["shm", "disk"]
 
 
-def make_writer(channel: ReadChannel, folder: Path, model_folder: Path) -> WeightWriter:
+def make_writer(channel: ReadChannel, folder: Path, model_folder: Path, *, full_every: int = 1) -> WeightWriter:
     """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer."""
     if channel == "disk":
-        return DiskWeightWriter(folder, model_folder, boot_id())
+        return DiskWeightWriter(folder, model_folder, boot_id(), full_every)
     clear_folders(folder)  # the run wrote folders before it was resumed
     return ShmWeightWriter(boot_id())
 
@@ -194,7 +200,15 @@ class DiskWeightWriter:
     root: Path
     model_folder: Path
     host: str
-    _folders: dict[int, Path] = field(default_factory=dict[int, Path])
+    full_every: int = 1
+    """One version of so many is whole, the others are deltas; 0 as 1: all are. A version that is published again, or
+    has other tensors, is whole, and so is one whose base has gone."""
+    _folders: set[Path] = field(default_factory=set[Path])
+    _unreleased: dict[int, WeightManifest] = field(default_factory=dict[int, WeightManifest])
+    _last: WeightManifest | None = None
+    """What the next delta changes."""
+    _bytes: dict[str, Bytes] = field(default_factory=dict[str, Bytes])
+    """Its tensors."""
     _is_clear: bool = False
 
     def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
@@ -204,27 +218,68 @@ class DiskWeightWriter:
             clear_folders(self.root)
             self._is_clear = True
         folder = self.root / f"version_{version:08d}"
+        whole = _manifest(version, "disk", str(folder), tuple(t.spec for t in tensors), tensors, self.host)
+        self._folders.add(folder)
         try:
-            config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
-            write_folder(folder, config, tensors, tokenizer_from=self.model_folder)
+            manifest = self._write_delta(whole, tensors)
+            if manifest is None:
+                config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
+                write_folder(folder, config, tensors, tokenizer_from=self.model_folder)
+                manifest = whole
         except (OSError, MyxaError) as err:
             raise TrainError(
                 f"cannot write weight version {version} to {folder}: {err}",
                 remedy="free disk space, or put run.dir on another disk",
             ) from err
-        self._folders[version] = folder
-        return _manifest(version, "disk", str(folder), tuple(t.spec for t in tensors), tensors, self.host)
+        self._unreleased[version], self._last = manifest, None
+        if self.full_every > 1:
+            for tensor in tensors:
+                new = np.frombuffer(tensor.data, np.uint8)
+                old = self._bytes.setdefault(tensor.spec.name, np.empty(0, np.uint8))
+                if old.size == new.size:
+                    np.copyto(old, new)
+                else:
+                    self._bytes[tensor.spec.name] = new.copy()
+            self._last = manifest
+        self._clean()
+        return manifest
+
+    def _write_delta(self, whole: WeightManifest, tensors: Sequence[NamedArray]) -> WeightManifest | None:
+        """None where the version is to be whole. Raises OSError, ModelError."""
+        last = self._last
+        if last is None or len(last.deltas) + 1 >= self.full_every or whole.version <= last.version:
+            return None
+        is_there = all(Path(path).exists() for path in (last.location, *(delta.path for delta in last.deltas)))
+        if not is_there or [*map(_shape, whole.tensors)] != [*map(_shape, last.tensors)]:
+            return None
+        path, size = write_delta(Path(whole.location), self._bytes, tensors)
+        delta = WeightDelta(
+            version=whole.version, base=last.version, path=str(path), num_bytes=size, digest=whole.digest,
+            base_digest=last.digest,
+        )  # fmt: skip
+        return replace(whole, location=last.location, deltas=(*last.deltas, delta))
 
     def release(self, version: int) -> None:
-        folder = self._folders.pop(version, None)
-        if folder is not None:
+        self._unreleased.pop(version, None)
+        self._clean()
+
+    def _clean(self) -> None:
+        """Delete what no version needs that engines may still read, or that the next delta changes."""
+        needed = [*self._unreleased.values(), *([] if self._last is None else [self._last])]
+        paths = {Path(one.location) for one in needed} | {Path(d.path).parent for one in needed for d in one.deltas}
+        for folder in self._folders - paths:
             shutil.rmtree(folder, ignore_errors=True)
+        self._folders &= paths
 
     def close(self) -> None:
         """Delete every folder that was not released, and the one around them."""
-        for version in list(self._folders):
-            self.release(version)
+        self._unreleased, self._last = {}, None
+        self._clean()
         _remove_empty(self.root)
+
+
+def _shape(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
+    return spec.name, spec.dtype, spec.shape
 
 
 def clear_folders(root: Path) -> None:
@@ -245,6 +300,10 @@ def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generato
     """Named tensors of the version. Raises EngineError for a missing, torn or altered folder; `reads_all` False: as far
     as its headers show, at the same cost for any model."""
     folder = Path(manifest.location)
+    if manifest.deltas:
+        raise EngineError(
+            f"{folder} is not weight version {manifest.version}", remedy="this is a bug: apply its deltas"
+        )
     try:
         with open_weights(folder, read_config(folder)) as tensors:
             for spec in manifest.tensors:
@@ -264,3 +323,85 @@ def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generato
             f"cannot read weight version {manifest.version} from {folder}: {err.message}",
             remedy="the folder must be reachable from this host (a shared file system) and left as it was written",
         ) from err
+
+
+SCRATCH = "myxa-weights-"
+
+
+class RebuiltFolder:
+    """Whole versions of deltas, in a temporary folder of this host. One per engine; it goes with the process that has
+    its lock."""
+
+    def __init__(self) -> None:
+        self.at = ""
+        """What it does now."""
+        self._turn = threading.Lock()
+        """A call that was given up runs on in its thread."""
+        self._root: Path | None = None
+        self._lock = ExitStack()
+        self._held: tuple[str, Path] = "", Path()
+        """Digest of a version, and the folder that has it."""
+
+    def seen(self, manifest: WeightManifest) -> None:
+        """The engine is handed a whole version, which later deltas may change."""
+        if manifest.channel == "disk" and self._turn.acquire(blocking=False):
+            self._held = manifest.digest, Path(manifest.location)
+            self._turn.release()
+
+    def rebuild(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
+        """The same version, whole and checked, and why it was made from the full folder, if it was. Blocks. Raises
+        EngineError."""
+        with self._turn:
+            try:
+                self.at = f"rebuilds weight version {manifest.version}"
+                return self._rebuild(manifest)
+            finally:
+                self.at = ""
+
+    def _rebuild(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
+        (digest, folder), deltas = self._held, manifest.deltas
+        digests = [deltas[0].base_digest, *(delta.digest for delta in deltas)]
+        why = f"what is held ({digest or 'nothing'}) is the base of none of its deltas"
+        if digest in digests:
+            try:
+                return self._make(folder, manifest, digests.index(digest)), ""
+            except (OSError, ValueError, MyxaError) as err:
+                why = str(err)
+        full = Path(manifest.location)
+        try:
+            return self._make(full, manifest, 0), f"version {manifest.version} is made from {full}: {why}"
+        except (OSError, ValueError, MyxaError) as err:
+            raise EngineError(
+                f"weight version {manifest.version} cannot be made from {full} and {len(deltas)} deltas: {err}; "
+                f"at first: {why}",
+                remedy="see these folders and the disk of TMPDIR on this host; the next full version is read afresh",
+            ) from err
+
+    def _make(self, base: Path, manifest: WeightManifest, begin: int) -> WeightManifest:
+        """From `base`, which is the version before `manifest.deltas[begin]`. What is held goes, whatever happens."""
+        if self._root is None:
+            remove_unlocked(SCRATCH)
+            self._root = Path(tempfile.mkdtemp(prefix=SCRATCH))
+            self._lock.enter_context(locked_folder(self._root, 0.0))
+        # A server that fails to load goes back to the path that it loaded before: that must not be these bytes.
+        folder = self._root / f"version_{manifest.version:08d}-{manifest.digest.rpartition(':')[2]}"
+        self._held = "", Path()
+        if base.parent == self._root:
+            base.rename(folder)
+        else:
+            for old in self._root.iterdir():
+                shutil.rmtree(old, ignore_errors=True)
+            shutil.copytree(base, folder)
+        patch_folder(folder, manifest.deltas[begin:])
+        made = replace(manifest, location=str(folder), deltas=())
+        with read_folder(made):
+            self._held = manifest.digest, folder
+        return made
+
+    def close(self) -> None:
+        """Blocks while files are deleted. Never raises."""
+        with self._turn:
+            if self._root is not None:
+                shutil.rmtree(self._root, ignore_errors=True)
+            self._root, self._held = None, ("", Path())
+            self._lock.close()
