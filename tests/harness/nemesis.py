@@ -45,12 +45,14 @@ POINTS: dict[str, tuple[str, ...]] = {
     "rollout.reward": ("before actors.rollout.group_runner:GroupRunner._rewarded",),
     "rollout.put": ("before actors.rollout.rollout:Rollout._deliver",),
     "rollout.prepare": ("before actors.weights.receive:EngineWeights.prepare",),
+    "rollout.rebuild": ("before actors.weights.channels.host:patch_folder",),  # copied or renamed, old bytes
     "rollout.commit": ("before actors.weights.receive:EngineWeights.commit",),
     "trainer.claim": ("before actors.trainer.step_plan:ClaimedBatch.check",),
     "trainer.forward": (f"before {_STEP}.passes",),
     "trainer.all_reduce": ("before actors.backends.torch_backend.parallel:TorchModel.gradient_norm",),
     "trainer.optimizer": (f"before {_STEP}.update",),
     "trainer.publish": ("before actors.trainer.trainer:Trainer.publish",),
+    "trainer.delta": ("after actors.weights.channels.host:DiskWeightWriter._write_delta",),  # nobody knows the file
     "trainer.trained": ("after actors.trainer.train_loop:TrainerGang.train",),  # the buffer does not know yet
     "trainer.checkpoint_write": (f"before {_CHECKPOINT}:PendingCheckpoint.write",),
     "trainer.manifest_commit": (f"before {_CHECKPOINT}:commit",),

@@ -2,7 +2,7 @@
 the run ends by itself with every prompt trained exactly once, and nothing left over.
 
 `make test` puts the cells into two runs, one fault after the other (every point by SIGKILL; by SIGSTOP an actor of every
-kind, which its supervisor finds out and kills). `make soak` gives every cell a run of its own.
+kind, which its supervisor finds out and kills). `make soak` has a third of deltas, and gives every cell a run of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.survival.under_chaos import ChaosRun, chaos_job, check_lossless, chec
 
 CHECKPOINTS = "trainer.checkpoint_every=2"
 GANG = "roles.trainer.count=2"
+DELTAS = ("weights.channel=disk", "weights.full_every=3")
 NUM_TRIES = 8
 
 
@@ -74,6 +75,13 @@ RUNS = {
         num_steps=30,
         reward_s=0.4,  # waiting costs nothing; the last two are stopped while others work, who must not be through by then
     ),
+    "deltas": Cells(
+        ("rollout.rebuild:kill:2", "trainer.delta:kill:2", "rollout.prepare:kill:2", "trainer.publish:kill:3",
+         "rollout.commit:kill:2", "coordinator.adopt:kill:2", "rollout.rebuild:stop:2", "trainer.delta:stop:1"),
+        (CHECKPOINTS, *DELTAS),
+        num_steps=36,
+        reward_s=0.3,
+    ),
 }  # fmt: skip
 
 
@@ -88,7 +96,9 @@ def check(folder: Path, cells: Cells) -> ChaosRun:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name == "deltas" else []) for name in RUNS]
+)
 def test_killed_and_stopped_one_after_the_other(name: str, tmp_path: Path):
     run = check(tmp_path, RUNS[name])
     if "coordinator.knobs_decided:kill:1" in RUNS[name].strikes:
@@ -117,7 +127,8 @@ SOAKED = [f"{point}:{action}:1" for point in POINTS for action in ("kill", "stop
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("strike", [text for text in SOAKED if not text.startswith("coordinator.knobs_decided")])
 def test_cell(strike: str, tmp_path: Path):
-    check(tmp_path, Cells((strike,), (GANG, CHECKPOINTS)))
+    has_deltas = strike.startswith(("trainer.delta", "rollout.rebuild"))
+    check(tmp_path, Cells((strike,), (GANG, CHECKPOINTS, *(DELTAS if has_deltas else ()))))
 
 
 @pytest.mark.soak

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.harness.run_job import events, make_job
+from tests.harness.run_job import events, make_job, metrics
+from tests.weights.weight_lab import serving
 
 from myxa.actors.models.safetensors_file import write_safetensors
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
@@ -293,3 +294,23 @@ def test_a_run_with_deltas_makes_the_weights_of_the_same_run_without(tmp_path: P
         ends[every] = (run_dir / "export" / "model.safetensors").read_bytes(), [digest for _, digest in published]
         assert len(set(ends[every][1])) == 7, "the weights changed"
     assert ends[1] == ends[3]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+def test_a_server_of_the_actors_host_computes_with_what_was_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_KEY", "between-us")
+    job = make_job(tmp_path)
+    with serving(tmp_path / "model", key="between-us") as server:
+        status, said, run_dir = job.run(
+            "roles.rollout.kind=sglang", f'engine.attach=["{server.url}"]', "weights.channel=disk", "weights.full_every=4",
+            "engine.key_env=FLEET_KEY", "async.max_staleness=0", "reward.fn=regex", 'reward.pattern="[1-4]"',
+        )  # fmt: skip
+    assert status == 0, said
+    assert not events(run_dir, "weights-refused") and not events(run_dir, "engine-fenced")
+    assert [e["data"]["version"] for e in events(run_dir, "weights-adopted")] == list(range(6))
+    steps = [p["values"] for p in metrics(run_dir) if "train/logprob_diff_abs_max" in p["values"]]
+    assert max(abs(s["train/grad_norm"]) for s in steps) > 0, "the weights changed"
+    assert max(s["train/logprob_diff_abs_max"] for s in steps) < 2e-4, "the server computes with the trainer's weights"
