@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,3 +86,12 @@ def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], mon
         sweep(scenario, range(150), repro=f"{REPRO} planted", limit_s=900.0)
     print(found.value, found.value.__notes__)
     assert "SIM_SEED=" in found.value.__notes__[-1]
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", Path(__file__).with_name("README.md").read_text(encoding="utf-8"), re.S
+    )
+    names: dict[str, Any] = {}
+    exec(compile(code.replace("seeds(200", "seeds(10"), "README.md", "exec"), names)
+    names["test_counter"]()

@@ -1,9 +1,6 @@
-"""kill -9 of agents and of the actor that has their gateway, in each phase of a rollout: no sample is lost or doubled,
-recorded turns are answered from the record, an attempt that comes after another one knows it, and the run ends.
-
-An agent notes what it does. Where a strike waits for a phase, the first agent that comes there takes it: it kills
-itself, or has the actor killed.
-"""
+"""kill -9 of agents and of the actor that has their gateway, in each phase of a rollout: no sample is lost or
+doubled, recorded turns are answered from the record, an attempt that comes after another one knows it, and the run
+ends."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import Job, make_job, metrics, worker_pids
+from tests.harness.run_job import Job, is_alive, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
 PHASES = ("before", "stream", "between", "reward", "end")
@@ -71,7 +68,7 @@ def rollout(task, url, key, end):
     while is_held():
         time.sleep(0.02)
     door, who = Door(url, key), {name: task[name] for name in ("session_id", "attempt", "is_replay")}
-    note(at="begin", **who)
+    note(at="begin", pid=os.getpid(), **who)
     reached("before")
     messages = list(task["messages"])
     lines = door.post("/v1/chat/completions", {"messages": messages, "stream": True})
@@ -271,6 +268,7 @@ def test_programs_and_their_actor_are_killed(tmp_path: Path) -> None:
     run = struck(tmp_path, "program", strikes)
     check(run, len(strikes))
     assert replayed(run) > 0
+    assert not is_alive([one["pid"] for one in run.notes("begin")]), "programs end with their actor"
 
 
 @pytest.mark.timeout(240)
