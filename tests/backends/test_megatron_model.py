@@ -1,7 +1,5 @@
-"""The Megatron trainer's model is HuggingFace's: same weights to the bit, same loss and gradients, however it is cut.
-
-Real processes over gloo; one gang of 2 and one of 4, each going through its list of layouts.
-"""
+"""The Megatron trainer's model is HuggingFace's: same weights to the bit, same loss and gradients, however it is
+cut."""
 
 from __future__ import annotations
 
@@ -111,16 +109,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("llama3", {"cp": 2}),
         ("glm4", {"tp": 2, "sequence_parallel": True}),
         ("deepseek", {"ep": 2}),
-        ("deepseek", {"tp": 2, "sequence_parallel": True}),
-        ("deepseek", {"pp": 2, "vpp": 2}),
-        ("moonlight", {"cp": 2}),
         ("moonlight", {"tp": 2, "sequence_parallel": True}),
-        ("moe", {"ep": 2}),
         ("mistral", {"tp": 2}),
-        ("qwen2-moe", {"tp": 2, "sequence_parallel": True}),
         ("glm4-moe", {"pp": 2, "vpp": 2}),
         ("glm4-moe", {"tp": 2, "sequence_parallel": True}),
-        ("glm4-moe-groups", {"ep": 2}),
     ],
     4: [
         ("qwen3", {"tp": 4, "sequence_parallel": True}),

@@ -256,7 +256,7 @@ def test_b_f8_no_number_takes_long(boxed: str) -> None:
     assert time.process_time() - begun < 1.0
 
 
-PIECES = (r"\boxed{", r"\boxed{1} ", "answer is ", "answer to ", "####", "<answer>", "</think>", "<think>", "$", "答案", "1 ", "it is ", "Answer: A or ", "(", "answer is((((((((", "\n", "B.")  # fmt: skip
+PIECES = (r"\boxed{", r"\boxed{1} ", "answer is ", "answer to ", "####", "<answer>", "</think>", "<think>", "$", "答案", "1 ", "it is ", "Answer: A or ", "(", "answer is((((((((", "\n", "B.", "{", "}", "\\")  # fmt: skip
 
 
 @pytest.mark.timeout(60)
@@ -276,7 +276,7 @@ def test_long_texts_are_read_in_linear_time(piece: str) -> None:
 async def test_b_f8_nothing_takes_longer_than_its_seconds() -> None:
     async with rewarder("math", args={"seconds": 1}) as made:
         await made.score(answer(r"\boxed{x}", "x+1"))  # imports
-        for boxed in HOSTILE[::2]:
+        for boxed in HOSTILE[::4]:
             begun = time.monotonic()
             assert (await made.score(answer(rf"\boxed{{{boxed}}}", "x+42"))).value == 0.0
             assert time.monotonic() - begun < 15.0, "a worker that was killed is replaced"

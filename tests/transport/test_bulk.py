@@ -77,7 +77,7 @@ async def test_over_the_limit_is_refused_before_it_is_sent(world, monkeypatch):
     assert await ref.ping() > 0
 
 
-@pytest.mark.parametrize("size", [100_000, 140_000, 250_000, 270_000, 400_000, 600_000])
+@pytest.mark.parametrize("size", [140_000, 270_000, 600_000])
 @pytest.mark.parametrize("kind", ["ipc", "tcp"], indirect=True)
 async def test_the_first_message_of_a_connection_arrives_at_any_size(world, size):
     near, _ = await world.pair(Echo())

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.transport.cast_of_actors import Echo
-
-from myxa.transport.node import Node
 
 pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).parents[2]
@@ -123,37 +118,3 @@ thread.join()
 print("fine")
 """
     )
-
-
-async def test_a_burst_leaves_room_for_the_hosts_own_work():
-    """A thousand calls arrive in a few batches; between two turns the host's work runs."""
-
-    class Slow(Echo):
-        mailbox_size = 4096
-
-        async def note(self, text: str) -> None:
-            self.log.append(text)
-
-    node = await Node.attach(name="host")
-    other = await Node.attach(name="other", rdzv=node.rendezvous)
-    echo = Slow()
-    await node.start(echo, "echo")
-    ref = other.ref(Echo, "echo")
-    await ref.ping()
-    turns: list[int] = []
-
-    async def host_work() -> None:
-        while True:
-            turns.append(len(echo.log))
-            await asyncio.sleep(0)
-
-    work = asyncio.get_running_loop().create_task(host_work())
-    async with asyncio.timeout(30):
-        await asyncio.gather(*(ref.note(str(n)) for n in range(1000)))
-        while len(echo.log) < 1000:
-            await asyncio.sleep(0)
-    work.cancel()
-    assert echo.log == [str(n) for n in range(1000)]
-    assert max(b - a for a, b in itertools.pairwise(turns)) < 500, "a whole burst was taken in one turn"
-    await other.close()
-    await node.close()

@@ -51,7 +51,7 @@ def test_nonsense_is_counted_and_holds_nobody_up():
 # -- bodies
 
 
-@pytest.mark.parametrize("depth", [100, 1000, 2000, 100_000, 1_000_000])
+@pytest.mark.parametrize("depth", [1000, 2000, 1_000_000])
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_depth_is_bounded(depth, opening):
     closing = b"]" if opening == b"[" else b"}"
