@@ -240,13 +240,6 @@ async def test_a_node_that_does_not_fit_is_refused_with_both_values(change: dict
         await members.gather(0.01)
 
 
-async def test_a_node_that_cannot_take_part_is_not_waited_for():
-    members = Membership(2, EnlistReply())
-    members.join(NodeFacts(node=1, version=__version__, host="h", problem="no model"))
-    with pytest.raises(LaunchError, match="node 1 .h. cannot take part: no model"):
-        await members.gather(60)
-
-
 def test_a_run_on_recorded_groups_has_no_rollout_actors_and_gets_none(tmp_path: Path):
     run = config(tmp_path, 'data.preset="recorded"', 'models.judge={path="j"}', "roles.rollout.count=3")
     there = present(run)

@@ -125,8 +125,8 @@ def check_actors_come_and_go(node0, node1) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "is_taken", "said"),
-    [(0, True, "in use"), (1, False, ""), (0, False, "2 of 3 nodes did not join within 2 s: 1, 2")],
-    ids=["port taken", "no node 0", "nodes missing"],
+    [(0, True, "in use"), (1, False, "")],
+    ids=["port taken", "no node 0"],
 )
 def test_nodes_that_do_not_meet_are_told_where_and_why(tmp_path: Path, run, rank: int, is_taken: bool, said: str):
     if rank:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tests.simulation.simulator import Sim, run
 
 from myxa import __version__
 from myxa.core.actor import FAILED, Actor, PeerEvent
-from myxa.core.errors import ConfigError, DataError, LaunchError
+from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.timeouts import LauncherTimeouts
 from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
 from myxa.launch.contracts import (
@@ -232,14 +232,6 @@ def test_a_missing_program_fails_the_run_at_once_and_a_full_machine_when_the_res
     staged(body, rollout(0), at_once=False)
 
 
-@on_stage(rollout(0))
-async def test_wrong_data_fails_the_run_at_once_with_its_own_status(stage: Stage) -> None:
-    await stage.sim.spawn("launcher/0", stage.hands[0].die("rollout/0", DataError.exit_code))
-    await asyncio.sleep(3)
-    assert stage.supervisor.failed.result().exit_code == DataError.exit_code == 5
-    assert len(stage.hands[0].started) == 1
-
-
 @on_stage(rollout(0), *trainers(1, 2, max_restarts=20), num_nodes=3)
 async def test_the_ranks_of_an_attempt_meet_at_one_port_of_the_node_of_rank_0(stage: Stage) -> None:
     first, second = stage.hands[1].meetings, stage.hands[2].meetings
@@ -304,16 +296,6 @@ async def test_who_does_not_register_is_killed_once_and_one_that_then_does_not_g
     assert stage.supervisor.failed.result().culprit == "rollout/0"
 
 
-@on_stage(rollout(0), at_once=False, timeouts=replace(TIMEOUTS, start_s=200.0))
-async def test_attempts_that_never_register_run_out_however_long_each_takes(stage: Stage) -> None:
-    stage.hands[0].answers = False
-    await stage.begin()
-    await asyncio.sleep(1000)
-    assert stage.supervisor.failed.done()
-    assert "its budget of 3 restarts is spent" in stage.supervisor.failed.result().reason
-    assert len(stage.hands[0].started) == 4
-
-
 @on_stage(rollout(0, max_restarts=0))
 async def test_e07_the_report_names_the_operator_who_killed_an_actor(stage: Stage) -> None:
     supervisor = stage.supervisor
@@ -369,17 +351,6 @@ async def test_a_node_goes_as_a_whole_or_not_at_all(stage: Stage) -> None:
     await stage.ping(1, seconds=3)
     assert set(stage.states().values()) == {"up"}, "nobody was asked to end"
     assert not any(record.is_leaving for record in stage.supervisor.statuses())
-
-
-@on_stage(rollout(0), rollout(1, 1), num_nodes=2)
-async def test_a_launcher_that_asks_again_is_let_in_again_and_another_one_is_not(stage: Stage) -> None:
-    join = stage.supervisor.join
-    again = await stage.on_0(lambda: join(stage.facts(1, "nonce-1")))
-    other = await stage.on_0(lambda: join(stage.facts(1, "another")))
-    nameless = await stage.on_0(lambda: join(stage.facts(1)))
-    assert again == ""
-    assert other == nameless == "node 1 joined already, from host-1 (--node-rank)"
-    assert len(stage.hands[1].started) == 1
 
 
 # -- who is over for everybody -----------------------------------------------------------------------------------------
