@@ -127,44 +127,42 @@ async def test_wrong_types_inside_of_messages(victim: Victim, path: str) -> None
                     check_refused(path, answer, 400)
 
 
-@pytest.mark.parametrize(
-    ("more", "status"),
-    [
-        ({"n": 10**9}, 400),
-        ({"n": 0}, 400),
-        ({"max_tokens": -1}, 400),
-        ({"max_tokens": 10**12}, 200),
-        ({"max_tokens": 1e12}, 400),
-        ({"stop": [f"x{one}" for one in range(100_000)]}, 400),
-        ({"stop": [""]}, 400),
-        ({"stop": "x" * 1_000_000}, 400),
-        ({"seed": 10**30}, 400),
-        ({"top_p": 0}, 400),
-        ({"temperature": 1e308}, 400),
-    ],
-    ids=lambda value: str(value)[:30],
-)  # fmt: skip
-async def test_numbers_and_lists_beyond_measure(victim: Victim, more: dict[str, Any], status: int) -> None:
+BEYOND: list[tuple[dict[str, Any], int]] = [
+    ({"n": 10**9}, 400),
+    ({"n": 0}, 400),
+    ({"max_tokens": -1}, 400),
+    ({"max_tokens": 10**12}, 200),
+    ({"max_tokens": 1e12}, 400),
+    ({"stop": [f"x{one}" for one in range(100_000)]}, 400),
+    ({"stop": [""]}, 400),
+    ({"stop": "x" * 1_000_000}, 400),
+    ({"seed": 10**30}, 400),
+    ({"top_p": 0}, 400),
+    ({"temperature": 1e308}, 400),
+]
+
+
+async def test_numbers_and_lists_beyond_measure(victim: Victim) -> None:
     path = "/v1/chat/completions"
-    answer = await victim.post(path, {**BODIES[path], **more})
-    assert answer.status_code == status, answer.text[:300]
-    if status != 200:
-        check_refused(path, answer, status)
+    for more, status in BEYOND:
+        answer = await victim.post(path, {**BODIES[path], **more})
+        assert answer.status_code == status, (str(more)[:30], answer.text[:300])
+        if status != 200:
+            check_refused(path, answer, status)
+
+
+NO_REQUESTS = [
+    b"", b"null", b"[]", b"{", b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}', b'{"model": NaN}',
+    b'{"messages": [{"role": "user", "content": "\\ud83d"}], "prompt": "\\udc00", "input": "\\ud800", "max_tokens": 5}',
+    b"[" * 200_000, b'{"metadata": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+    b'{"max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"", b"null", b"[]", b"{", b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}', b'{"model": NaN}',
-        b'{"messages": [{"role": "user", "content": "\\ud83d"}], "prompt": "\\udc00", "input": "\\ud800", "max_tokens": 5}',
-        b"[" * 200_000, b'{"metadata": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
-        b'{"max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    ],
-    ids=lambda raw: repr(raw[:24]),
-)  # fmt: skip
-async def test_bodies_that_are_no_requests(victim: Victim, path: str, raw: bytes) -> None:
-    check_refused(path, await victim.post(path, raw), 400)
+async def test_bodies_that_are_no_requests(victim: Victim, path: str) -> None:
+    for raw in NO_REQUESTS:
+        check_refused(path, await victim.post(path, raw), 400)
 
 
 def tool(parameters: object, name: str = "t") -> dict[str, Any]:

@@ -200,30 +200,30 @@ async def test_curl(door: Door) -> None:
     assert all(line.startswith("data: ") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"temperature": -1}, None),
-        ({"temperature": "hot"}, "temperature"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required", "tools": CHAT_TOOLS}, "tool_choice"),
-        ({"n": 1000}, "n"),
-        ({"unknown": 1}, "unknown"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
-    ],
-)
-async def test_a_wrong_request_names_its_field(door: Door, more: dict[str, Any], param: str | None) -> None:
-    body: dict[str, Any] = {"model": "any", "messages": HELLO, **more}
-    with pytest.raises(openai.BadRequestError) as caught:
-        await door.openai.post("/chat/completions", cast_to=object, body=body)
-    assert caught.value.param == param
-    if param in ("messages[0].content", "n", "unknown"):
-        with pytest.raises(anthropic.BadRequestError):
-            await door.anthropic.post("/v1/messages", cast_to=object, body={"max_tokens": 5, **body})
+WRONG: list[tuple[dict[str, Any], str | None]] = [
+    ({"messages": []}, "messages"),
+    ({"temperature": -1}, None),
+    ({"temperature": "hot"}, "temperature"),
+    ({"logit_bias": {"1": 2}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": "required", "tools": CHAT_TOOLS}, "tool_choice"),
+    ({"n": 1000}, "n"),
+    ({"unknown": 1}, "unknown"),
+    ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+]
+
+
+async def test_a_wrong_request_names_its_field(door: Door) -> None:
+    for more, param in WRONG:
+        body: dict[str, Any] = {"model": "any", "messages": HELLO, **more}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await door.openai.post("/chat/completions", cast_to=object, body=body)
+        assert caught.value.param == param
+        if param in ("messages[0].content", "n", "unknown"):
+            with pytest.raises(anthropic.BadRequestError):
+                await door.anthropic.post("/v1/messages", cast_to=object, body={"max_tokens": 5, **body})
     assert door.num_samples() == 0
 
 
