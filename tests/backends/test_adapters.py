@@ -1,7 +1,5 @@
-"""Low-rank adapters: what is trained and what stays, the same on any number of ranks; folders, checkpoints, refusals.
-
-Megatron's are in test_megatron_adapters.py.
-"""
+"""Low-rank adapters: what is trained and what stays, the same on any number of ranks; folders, checkpoints,
+refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checkpoints of the torch trainer as HuggingFace folders, and what the command says to mistakes.
-
-Those of the Megatron trainer are converted in test_megatron_steps.py, where there are some.
-"""
+"""Checkpoints of the torch trainer as HuggingFace folders, and what the command says to mistakes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The Megatron trainer trains exactly what the torch trainer trains, however it is cut: loss, metrics, gradient norm,
-weights after AdamW, scores, refusals; and its checkpoints go from one layout to another to the bit.
-
-Real processes over gloo; one gang of 1, of 2 and of 4, each going through its list of layouts.
-"""
+weights after AdamW, scores, refusals; and its checkpoints go from one layout to another to the bit."""
 
 from __future__ import annotations
 

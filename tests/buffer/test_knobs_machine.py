@@ -1,8 +1,4 @@
-"""Knobs against the life of groups: random changes between random draws, returns, restarts, pauses and steps.
-
-What must hold whatever the order: no group is lost or doubled, every assignment says the terms of its first dispatch,
-those terms were in force then, the bound holds, a pause with a number rests exactly there, a restart forgets nothing.
-"""
+"""Knobs against the life of groups: random changes between random draws, returns, restarts, pauses and steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Each row of tests/error_cases.md is tried: its input gives its error and its exit code.
-
-The tables of run file, data and user code are tried here; other sections belong to other tests. Every message that
-docs/errors.md shows is one of the cases.
-"""
+"""Each row of tests/error_cases.md is tried: its input gives its error and its exit code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Mutations of valid requests: nothing crashes, nothing changes, everything that is whole is answered.
-
-The verbs are the real ones of the product. They have a context without a run, so whatever a request would change shows
-as a call that must not be made: the context refuses, and counts.
-"""
+"""Mutations of valid requests: nothing crashes, nothing changes, everything that is whole is answered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Our token ids are transformers', or what cannot be written equally is refused by name (A1).
-
-A matrix of tokenizer layouts x chat templates x conversations x tools; `apply_chat_template` is the judge.
-"""
+"""Our token ids are transformers', or what cannot be written equally is refused by name (A1)."""
 
 from __future__ import annotations
 

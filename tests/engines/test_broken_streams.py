@@ -1,9 +1,4 @@
-"""Recorded streams of a real SGLang, broken in every way a network or a dying server breaks them.
-
-Whatever is done to the bytes, the client gives the recorded tokens in order, or fails naming server and request. It
-never hangs, and never gives a token that was not sent. Beside it: a deadline and a cancellation that meet in one turn of
-the loop.
-"""
+"""Recorded streams of a real SGLang, broken in every way a network or a dying server breaks them."""
 
 from __future__ import annotations
 

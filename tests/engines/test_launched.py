@@ -1,7 +1,4 @@
-"""A server as the actor's child: real processes from start to end, and everything that can go wrong on the way.
-
-The server is the light stand-in of `tests/harness/fake_sglang.py`.
-"""
+"""A server as the actor's child: real processes from start to end, and everything that can go wrong on the way."""
 
 from __future__ import annotations
 

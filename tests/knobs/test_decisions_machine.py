@@ -1,8 +1,5 @@
-"""All or none, whoever dies, whatever comes late or twice: changes, undoing, owners and coordinators that start anew.
-
-The real parts: `Decisions` over a log, `KnobOwner`. Answers to owners are lost, delayed and repeated. The oracle reads
-the log in its own way.
-"""
+"""All or none, whoever dies, whatever comes late or twice: changes, undoing, owners and coordinators that start
+anew."""
 
 from __future__ import annotations
 

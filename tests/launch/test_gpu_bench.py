@@ -1,6 +1,5 @@
 """The GPU benchmark, as far as it can be shown to be right without a GPU: its run files load, its scripts know their
-arguments, its figures are read and told correctly, and what it starts is ended.
-"""
+arguments, its figures are read and told correctly, and what it starts is ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A driver that fails in the middle: what is poisoned, what stays whole, and that nothing is ever silently wrong.
-
-The driver is the real one of the host; a fault is added to one of its calls.
-"""
+"""A driver that fails in the middle: what is poisoned, what stays whole, and that nothing is ever silently wrong."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Any order of calls on an arena, against a plain model: dictionaries of bytes, and no memory tricks at all.
-
-What a call must do (or refuse, and why) is computed beforehand from the model; afterwards reports, contents, the pages
-held of the device and the bytes taken of the pool must be exactly the model's.
-"""
+"""Any order of calls on an arena, against a plain model: dictionaries of bytes, and no memory tricks at all."""
 
 from __future__ import annotations
 

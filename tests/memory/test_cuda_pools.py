@@ -1,8 +1,5 @@
-"""Allocations by tag, from torch's side of the allocator to the arena's side, over a driver library made of Linux's memory.
-
-torch's caching allocator needs a GPU, so a small allocator of the same habits asks for segments and frees them here; all
-below it is the real thing. The GPU self-check (`bench/gpu/memory_selfcheck.py`) does the same with torch's.
-"""
+"""Allocations by tag, from torch's side of the allocator to the arena's side, over a driver library made of Linux's
+memory."""
 
 from __future__ import annotations
 

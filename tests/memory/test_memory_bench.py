@@ -1,6 +1,5 @@
 """The memory part of the GPU benchmark, as far as a machine without a GPU can show that it is right: its scripts know
-their arguments, run to their ends in dry runs, notice wrong contents, and tell when a stage dies.
-"""
+their arguments, run to their ends in dry runs, notice wrong contents, and tell when a stage dies."""
 
 from __future__ import annotations
 

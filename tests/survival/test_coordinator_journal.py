@@ -1,7 +1,5 @@
-"""The coordinator's journal: what is read is what was written, whole, by this launch; anything else is an error or named.
-
-Proved: torn, changed, foreign and hostile files; a writer that is killed at any moment; a disk that refuses.
-"""
+"""The coordinator's journal: what is read is what was written, whole, by this launch; anything else is an error or
+named."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The begin and the end of a run, as the coordinator orders them, while its disk, its leader or its callers fail it.
-
-Proved: a run whose begin cannot be kept is not begun; a leader that leads already is not started once more; a stop reaches
-a leader that was away; a gang that is gone, or started anew before the run begins, harms nobody.
-"""
+"""The begin and the end of a run, as the coordinator orders them, while its disk, its leader or its callers fail
+it."""
 
 from __future__ import annotations
 

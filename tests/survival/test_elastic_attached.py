@@ -1,7 +1,5 @@
-"""A fleet of somebody else's servers grows and shrinks while a run goes on: a server more, and one less, under load.
-
-The servers are tests/harness/stand_in: SGLang's name, flags and routes with the embedded engine inside.
-"""
+"""A fleet of somebody else's servers grows and shrinks while a run goes on: a server more, and one less, under
+load."""
 
 from __future__ import annotations
 

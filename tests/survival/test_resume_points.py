@@ -1,7 +1,5 @@
 """From where a dead run goes on: its newest whole checkpoint with its own ledger, or with the copy in the checkpoint
-when the own one is gone, damaged, behind, or has given away what it would need. What is passed over is named; an
-attempt that is killed while it prepares the directory is repeated; a fork changes nothing in the run that it comes
-from."""
+when the own one is gone, damaged, behind, or has given away what it would need."""
 
 from __future__ import annotations
 

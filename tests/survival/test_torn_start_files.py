@@ -1,6 +1,5 @@
-"""config.toml and origin.json are once in the run directory and once in each checkpoint: a run with a whole checkpoint
-goes on whatever became of the two, and says what it took instead. What a person wrote into them is never passed
-over."""
+"""config.toml and origin.json are once in the run directory and once in each checkpoint: a run with a whole
+checkpoint goes on whatever became of the two, and says what it took instead."""
 
 from __future__ import annotations
 

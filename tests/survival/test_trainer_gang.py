@@ -1,8 +1,4 @@
-"""A trainer rank that dies or stands still costs time and nothing else: the gang comes back as one, engines go on.
-
-Proved on real runs of two ranks (gloo) and two engines: every prompt is trained exactly once in the lineage that the
-run ends with, no engine is started anew, and the time to the next step is told.
-"""
+"""A trainer rank that dies or stands still costs time and nothing else: the gang comes back as one, engines go on."""
 
 from __future__ import annotations
 

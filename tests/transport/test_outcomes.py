@@ -1,8 +1,5 @@
-"""How every kind of call ends, for every moment at which something can fail: the table of docs/walk-call.md, executed.
-
-The truth of each outcome is checked against what the callee did: "not sent" and "not executed" only if it did nothing,
-"done" only if it did it.
-"""
+"""How every kind of call ends, for every moment at which something can fail: the table of docs/walk-call.md,
+executed."""
 
 from __future__ import annotations
 
