@@ -1,7 +1,4 @@
-"""Whole runs through SGLang servers in processes of their own: launched and attached, and what a lost one does.
-
-The servers are tests/harness/stand_in: SGLang's name, flags and routes with the embedded engine inside.
-"""
+"""Whole runs through SGLang servers in processes of their own: launched and attached, and what a lost one does."""
 
 from __future__ import annotations
 

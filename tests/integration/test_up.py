@@ -1,4 +1,4 @@
-"""A terminal that is closed, and a run that goes on from what the first one left: by the commands a user types."""
+"""A terminal that is closed, and a demo that is stopped: by the commands a user types."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.harness.commands import Command
 from tests.harness.own_segments import own_segments
 from tests.harness.run_job import Job, audit, is_alive, metrics
 from tests.harness.waiting import wait_until
+
+from myxa.actors.checkpoints.folder import look_at
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -38,11 +40,10 @@ def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to
     assert {p["step"] for p in metrics(first) if "checkpoint/async_s" in p["values"]} >= {2}, "beside training"
     last = int(max((first / "checkpoints").iterdir()).name.removeprefix("version_"))
     assert last == _steps(job), "it ended in good order"
-    code, said, second = job.run(f"run.num_steps={last + 2}", f'trainer.resume="{first}"', 'run.name="second"')
-    assert code == 0, said
-    assert [p["step"] for p in metrics(second) if "reward/mean" in p["values"]] == [last + 1, last + 2]
-    trained = audit(second).trained
-    assert len(trained) == len(set(trained)) == (last + 2) * 4, "the ledger goes on, and no group is trained twice"
+    info = look_at(first / "checkpoints" / f"version_{last:08d}")
+    assert info.is_complete, info.problem
+    trained = audit(first).trained
+    assert len(trained) == len(set(trained)) == last * 4
 
 
 def _steps(job: Job) -> int:

@@ -105,7 +105,6 @@ def test_concurrency_is_named_with_the_knob_that_turns_it(live: Live) -> None:
 Check = Callable[[dict[str, Any]], bool]
 STALLS: list[tuple[str, Check]] = [
     ("reward", lambda a: a["shares"]["rollout/0"]["wait-data"] > 0.4 and "reward.workers" in a["remedy"]),
-    ("training", lambda a: a["shares"]["trainer/0"]["compute"] > 0.6 and "max_tokens_per_microbatch" in a["remedy"]),
     ("weights", lambda a: a["shares"]["rollout/0"]["wait-weights"] > 0.4 and "weights_every" in a["remedy"]),
 ]
 
