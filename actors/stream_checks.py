@@ -24,7 +24,7 @@ import orjson
 from ..algos.rewards.outcome import Unusable, number_of
 from ..core.errors import EngineError, EngineLied, UserCodeError
 from ..core.protocols import Delta, GenerateRequest
-from ..core.samples import LossPart, Prompt, Sample, check_sample, wrong_kept
+from ..core.samples import ExpertChoices, LossPart, Prompt, Sample, check_sample, wrong_kept
 from .user_code.functions import what_was_raised, words_of
 from .workflows.episode import Generate, closed
 
@@ -160,11 +160,12 @@ def checked_rollout(
     temperatures: Mapping[int, float],
     vocab_size: int | None,
     loss_parts: Sequence[LossPart] = ("algo",),
+    choices: ExpertChoices | None = None,
 ) -> tuple[Sample, ...]:
     """User code may return anything: only consistent samples of this very prompt pass, with the temperatures that their
     turns were drawn at, their rewards and metadata as plain values, and numbers of their own: one that was made of
     another one gets a new number. The last one says the reward of the rollout, if any does. Raises UserCodeError,
-    EngineError."""
+    EngineError. `choices`: samples must have the experts of their tokens."""
     found: list[Sample] = []
     for one in samples:
         sample = _checked_sample(one, prompt, index, vocab_size=vocab_size)
@@ -173,6 +174,11 @@ def checked_rollout(
                 f'workflow returned a sample with loss = "{sample.loss}", which this run does not have '
                 f"(group {prompt.group_id}, sample {index})",
                 remedy=f'use one of {", ".join(loss_parts)}; "distill" needs algo.kl_in = "advantage", "sft" no critic',
+            )
+        if wrong := choices.wrong_sample(sample) if choices is not None else "":
+            raise EngineError(
+                f"group {prompt.group_id}, sample {index}: {wrong}",
+                remedy="a workflow must keep `experts` with the tokens; or set megatron.routing_replay = true",
             )
         temperature = temperatures.get(sample.branch, sample.temperature)
         if sample.temperature != temperature:

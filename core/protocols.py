@@ -12,7 +12,7 @@ import msgspec
 
 from .device_memory import AssetStore, Tag, TagReport
 from .messages import EngineUsage, SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, Message, Prompt, TrainShard
+from .samples import F32, I32, U8, FinishReason, Message, Prompt, TrainShard
 from .weight_channel import SenderOrder, WeightProgress
 
 A = TypeVar("A")
@@ -34,6 +34,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which rollout of its group wants it."""
     branch: int = 0
     """Which sample of that rollout."""
+    num_routed: int = 0
+    """Of how many of the first tokens the experts are known: an engine that tells them tells those behind."""
     turn: int = 0
     """Which turn of that sample, from 1."""
 
@@ -50,6 +52,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [k]: stamped by the engine"""
     kept: I32 | None = None
     """int32 [k, any]: which tokens each was drawn from, filled up with -1; a row of -1: from all. None: all are."""
+    experts: U8 | None = None
+    """uint8 [any, bytes of a token]: experts of the tokens that follow the `num_routed` first ones of the context, up
+    to the last token but one here; they come with the end. See `Sample.experts`. None: the engine does not tell."""
     finish: FinishReason | None = None
     matched: int | None = None
     """Token that stopped it, when finish == "stop". It is the last of the output ids."""
@@ -60,12 +65,13 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     def first(self, num_tokens: int) -> Delta:
         """Its beginning."""
-        part = slice(num_tokens)
+        part, left_out = slice(num_tokens), max(len(self.output_ids) - num_tokens, 0)
         return Delta(
             output_ids=self.output_ids[part],
             logprobs=self.logprobs[part],
             versions=self.versions[part],
             kept=None if self.kept is None else self.kept[part],
+            experts=None if self.experts is None else self.experts[: max(len(self.experts) - left_out, 0)],
             is_model=self.is_model,
         )
 

@@ -9,6 +9,8 @@ little-endian, C-contiguous; on the wire they travel as raw frames beside the JS
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal
 
 import msgspec
@@ -119,6 +121,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """int32 [R * any]: for each token those that `top_p`, `top_k` and `min_p` left when it was drawn, filled up with
     -1; only -1: all. None: all, everywhere. `logprobs` and the trainer's softmax are over them
     (`rollout.replay_sampling`)."""
+    experts: U8 | None = None
+    """uint8 [any, bytes of a token]: the experts that the engine chose for each token, from the first of the prompt on
+    (`ExpertChoices`); those behind have none yet. None: no engine told (`megatron.routing_replay`)."""
     finish: FinishReason
     num_turns: int = 1
     text: str = ""
@@ -204,6 +209,68 @@ def wrong_kept(kept: I32 | None, ids: I32, vocab_size: int) -> str:
     if not bool((kept == ids[:, None]).any(axis=1)[is_cut].all()):
         return "a token is not among those that it was drawn from"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoices:
+    """How the experts that a model's routers chose for tokens are kept: a row of bytes per token, with the ids of each
+    layer that has experts in order, one byte each up to 256 experts, else two (little-endian)."""
+
+    num_layers: int
+    """Of the whole model."""
+    layers: tuple[int, ...]
+    """Those that have experts, from 0."""
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u1" if self.num_experts <= 256 else "<u2")
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.layers) * self.top_k * self.dtype.itemsize
+
+    def packed(self, ids: npt.NDArray[Any]) -> U8:
+        """Ids [n, layers with experts, top_k] -> uint8 [n, row_bytes]."""
+        flat = np.ascontiguousarray(ids, self.dtype).reshape(-1)
+        return flat.view(np.uint8).reshape(len(ids), self.row_bytes)
+
+    def ids(self, experts: U8) -> npt.NDArray[Any]:
+        """The way back: [n, layers with experts, top_k]."""
+        shape = (len(experts), len(self.layers), self.top_k)
+        return np.ascontiguousarray(experts).reshape(-1).view(self.dtype).reshape(shape)
+
+    def wrong_ids(self, ids: npt.NDArray[Any]) -> str:
+        """Why a router cannot have chosen these [n, layers with experts, top_k]; empty if it can."""
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.num_experts):
+            return f"an expert outside [0, {self.num_experts})"
+        columns = np.ascontiguousarray(ids.reshape(-1, self.top_k).T, self.dtype)  # a tenth of the time of sorting
+        is_twice = np.zeros(columns.shape[1], np.bool_)
+        for one, other in combinations(columns, 2):
+            is_twice |= one == other
+        if is_twice.any():
+            token, layer = divmod(int(is_twice.argmax()), len(self.layers))
+            return f"one expert twice for token {token} in layer {self.layers[layer]}: nothing was recorded there"
+        return ""
+
+    def wrong_sample(self, sample: Sample) -> str:
+        """Why a pass over the sample cannot replay its experts; empty if it can, or if no engine took part in it."""
+        if sample.oldest_version() == NO_VERSION or not sample.loss_mask.any():
+            return ""
+        needed = len(sample.prompt_ids) + int(np.flatnonzero(sample.loss_mask)[-1])
+        told = sample.experts
+        if told is None or len(told) < needed:
+            return f"the engine told the experts of {0 if told is None else len(told)} of {needed} tokens"
+        if told.ndim != 2 or told.shape[1] != self.row_bytes:
+            return f"experts have shape {list(told.shape)}, the model's are {self.row_bytes} bytes of a token"
+        return self.wrong_ids(self.ids(told))
+
+
+def joined_experts(parts: Sequence[U8 | None]) -> U8 | None:
+    """uint8 [sum, bytes of a token]: those of tokens behind one another."""
+    told = [part for part in parts if part is not None and len(part)]
+    return np.concatenate(told) if len(told) > 1 else told[0] if told else None
 
 
 def sample_name(group_id: int, index: int, branch: int) -> str:

@@ -300,6 +300,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             workers=config.rollout.workers,
             zero_on_error=config.reward.on_error == "zero",
             loss_parts=config.algo.loss_parts,
+            choices=model.expert_choices if config.replays_rollout else None,
             eval_requests=config.gateway.eval_requests or None,
             eval_sampling=eval_sampling(config),
         ),
@@ -339,6 +340,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),
         needs=sglang_needs(config),
+        choices=model.expert_choices if config.replays_rollout else None,
         name=spec.name,
     )
     routes = _server_routes(spec, config, senders)

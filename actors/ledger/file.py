@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, Literal, TypeVar, get_args
+from typing import IO, Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
@@ -154,14 +154,18 @@ def check_path(row: Row, path: tuple[State, ...], table: Mapping[State, frozense
         at = to
 
 
-def _array_out(value: Any) -> bytes:
+def _array_out(value: Any) -> bytes | list[Any]:
+    """Its bytes; of a matrix, how many columns it has, and they."""
     if isinstance(value, np.ndarray):
-        return value.tobytes()
+        array = cast("np.ndarray[Any, Any]", value)
+        return array.tobytes() if array.ndim == 1 else [array.shape[1], array.tobytes()]
     raise NotImplementedError(f"{type(value).__name__} cannot be stored in the ledger")
 
 
-def _array_in(kind: Any, value: bytes) -> np.ndarray[Any, Any]:
-    return np.frombuffer(bytearray(value), dtype=_dtype_of(kind))
+def _array_in(kind: Any, value: bytes | list[Any]) -> np.ndarray[Any, Any]:
+    columns, data = value if isinstance(value, list) else (0, value)
+    array = np.frombuffer(bytearray(data), dtype=_dtype_of(kind))
+    return array.reshape(-1, columns) if columns else array
 
 
 @cache

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ...core.errors import ConfigError, ModelError
+from ...core.samples import ExpertChoices
 
 PLAIN_TYPES = ("qwen3", "qwen2", "llama", "mistral")
 """What the embedded engine and the torch trainer run."""
@@ -203,6 +204,12 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer`, from 0, has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_choices(self) -> ExpertChoices:
+        """What its routers choose for a token."""
+        layers = tuple(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
+        return ExpertChoices(self.num_layers, layers, self.experts_per_token, self.num_experts)
 
     def require_own(self, who: str) -> None:
         """Raise ModelError if our own code, which `who` runs, does not compute this model."""

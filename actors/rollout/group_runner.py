@@ -40,7 +40,7 @@ from ...core.errors import (
 )
 from ...core.messages import Assignment, DropReason, RolloutNow, SamplingParams
 from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
-from ...core.samples import I32, Group, LossPart, Prompt, Sample
+from ...core.samples import I32, ExpertChoices, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
 from ..environments.workflow import EnvironmentPools
 from ..rewards.guard import Reference, Scorer
@@ -106,6 +106,8 @@ class RolloutOptions:
     """A member that fails by its policy gets reward 0."""
     loss_parts: tuple[LossPart, ...] = ("algo",)
     """See `AlgoConfig.loss_parts`."""
+    choices: ExpertChoices | None = None
+    """Of the model, where samples must have the experts of their tokens."""
     eval_requests: int | None = None
     """Requests with the eval key under way at a time; None: there is no such key."""
     eval_sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -292,7 +294,10 @@ class GroupRunner:
         PromptTooLong for a prompt that does not fit, DataError for one that cannot be rendered, TemplateError for a
         reply that the chat template cannot write, UserCodeError for a workflow or reward that failed, MemberFailed if
         no member is left or the policy made one fail, RequestRefused for a request that no engine can serve."""
-        group_id = assignment.prompt.group_id
+        group_id, choices = assignment.prompt.group_id, self.options.choices
+        if choices is not None:  # of a life in which they were not asked for
+            whole = tuple(one for one in assignment.partial if not choices.wrong_sample(one))
+            assignment = replace(assignment, partial=whole)
         group = self._running[group_id] = RunningGroup(
             assignment, self._renderer.prompt(assignment.prompt), self.clock, self._moved
         )
@@ -494,6 +499,7 @@ class GroupRunner:
             temperatures=temperatures,
             vocab_size=self.vocab_size,
             loss_parts=self.options.loss_parts,
+            choices=self.options.choices,
         )
 
     def _hear_place(self, place: str) -> None:

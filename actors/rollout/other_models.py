@@ -76,7 +76,7 @@ class ModelServer(ModelContract):
         self._num_tokens += len(whole.output_ids)
         if finish == "abort":
             raise EngineError(f"{self.ctx.name} ends", remedy="ask another one")
-        return replace(whole, finish=finish, kept=None)
+        return replace(whole, finish=finish, kept=None, experts=None)
 
     def _book(self, more: int) -> None:
         self._num_running += more

@@ -29,7 +29,18 @@ from msgspec.structs import replace
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import F32, I32, NO_VERSION, FinishReason, LossPart, Message, Prompt, Sample, joined_kept
+from ...core.samples import (
+    F32,
+    I32,
+    NO_VERSION,
+    FinishReason,
+    LossPart,
+    Message,
+    Prompt,
+    Sample,
+    joined_experts,
+    joined_kept,
+)
 from ...core.sampling import StopStrings, sampling_fault
 from ...core.suggestion import suggest
 from ..models.tokenizer import load_tokenizer
@@ -49,20 +60,28 @@ NOTHING = unstamped((), is_model=True)
 
 
 def split(sample: Sample) -> list[Delta]:
-    """Cut a recorded sample into runs of equal loss mask."""
-    mask, kept = sample.loss_mask, sample.kept_rows
+    """Cut a recorded sample into runs of equal loss mask. Experts of a reply are with the turn behind it, as they came:
+    if the reply is another one now, both are left out."""
+    mask, kept, rest = sample.loss_mask, sample.kept_rows, sample.experts
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    return [
-        Delta(
-            output_ids=sample.response_ids[a:b],
-            logprobs=sample.logprobs[a:b],
-            versions=sample.versions[a:b],
-            is_model=bool(mask[a]),
-            kept=None if kept is None else kept[a:b],
-        )
-        for a, b in pairwise(cuts)
-        if b > a
-    ]
+    runs: list[Delta] = []
+    num_routed = 0
+    for a, b in pairwise(cuts):
+        experts = None
+        if b > a and mask[a] and rest is not None:
+            end = len(sample.prompt_ids) + b - 1
+            experts, num_routed = rest[num_routed:end], max(num_routed, min(end, len(rest)))
+        if b > a:
+            run = Delta(
+                output_ids=sample.response_ids[a:b],
+                logprobs=sample.logprobs[a:b],
+                versions=sample.versions[a:b],
+                is_model=bool(mask[a]),
+                kept=None if kept is None else kept[a:b],
+                experts=experts,
+            )
+            runs.append(run)
+    return runs
 
 
 def joined(parts: Sequence[Delta]) -> Delta:
@@ -80,6 +99,7 @@ def joined(parts: Sequence[Delta]) -> Delta:
         logprobs=logprobs.astype(np.float32, copy=False),
         versions=versions.astype(np.int32, copy=False),
         kept=joined_kept([(part.kept, len(part.output_ids)) for part in parts]),
+        experts=joined_experts([part.experts for part in parts]),
     )
 
 
@@ -440,6 +460,7 @@ class Episode:
             index=self._index,
             branch=self._branch,
             turn=len(self._turns) + 1,
+            num_routed=sum(len(one.experts) for one in (*self._segments, start) if one.experts is not None),
         )
         whole, finish = await self._draw(request, start, params)
         if finish == "length" and self._stopped_at(whole, params):  # SGLang reports the limit where both are met
@@ -592,6 +613,7 @@ class Episode:
             loss_mask=np.concatenate(mask) if mask else np.zeros(0, np.uint8),
             versions=whole.versions,
             kept=None if whole.kept is None else whole.kept.ravel(),
+            experts=whole.experts,
             finish=finish,
             num_turns=len(self._turns),
             text=self._turns[-1] if self._turns else "",

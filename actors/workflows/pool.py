@@ -18,7 +18,7 @@ from ...core import errors
 from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Delta, Tokenizer
-from ...core.samples import Sample, joined_kept
+from ...core.samples import Sample, joined_experts, joined_kept
 from ..user_code.process import Call, Lost, WorkerPool
 from .episode import NO_STOPS, Interrupted, ModelAccess, ReachedModel, drawn, joined, stops_of
 from .timeline import WaitNote
@@ -72,6 +72,7 @@ class TokensSoFar:
             loss_mask=np.concatenate([before.loss_mask, np.ones(len(turn.output_ids), np.uint8)]),
             versions=np.concatenate([before.versions, turn.versions]).astype(np.int32, copy=False),
             kept=None if kept is None else kept.ravel(),
+            experts=joined_experts([before.experts, turn.experts]),
             finish="abort",
         )
 

@@ -520,8 +520,9 @@ class MegatronSettings(Section, frozen=True):
     offload_optimizer: UnitFloat = 0.0
     """Share of the optimizer that is held and updated on the CPU; needs trainer.dtype = "bfloat16", and does
     not go with checkpoints yet."""
-    routing_replay: bool = False
-    """Whether experts are chosen as they were in the scoring pass of the same step (mixtures of experts)."""
+    routing_replay: Literal["rollout"] | bool = False
+    """Whether experts are chosen as they were in the scoring pass of the same step (mixtures of experts), or, with
+    "rollout", in every pass as the engine chose them; needs `sglang.enable_return_routed_experts`."""
     model: Table = {}
     """Further fields of megatron-core's TransformerConfig by their own names."""
     ddp: Table = {}

@@ -95,6 +95,12 @@ RELATIONS = (
     "megatron.offload_optimizer needs trainer.dtype=bfloat16: its masters are float32",
     "megatron.offload_optimizer needs !trainer.checkpoint_every: it has no checkpoints yet",
     "megatron.offload_optimizer needs !trainer.resume: it has no checkpoints yet",
+    "megatron.routing_replay=rollout needs algo.kind!=sft: a demonstration was routed by no engine",
+    "megatron.routing_replay=rollout needs roles.rollout.kind=sglang: others do not tell which experts tokens went to",
+    "megatron.routing_replay=rollout needs sglang.enable_return_routed_experts=true engine.attach: servers tell it",
+    "megatron.routing_replay=rollout needs !sglang.speculative_algorithm: SGLang keeps no experts of guessed tokens",
+    "megatron.routing_replay=rollout needs sglang.enable_hierarchical_cache!=true: cache that comes back has none",
+    "megatron.routing_replay=rollout needs rollout.pause_mode!=retract: a cache made again has experts of new weights",
     "rollout.replay_sampling needs roles.rollout.kind=embedded: others do not tell which tokens their sampler left",
     "rollout.replay_sampling needs roles.trainer.kind=torch",
     "rollout.replay_sampling needs !algo.ref_urls: served log-probs are of all tokens",
@@ -171,6 +177,7 @@ class RunConfig(Section, frozen=True):
             "engine": one.engine, "sglang": one.sglang, "rollout": sampling,
             "roles": self.roles.model_copy(update={"rollout": one}), "weights": WeightSettings(channel="disk"),
             "data": self.data.model_copy(update=template), "eval": EvalSettings(), "memory": MemorySettings(),
+            "megatron": self.megatron.model_copy(update={"routing_replay": False}),
         })  # fmt: skip
 
     def named_rewards(self) -> Iterator[tuple[str, str]]:
@@ -192,6 +199,11 @@ class RunConfig(Section, frozen=True):
             if below is not None:
                 filled[section] = {**values, **below}
         return filled
+
+    @property
+    def replays_rollout(self) -> bool:
+        """Whether engines must tell the experts of each token, for the trainer to replay."""
+        return self.megatron.routing_replay == "rollout"
 
     @property
     def generates(self) -> bool:
@@ -333,6 +345,8 @@ def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
          f"needs {seeds} = true: SGLang does not look at requests' seeds without"),
         (rollout.min_p and (rollout.deterministic or draws_by_seed), "rollout.min_p",
          "must be 0 with seeds: SGLang's sampler ends the server when it is to do both; use top_p or top_k"),
+        (config.replays_rollout and config.sglang.get("pp_size", 1) not in (0, 1), "sglang.pp_size",
+         'must be 1 with megatron.routing_replay = "rollout": a stage tells only the experts of its own layers'),
     )  # fmt: skip
 
 

@@ -16,10 +16,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
-from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, attach_fault
+from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.rewards.call import UNIT_TESTS
 from ...actors.rewards.unit_tests import unit_test_options
 from ...actors.sinks.registry import SHIPPED, check_name, make_sink
@@ -307,15 +307,18 @@ def attached_servers(run: CheckedRun) -> Iterator[Finding]:
         yield Finding("engine.key_env", ConfigError(text, remedy="set it in the environment of `myxa up`"))
         return
     model_type = run.model.model_type if run.model else ""
+    fault_of = partial(attach_fault, model_type=model_type, tells_experts=run.config.replays_rollout)
     with ThreadPoolExecutor(1) as thread:  # a loop of its own: there may be one here
-        answers = thread.submit(asyncio.run, _look_at(engine.attach, key, model_type, run.wait_s)).result()
+        answers = thread.submit(asyncio.run, _look_at(engine.attach, key, fault_of, run.wait_s)).result()
     for url, (fault, remedy, may_come) in zip(engine.attach, answers, strict=True):
         if fault:
             error = ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy)
             yield Finding("engine.attach", error, "warning" if may_come and not run.wait_s else "error")
 
 
-async def _look_at(urls: Sequence[str], key: str, model_type: str, wait_s: float) -> list[tuple[str, str, bool]]:
+async def _look_at(
+    urls: Sequence[str], key: str, fault_of: Callable[[ServerAnswer, ServerAnswer], tuple[str, str]], wait_s: float
+) -> list[tuple[str, str, bool]]:
     """Of each server what is wrong, what to do, and whether it may come."""
     from ...actors.engines.sglang.http_client import SglangHttp  # aiohttp is slow to import
 
@@ -327,7 +330,7 @@ async def _look_at(urls: Sequence[str], key: str, model_type: str, wait_s: float
         try:
             while True:
                 model, facts = [await link.answer(route, ANSWER_S) for route in (MODEL_ROUTE, FACTS_ROUTE)]
-                fault, remedy = attach_fault(model, facts, model_type)
+                fault, remedy = fault_of(model, facts)
                 may_come = model.may_come or facts.may_come
                 if not (fault and may_come) or time.monotonic() + ANSWER_S > until:
                     return fault, remedy, may_come

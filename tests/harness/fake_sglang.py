@@ -13,6 +13,7 @@ in a fraction of the time.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -85,6 +87,15 @@ def token(position: int) -> int:
     return 3 + position * 7 % 200
 
 
+def experts_at(
+    position: int, num_layers: int, num_dense: int, top_k: int, num_experts: int, server: int
+) -> list[list[int]]:
+    """Ids [layers, top_k] that server number `server` chose for the token there; zeros in layers without experts."""
+    first = [position * 5 + layer * 3 + server * 7 for layer in range(num_layers)]
+    routed = [[(one + k) % num_experts for k in range(top_k)] for one in first]
+    return [[0] * top_k if layer < num_dense else row for layer, row in enumerate(routed)]
+
+
 def chunk(ids: list[int], total: int, finish: Any = None, **meta: Any) -> bytes:
     """One event of a stream; `total`: tokens of the answer so far."""
     told = {"id": "r", "completion_tokens": total, "finish_reason": finish, "weight_version": "default"}
@@ -114,6 +125,9 @@ class FakeSglang(SglangRoutes):
         """Break the connection after the chunks instead of ending the stream."""
         self.tells_spans = False
         """With every chunk, which version its tokens are of."""
+        self.experts: tuple[int, int, int, int, int] | None = None
+        """Layers, those at the beginning without experts, top_k, experts, and which of several servers this is: it tells
+        the experts of tokens (`experts_at`)."""
         self.every_s = 0.005
         self.lingers_s = 0.0
         """How long the batch of an ended request is still there."""
@@ -241,7 +255,10 @@ class FakeSglang(SglangRoutes):
                 new = [token(first + number - 1)]
                 finish = kind if is_last else None
                 spans = [{"version": self.version, "start": 0, "end": number}] if self.tells_spans else None
-                await response.write(chunk(new, number, finish, weight_version=self.version, weight_versions=spans))
+                more = self._routed(body, first + number - 1) if is_last else {}
+                await response.write(
+                    chunk(new, number, finish, weight_version=self.version, weight_versions=spans, **more)
+                )
                 if is_last:
                     break
             await response.write(b"data: [DONE]\n\n")
@@ -249,6 +266,16 @@ class FakeSglang(SglangRoutes):
             self.num_lingering += 1
             del self.running[body["rid"]]
             asyncio.get_running_loop().call_later(self.lingers_s, self._gone)
+
+    def _routed(self, body: dict[str, Any], end: int) -> dict[str, Any]:
+        """As SGLang tells them: base64 of int32 [tokens, layers, top_k], of all tokens asked for that were fed in."""
+        if self.experts is None or not body.get("return_routed_experts"):
+            return {}
+        start = body["routed_experts_start_len"]
+        assert 0 <= start <= len(body["input_ids"]), "SGLang aborts such a request"
+        rows = [experts_at(position, *self.experts) for position in range(start, end)]
+        whole = np.asarray(rows, np.int32).reshape(end - start, self.experts[0], self.experts[2])
+        return {"routed_experts": base64.b64encode(whole.tobytes()).decode()}
 
     def _gone(self) -> None:
         self.num_lingering -= 1

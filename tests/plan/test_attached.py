@@ -19,6 +19,7 @@ from tests.plan.memory_cases import SHAPES
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.wire import ServerAnswer, attach_fault
 from myxa.core.config import RunConfig
+from myxa.core.config.learning import MegatronSettings
 from myxa.core.errors import EngineError
 from myxa.launch.checks.check import CheckedRun
 from myxa.launch.checks.node import attached_servers
@@ -112,10 +113,10 @@ def config(*urls: str, model: str) -> RunConfig:
     return RunConfig.model_validate(raw)
 
 
-def told(url: str, wait_s: float = 0.0) -> list[tuple[str, bool]]:
+def told(url: str, wait_s: float = 0.0, **megatron: object) -> list[tuple[str, bool]]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(SHAPES["0.6B"].source)))
-        settings = config(url, model=folder)
+        settings = config(url, model=folder).model_copy(update={"megatron": MegatronSettings.model_validate(megatron)})
         run = CheckedRun(settings, place_actors(settings, 1), wait_s=wait_s)
         return [(str(one.error), one.severity == "warning") for one in attached_servers(run)]
 
@@ -159,6 +160,17 @@ def test_a_server_that_fits_is_taken() -> None:
     script = routes(health=answer(200, b""), model_info=answer(200, MODEL), server_info=answer(200, FACTS))
     with server(script) as url:
         assert told(url) == []
+
+
+@pytest.mark.parametrize(("says", "is_taken"), [(True, True), (False, False), (None, False)])
+def test_a_server_that_tells_no_experts_is_refused_where_they_are_replayed(says: bool | None, is_taken: bool) -> None:
+    facts = FACTS if says is None else FACTS | {"enable_return_routed_experts": says}
+    script = routes(health=answer(200, b""), model_info=answer(200, MODEL), server_info=answer(200, facts))
+    with server(script) as url:
+        found = told(url, routing_replay="rollout")
+        assert told(url, routing_replay=True) == []
+    assert (not found) is is_taken
+    assert all("does not tell the experts" in text and not is_warning for text, is_warning in found)
 
 
 def test_d06_nothing_there_is_a_warning_of_the_plan_and_ends_a_start() -> None:

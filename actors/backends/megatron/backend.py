@@ -116,7 +116,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
     ) -> RankParts:
         config = self._config
         routing = RoutingReplay(chunks) if config.megatron.routing_replay else None
-        policy = MegatronPolicy(chunks, optimizer, self._cutting(world), world, model.vocab_size, routing)
+        policy = MegatronPolicy(chunks, optimizer, self._cutting(world, model), world, model.vocab_size, routing)
 
         if adapters is not None and reference is None and config.algo.keeps_reference:
             reference = ReferenceModel(WithoutAdapters(policy, adapters), self._reference_written, can_renew=False)
@@ -186,14 +186,16 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         pipeline = Pipeline(chunks, model.vocab_size)
         return ReferenceModel(pipeline, self._reference_written, can_renew=not self._config.lora.rank)
 
-    def _cutting(self, world: MegatronWorld) -> PackCutting:
-        layout = self._config.layout
+    def _cutting(self, world: MegatronWorld, model: ModelConfig) -> PackCutting:
+        layout, megatron = self._config.layout, self._config.megatron
         return PackCutting(
             device=world.device,
             num_chunks=2 * layout.cp if layout.cp > 1 else 1,
             pack_multiple=layout.sequence_multiple,
             cp_rank=world.grid.cp.rank(),
             multiple_of_micros=layout.pp if layout.vpp > 1 else 1,
+            choices=model.expert_choices if megatron.routing_replay == "rollout" else None,
+            part=(world.grid.tp.rank(), layout.tp) if layout.sequence_parallel else (0, 1),
         )
 
     def _refuses_saving(self) -> str:

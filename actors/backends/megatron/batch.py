@@ -17,7 +17,7 @@ Knows samples, not models. Library considered: megatron.core's own data sets and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....core.samples import Sample
+from ....core.samples import U8, ExpertChoices, Sample
 from ..torch_backend.layout import I64, temperature_of
 from ..torch_backend.tensors import from_array
 from ..vocab_scores import Temperature
@@ -43,6 +43,10 @@ class PackCutting:
     cp_rank: int
     multiple_of_micros: int = 1
     """Micro-batches of a mini-batch are filled up with empty ones to a multiple of this (interleaved schedules)."""
+    choices: ExpertChoices | None = None
+    """Of the model, where the experts that engines chose are replayed."""
+    part: tuple[int, int] = (0, 1)
+    """Which of how many equal parts of a context rank's tokens this rank's routers see (sequence parallelism)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,9 @@ class Pack:
     """T, padding included."""
     temperature: Temperature
     """That the N tokens were drawn at; float32 [N] if they differ."""
+    experts: Mapping[int, Tensor]
+    """Layer, from 0 -> int32 [tokens that its router sees here, top_k] on the host: the experts that engines chose, -1
+    where none did. Empty: routers choose."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -98,6 +105,7 @@ def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: Pac
     places_N = np.flatnonzero(local_M >= 0)
     counts = [len(c) for c in columns]
     device = cutting.device
+    told = [samples[i].experts for i in active]
     return Pack(
         token_ids_1t=from_array(tokens_T[here_t]).unsqueeze(0).to(device),
         sequences=_sequences(starts, int(max(lengths)), device),
@@ -108,7 +116,23 @@ def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: Pac
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         num_tokens=int(starts[-1]),
         temperature=_here(temperature_of([samples[i] for i in active], counts, "cpu"), places_N, device),
+        experts=_experts_here(told, starts, fed, here_t, cutting) if cutting.choices is not None else {},
     )
+
+
+def _experts_here(
+    told: Sequence[U8 | None], starts: I64, fed: Sequence[int], here_t: I64, cutting: PackCutting
+) -> dict[int, Tensor]:
+    """See `Pack.experts`. `told`: of each sequence; `fed`: its tokens without padding."""
+    choices, (number, num_parts) = cutting.choices, cutting.part
+    assert choices is not None
+    whole_Tlk = np.full((starts[-1], len(choices.layers), choices.top_k), -1, np.int32)
+    for start, length, experts in zip(starts[:-1], fed, told, strict=bool(told)):
+        if experts is not None:
+            whole_Tlk[start : start + length] = choices.ids(experts[:length])
+    size = len(here_t) // num_parts
+    here_tlk = whole_Tlk[here_t[number * size : (number + 1) * size]]
+    return {layer: from_array(here_tlk[:, at].copy()) for at, layer in enumerate(choices.layers)}
 
 
 def _here(temperature: Temperature, places_N: I64, device: torch.device) -> Temperature:

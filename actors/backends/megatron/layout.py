@@ -133,7 +133,7 @@ def _wrong(key: str, value: object, why: str, remedy: str) -> ConfigError:
 def check_routing(num_experts: int, recompute: str) -> None:
     """Raise ConfigError where choices of experts cannot be replayed."""
     if not num_experts:
-        raise ConfigError("megatron.routing_replay = true: the model has no experts", remedy="leave it out")
+        raise ConfigError("megatron.routing_replay: the model has no experts", remedy="leave it out")
     if recompute != "none":
         raise ConfigError(
             f'megatron.recompute = "{recompute}" would choose experts a second time, against megatron.routing_replay',

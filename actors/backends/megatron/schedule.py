@@ -15,12 +15,16 @@ mini-batches of a step the weights change, and with them which experts a token g
 reason that no ratio corrects ("Group Sequence Policy Optimization", arXiv 2507.18071, section 5.3). Only the choice is
 replayed; the current router weighs the chosen experts, so it still learns. With one mini-batch there is no scoring
 pass and nothing to replay: all tokens are trained under the weights that chose.
+
+With `routing_replay = "rollout"` the choice is that of the engine which generated the sample (`Pack.experts`), in its
+scoring and training passes alike: trainer and engine then differ by rounding, not by experts. The reference model
+chooses for itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +36,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ....core.errors import TrainError
-from ....core.samples import Sample
+from ....core.samples import Sample, TrainShard
 from ..torch_backend.accounting import LossOf, TrainedModel
+from ..torch_backend.layout import MicroBatch
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
 from .batch import Pack, PackCutting, pack_samples
@@ -44,13 +49,38 @@ from .world import MegatronWorld
 Mode = Literal["off", "record", "replay"]
 
 
+class GivenExperts:
+    """In the place of megatron-core's `RouterReplay` in one pass of one router: experts are those given, and the
+    router's own where none are."""
+
+    def __init__(self, ids_tk: Tensor) -> None:
+        """`ids_tk`: int [tokens of the router, top_k]; -1: its own."""
+        self._ids_tk = ids_tk
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [tokens, experts] -> (scores, ids) of those chosen, [tokens, topk]."""
+        ids_tk = self._ids_tk.to(scores.device, torch.int64)
+        if ids_tk.shape != (len(scores), topk):
+            raise TrainError(
+                f"experts {list(ids_tk.shape)} are to be replayed where a router chooses {[len(scores), topk]}",
+                remedy="a bug in the cutting of micro-batches",
+            )
+        own_tk = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        ids_tk = torch.where(ids_tk < 0, own_tk, ids_tk)
+        return scores.gather(1, ids_tk), ids_tk
+
+
 class RoutingReplay:
     """The routers of a pipeline's chunks on this rank."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._modules = {
+            id(chunk): [m for m in chunk.modules() if getattr(m, "router_replay", None) is not None] for chunk in chunks
+        }
         self._routers: dict[int, list[Any]] = {
-            id(chunk): [m.router_replay for m in chunk.modules() if getattr(m, "router_replay", None) is not None]
-            for chunk in chunks
+            number: [module.router_replay for module in modules] for number, modules in self._modules.items()
         }
         self._actions = mcore.module("transformer.moe.router_replay").RouterReplayAction
         self._mode: Mode = "off"
@@ -68,7 +98,25 @@ class RoutingReplay:
             self._mode = "off"
 
     @contextmanager
+    def given(self, chunk: nn.Module, experts: Mapping[int, Tensor]) -> Generator[None]:
+        """Choose these by layer, from 0, in the pass inside."""
+        modules = cast("list[Any]", self._modules[id(chunk)])
+        own = self._routers[id(chunk)]
+        try:
+            for module in modules:
+                module.router_replay = GivenExperts(experts[module.layer_number - 1])
+            yield
+        finally:
+            for module, replay in zip(modules, own, strict=True):
+                module.router_replay = replay
+
+    @contextmanager
     def of(self, chunk: nn.Module, pack: Pack) -> Generator[None]:
+        """In a pass of this pack: record or replay by the mode; what engines chose, where the pack has it."""
+        if pack.experts:
+            with self.given(chunk, pack.experts):
+                yield
+            return
         routers = self._routers[id(chunk)]
         key = (id(chunk), id(pack))
         known = self._choices.get(key)
@@ -243,6 +291,16 @@ class MegatronPolicy(Pipeline, TrainedModel):
     def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Pack]:
         missing = -len(micros) % self._cutting.multiple_of_micros
         return [pack_samples(samples, members, self._cutting) for members in (*micros, *[()] * missing)]
+
+    def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Any]]]:
+        choices = self._cutting.choices
+        for sample in shard.samples:
+            if wrong := choices.wrong_sample(sample) if choices is not None else "":
+                raise TrainError(
+                    f"sample {sample.name}: {wrong}",
+                    remedy='set megatron.routing_replay = true: "rollout" needs samples of servers that tell experts',
+                )
+        return super().cut(shard, skips_neutral=skips_neutral)
 
     def parts(self) -> dict[str, Tensor]:
         self.optimizer.settle()

@@ -38,6 +38,7 @@ from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError, RequestRefused, WeightsRefused
 from ....core.messages import NO_TOP_K, EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from ....core.samples import ExpertChoices
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.slots import check_request
@@ -140,6 +141,8 @@ class SglangOptions:
     """All that end an answer by the model's configs; SGLang itself keeps only the tokenizer's away before a least
     length."""
     needs: SglangNeeds = NO_NEEDS
+    choices: ExpertChoices | None = None
+    """Of the model, where the experts of tokens are to be told; the server must have been started for that."""
     name: str = "sglang"
 
 
@@ -201,7 +204,7 @@ class SglangEngine:
         if not await self._http.until_there(self._options.start_s):
             self._torn = "it was paused when this client came, and its weights may be of no version"
             _log.warning("%s: %s; it continues with the first version that it gets", self._place, self._torn)
-        facts = await self._http.check(self._options.model_type)
+        facts = await self._http.check(self._options.model_type, tells_experts=self._options.choices is not None)
         self._options.needs.check(facts, self._place)
         self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
         if self._memory is not None:
@@ -281,12 +284,13 @@ class SglangEngine:
         )
         asked = self._sampling.meant(request, place)
         await self._until_whole(place)
-        tokens = HeldTokens(place, self._version)
+        choices, num_ids = self._options.choices, len(request.input_ids)
+        tokens = HeldTokens(place, self._version, choices, (request.num_routed, num_ids))
         try:
             with self._sent(request.request_id) as mine:
                 async with self._http.session.post(
                     f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
-                    data=request_body(asked, mine.rid, self._version),
+                    data=request_body(asked, mine.rid, self._version, tells_experts=choices is not None),
                     headers=self._http.headers,
                     timeout=stream_timeout(self._options.call_s, self._options.stall_s),
                 ) as answer:

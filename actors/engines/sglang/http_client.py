@@ -94,10 +94,10 @@ class SglangHttp:
             ) from err
         return True
 
-    async def check(self, model_type: str) -> Mapping[str, Any]:
+    async def check(self, model_type: str, *, tells_experts: bool = False) -> Mapping[str, Any]:
         """What `/server_info` says. Raises EngineError for what is no SGLang server, or one of another model."""
         model, facts = await self.answer(MODEL_ROUTE, self.call_s), await self.answer(FACTS_ROUTE, self.call_s)
-        self._refuse(*attach_fault(model, facts, model_type))
+        self._refuse(*attach_fault(model, facts, model_type, tells_experts=tells_experts))
         return facts.value
 
     def _refuse(self, fault: str, remedy: str) -> None:

@@ -14,6 +14,8 @@ client of a server (`http_client.py`) and the preflight check ask them.
 
 from __future__ import annotations
 
+import base64
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +29,7 @@ import orjson
 from ....core.errors import EngineError, RequestRefused
 from ....core.messages import EngineUsage, SamplingParams
 from ....core.protocols import Delta, GenerateRequest
-from ....core.samples import F32, I32, NO_VERSION, FinishReason
+from ....core.samples import F32, I32, NO_VERSION, U8, ExpertChoices, FinishReason
 
 DONE = b"[DONE]"
 DATA = b"data:"
@@ -95,6 +97,7 @@ class _Meta(msgspec.Struct, frozen=True):
     spec_verify_ct: Any = 0
     spec_draft_token_num: Any = 0
     spec_accept_token_num: Any = 0
+    routed_experts: Any = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -112,10 +115,17 @@ class HeldTokens:
     """Turns the bytes of one stream, cumulative or incremental, into deltas whose version stamps are certain. Spans
     come at the latest with the last chunk, so tokens wait for them. A server without spans announces one version per
     answer: if it is the one known when the request was sent, all tokens have it; otherwise they all get the smaller of
-    the two, which is never newer than the truth, so that a staleness bound holds."""
+    the two, which is never newer than the truth, so that a staleness bound holds. Where experts are to be told, all
+    tokens wait for the end, with which those come."""
 
-    def __init__(self, place: str, sent_version: int) -> None:
+    def __init__(
+        self, place: str, sent_version: int, choices: ExpertChoices | None = None, unrouted: tuple[int, int] = (0, 0)
+    ) -> None:
+        """`choices`: the experts of each token are told. `unrouted`: first and end of the request's own tokens whose
+        experts are asked for."""
         self._place = place
+        self._choices = choices
+        self._unrouted = unrouted
         self._sent_version = sent_version
         self._rest = b""
         self._ids: I32 = np.zeros(0, dtype=np.int32)
@@ -173,6 +183,8 @@ class HeldTokens:
         self._ids = np.concatenate([self._ids, np.asarray(new_ids, dtype=np.int32)])
         self._logprobs = np.concatenate([self._logprobs, np.asarray(new_logprobs, dtype=np.float32)])
         reason = meta.finish_reason
+        if reason is None and self._choices is not None:
+            return None
         if meta.weight_versions is not None:
             versions = versions_of(meta.weight_versions, len(self._ids), self._place)
         elif reason is not None:
@@ -183,6 +195,9 @@ class HeldTokens:
         if reason is not None:
             self.usage = _usage(meta)
         new = slice(self._num_sent, len(self._ids))
+        experts = self._experts(meta, reason) if self._choices is not None and reason is not None else None
+        if self._choices is not None and experts is None:  # tokens without their experts are drawn again
+            new = slice(0)
         self._num_sent = len(self._ids)
         matched = reason.matched if reason is not None and reason.type == "stop" else None
         if reason is not None and reason.type == "stop" and matched is None and len(self._ids):
@@ -191,10 +206,29 @@ class HeldTokens:
             output_ids=self._ids[new],
             logprobs=self._logprobs[new],
             versions=versions[new],
+            experts=experts,
             finish=reason and reason.type,
             matched=matched if isinstance(matched, int) else None,
             matched_text=matched if isinstance(matched, str) else "",
         )
+
+    def _experts(self, meta: _Meta, reason: _Reason) -> U8 | None:
+        """Those of the tokens asked for; None where the request was aborted before its server had them. Raises
+        EngineError for what the model's routers cannot have chosen."""
+        assert self._choices is not None
+        if reason.type == "abort" and not len(self._ids):
+            return None  # of a prompt that is not through, slots of the cache hold what others left
+        first, end = self._unrouted
+        try:
+            return routed_experts(meta.routed_experts, self._choices, end - first + len(self._ids) - 1)
+        except ValueError as err:
+            if reason.type == "abort":
+                return None
+            raise EngineError(
+                f"{self._place}: routed_experts, of {len(self._ids)} tokens after {end} from token {first} on: {err}",
+                remedy="start SGLang (0.5.17 or later) with --enable-return-routed-experts and the run's model, or set "
+                "megatron.routing_replay = true",
+            ) from err
 
     def _new(self, values: Sequence[Any], num_tokens: int, what: str) -> Sequence[Any]:
         """Cumulative lists have all tokens (a server may even be ahead of its count), incremental ones the new."""
@@ -211,6 +245,21 @@ class HeldTokens:
         )
 
 
+def routed_experts(told: object, choices: ExpertChoices, num_tokens: int) -> U8:
+    """What SGLang tells as `routed_experts`, base64 of int32 [num_tokens, layers, top_k] with zeros in layers without
+    experts -> uint8 [num_tokens, bytes of a token]. The last token of an answer was not fed in and has none. Raises
+    ValueError for anything else."""
+    text = told if isinstance(told, str) else ""
+    shape = (max(num_tokens, 0), choices.num_layers, choices.top_k)
+    if len(text) != (expected := -(-4 * math.prod(shape) // 3) * 4):
+        raise ValueError(f"{len(text)} characters, not the {expected} of [tokens, layers, top_k] = {list(shape)}")
+    whole = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(shape)
+    ids = whole[:, list(choices.layers)]
+    if wrong := choices.wrong_ids(ids):
+        raise ValueError(wrong)
+    return choices.packed(ids)
+
+
 def _usage(meta: _Meta) -> EngineUsage:
     said = msgspec.structs.asdict(meta)
     steps = whole_number(said, "spec_verify_ct")
@@ -224,7 +273,7 @@ def _usage(meta: _Meta) -> EngineUsage:
     )
 
 
-def request_body(request: GenerateRequest, rid: str, version: int) -> bytes:
+def request_body(request: GenerateRequest, rid: str, version: int, *, tells_experts: bool = False) -> bytes:
     """The request as SGLang wants it. `extra_key` parts the prefix cache by the version known when it is sent: what
     older weights left in the cache is never taken up by a request that is to be answered by newer ones."""
     sampling = request.sampling
@@ -234,7 +283,7 @@ def request_body(request: GenerateRequest, rid: str, version: int) -> bytes:
             params[name] = value
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    body = {
+    body: dict[str, Any] = {
         "rid": rid,
         "input_ids": request.input_ids.tolist(),
         "sampling_params": params,
@@ -242,6 +291,8 @@ def request_body(request: GenerateRequest, rid: str, version: int) -> bytes:
         "stream": True,
         "extra_key": f"v{version}",
     }
+    if tells_experts:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_routed}
     return orjson.dumps(body)
 
 
@@ -297,9 +348,11 @@ def _quoted(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_QUOTED]
 
 
-def attach_fault(model: ServerAnswer, facts: ServerAnswer, model_type: str = "") -> tuple[str, str]:
+def attach_fault(
+    model: ServerAnswer, facts: ServerAnswer, model_type: str = "", *, tells_experts: bool = False
+) -> tuple[str, str]:
     """Why a run cannot attach to a server that answered so, and the remedy; both empty: it can, as far as one sees.
-    `model_type`: of the run's model folder."""
+    `model_type`: of the run's model folder. `tells_experts`: it must."""
     for answer, fields in ((model, MODEL_FIELDS), (facts, FACTS_FIELDS)):
         if answer.status in (401, 403):
             return f"{answer.words()}: it asks for another key", KEY_REMEDY
@@ -318,5 +371,10 @@ def attach_fault(model: ServerAnswer, facts: ServerAnswer, model_type: str = "")
         return (
             f"it serves a model of type {theirs[:MAX_QUOTED]!r} ({place}), the run's is of type {model_type!r}",
             "start it with the run's model folder, or mend model.path",
+        )
+    if tells_experts and facts.value.get("enable_return_routed_experts") is not True:
+        return (
+            'it does not tell the experts of tokens, which megatron.routing_replay = "rollout" replays',
+            "start SGLang (0.5.17 or later) with --enable-return-routed-experts, or set megatron.routing_replay = true",
         )
     return "", ""
