@@ -119,7 +119,8 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         policy = MegatronPolicy(chunks, optimizer, self._cutting(world, model), world, model.vocab_size, routing)
 
         if adapters is not None and reference is None and config.algo.keeps_reference:
-            reference = ReferenceModel(WithoutAdapters(policy, adapters), self._reference_written, can_renew=False)
+            body = Pipeline(chunks, model.vocab_size)  # which chooses its experts itself
+            reference = ReferenceModel(WithoutAdapters(body, adapters), self._reference_written, can_renew=False)
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
             optimizer.settle()
