@@ -92,12 +92,12 @@ class TorchAdapters(Adapters):
                 module.register_parameter(part, nn.Parameter(value.clone()))
             module.register_forward_hook(self._added)
 
-    def _added(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _added(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not self.is_on:
             return output
-        x: Tensor = args[0]
+        x = args[0].reshape(-1, args[0].shape[-1])  # in two dimensions a product is the same with and without gradient
         low = functional.linear(x, module.lora_A.to(x.dtype))
-        return output + functional.linear(low, module.lora_B.to(x.dtype)) * self.scale
+        return output + functional.linear(low, module.lora_B.to(x.dtype)).reshape(output.shape) * self.scale
 
     def merged(self, name: str, weight: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """A weight, put together from all ranks' parts, as engines get it. Collective."""

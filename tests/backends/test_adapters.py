@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tests.backends.gang_rank import Backends, close, make_shards, same, save, scored, weights_of
+from tests.backends.gang_rank import (
+    Backends,
+    close,
+    make_shards,
+    own_scores,
+    same,
+    save,
+    scored,
+    weights_of,
+    with_scores,
+)
 from tests.backends.test_model import judged
 from tests.backends.test_ranks import TIMES
 
@@ -210,6 +220,14 @@ def test_a_merged_export_is_a_model(backends: Backends, tmp_path: Path) -> None:
     backend.export_hf(str(tmp_path / "hf"))
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), weights_of(backend))
     assert same(weights_of(backends(folder=tmp_path / "hf")), weights_of(backend))
+
+
+@pytest.mark.parametrize("trainer", [{"impl": "own"}, {"impl": "hf"}, {"impl": "hf", "dtype": "bfloat16"}])
+def test_scores_are_those_of_the_training_pass_to_the_bit(backends: Backends, trainer: dict[str, Any]) -> None:
+    backend = trained(backends, trainer=trainer)
+    (shard,) = make_shards(53, minibatches=2)
+    mine = with_scores(shard, own_scores(backend, shard))
+    assert backend.train(mine, {}).metrics["train/logprob_diff_abs_max"] == 0.0
 
 
 def test_in_half_precision_what_stays_has_no_masters(backends: Backends) -> None:

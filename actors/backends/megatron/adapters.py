@@ -60,9 +60,11 @@ class Adapted:
     them: none does. None: they lie so already."""
 
     def delta(self, x: Tensor) -> Tensor:
-        """What the adapters add to the layer's output, by megatron-core's rules of what is split."""
+        """What the adapters add to the layer's output for x [tokens, 1, columns], by megatron-core's rules of what is
+        split."""
         is_split, rank = bool(self.module.sequence_parallel), self.pairs[0][0].parameter.shape[0]
-        low = functional.linear(x, torch.cat([a.parameter for a, _ in self.pairs]))
+        # In two dimensions: with more, torch chooses the product by who wants a gradient, and scores lose their bits.
+        low = functional.linear(x.squeeze(1), torch.cat([a.parameter for a, _ in self.pairs]))
         if not self.is_cut_by_rows:
             way = "reduce_scatter_to_sequence_parallel" if is_split else "reduce_from_tensor_model_parallel"
             low = getattr(tensor_parallel, f"{way}_region")(low)
@@ -75,7 +77,8 @@ class Adapted:
             for one, (_, pieces) in zip(low.split(rank, dim=-1), self.pairs, strict=True)
             for piece in pieces
         ]
-        return self._ordered(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0], -1) * self.scale
+        rows = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        return (self._ordered(rows, -1) * self.scale).unsqueeze(1)
 
     def merged(self, weight: Tensor) -> Tensor:
         parts = [(p.parameter.detach(), a.parameter.detach()) for a, pieces in self.pairs for p in pieces]
