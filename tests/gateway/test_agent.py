@@ -349,13 +349,6 @@ async def test_a_program_that_polls_is_started_again_and_what_it_had_taken_fails
     assert sample.reward == 0.5
 
 
-async def test_tasks_are_for_the_service_key_alone() -> None:
-    async with running(polls=True) as workflow, httpx.AsyncClient() as client:
-        url = (await workflow.gateway.served()).base_url
-        refused = await client.post(f"{url}/v1/tasks/next", headers={"Authorization": "Bearer sk-other"})
-    assert refused.status_code == 401
-
-
 async def test_a_service_that_falls_silent_is_given_up() -> None:
     async def take(task: dict[str, Any]) -> web.Response:
         return web.Response(status=202)

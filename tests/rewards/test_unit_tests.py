@@ -128,10 +128,17 @@ HOSTILE = {
     "files": "i = 0\nwhile True:\n i += 1\n open(f'file{i}', 'w').write('x')",
     "deaf": "import signal, time\nfor n in range(1, 65):\n try: signal.signal(n, signal.SIG_IGN)\n except (OSError, ValueError): pass\nwhile True: time.sleep(1)",
 }  # fmt: skip
-SANDBOXES = [
-    pytest.param(name, marks=pytest.mark.skipif(bool(trouble_with(name)), reason=trouble_with(name)))
-    for name in ("rlimits", "bubblewrap")
-]
+
+
+def ways(rlimits: dict[str, Any], bubblewrap: dict[str, Any]) -> Any:
+    """Sandboxes with labels: those of a sandbox, by name."""
+    return pytest.mark.parametrize(("sandbox", "label"), [
+        pytest.param(
+            box, label, id=f"{box}-{name}", marks=pytest.mark.skipif(bool(trouble_with(box)), reason=trouble_with(box))
+        )
+        for box, labels in (("rlimits", rlimits), ("bubblewrap", bubblewrap))
+        for name, label in labels.items()
+    ])  # fmt: skip
 
 
 def strangers() -> list[str]:
@@ -141,8 +148,7 @@ def strangers() -> list[str]:
 
 
 @pytest.mark.skipif(bool(namespaces_trouble()), reason=f"namespaces: {namespaces_trouble()}")
-@pytest.mark.parametrize("label", [DOUBLES, ASSERTS], ids=["pairs", "asserts"])
-@pytest.mark.parametrize("sandbox", SANDBOXES)
+@ways({"pairs": DOUBLES, "asserts": ASSERTS}, {"pairs": DOUBLES})
 async def test_hostile_answers_get_nothing_leave_nothing_and_take_their_time_alone(sandbox: str, label: Any) -> None:
     scorer = rewarder(sandbox=sandbox, seconds=0.7, total_seconds=2.0)
     begun_s = time.monotonic()
@@ -162,6 +168,7 @@ async def test_hostile_answers_get_nothing_leave_nothing_and_take_their_time_alo
 
 
 SECRET = 736251
+BY_PYTEST = f"from solution import double\ndef test_it():\n    assert double(1) == {SECRET}"
 FINDS = f"""
 import glob, os, sys, gc
 seen = []
@@ -197,15 +204,13 @@ def double(x):
 
 
 @pytest.mark.skipif(bool(namespaces_trouble()), reason=f"namespaces: {namespaces_trouble()}")
-@pytest.mark.parametrize("sandbox", SANDBOXES)
-@pytest.mark.parametrize(
-    "label",
-    [
-        {"fn_name": "double", "inputs": [[1]], "outputs": [SECRET]},
-        f"assert double(1) == {SECRET}",
-        f"from solution import double\ndef test_it():\n    assert double(1) == {SECRET}",
-    ],
-    ids=["pairs", "text", "pytest"],
+@ways(
+    {
+        "pairs": {"fn_name": "double", "inputs": [[1]], "outputs": [SECRET]},
+        "text": f"assert double(1) == {SECRET}",
+        "pytest": BY_PYTEST,
+    },
+    {"pytest": BY_PYTEST},
 )
 async def test_an_answer_cannot_find_what_is_expected(sandbox: str, label: Any, tmp_path: Path) -> None:
     assert await reward(FINDS, label, sandbox=sandbox, seconds=20.0, total_seconds=30.0) == 0.0
