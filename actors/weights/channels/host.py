@@ -374,7 +374,7 @@ class RebuiltFolder:
             raise EngineError(
                 f"weight version {manifest.version} cannot be made from {full} and {len(deltas)} deltas: {err}; "
                 f"at first: {why}",
-                remedy="see these folders and the disk of TMPDIR on this host; the next full version is read afresh",
+                remedy="the folders must be reachable from this host (a shared file system), and TMPDIR have room",
             ) from err
 
     def _make(self, base: Path, manifest: WeightManifest, begin: int) -> WeightManifest:
