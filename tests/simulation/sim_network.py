@@ -63,9 +63,6 @@ class SimNetwork(InprocNetwork):
     def __init__(self, loop: SimLoop, net: Net, log: EventLog) -> None:
         super().__init__()
         self.net = net
-        self.most_under_way = 0
-        """Most envelopes ever on their way to one process."""
-        self._under_way: dict[InprocTransport, int] = {}
         self._loop = loop
         self._log = log
         self._random = random.Random(f"{loop.seed}/network")
@@ -128,7 +125,6 @@ class SimNetwork(InprocNetwork):
         if transport.is_dead:
             return
         transport.is_dead = True
-        self._under_way.pop(transport, None)
         address = transport.endpoints.inproc
         self.drop(address)
         name = self._hosts[transport].name
@@ -232,15 +228,11 @@ class SimNetwork(InprocNetwork):
     def _land_at(self, at: float, flight: _Flight) -> None:
         if flight.receiver.is_dead:
             return
-        count = self._under_way.get(flight.receiver, 0) + 1
-        self._under_way[flight.receiver] = count
-        self.most_under_way = max(self.most_under_way, count)
         self._loop.call_at(at, self._land, flight, context=self._hosts[flight.receiver].context())
 
     def _land(self, flight: _Flight) -> None:
         if flight.receiver.is_dead:
             return
-        self._under_way[flight.receiver] -= 1
         if flight.data is None:
             self._last_at.pop(flight.connection, None)
             flight.receiver.shut(flight.connection)
