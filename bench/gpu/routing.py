@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import subprocess
@@ -107,9 +108,7 @@ async def answers_of(url: str, config: ModelConfig, options: argparse.Namespace)
 
 
 def score_main(options: argparse.Namespace) -> None:
-    import megatron_on_cpu
-
-    megatron_on_cpu.install()  # nothing where there is a GPU
+    importlib.import_module("megatron_on_cpu").install()  # nothing where there is a GPU
     is_gpu = options.device == "cuda"
     gpu, devices = ("0", (0,)) if is_gpu else ("cpu", ())
     spec = ActorSpec(

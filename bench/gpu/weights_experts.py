@@ -13,6 +13,7 @@ begins with other values, then sends those of the first: the checksums must diff
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import statistics
 import sys
@@ -73,9 +74,7 @@ def model_folder(folder: Path, *, is_dry: bool) -> ModelConfig:
 def made_rank(config: ModelConfig, device: torch.device) -> tuple[Any, list[Any], Callable[[], Any]]:
     """A gang of one with the model's parameters: its world, its chunks, and its export."""
     sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/backends"))
-    import megatron_on_cpu
-
-    megatron_on_cpu.install()  # nothing where there is a GPU
+    importlib.import_module("megatron_on_cpu").install()  # nothing where there is a GPU
     from myxa.actors.backends.megatron.hf_weights import iter_hf_tensors
     from myxa.actors.backends.megatron.layout import ParallelLayout
     from myxa.actors.backends.megatron.provider import build_model_chunks

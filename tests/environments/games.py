@@ -84,7 +84,7 @@ class Count:
 class Async(Count):
     """Its steps are coroutines; the row says whether one waits for ever, or holds the loop of all sessions."""
 
-    async def step(self, action: str) -> Any:
+    async def step(self, action: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         mode = self._row["metadata"].get("mode", "")
         if self._row["attempt"] == 0 and mode == "waits":
             await asyncio.Event().wait()
