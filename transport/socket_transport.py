@@ -81,7 +81,7 @@ class SocketTransport(Transport):
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
         self._looking: asyncio.TimerHandle | None = None
-        self._has_made_again = False
+        self._made_again: dict[Path, None] = {}
         """The folder was gone, and its owner may have ended: the last one who leaves removes it."""
         self._peers: dict[PeerKey, _Peer] = {}
         self._lingering: set[Outbox] = set()
@@ -140,7 +140,8 @@ class SocketTransport(Transport):
         try:
             for path, (_, inbox) in zip(self._paths, self._inboxes, strict=False):  # those of this host come first
                 if not path.exists():
-                    self._has_made_again = self._has_made_again or not self._folder.exists()
+                    gone = (folder for folder in (self._folder, self._folder.parent) if not folder.exists())
+                    self._made_again |= dict.fromkeys(gone)
                     make_private(self._folder)
                     inbox.listen_again(f"ipc://{path}")
                     _log.warning("%s was removed under this process; it is there again", path)
@@ -259,9 +260,9 @@ class SocketTransport(Transport):
             path.unlink(missing_ok=True)
         if self._is_own_folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        elif self._has_made_again:
+        for folder in self._made_again:
             with contextlib.suppress(OSError):
-                self._folder.rmdir()
+                folder.rmdir()
 
     async def _terminate(self) -> None:
         """`term` waits for the sockets' linger, so it must not run on the loop."""

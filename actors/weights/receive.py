@@ -37,6 +37,7 @@ class EngineWeights:
     lineage: int = 0
     """Of the weights that serve (`WeightManifest.lineage`)."""
     _prepared: WeightManifest | None = None
+    _has_rebuilt: bool = False
 
     async def prepare(self, manifest: WeightManifest) -> WeightAck:
         """Bytes beside the weights that serve, which stay whole whatever happens."""
@@ -56,13 +57,14 @@ class EngineWeights:
             if self.rebuilder is not None:
                 self.rebuilder.seen(manifest)
             return manifest
+        self._has_rebuilt = True
         whole, why = await asyncio.to_thread(self.rebuilder.rebuild, manifest)
         if why:
             self.report.tell("weights-from-full", f"{self.report.ctx.name}: {why}", version=manifest.version)
         return whole
 
     async def close(self) -> None:
-        if self.rebuilder is not None:
+        if self.rebuilder is not None and self._has_rebuilt:  # else no thread is left in an embedding program
             await asyncio.to_thread(self.rebuilder.close)
 
     async def commit(self, version: int) -> WeightAck:

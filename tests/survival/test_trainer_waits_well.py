@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_a_checkpoint_beside_training_is_finished_although_no_step_follows(
     model: Path, tmp_path: Path, blocked_by: str
 ):
-    async with trainer_room(model, tmp_path, checkpoints={"every": 1, "is_async": True}) as room:
+    async with trainer_room(model, tmp_path, checkpoints={"checkpoint_every": 1, "async_save": True}) as room:
         room.data.blocked_by = blocked_by
         room.data.allow(1)
         await until(lambda: bool(room.data.durables), "the checkpoint", timeout_s=HANG_S)
@@ -86,7 +86,7 @@ async def test_where_engines_have_the_device_it_is_finished_with_the_next_step(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(leader_module, "TIMEOUTS", waits(trainer={"claim_s": 0.05}))
-    options = {"every": 1, "is_async": True}
+    options = {"checkpoint_every": 1, "async_save": True}
     async with trainer_room(model, tmp_path, checkpoints=options, conductor=TakesAtOnce()) as room:
         leader: Any = room.trainer._leader
         turns = leader.share = Turns()

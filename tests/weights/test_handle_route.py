@@ -72,7 +72,8 @@ async def test_all_handles_are_fetched_before_from_the_rank_on_its_gpu_and_the_l
         assert [path for path, _ in server.calls] == (["/server_info"] if version == 3 else []), (
             "nothing is asked twice"
         )
-        assert senders.asked == [("trainer/1", ShareRequest(version=version, num_ranks=1))], "no other GPU's"
+        wanted = ShareRequest(version=version, num_ranks=1, takes_parameters=True)
+        assert senders.asked == [("trainer/1", wanted)], "no other GPU's"
         senders.asked.clear()
         server.calls.clear()
         assert await way.load(manifest(version)), "the server's own answer says the version"

@@ -95,7 +95,7 @@ def test_arguments_of_a_shared_tensor_are_torchs_own(monkeypatch: pytest.MonkeyP
     storage = SimpleNamespace(_share_cuda_=lambda: shared)
     flat = SimpleNamespace(
         device=torch.device("cuda", 0), shape=(100,), stride=lambda: (1,), storage_offset=lambda: 0,
-        untyped_storage=lambda: storage,
+        untyped_storage=lambda: storage, dtype=torch.uint8,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
     made = shared_tensor(flat)  # pyright: ignore[reportArgumentType]
