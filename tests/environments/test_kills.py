@@ -68,6 +68,7 @@ def test_a_run_outlives_its_environments_workers_and_their_actor(tmp_path: Path)
         for done in range(1, 7):
             wait_until(lambda done=done: process.poll() is not None or step(job) >= done, f"step {done}")
             assert process.poll() is None, process.communicate()[0]
+            wait_until(lambda: worker_pids(process.pid, "rollout/0"), "the actor, or its next life")
             actor = worker_pids(process.pid, "rollout/0")[0]
             workers = environment_pids(actor)
             seen.update(workers)
