@@ -277,7 +277,7 @@ def _agent_conflicts(config: RunConfig) -> Iterator[Conflict]:
     return clashes(
         (config.rollout.workflow != AGENT_WORKFLOW and agent != plain, "rollout.workflow",
          f'must be "{AGENT_WORKFLOW}" for the table agent'),
-        (role.count and config.roles.rollout.nodes != role.nodes and agent.host in ("127.0.0.1", "localhost", "::1"),
+        (role.count and config.roles.rollout.nodes != role.nodes and agent.host in LOCAL_HOSTS,
          "agent.host",
          'is out of reach of a gateway on another node: set "0.0.0.0", or the address of each node\'s network'),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from ...actors.models.model_config import ModelConfig
 from ...algos.staleness import make_policy
 from ...core.config import RunConfig
 from ...core.config.loading import Finding
+from ...core.config.run import LOCAL_HOSTS
 from ...core.errors import DataError
 from .check import CheckedRun, warnings
 from .files import train_rows
@@ -127,7 +128,6 @@ def staleness_plan(run: CheckedRun) -> dict[str, Any] | None:
 
 # -- what is rarely meant ----------------------------------------------------------------------------------------------
 
-LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})
 MANY_STEPS = 100
 """From so many steps on, a run without checkpoints is warned about."""
 
@@ -135,7 +135,7 @@ MANY_STEPS = 100
 def rarely_meant(run: CheckedRun) -> Iterator[Finding]:
     config, trainer = run.config, run.config.roles.trainer
     is_long = not config.run.num_steps or config.run.num_steps >= MANY_STEPS
-    far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOOPBACKS]
+    far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOCAL_HOSTS]
     return warnings(
         (is_long and not config.trainer.checkpoint_every, "trainer.checkpoint_every",
          "= 0: a run that is killed cannot be resumed, and a trainer rank that dies throws training back to its start",
