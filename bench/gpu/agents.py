@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from figures import Report, parser, work_folder
-from make_model import SHAPES, make_learner
+from make_model import make_learner
 from reverse_task import write_data
 from run_figures import lines, read_run, tell_run
 from servers import Server, ServerDiedError, running
@@ -24,6 +24,7 @@ from trial_runs import (
     RunFailedError,
     Stopwatch,
     add_choices,
+    add_learner,
     chosen,
     facts_of,
     imitated,
@@ -34,7 +35,6 @@ from trial_runs import (
 )
 
 from myxa.actors.models.hf_folder import read_config
-from myxa.actors.models.tiny import PRESETS
 
 REWARD = 0.8
 HIT_RATE = 0.3
@@ -61,9 +61,7 @@ def gateway_figures(report: Report, url: str, model: Path, *, is_dry: bool) -> N
 def main() -> None:
     args = parser(__doc__)
     add_choices(args)
-    args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="20m")
-    args.add_argument("--seed", type=int, default=0)
-    args.add_argument("--sft-steps", type=int, default=300)
+    add_learner(args)
     args.add_argument("--sft-limit", type=float, default=150.0, help="seconds that the first run may take")
     args.add_argument("--limit", type=float, default=230.0, help="seconds that the second run may take")
     options = args.parse_args()

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 from figures import Report, parser, work_folder
-from make_model import SHAPES, make_apart, make_learner
+from make_model import make_apart, make_learner
 from reverse_task import write_data
 from run_figures import read_run, tell_run
 from servers import Server, ServerDiedError, running
@@ -27,6 +27,7 @@ from trial_runs import (
     RunFailedError,
     Stopwatch,
     add_choices,
+    add_learner,
     attach_override,
     chosen,
     imitated,
@@ -36,7 +37,6 @@ from trial_runs import (
 )
 
 from myxa.actors.backends.convert import quantise_folder
-from myxa.actors.models.tiny import PRESETS
 
 REWARD = 0.85
 TRITON = ("--fp8-gemm-backend", "triton")
@@ -95,9 +95,7 @@ def compare_servers(report: Report, work: Path) -> None:
 def main() -> None:
     args = parser(__doc__)
     add_choices(args)
-    args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="20m")
-    args.add_argument("--seed", type=int, default=0)
-    args.add_argument("--sft-steps", type=int, default=300)
+    add_learner(args)
     args.add_argument("--limit", type=float, default=200.0, help="seconds that the second run may take")
     options = args.parse_args()
     choice = chosen(options)
@@ -131,8 +129,7 @@ def main() -> None:
     run = read_run(run_dir)
     tell_run(report, "FP8 rollout, bfloat16 training", run, config)
     facts: dict[str, Any] = {
-        name: run.column(f"train/{name}")
-        for name in ("logprob_diff_abs_mean", "logprob_diff_abs_max", "tis_clip_fraction")
+        name: run.column(f"train/{name}") for name in ("logprob_diff_abs_mean", "logprob_diff_abs_max")
     }
     for name, values in facts.items():
         if values:

@@ -10,7 +10,7 @@ hands by nothing but a model folder. With `--engine attach` the server is starte
 from __future__ import annotations
 
 from figures import Report, parser, work_folder
-from make_model import SHAPES, make_learner
+from make_model import make_learner
 from reverse_task import write_data
 from run_figures import read_run, tell_run
 from servers import ServerDiedError
@@ -18,6 +18,7 @@ from trial_runs import (
     RunFailedError,
     Stopwatch,
     add_choices,
+    add_learner,
     chosen,
     ends_of_logs,
     engine_for,
@@ -30,7 +31,6 @@ from trial_runs import (
 )
 
 from myxa.actors.models.hf_folder import read_config
-from myxa.actors.models.tiny import PRESETS
 
 REWARD = 0.9
 
@@ -38,9 +38,7 @@ REWARD = 0.9
 def main() -> None:
     args = parser(__doc__)
     add_choices(args)
-    args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="20m")
-    args.add_argument("--seed", type=int, default=0)
-    args.add_argument("--sft-steps", type=int, default=300)
+    add_learner(args)
     args.add_argument("--sft-limit", type=float, default=300.0, help="seconds that the first run may take")
     args.add_argument("--limit", type=float, default=270.0, help="seconds that the second run may take")
     options = args.parse_args()

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from figures import Report
+from make_model import SHAPES
 from run_figures import lines, newest_run
 from run_looks import ends_of_logs, look, stands_still
 from servers import START_S, Server, running
 
+from myxa.actors.models.tiny import PRESETS
 from myxa.core.config.run import EngineSettings
 
 HERE = Path(__file__).resolve().parent
@@ -62,6 +64,13 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("torch", "megatron"), default="torch")
     parser.add_argument("--channel", default="", help="of the weights; empty: as the run file says")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+
+
+def add_learner(parser: argparse.ArgumentParser) -> None:
+    """Which model from nothing, and how long it imitates before it learns."""
+    parser.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="20m")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sft-steps", type=int, default=300)
 
 
 def chosen(args: argparse.Namespace) -> Choice:
