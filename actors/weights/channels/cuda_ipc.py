@@ -141,12 +141,15 @@ def bucket_payload(flat: Tensor, metadata: WrittenPart) -> str:
 
 def parameters_payload(flat: Tensor, bucket: Bucket) -> str:
     """The same of the bucket's parameters."""
-    stream = write_object([(spec.name, shared_tensor(place(flat, spec))) for spec in bucket.parameters])
-    return base64.b64encode(stream).decode("ascii")
+    return _base64_of([(spec.name, shared_tensor(place(flat, spec))) for spec in bucket.parameters])
 
 
 def payload_of(tensor: object, metadata: WrittenPart) -> str:
-    return base64.b64encode(write_object({"flattened_tensor": tensor, "metadata": metadata})).decode("ascii")
+    return _base64_of({"flattened_tensor": tensor, "metadata": metadata})
+
+
+def _base64_of(value: object) -> str:
+    return base64.b64encode(write_object(value)).decode("ascii")
 
 
 def shared_tensor(flat: Tensor) -> Made:

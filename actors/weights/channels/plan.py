@@ -82,11 +82,15 @@ def _blocks(tensors: Sequence[TensorSpec], *, joins: bool) -> Iterator[list[Tens
 
 
 def _place(tensors: Sequence[TensorSpec], *, joins: bool) -> Bucket:
-    order = {name: number for number, name in reversed([*enumerate(parameter_of(t.name)[0] for t in tensors)])}
+    parameters = dict.fromkeys(parameter_of(tensor.name)[0] for tensor in tensors) if joins else {}
+    order = {name: number for number, name in enumerate(parameters)}
 
     def key(tensor: TensorSpec) -> tuple[int, ...]:
+        wider_first = -(tensor.num_bytes // math.prod(tensor.shape))
+        if not joins:
+            return (wider_first,)
         parameter, place = parameter_of(tensor.name)
-        return -(tensor.num_bytes // math.prod(tensor.shape)), *((order[parameter], *place) if joins else ())
+        return (wider_first, order[parameter], *place)
 
     specs: list[TensorSpec] = []
     offset = 0

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ....core.config.run import LOCAL_HOSTS
 from ....core.errors import ConfigError, ModelError, TrainError
 from ....core.messages import WeightManifest
 from ....core.weight_channel import (
@@ -168,18 +169,19 @@ class DeviceWeightSender:
         staged = self._staging.read(request.version)
         buffers = staged.buffers
         is_direct = request.takes_parameters and self.joins and is_triton_layout(buffers.device)
+
+        def payload(number: int) -> str:
+            flat = buffers.bucket(number)
+            if is_direct:
+                return parameters_payload(flat, buffers.plan.buckets[number])
+            return bucket_payload(flat, self._metadata_of(buffers.plan)[number])
+
         try:
             with beside_training(buffers.device):
-                if is_direct:
-                    payloads = tuple(
-                        tuple(parameters_payload(buffers.bucket(number), bucket) for _ in range(request.num_ranks))
-                        for number, bucket in enumerate(buffers.plan.buckets)
-                    )
-                else:
-                    payloads = tuple(
-                        tuple(bucket_payload(buffers.bucket(number), metadata) for _ in range(request.num_ranks))
-                        for number, metadata in enumerate(self._metadata_of(buffers.plan))
-                    )
+                payloads = tuple(
+                    tuple(payload(number) for _ in range(request.num_ranks))
+                    for number in range(len(buffers.plan.buckets))
+                )
         finally:
             self._staging.done(staged)
         return ShareReply(payloads=payloads, load_format="direct" if is_direct else "flattened_bucket")
@@ -310,14 +312,13 @@ def _start(work: Callable[[], None], name: str) -> None:
 
 
 LOOPBACK = "127.0.0.1"
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def address_for(request: JoinRequest, own_host: str) -> str:
     """Loopback for an engine on this host, else the address of ours from which a packet to it would leave. An engine
     with a loopback address seen from another host is on that other host; then our host's name has to do. Raises OSError
     for an unknown name."""
-    if request.engine_host in _LOCAL:
+    if request.engine_host in LOCAL_HOSTS:
         return LOOPBACK if request.asker_host == own_host else socket.gethostbyname(socket.gethostname())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(request.engine_host), 9))  # sends nothing
