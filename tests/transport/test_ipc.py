@@ -180,7 +180,7 @@ async def test_what_was_sent_needs_no_further_turn_of_the_loop_and_survives_the_
     events = Events()
     outbox = lab.outbox(events)
     await until(lambda: "ready" in events.said)
-    parcels = [parcel(number, 100_000) for number in range(1, 7)]
+    parcels = [parcel(number, LIMITS.chunk - 100) for number in range(1, 7)]
     for one in parcels:
         outbox.send(one)
     outbox.depart()

@@ -2,7 +2,7 @@
 
     envelope   header (48 bytes, little endian) | frame lengths | body | aligned raw frames
     batch      ('B' left length envelope)...     what leaves for one peer in one turn of the loop
-    chunk      'C' offset total bytes             a large envelope in pieces of 128 KiB; one at a time per connection
+    chunk      'C' offset total bytes             a large envelope in pieces of 64 KiB; one at a time per connection
 
 Routing, expiry and staleness are decided from the header before any body is read. `struct` was preferred to msgpack
 because exact lengths make every disagreement visible. ZeroMQ multipart was considered for raw frames: it costs a
@@ -47,7 +47,7 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Larger envelopes travel on the bulk lane."""
     control_message: int = 1 << 20
     """Message (a batch) on the control lane."""
-    chunk: int = 128 * 1024
+    chunk: int = 64 * 1024
     """Piece of a large envelope on the bulk lane. Both loops handle one a turn, so a small call waits for little."""
     control_body: int = 1 << 20
     """Body of an envelope on the control lane. Senders put everything larger than `bulk_from` on the other lane."""
