@@ -405,6 +405,16 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
           for url in config.engine.attach),
     )  # fmt: skip
     yield from handle_conflicts(config) if channel == "cuda_ipc" else ()
+    yield from rank_conflicts(config) if channel == "nccl" else ()
+
+
+def rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """What is in the way of weights that are sent: processes of a server beside its tensor-parallel ranks."""
+    sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
+    return clashes(
+        *((config.sglang.get(size, 1) not in (0, 1), "weights.channel",
+           f"reaches each tensor-parallel rank of a server, and sglang.{size} makes others") for size in sizes),
+    )  # fmt: skip
 
 
 def handle_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -414,16 +424,14 @@ def handle_conflicts(config: RunConfig) -> Iterator[Conflict]:
     lone = ", ".join(map(str, sorted(set(rollout.device_ids) - set(trainer.rank_devices))[:1]))
     is_blind = bool(config.engine.attach) or config.memory.share == "switch"
     is_apart, has_gpus = rollout.nodes != trainer.nodes, bool(trainer.device_ids)
-    sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
-    return clashes(
+    yield from rank_conflicts(config) if has_gpus else ()
+    yield from clashes(
         (not has_gpus, path, "shares memory of the trainer's GPUs, and it names none"),
         (has_gpus and not rollout.device_ids and (trainer.count > 1 or is_apart), path,
          "hands each engine memory of its GPU: name the GPUs of the engines"),
         (has_gpus and lone and is_blind, path,
          (f"hands attached servers, and those that take turns, memory of their own GPU, and GPU {lone} has an engine "
           'but no trainer rank; give it one, or use "disk", or "nccl" with engines on other GPUs')),
-        *((has_gpus and config.sglang.get(size, 1) not in (0, 1), path,
-           "hands memory to each tensor-parallel rank of a server, and it has others") for size in sizes),
         (has_gpus and rollout.device_ids and is_apart, path,
          "hands each engine memory of its GPU: both roles must be on the same nodes"),
     )  # fmt: skip

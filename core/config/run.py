@@ -654,6 +654,7 @@ CANNOT: Mapping[str, str] = {
     "is_embedding": "a run needs servers that generate",
     **dict.fromkeys(("grpc_mode", "smg_grpc_mode"), "requests and control go over HTTP"),
     **dict.fromkeys(("ssl_", "enable_ssl"), "a launched server speaks plain HTTP on loopback"),
+    "enable_dp_attention_local_control_broadcast": "ranks that are paused in different rounds wait for each other",
     "fastapi_root_path": "routes are asked for at the server's root",
     "enable_multimodal": "prompts and samples are text",
     "chat_template": "prompts are rendered by the run, token ids travel; set data.chat_template",

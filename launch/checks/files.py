@@ -307,7 +307,8 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     if run.of("rollout") and config.generates:
         yield from looked("engine.context_length", _check_context, config, model.context_length)
     if ("rollout", "sglang") in kinds and config.generates and not config.engine.attach:
-        yield from looked("sglang", check_sizes, config.sglang, len(run.of("rollout")[0].devices))
+        num_gpus, num_experts = len(run.of("rollout")[0].devices), None if model.foreign else model.num_experts
+        yield from looked("sglang", check_sizes, config.sglang, num_gpus, num_experts)
     if ("rollout", "sglang") in kinds and model.fp8_block and not config.weights.served_folder:
         yield from looked("weights.channel", _check_fp8_channel, choose_channel(config))
     if config.lora.rank and run.of("trainer"):

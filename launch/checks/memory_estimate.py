@@ -248,9 +248,9 @@ def _num_groups(layout: ParallelLayout, world_size: int) -> int:
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
 #
-#     weights of SGLang           bytes of engine.dtype (FP8: 1) x N / GPUs of the server
-#     a token in the cache        2 (key and value) x layers x kv heads / GPUs x head size x bytes; with MLA
-#                                 layers x (latent + rotated channels) x bytes on each GPU
+#     weights of SGLang           bytes of engine.dtype (FP8: 1) x N / GPUs of the server (of a replica)
+#     a token in the cache        2 (key and value) x layers x kv heads / GPUs of a replica of attention x head size x
+#                                 bytes; with MLA layers x (latent + rotated channels) x bytes on each GPU
 #     cache of SGLang             sglang.mem_fraction_static x device - weights (the fraction counts both)
 #     update                      2 x weights.bucket_mb while new weights arrive
 #
@@ -277,8 +277,11 @@ def _held(config: RunConfig, model: ModelConfig) -> tuple[int, str]:
 def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity: int | None) -> tuple[Part, ...]:
     """Of a launched SGLang server on each of its GPUs. `capacity`: bytes of a GPU, None: not known."""
     engine, channel, (item, dtype) = config.engine, choose_channel(config), _held(config, model)
+    replicas = config.sglang.get("dp_size", 1)
+    alone = max(1, num_gpus // max(1, replicas if isinstance(replicas, int) else 1))
+    num_gpus = num_gpus if config.sglang.get("enable_dp_attention") else alone
     weights = item * model.num_parameters // num_gpus
-    per_token = token_bytes(model, engine.dtype, num_gpus)
+    per_token = token_bytes(model, engine.dtype, alone)
     context = engine.context_length or model.context_length
     if capacity is None:
         cache = engine.max_running * context * per_token

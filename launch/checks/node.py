@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
+from ...actors.engines.sglang.server_args import BACKEND_MODULES
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.rewards.call import UNIT_TESTS
 from ...actors.rewards.unit_tests import unit_test_options
@@ -44,16 +45,19 @@ from .check import CheckedRun, looked, warnings
 
 # -- interpreters and packages -----------------------------------------------------------------------------------------
 
+SERVER_MODULES = ("sglang", *sorted({name for names in BACKEND_MODULES.values() for name in names.values()}))
 MODULES = (
-    "torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow", "wandb", "mlflow",
+    "torch", "megatron.core", "pynvml", "torch_memory_saver", "math_verify", "pyarrow", "wandb", "mlflow",
+    *SERVER_MODULES,
 )  # fmt: skip
 PROBE = (
     "import json, myxa, myxa.launch.worker; from myxa.launch.checks.node import folders;"
     "print(); print(json.dumps([myxa.__version__, folders()]))"
 )
-SGLANG_PROBE = (
-    "import json; from importlib.util import find_spec; spec = find_spec('sglang');"
-    "print(); print(json.dumps(list(spec.submodule_search_locations or ()) if spec else []))"
+SERVER_PROBE = (
+    f"import json; from importlib.util import find_spec; found = {{n: find_spec(n) for n in {SERVER_MODULES}}};"
+    "places = {n: [*(s.submodule_search_locations or ()), ''][0] for n, s in found.items() if s};"
+    "print(); print(json.dumps(places))"
 )
 PATHS = "PYTHONPATH"
 """Set for a role, it has the role's processes see other packages than ours, in the same interpreter."""
@@ -137,11 +141,11 @@ def _probe_ours(place: str, python: str, code: str, env: Mapping[str, str]) -> A
     return found
 
 
-def folder_of_sglang(python: str, env: Mapping[str, str]) -> str:
-    """Where that interpreter has SGLang; empty if it has none. Raises ConfigError if it cannot be run."""
+def server_folders(python: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Where that interpreter has SGLang and what servers may need beside it. Raises ConfigError if it cannot be run."""
     remedy, place = "name a Python interpreter that has SGLang", f"engine.python: {python}"
-    found: list[str] = json.loads(_probe(place, python, SGLANG_PROBE, env, "SGLang", "does not work", remedy))
-    return found[0] if found else ""
+    found: dict[str, str] = json.loads(_probe(place, python, SERVER_PROBE, env, "SGLang", "does not work", remedy))
+    return found
 
 
 def _probe(place: str, python: str, code: str, env: Mapping[str, str], package: str, failure: str, remedy: str) -> str:
@@ -256,7 +260,7 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
     key = "engine.python" if config.engine.python else "roles.rollout.python"
     if config.engine.python:
         try:
-            folder = folder_of_sglang(config.engine.python, actor.env)
+            there: Mapping[str, str] = server_folders(config.engine.python, actor.env)
         except MyxaError as error:
             yield Finding(key, error)
             return
@@ -264,7 +268,8 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
         answer = run.once(interpreters)["rollout"]
         if not isinstance(answer, Installed):  # a finding of the packages
             return
-        folder = answer.folders.get("sglang", "")
+        there = answer.folders
+    folder = there.get("sglang", "")
     if not folder:
         shown = config.engine.python or actor.python or "the launcher's own interpreter"
         text = f'{key}: {shown} has no module "sglang", which roles.rollout.kind = "sglang" needs to launch servers'
@@ -276,6 +281,19 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
         if known and name not in known:
             text = f"sglang.{name}: the installed SGLang has no such argument"
             yield Finding(f"sglang.{name}", ConfigError(text, remedy=suggest(name, known)))
+    yield from _backends(config.sglang, "sglang", there)
+
+
+def _backends(table: Mapping[str, Any], key: str, there: Mapping[str, str]) -> Iterator[Finding]:
+    """Libraries that the values of a table of arguments need and the servers' interpreter lacks."""
+    for name, modules in BACKEND_MODULES.items():
+        value = str(table.get(name, ""))
+        if modules.get(value, "sglang") not in there:
+            has = " and ".join(f'"{one}"' for one, module in modules.items() if module in there) or "none of its kind"
+            text = (
+                f'{key}.{name} = "{value}" needs the module "{modules[value]}", which the servers\' interpreter lacks'
+            )
+            yield Finding(f"{key}.{name}", ConfigError(text, remedy=f"install it there; what would work now: {has}"))
 
 
 @cache

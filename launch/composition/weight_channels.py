@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...core.config import RunConfig
-from ...core.config.root import handle_conflicts
+from ...core.config.root import handle_conflicts, rank_conflicts
 from ...core.messages import WeightChannel
 from ...core.weight_channel import SENT_CHANNELS
 
@@ -27,7 +27,7 @@ def choose_channel(config: RunConfig) -> WeightChannel:
     if not (rollout.device_ids and trainer.device_ids):
         return "disk"
     if rollout.nodes != trainer.nodes or not set(rollout.device_ids) & set(trainer.device_ids):
-        return "nccl"
+        return "disk" if any(rank_conflicts(config)) else "nccl"
     return "disk" if any(handle_conflicts(config)) else "cuda_ipc"
 
 

@@ -55,6 +55,30 @@ def test_sizes_must_need_exactly_the_actors_gpus():
             check_sizes(values, num_devices)
 
 
+@pytest.mark.parametrize(
+    ("values", "num_experts", "cause"),
+    [
+        ({"enable_dp_attention": True, "dp_size": 3}, 0, "dp_size 3 does not divide tp_size 4"),
+        ({"enable_dp_attention": True, "dp_size": 2, "ep_size": 4}, 128, ""),
+        ({"ep_size": 2}, 128, ""),
+        ({"ep_size": 3}, 129, "ep_size 3: .* do not divide tp_size 4"),
+        ({"ep_size": 2, "moe_dp_size": 4}, 128, "ep_size 2: with moe_dp_size it makes 8 ranks"),
+        ({"ep_size": 4}, 6, "ep_size 4: it does not divide the 6 experts"),
+        ({"ep_size": 4, "ep_num_redundant_experts": 2}, 6, ""),
+        ({"ep_size": 4}, 0, "the model has no experts"),
+        ({"moe_a2a_backend": "deepep"}, 6, "ep_size 4: it does not divide the 6 experts"),
+        ({"moe_a2a_backend": "deepep"}, 0, "the model has no experts"),
+        ({"ep_size": 4}, None, ""),
+    ],
+)
+def test_ranks_share_attention_and_experts_only_where_that_divides(values, num_experts, cause):
+    if not cause:
+        assert check_sizes(values, 4, num_experts) == {"tp_size": 4}
+    else:
+        with pytest.raises(ConfigError, match=cause):
+            check_sizes(values, 4, num_experts)
+
+
 def test_what_is_myxas_own_is_always_said_and_the_users_word_counts_for_the_rest():
     values = server_values(launch(table={"stream_interval": 4, "mem_fraction_static": 0.7}), 1234)
     assert values == {

@@ -61,6 +61,8 @@ TWO, TWO_RANKS = SERVER | {"devices": "0-1"}, {"devices": "0-1", "count": 2}
         (TWO, TWO_RANKS, "cuda_ipc"),
         (TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "disk"),
         (TWO, TWO_RANKS | {"sglang": {"dp_size": 2, "enable_dp_attention": True}}, "cuda_ipc"),
+        (SERVER | {"devices": "0-1"}, {"devices": "2", "sglang": {"dp_size": 2}}, "disk"),
+        (SERVER | {"devices": "0-1"}, {"devices": "2", "sglang": {"dp_size": 2, "enable_dp_attention": True}}, "nccl"),
         (SERVER | {"devices": "0", "nodes": [0, 1]}, {"devices": "0", "nodes": [0, 1]}, "cuda_ipc"),
         (SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "nccl"),
     ],
@@ -97,6 +99,18 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
         ("cuda_ipc", SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "on the same nodes"),
         ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "each tensor-parallel rank of a server"),
         ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"pp_size": 2}}, "each tensor-parallel rank of a server"),
+        (
+            "nccl",
+            SERVER | {"devices": "0-1"},
+            {"devices": "2", "sglang": {"dp_size": 2}},
+            "sglang.dp_size makes others",
+        ),
+        (
+            "nccl",
+            SERVER | {"devices": "0-1"},
+            {"devices": "2", "sglang": {"pp_size": 2}},
+            "sglang.pp_size makes others",
+        ),
         ("nccl", SERVER | {"devices": "0-1"}, {"devices": "1"}, "two processes on GPU 1"),
     ],
 )

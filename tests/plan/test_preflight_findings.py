@@ -18,12 +18,12 @@ from myxa.launch.checks.node import (
     Installed,
     ask_interpreters,
     devices,
-    folder_of_sglang,
     gpus,
     interpreters,
     launched_servers,
     packages,
     server_arguments,
+    server_folders,
 )
 from myxa.launch.host import Gpu, Gpus
 from myxa.launch.supervisor.placement import place
@@ -179,10 +179,10 @@ def test_the_interpreter_of_servers(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec python3 "$@"\n')
     python.chmod(0o755)
-    assert folder_of_sglang(str(python), {}) == str(site / "sglang"), "found, and not imported"
+    assert server_folders(str(python), {})["sglang"] == str(site / "sglang"), "found, and not imported"
 
-    def servers(**engine: Any) -> list[Finding]:
-        table = {} if "attach" in engine else {"mem_fraction_statik": 0.8}
+    def servers(table: dict[str, Any] | None = None, **engine: Any) -> list[Finding]:
+        table = {} if "attach" in engine else table or {"mem_fraction_statik": 0.8}
         config = run(roles={"rollout": {"kind": "sglang"}}, engine=engine, sglang=table)
         return list(launched_servers(CheckedRun(config, place(config, 1))))
 
@@ -192,6 +192,15 @@ def test_the_interpreter_of_servers(tmp_path: Path) -> None:
     (found,) = servers(python=str(python))
     assert found.key == "sglang.mem_fraction_statik"
     assert str(found.error).endswith('did you mean "mem_fraction_static"?')
+    experts = {"moe_a2a_backend": "deepep"}
+    assert not [
+        one for one in servers(experts | {"moe_a2a_backend": "none"}, python=str(python)) if "module" in str(one.error)
+    ]
+    (lacks,) = [one for one in servers(experts, python=str(python)) if "module" in str(one.error)]
+    assert lacks.key == "sglang.moe_a2a_backend"
+    assert '"deep_ep", which the servers\' interpreter lacks' in str(lacks.error)
+    (site / "deep_ep.py").write_text("raise RuntimeError('imported')\n")
+    assert not [one for one in servers(experts, python=str(python)) if "module" in str(one.error)]
     (found,) = servers(python=str(tmp_path / "none"))
     assert found.key == "engine.python"
     assert servers(attach=["http://h:1"]) == []

@@ -35,11 +35,14 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | dict | list | tuple) else str(value)
 
 
-def check_sizes(values: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
-    """The parallel sizes to start with: `tp_size` is filled up to the actor's GPUs when it is left out. Raises
-    ConfigError when the sizes do not need exactly the actor's GPUs. Without GPUs nothing is checked; sizes that are no
-    numbers are left to SGLang."""
-    if not num_devices or not all(isinstance(values.get(f"{size}_size", 1), int) for size in ("tp", "pp", "dp")):
+SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size")
+
+
+def check_sizes(values: Mapping[str, Any], num_devices: int, num_experts: int | None = None) -> dict[str, Any]:
+    """The parallel sizes to start with: `tp_size` is filled up to the actor's GPUs when it is left out. `num_experts`:
+    of each layer of the model, None: not known here. Raises ConfigError when the sizes do not need exactly the actor's
+    GPUs, or divide what they cannot. Without GPUs nothing is checked; sizes that are no numbers are left to SGLang."""
+    if not num_devices or not all(isinstance(values.get(size, 1), int) for size in SIZES):
         return {}
     shards = max(values.get("pp_size", 1), 1)
     replicas = 1 if values.get("enable_dp_attention") else max(values.get("dp_size", 1), 1)
@@ -51,7 +54,39 @@ def check_sizes(values: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
             f"actor has {num_devices}",
             remedy="change the sizes, or roles.rollout.devices and roles.rollout.count",
         )
+    if values.get("enable_dp_attention") and tp_size % max(values.get("dp_size", 1), 1):
+        raise ConfigError(
+            f"[sglang]: dp_size {values['dp_size']} does not divide tp_size {tp_size}: with enable_dp_attention the "
+            f"replicas of attention share the {tp_size} tensor-parallel ranks",
+            remedy="make tp_size a multiple of dp_size",
+        )
+    _check_experts(values, tp_size, num_experts)
     return {"tp_size": tp_size}
+
+
+def _check_experts(values: Mapping[str, Any], tp_size: int, num_experts: int | None) -> None:
+    """Ranks that share experts are among the tensor-parallel ones. Raises ConfigError."""
+    backend = str(values.get("moe_a2a_backend", "none"))
+    spans_all = backend not in ("none", "ascend_tp")  # SGLang 0.5.17 sets ep_size to tp_size
+    ep_size = tp_size if spans_all else max(values.get("ep_size", 1), 1)
+    ways, spare = ep_size * max(values.get("moe_dp_size", 1), 1), values.get("ep_num_redundant_experts", 0)
+    cause, remedy = "", f"set ep_size to a divisor of both tp_size and {num_experts or 'the number of experts'}"
+    if num_experts == 0 and (ep_size > 1 or backend != "none"):
+        cause, remedy = "the model has no experts", "leave ep_size and moe_a2a_backend out"
+    elif tp_size % ways:
+        cause = f"with moe_dp_size it makes {ways} ranks, which do not divide tp_size {tp_size}"
+    elif num_experts and isinstance(spare, int) and (num_experts + spare) % ep_size:
+        cause = f"it does not divide the {num_experts + spare} experts of a layer"
+    if cause:
+        raise ConfigError(f"[sglang]: ep_size {ep_size}: {cause}", remedy=remedy)
+
+
+BACKEND_MODULES: Mapping[str, Mapping[str, str]] = {
+    "moe_a2a_backend": {
+        "deepep": "deep_ep", "mooncake": "mooncake", "nixl": "nixl_ep", "mori": "mori", "pplx": "pplx_kernels",
+    },
+}  # fmt: skip
+"""ServerArgs field -> its value -> the module that it needs beside SGLang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
