@@ -25,6 +25,8 @@ from myxa.actors.engines.sglang.launch import hide_megatron
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 """Batch sizes that get a CUDA graph: every further one costs start-up time."""
+FP8_SERVER = ("--fp8-gemm-backend", "triton")
+"""For folders of FP8 in blocks: what SGLang would choose is not on every machine."""
 START_S = 200.0
 """The first server on a bare machine also compiles kernels."""
 
@@ -47,6 +49,7 @@ class Server:
     mem_fraction: float = 0.3
     max_running: int = 256
     context_length: int = 0
+    graph_sizes: tuple[int, ...] = GRAPH_SIZES
     extra: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
@@ -70,7 +73,7 @@ class Server:
             )  # fmt: skip
 
     def _sglang(self, port: int) -> list[str]:
-        sizes = [str(size) for size in GRAPH_SIZES if size <= self.max_running]
+        sizes = [str(size) for size in self.graph_sizes if size <= self.max_running]
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.folder)),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype, "--weight-version", "0"),
