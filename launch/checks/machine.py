@@ -24,6 +24,7 @@ from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_wi
 from ...core.config.loading import Finding, Severity
 from ...core.errors import MyxaError
 from ...core.host_memory import available_bytes
+from ...core.tried_versions import TRIED, UNTRIED_REMEDY, untried
 from ..host import Gpus, free_at, look_at_gpus, nearest_folder
 from ..memory_part import GIB, size_text
 from .node import has_module, module_folder
@@ -191,13 +192,16 @@ def _major(version: str, otherwise: int = 0) -> int:
 
 
 def packages(facts: MachineFacts) -> Iterator[Finding]:
-    """What is installed, torch's CUDA against the driver's, and NVML."""
+    """What is installed, versions that were not tried, torch's CUDA against the driver's, and NVML."""
     there = ", ".join(f"{name} {facts.versions[name]}" for name in SHOWN if name in facts.versions)
     yield from first(
         "packages", there or "no torch: no trainer and no embedded engine can run in this interpreter",
         ("torch" not in facts.versions, "warning", "",
          "install an extra: pip install 'myxa[cpu]' or 'myxa[gpu]'; or set roles.<role>.python to one that has it"),
     )  # fmt: skip
+    for name in TRIED:
+        text = untried(name, facts.versions.get(name, ""))
+        yield from first(name, "", (text, "warning", text, UNTRIED_REMEDY))
     gpus, built = facts.gpus, facts.torch_cuda
     if not gpus.driver:
         text = f"torch is built for CUDA {built}, and no driver can be seen ({gpus.trouble})"

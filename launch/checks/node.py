@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,10 +36,11 @@ from ...actors.sinks.registry import SHIPPED, check_name, make_sink
 from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_with
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
-from ...core.config.loading import Finding
+from ...core.config.loading import Finding, Severity
 from ...core.config.run import SandboxName
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.suggestion import suggest
+from ...core.tried_versions import TRIED, UNTRIED_REMEDY, untried
 from ..actor_spec import ActorSpec
 from ..host import Gpus, check_port, look_at_gpus, nearest_folder
 from .check import CheckedRun, looked, warnings
@@ -47,8 +49,8 @@ from .check import CheckedRun, looked, warnings
 
 SERVER_MODULES = ("sglang", *sorted({name for names in BACKEND_MODULES.values() for name in names.values()}))
 MODULES = (
-    "torch", "megatron.core", "pynvml", "torch_memory_saver", "math_verify", "pyarrow", "wandb", "mlflow",
-    *SERVER_MODULES,
+    "torch", "transformers", "megatron.core", "pynvml", "torch_memory_saver", "math_verify", "pyarrow", "wandb",
+    "mlflow", *SERVER_MODULES,
 )  # fmt: skip
 PROBE = (
     "import json, myxa, myxa.launch.worker; from myxa.launch.checks.node import folders;"
@@ -202,8 +204,10 @@ def interpreters(run: CheckedRun) -> dict[str, AskedInterpreter]:
 
 
 def packages(run: CheckedRun) -> Iterator[Finding]:
-    """What is missing where, one finding per role and module; interpreters that cannot be used at all."""
+    """What is missing where, one finding per role and module; interpreters that cannot be used at all; versions that
+    were not tried."""
     config, answers = run.config, run.once(interpreters)
+    used: dict[tuple[str, str], str] = {}
     for actor in one_by_role(run.actors).values():
         key, answer = f"roles.{actor.role}.python", answers[actor.role]
         if isinstance(answer, MyxaError):
@@ -214,11 +218,25 @@ def packages(run: CheckedRun) -> Iterator[Finding]:
             if need.module not in answer.folders:
                 text = f'{place} has no module "{need.module}", {need.what}'
                 yield Finding(key, ConfigError(text, remedy=need.remedy))
+        for module in ("transformers", *(need.module for need in needs(config, actor))):
+            used.setdefault((module, answer.folders.get(module, "")), key)
         core = answer.folders.get("megatron.core")
         if actor.role == "trainer" and actor.kind == "megatron" and core:
             settings = config.megatron
             tables = {"model": settings.model, "ddp": settings.ddp, "optimizer": settings.optimizer}
             yield from looked("megatron", check_tables, tables, Path(core))
+    for (module, folder), key in used.items():
+        yield from untried_version(key, module, folder)
+
+
+def untried_version(key: str, module: str, folder: str) -> Iterator[Finding]:
+    """A warning if the package in that folder is of a version that was not tried."""
+    package = module.replace(".", "-")
+    if package in TRIED and folder:
+        place = [str(Path(folder).parents[module.count(".")])]
+        version = next((one.version for one in metadata.distributions(name=package, path=place)), "")
+        text = untried(package, version)
+        yield from warnings((text, f"{key}:", text, UNTRIED_REMEDY))
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
@@ -247,8 +265,8 @@ def environments(run: CheckedRun) -> Iterator[Finding]:
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------
 
-SOURCE = Path("srt/server_args.py")
-CLASS = "ServerArgs"
+SOURCES = {"srt/server_args.py": "ServerArgs", "srt/arg_groups/fields/*.py": ""}
+"""Files of SGLang -> the class in them whose fields are its arguments; empty: all. The second since 0.5.18 or later."""
 
 
 def launched_servers(run: CheckedRun) -> Iterator[Finding]:
@@ -282,6 +300,7 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
             text = f"sglang.{name}: the installed SGLang has no such argument"
             yield Finding(f"sglang.{name}", ConfigError(text, remedy=suggest(name, known)))
     yield from _backends(config.sglang, "sglang", there)
+    yield from untried_version(key, "sglang", folder)
 
 
 def _backends(table: Mapping[str, Any], key: str, there: Mapping[str, str]) -> Iterator[Finding]:
@@ -298,14 +317,17 @@ def _backends(table: Mapping[str, Any], key: str, there: Mapping[str, str]) -> I
 
 @cache
 def server_arguments(folder: Path) -> frozenset[str]:
-    """Fields of ServerArgs by its source; empty if it is not where or what it was in 0.5.17."""
+    """Fields of ServerArgs by its source; empty if they are not where they were in 0.5.17 or 0.5.23."""
+    classes: list[ast.ClassDef] = []
     try:
-        tree = ast.parse((folder / SOURCE).read_bytes())
+        for pattern, name in SOURCES.items():
+            trees = [ast.parse(path.read_bytes()) for path in folder.glob(pattern)]
+            found = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+            classes += [node for node in found if name in ("", node.name)]
     except (OSError, SyntaxError, ValueError):
         return frozenset()
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == CLASS and not node.bases]
     fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
-    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+    return frozenset(one.id for one in fields if isinstance(one, ast.Name) and not one.id.startswith("_"))
 
 
 ANSWER_S = 2.0
@@ -328,21 +350,20 @@ def attached_servers(run: CheckedRun) -> Iterator[Finding]:
     fault_of = partial(attach_fault, model_type=model_type, tells_experts=run.config.replays_rollout)
     with ThreadPoolExecutor(1) as thread:  # a loop of its own: there may be one here
         answers = thread.submit(asyncio.run, _look_at(engine.attach, key, fault_of, run.wait_s)).result()
-    for url, (fault, remedy, may_come) in zip(engine.attach, answers, strict=True):
+    for url, (fault, remedy, severity) in zip(engine.attach, answers, strict=True):
         if fault:
-            error = ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy)
-            yield Finding("engine.attach", error, "warning" if may_come and not run.wait_s else "error")
+            yield Finding("engine.attach", ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy), severity)
 
 
 async def _look_at(
     urls: Sequence[str], key: str, fault_of: Callable[[ServerAnswer, ServerAnswer], tuple[str, str]], wait_s: float
-) -> list[tuple[str, str, bool]]:
-    """Of each server what is wrong, what to do, and whether it may come."""
+) -> list[tuple[str, str, Severity]]:
+    """Of each server what is wrong, what to do, and how bad it is."""
     from ...actors.engines.sglang.http_client import SglangHttp  # aiohttp is slow to import
 
     until = time.monotonic() + wait_s
 
-    async def look(url: str) -> tuple[str, str, bool]:
+    async def look(url: str) -> tuple[str, str, Severity]:
         link = SglangHttp(url, name="server", call_s=ANSWER_S, admin_key=key)
         link.open()
         try:
@@ -350,8 +371,10 @@ async def _look_at(
                 model, facts = [await link.answer(route, ANSWER_S) for route in (MODEL_ROUTE, FACTS_ROUTE)]
                 fault, remedy = fault_of(model, facts)
                 may_come = model.may_come or facts.may_come
-                if not (fault and may_come) or time.monotonic() + ANSWER_S > until:
-                    return fault, remedy, may_come
+                if not fault:
+                    return untried("sglang", str(facts.value.get("version", ""))), UNTRIED_REMEDY, "warning"
+                if not may_come or time.monotonic() + ANSWER_S > until:
+                    return fault, remedy, "warning" if may_come and not wait_s else "error"
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
             await link.close()

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from myxa.core.config.loading import Finding
+from myxa.core.tried_versions import TRIED, untried
 from myxa.launch.checks import machine
 from myxa.launch.checks.all_checks import findings_json, findings_text, judge
 from myxa.launch.checks.machine import MachineFacts
 from myxa.launch.cli import main
 from myxa.launch.host import Gpu, Gpus, listen_trouble
 
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 H200 = Gpu("NVIDIA H200", 140 * GIB)
 VERSIONS = {
@@ -63,6 +65,8 @@ TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
     "full disk": (but(free_bytes=GIB), "disk", "warning", "run.dir"),
     "network disk": (but(file_system="nfs4"), "disk", "warning", "local disk"),
     "no torch": (but(versions=versions(torch="", sglang="", megatron_core="", torch_memory_saver="")), "packages", "warning", "myxa[gpu]"),
+    "new SGLang": (but(versions=versions(sglang="0.6.0rc1")), "sglang", "warning", "short run"),
+    "old Megatron": (but(versions=versions(megatron_core="0.15.3")), "megatron-core", "warning", "short run"),
     "old driver": (but(gpus=replace(GOOD.gpus, driver="570.86.15")), "gpu", "error", "update the driver"),
     "no driver": (but(gpus=Gpus((), trouble="nvidia-ml-py is not installed")), "gpu", "warning", "nvidia-smi"),
     "torch without CUDA": (but(torch_cuda=""), "gpu", "warning", "CUDA"),
@@ -80,6 +84,31 @@ def test_each_trap_is_seen_and_nothing_else(name: str) -> None:
     found = bad(facts)
     assert [(one.key, one.severity) for one in found] == [(check, status)], found
     assert word in found[0].error.remedy, found[0]
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "word"),
+    [
+        ("sglang", "0.5.16", "older"), ("sglang", "0.5.24", "newer"), ("sglang", "1", "newer"), ("torch", "2.14.1", "newer"),
+        ("sglang", "0.5.23.post1", ""), ("torch", "2.13.9+cpu", ""), ("torch", "2.12.0", ""), ("sglang", "", ""),
+        ("transformers", "main\x1b[2J", "another"), ("sglang", "9" * 10_000, "newer"),
+    ],
+)  # fmt: skip
+def test_a_version_is_known_up_to_the_numbers_that_were_tried(package: str, version: str, word: str) -> None:
+    text = untried(package, version)
+    assert bool(text) is bool(word)
+    assert word in text
+    assert text.isprintable()
+    assert len(text) < 200
+    assert not text or all(one in text for one in TRIED[package])
+
+
+def test_what_is_pinned_was_tried() -> None:
+    pins = [ROOT / "constraints.txt", *(ROOT / "tests/engines/sglang_cpu").glob("*.txt")]
+    lines = [line.partition(";")[0].strip().split("==") for path in pins for line in path.read_text().splitlines()]
+    found = {(one[0], one[1]) for one in lines if one[0] in TRIED}
+    assert {package for package, _ in found} == set(TRIED)
+    assert [untried(*one) for one in found if untried(*one)] == []
 
 
 def test_the_page_and_the_answer_for_programs() -> None:

@@ -162,6 +162,22 @@ def test_a_server_that_fits_is_taken() -> None:
         assert told(url) == []
 
 
+async def test_a_server_of_a_version_that_was_not_tried_is_taken_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    facts = FACTS | {"version": "0.6.1"}
+    script = routes(health=answer(200, b""), model_info=answer(200, MODEL), server_info=answer(200, facts))
+    with server(script) as url:
+        ((text, is_warning),) = await asyncio.to_thread(told, url, 0.5)
+        engine = SglangEngine(url, SglangOptions(vocab_size=320, model_type="qwen3"))
+        await engine.start()
+        await engine.close()
+    assert is_warning, "also of a run that is started"
+    for said in (text, *(record.getMessage() for record in caplog.records if "0.6.1" in record.getMessage())):
+        assert all(word in said for word in (url, "0.6.1", "0.5.17", "0.5.23"))
+    assert sum("0.6.1" in record.getMessage() for record in caplog.records) == 1
+
+
 @pytest.mark.parametrize(("says", "is_taken"), [(True, True), (False, False), (None, False)])
 def test_a_server_that_tells_no_experts_is_refused_where_they_are_replayed(says: bool | None, is_taken: bool) -> None:
     facts = FACTS if says is None else FACTS | {"enable_return_routed_experts": says}

@@ -79,6 +79,26 @@ def test_a_path_of_the_role_is_looked_at(tmp_path: Path) -> None:
     assert trainer.folders.get("sglang") != str(tmp_path / "sglang")
 
 
+def test_versions_that_were_not_tried_are_told_once_each_and_of_what_is_used(tmp_path: Path) -> None:
+    found = {"torch": "2.40.0", "megatron_core": "0.9.0", "sglang": "9.0", "transformers": "5.23.1"}
+    for name, version in found.items():
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    have = Installed("", {name: str(tmp_path / name.replace(".", "/")) for name in (*ALL, "transformers")})
+
+    def said(trainer: str) -> list[str]:
+        config = run(roles={"trainer": {"kind": trainer}})
+        actors = place(config, 1)
+        answers = dict.fromkeys({actor.role for actor in actors}, have)
+        found = packages(CheckedRun(config, actors, known={interpreters: answers}))
+        told = [one for one in found if one.severity == "warning"]
+        return [str(one.error).split(" is ")[0] for one in told]
+
+    assert said("torch") == ["roles.trainer.python: torch 2.40.0"]
+    assert said("megatron") == ["roles.trainer.python: torch 2.40.0", "roles.trainer.python: megatron-core 0.9.0"]
+
+
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 SOURCE = """
@@ -170,6 +190,12 @@ def test_names_of_sglangs_arguments(tmp_path: Path) -> None:
     known = server_arguments(tmp_path)
     assert known == {"model_path", "mem_fraction_static"}
     assert not server_arguments(tmp_path / "nowhere")
+    newer = tmp_path / "newer/srt/arg_groups/fields"
+    newer.mkdir(parents=True)
+    (newer.parents[1] / "server_args.py").write_text("class ServerArgs:\n    def f(self): ...\n")
+    (newer / "device.py").write_text("class Device(Struct):\n    _NS = 'x'\n    device: str = ''\n    _told: int = 0\n")
+    (newer / "model.py").write_text("class Model(Struct):\n    model_path: A[str, 'where'] = ''\n")
+    assert server_arguments(tmp_path / "newer") == {"device", "model_path"}, "as 0.5.23 has them"
 
 
 def test_the_interpreter_of_servers(tmp_path: Path) -> None:

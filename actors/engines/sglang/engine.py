@@ -39,6 +39,7 @@ from ....core.errors import EngineError, RequestRefused, WeightsRefused
 from ....core.messages import NO_TOP_K, EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ....core.samples import ExpertChoices
+from ....core.tried_versions import UNTRIED_REMEDY, untried
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.slots import check_request
@@ -205,6 +206,8 @@ class SglangEngine:
             self._torn = "it was paused when this client came, and its weights may be of no version"
             _log.warning("%s: %s; it continues with the first version that it gets", self._place, self._torn)
         facts = await self._http.check(self._options.model_type, tells_experts=self._options.choices is not None)
+        if text := untried("sglang", str(facts.get("version", ""))):
+            _log.warning("%s: %s; %s", self._place, text, UNTRIED_REMEDY)
         self._options.needs.check(facts, self._place)
         self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
         if self._memory is not None:
