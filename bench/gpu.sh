@@ -15,6 +15,7 @@
 #   fp8_speed  servers in bf16 and FP8: memory, tokens/s  1 GPU, SGLang, 240 s with their start
 #   logprobs   engine against trainer, token by token     1 GPU, SGLang, 180 s
 #   routing    the same of experts, with and without their replay  1 GPU, SGLang, Megatron, 240 s
+#   topologies  servers of several shapes on two GPUs     2 GPUs, SGLang, 240 s
 #   layouts    Megatron's layouts against HuggingFace     2 or 4 GPUs, Megatron, 240 s
 #   kill       SIGKILL of a server in mid-broadcast       1 GPU (same GPU) or 2, SGLang, 120 s
 #   chaos      a rank, a server, the coordinator, all die  1 GPU (same GPU) or 2, SGLang, 240 s
@@ -90,6 +91,7 @@ dying=$placement
 start=150  # for servers of SGLang to load, which compile kernels on a fresh machine: a part's own limit counts after it
 
 declare -A script=(
+  [topologies]=topologies.py
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [lora]=train_speed.py [learn]=learn.py
   [async20]=async20.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [layouts]=layouts.py
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py [reproducible]=repeats.py
@@ -101,6 +103,7 @@ declare -A script=(
   [memory_gang_training]=memory_gang_training.py
 )
 declare -A limit=(
+  [topologies]=300
   [facts]=60 [rollout]=270 [train]=270 [train4]=200 [lora]=270 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [agents]=580 [peer_trl]=240
@@ -109,6 +112,7 @@ declare -A limit=(
   [memory_gang]=170 [memory_gang_training]=270
 )
 declare -A gpus=(
+  [topologies]=2
   [facts]=1 [rollout]=1 [train]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
@@ -116,6 +120,7 @@ declare -A gpus=(
   [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
 )
 declare -A modules=(
+  [topologies]=sglang
   [facts]="" [rollout]=sglang [train]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core"
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets"
@@ -126,6 +131,7 @@ declare -A modules=(
   [memory_communicators]="" [memory_gang]="" [memory_gang_training]=megatron.core
 )
 declare -A arguments=(
+  [topologies]=""
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
   [lora]="--part lora --cases torch:0.6b,megatron:0.6b,torch:1.7b --sets lora.rank=16"
   [learn]="--placement $placement --engine $engine --backend $backend"
@@ -141,6 +147,7 @@ declare -A arguments=(
   [memory_gang]="--num-devices $ranks" [memory_gang_training]="--ranks $ranks"
 )
 declare -A dry_arguments=(
+  [topologies]="--requests 8 --prompt-tokens 32 --num-new 16"
   [facts]="" [rollout]="--groups 4 --in-flight 2 --longest 12 --rounds 1"
   [train]="--cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
   [lora]="--part lora --cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1 --sets lora.rank=4"
