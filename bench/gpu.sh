@@ -6,7 +6,7 @@
 #   facts      what this machine is                       1 GPU, 30 s
 #   rollout    rollout actor against a bare client        1 GPU, SGLang, 180 s
 #   train      speed, MFU, memory of the backends         1 GPU, 120 s (with four: also DP4)
-#   lora       the same with adapters                 1 GPU, Megatron, 120 s
+#   lora       the same with adapters, beside all weights  1 GPU, Megatron, 330 s
 #   learn      a model from nothing learns a task         1 GPU (colocated) or 2, SGLang, 240 s
 #   async20    20 asynchronous steps of a 0.6B shape      1 GPU (colocated) or 2, SGLang, 180 s
 #   weights    trainer to engine, first token, stall      1 GPU (same GPU) or 2, SGLang, 240 s
@@ -104,7 +104,7 @@ declare -A script=(
 )
 declare -A limit=(
   [topologies]=300
-  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [lora]=270 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [layouts]=330
+  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [agents]=580 [peer_trl]=240
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
@@ -133,7 +133,7 @@ declare -A modules=(
 declare -A arguments=(
   [topologies]=""
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
-  [lora]="--part lora --cases torch:0.6b,megatron:0.6b,torch:1.7b --sets lora.rank=16"
+  [lora]="--part lora --checkpoint --limit 130 --cases torch:0.6b:16,torch:0.6b,megatron:0.6b:16,megatron:0.6b,torch:1.7b:16,torch:1.7b"
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"
   [weights]="--placement $placement --backend $backend" [weights_experts]="" [fp8]="--backend $backend" [fp8_speed]="" [logprobs]="--backends $backend" [routing]="" [layouts]="--ranks $ranks"
@@ -150,7 +150,7 @@ declare -A dry_arguments=(
   [topologies]="--requests 8 --prompt-tokens 32 --num-new 16"
   [facts]="" [rollout]="--groups 4 --in-flight 2 --longest 12 --rounds 1"
   [train]="--cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
-  [lora]="--part lora --cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1 --sets lora.rank=4"
+  [lora]="--part lora --checkpoint --cases torch:0.6b:4,torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
   [train4]="--part train4 --world 2 --cases torch:1.7b --packs 1 --per-pack 2 --length 64 --steps 1"
   [learn]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
   [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [weights_experts]="--updates 2" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [fp8_speed]="" [logprobs]="--prompts 8 --num-new 16" [routing]="--prompts 8 --num-new 16"

@@ -1,23 +1,28 @@
 """Training speed, MFU and memory of our backends, and of their log-prob pass: bf16, packs of 16k tokens.
 
-    python train_speed.py [--cases torch:0.6b,torch:1.7b,megatron:0.6b,megatron:1.7b] [--world 1] [--device cpu]
+    python train_speed.py [--cases torch:0.6b,torch:1.7b,megatron:0.6b,torch:0.6b:16] [--world 1] [--device cpu]
 
-Every case runs in processes of its own, one a GPU, as ranks of a gang under torchrun's variables. The backend is the
-one that `myxa up` would build from the same run file. A step: `--packs` packs of 16 sequences of 1024 tokens on every
-rank, GRPO loss on 896 of each, gradients shared, AdamW. Tokens are all tokens of the packs. MFU: see flops.py. Memory:
-the most that torch had allocated on rank 0 from the first step on; of the log-prob pass, above what is held anyway.
+A third word of a case is a rank: low-rank adapters are trained in place of all weights. Every case has processes of
+its own, one a GPU, as ranks of a gang under torchrun's variables. The backend is the one that `myxa up` builds from
+the run file. A step: `--packs` packs of 16 sequences of 1024 tokens on every rank, GRPO loss on 896 of each,
+gradients shared, AdamW. Tokens are all tokens of the packs. MFU: see flops.py. Memory: the most that torch allocated
+on rank 0 from the first step on; of the log-prob pass, above what is held anyway. Phases go to a case's log: one that
+ends at its limit shows where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +33,14 @@ from make_model import make_apart
 from servers import free_port
 from trial_runs import stage
 
+from myxa.actors.models.adapters import num_adapted
+from myxa.actors.models.hf_folder import read_config
 from myxa.core.config import load_config
 from myxa.core.samples import TrainSample, TrainShard
 from myxa.launch.actor_spec import ActorSpec, RankSpec
 from myxa.launch.program import build_actor
 
 WARM_UPS = 2
-PATIENCE_S = 120.0
 MARK = "FIGURES "
 GOALS = {"0.6b": (("tokens/s", "rate", 60_000.0, False), ("peak memory, GiB", "memory_gib", 40.0, True)),
          "1.7b": (("MFU", "mfu", 0.42, False),)}  # fmt: skip
@@ -128,8 +134,30 @@ def rank_sets(options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Into this rank's log, as it begins and with its seconds as it ends."""
+    started_s = time.perf_counter()
+    print(f"{name} ...", flush=True)
+    yield
+    print(f"{name}: {time.perf_counter() - started_s:.1f} s", flush=True)
+
+
+def saved(backend: Any, folder: Path) -> dict[str, float]:
+    """Seconds that a checkpoint stops training, and its bytes. Collective."""
+    started_s = time.perf_counter()
+    pending = backend.begin_save(str(folder), {"version": 1})
+    copied_s = time.perf_counter() - started_s
+    pending.write()
+    pending.finish()
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    shutil.rmtree(folder, ignore_errors=True)
+    return {"checkpoint_s": copied_s, "checkpoint_bytes": num_bytes}
+
+
 def rank_main(options: argparse.Namespace) -> None:
     """Set up, train, score; rank 0 prints its figures."""
+    faulthandler.dump_traceback_later(max(options.limit - 5, 1))
     rank, kind = int(os.environ["RANK"]), options.backend
     config = load_config(options.folder / "async20.toml", rank_sets(options))
     devices = tuple(range(options.world)) if options.device == "cuda" else ()
@@ -141,26 +169,35 @@ def rank_main(options: argparse.Namespace) -> None:
     )  # fmt: skip
     backend: Any = build_actor(spec, config, options.folder)._backend  # pyright: ignore[reportAttributeAccessIssue]
     started_s = time.perf_counter()
-    facts = backend.setup()
+    with phase("set up"):
+        facts = backend.setup()
     setup_s = time.perf_counter() - started_s
     gauge = Gauge(options.device)
     vocab_size = json.loads((options.folder / "model" / "config.json").read_text())["vocab_size"]
     shards = [make_shard(options, rank, vocab_size, step) for step in range(WARM_UPS + options.steps)]
-    for shard in shards[:WARM_UPS]:
-        backend.train(shard, {})
+    for count, shard in enumerate(shards[:WARM_UPS]):
+        with phase(f"warm up {count} (compiles what is fused)"):
+            backend.train(shard, {})
     gauge.reset()
-    steps_s = [gauge.seconds(lambda shard=shard: backend.train(shard, {})) for shard in shards[WARM_UPS:]]
+    with phase(f"{options.steps} steps"):
+        steps_s = [gauge.seconds(lambda shard=shard: backend.train(shard, {})) for shard in shards[WARM_UPS:]]
     peak_gib = gauge.peak_gib()
     policy = backend._parts.stepper.policy
     layouts = [micro.layout for micros in policy.cut(shards[0], skips_neutral=False) for micro in micros]
-    policy.score(layouts[:1])
+    with phase("log-probs of one pack (compiles)"):
+        policy.score(layouts[:1])
     held_gib = gauge.held_gib()
     gauge.reset()
-    scores_s = [gauge.seconds(lambda: policy.score(layouts)) for _ in range(3)]
+    with phase("log-probs"):
+        scores_s = [gauge.seconds(lambda: policy.score(layouts)) for _ in range(3)]
+    score_gib = gauge.peak_gib() - held_gib
+    with phase("checkpoint"):
+        checkpoint = saved(backend, options.folder / "checkpoint") if options.checkpoint else {}
     figures = {
         "facts": {name: str(value) for name, value in facts.items()},
         "setup_s": setup_s, "steps_s": steps_s, "peak_gib": peak_gib,
-        "score_s": min(scores_s), "score_gib": gauge.peak_gib() - held_gib, "held_gib": held_gib,
+        "score_s": min(scores_s), "score_gib": score_gib, "held_gib": held_gib,
+        "num_adapted": num_adapted(config.lora, read_config(options.folder / "model")), **checkpoint,
     }  # fmt: skip
     if rank == 0:
         print(MARK + json.dumps(figures), flush=True)
@@ -172,8 +209,8 @@ def rank_main(options: argparse.Namespace) -> None:
 # -- all ranks of a case -----------------------------------------------------------------------------------------------
 
 
-def run_case(options: argparse.Namespace, backend: str, folder: Path) -> dict[str, Any] | str:
-    """Rank 0's figures, or why there are none."""
+def run_case(options: argparse.Namespace, backend: str, folder: Path, rank: str) -> dict[str, Any] | str:
+    """Rank 0's figures, or why there are none. `rank`: of the adapters; empty = all weights are trained."""
     base = {
         **os.environ, "WORLD_SIZE": str(options.world), "LOCAL_WORLD_SIZE": str(options.world), "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -182,16 +219,19 @@ def run_case(options: argparse.Namespace, backend: str, folder: Path) -> dict[st
     command = [
         sys.executable, str(Path(__file__).resolve()), "--device", options.device, "--world", str(options.world),
         "--packs", str(options.packs), "--per-pack", str(options.per_pack), "--length", str(options.length),
-        "--steps", str(options.steps), "--backend", backend, "--folder", str(folder), "--sets", *options.sets,
+        "--steps", str(options.steps), "--limit", str(options.limit), "--backend", backend, "--folder", str(folder),
+        *(["--checkpoint"] if options.checkpoint else []),
+        "--sets", *options.sets, *([f"lora.rank={rank}"] if rank else []),
     ]  # fmt: skip
-    logs = [folder / f"train_{backend}_{rank}.log" for rank in range(options.world)]
+    name = f"train_{backend}_adapters" if rank else f"train_{backend}"
+    logs = [folder / f"{name}_{number}.log" for number in range(options.world)]
     statuses = run_ranks(command, base, logs, options.limit)
     for line in logs[0].read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
-    first = next((rank for rank, status in enumerate(statuses) if status), 0)
-    text = logs[first].read_text(encoding="utf-8", errors="replace")[-1200:]
-    return f"rank {first} ended with {statuses[first]}: {text}"
+    first = next((number for number, status in enumerate(statuses) if status), 0)
+    text = logs[first].read_text(encoding="utf-8", errors="replace")
+    return f"rank {first} {how_it_ended(statuses[first])}: {text[-1800:]}"
 
 
 def run_ranks(
@@ -239,24 +279,25 @@ def derive(options: argparse.Namespace, config: Any, found: dict[str, Any]) -> d
     return {
         "rate": tokens / step_s,
         "step_s": step_s,
-        "mfu": mfu(train_flops(config, lengths), step_s, options.world),
+        "mfu": mfu(train_flops(config, lengths, int(found["num_adapted"])), step_s, options.world),
         "memory_gib": found["peak_gib"],
         "score_rate": tokens / found["score_s"],
         "score_mfu": mfu(forward_flops(config, lengths), found["score_s"], options.world),
         "score_gib": found["score_gib"],
         "setup_s": found["setup_s"],
+        "checkpoint_mb": found.get("checkpoint_bytes", math.nan) / 1e6,
     }
 
 
 HEAD = ("backend, shape", "GPUs", "tokens/s", "step ms", "MFU", "peak GiB", "log-prob pass tokens/s", "its MFU",
-        "its memory GiB", "set-up s")  # fmt: skip
+        "its memory GiB", "set-up s", "checkpoint MB")  # fmt: skip
 
 
 def row(name: str, world: int, figures: dict[str, float]) -> tuple[str, ...]:
     return (
         name, str(world), number(figures["rate"]), number(figures["step_s"] * 1e3), percent(figures["mfu"]),
         number(figures["memory_gib"]), number(figures["score_rate"]), percent(figures["score_mfu"]),
-        number(figures["score_gib"]), number(figures["setup_s"]),
+        number(figures["score_gib"]), number(figures["setup_s"]), number(figures["checkpoint_mb"]),
     )  # fmt: skip
 
 
@@ -266,27 +307,28 @@ def measure(options: argparse.Namespace) -> None:
     failures: list[str] = []
     best: dict[tuple[str, str], float] = {}
     for case in options.cases.split(","):
-        backend, shape = case.split(":")
+        backend, shape, *rank = case.split(":")
         shape = shape if options.device == "cuda" else "dry"
         folder = work_folder() / f"train_{shape}"
         stage(folder, "async20.toml", "spread_reward.py")
         config = make_apart(folder / "model", shape, options.device)
         started_s = time.monotonic()
-        found = run_case(options, backend, folder)
+        found = run_case(options, backend, folder, *(rank or [""]))
         report.say(f"- {case}: {time.monotonic() - started_s:.0f} s")
         if isinstance(found, str):
             failures.append(case)
             report.say(f"  FAILED: {found}")
             continue
         figures = derive(options, config, found)
-        rows.append(row(f"{backend} {shape}", options.world, figures))
+        name = f"{backend} {shape}, adapters of rank {rank[0]}" if rank else f"{backend} {shape}"
+        rows.append(row(name, options.world, figures))
         report.keep(case, {"figures": figures, "found": found})
-        for _, name, _, _ in GOALS.get(shape, ()):
+        for _, name, _, _ in () if rank else GOALS.get(shape, ()):
             lower = name == "memory_gib"
             known = best.get((shape, name))
             pick = min if lower else max
             best[shape, name] = figures[name] if known is None else pick(known, figures[name])
-        if shape == "1.7b" and options.world == 4:
+        if shape == "1.7b" and options.world == 4 and not rank:
             best[shape, "dp4"] = max(best.get((shape, "dp4"), 0.0), figures["rate"])
     packs = f"{options.packs} packs of {options.per_pack} x {options.length} tokens a step on every GPU"
     if rows:
@@ -299,7 +341,11 @@ def measure(options: argparse.Namespace) -> None:
 
 def judge(report: Report, options: argparse.Namespace, best: dict[tuple[str, str], float]) -> None:
     """The goals of the shapes that were asked for, by the best backend."""
-    asked = {case.split(":")[1] for case in options.cases.split(",")} if options.device == "cuda" else set()
+    asked = (
+        {words[1] for case in options.cases.split(",") if len(words := case.split(":")) == 2}
+        if options.device == "cuda"
+        else set()
+    )
     for shape in sorted(asked & set(GOALS)) if options.world == 1 else ():
         for text, name, limit, is_at_most in GOALS[shape]:
             bound = {"at_most": limit} if is_at_most else {"at_least": limit}
@@ -310,7 +356,7 @@ def judge(report: Report, options: argparse.Namespace, best: dict[tuple[str, str
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--cases", default="torch:0.6b,torch:1.7b", help="backend:shape, ...")
+    args.add_argument("--cases", default="torch:0.6b,torch:1.7b", help="backend:shape[:rank of adapters], ...")
     args.add_argument("--part", default="train", help="name of the part in the results")
     args.add_argument("--world", type=int, default=1)
     args.add_argument("--packs", type=int, default=4)
@@ -318,6 +364,7 @@ def main() -> None:
     args.add_argument("--length", type=int, default=1024)
     args.add_argument("--steps", type=int, default=5)
     args.add_argument("--limit", type=float, default=100.0, help="seconds a case may take")
+    args.add_argument("--checkpoint", action="store_true", help="write one, and say its size")
     args.add_argument("--sets", nargs="*", default=[], metavar="SECTION.KEY=VALUE")
     args.add_argument("--backend", default="", help=argparse.SUPPRESS)
     args.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

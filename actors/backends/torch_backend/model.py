@@ -225,6 +225,8 @@ class DecoderStack(nn.Module):
     def forward(self, layout: Layout, rope: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """Normalised hidden states [N, hidden] of the tokens that predict something."""
         x = self.embed_tokens(layout.token_ids_T, dtype)
+        if torch.is_grad_enabled():  # of a frozen table too: a first layer unlike the others would be compiled twice
+            x.requires_grad_()
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             x = layer(x, rope, layout, layout.rows_N if number == last else None)
