@@ -34,8 +34,8 @@ from ..checkpoints.folder import Manifest, check_digest, check_model, find_check
 from ..models.adapters import ADAPTERS, PARTS, adapter_facts, check_facts, file_name, write_adapter
 from ..models.hf_folder import open_weights, read_config, write_folder
 from ..models.model_config import ModelConfig
-from ..models.safetensors_file import SCALE_SUFFIX, open_safetensors
-from ..weights.channels.sender import quantise_blocks
+from ..models.safetensors_file import open_safetensors
+from ..weights.channels.sender import Fp8Rule
 from .adapters import merged
 from .megatron.families import HEAD, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
 from .rank_backend import named_arrays, sent_type
@@ -108,15 +108,10 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
     bfloat16, for `weights.served_folder`. Raises ModelError for a bad model folder, for a target that holds something.
     """
     target, config = _empty(folder), read_config(model)
-    found: list[tuple[str, Tensor]] = []
+    rule = Fp8Rule(frozenset(name for name in config.tensor_shapes() if name.endswith("_proj.weight")), FP8_BLOCK)
     with open_weights(model, config) as arrays:
-        for name in config.tensor_shapes():
-            tensor = from_bytes(arrays[name])
-            if not name.endswith("_proj.weight"):  # embeddings, norms, routers, head
-                found.append((name, tensor.to(sent_type(name, torch.bfloat16))))
-                continue
-            values, scales = quantise_blocks(tensor, FP8_BLOCK)
-            found += [(name, values), (name + SCALE_SUFFIX, scales)]
+        tensors = ((name, from_bytes(arrays[name])) for name in config.tensor_shapes())
+        found = list(rule.apply((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16))) for n, t in tensors))
     said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}
     source = {**config.source, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": said}
     write_folder(target, source, named_arrays(found), tokenizer_from=model)

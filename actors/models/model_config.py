@@ -300,8 +300,8 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     why = next(_obstacles(fields, model_type), "")
     if fields.get("quantization_config") and (why or not fp8_block(source)):
         raise fields.fail(
-            f"the weights are quantised (quantization_config){why and f', and {why} is not implemented'}; FP8 in "
-            "blocks is read, of families that myxa knows",
+            f"the weights are quantised (quantization_config{_not_read(source)})"
+            f"{why and f', and {why} is not implemented'}; FP8 in blocks is read, of families that myxa knows",
             remedy="use the model as it was before",
         )
     if why:
@@ -387,14 +387,49 @@ def _latent_attention(fields: _Fields) -> dict[str, Any]:
     }
 
 
+SCALE_FORMATS = ("", "ue8m0")
+"""Of FP8 in blocks, as float32: any number; a power of two (DeepSeek-V3.1)."""
+
+
 def fp8_block(source: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that share a scale, where a `config.json` says that the weights are FP8 in blocks."""
-    said: Any = source.get("quantization_config")
-    facts = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+    facts = _quantisation(source)
     block: Any = facts.get("weight_block_size")
     sizes = cast("list[Any]", block) if isinstance(block, list) else []
     is_pair = [type(size) for size in sizes] == [int, int] and min(sizes) > 0
-    return (sizes[0], sizes[1]) if is_pair and facts.get("quant_method") == "fp8" else None
+    is_known = facts.get("quant_method") == "fp8" and fp8_scale_fmt(source) in SCALE_FORMATS
+    return (sizes[0], sizes[1]) if is_pair and is_known else None
+
+
+def fp8_scale_fmt(source: Mapping[str, Any]) -> str:
+    return str(_quantisation(source).get("scale_fmt") or "")
+
+
+def _quantisation(source: Mapping[str, Any]) -> dict[str, Any]:
+    said: Any = source.get("quantization_config")
+    return cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+
+
+def _not_read(source: Mapping[str, Any]) -> str:
+    """What there is beside the method, if that alone is not read."""
+    scale_fmt = fp8_scale_fmt(source)
+    return "" if scale_fmt in SCALE_FORMATS else f", scale_fmt {scale_fmt!r:.40}"
+
+
+def served_fp8(source: Mapping[str, Any], place: str) -> tuple[int, int] | None:
+    """The blocks in which engines of a folder hold their weights, by its `config.json`; None: they are not quantised.
+    Raises ConfigError for a quantisation that weights are not sent in."""
+    if not isinstance(source.get("quantization_config"), dict):
+        return None
+    block, facts = fp8_block(source), _quantisation(source)
+    if block is None:
+        raise ConfigError(
+            f"{place}: quantization_config is {facts.get('quant_method')!r} with blocks "
+            f"{facts.get('weight_block_size')!r}{_not_read(source)}; "
+            "weights are sent as fp8 in blocks, or not quantised",
+            remedy="serve a folder without quantization_config, or one of kind fp8 with weight_block_size",
+        )
+    return block
 
 
 def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:

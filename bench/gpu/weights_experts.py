@@ -1,6 +1,6 @@
 """New weights of the Qwen3-30B-A3B shape from a Megatron rank into an SGLang server on another GPU.
 
-    python weights_experts.py [--channels nccl,cuda_ipc] [--updates 5]
+    python weights_experts.py [--channels nccl,cuda_ipc] [--updates 5] [--fp8]
 
 The rank holds parameters only (random, bf16, 57 GiB), the server begins with dummy ones. An update is what a run does:
 the rank exports and stages a version, the engine's client prepares and commits it. A client of its own reads one
@@ -8,6 +8,9 @@ endless stream of the server: the stall is the longest silence while a version w
 
 Bytes: after each channel's last version the server's own checksum of all its weights is taken. The second channel
 begins with other values, then sends those of the first: the checksums must differ, then be equal.
+
+With --fp8 the server holds its projections as FP8 in blocks of 128 x 128 (as a folder of `myxa convert --dtype fp8`
+has them), and the rank quantises them on the way. Peak: the device memory of an update beside parameters and staging.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from typing import Any
 import torch
 from figures import Report, parser, work_folder
 from make_model import make_shaped
-from servers import Server, ServerDiedError, running
+from servers import FP8_SERVER, Server, ServerDiedError, running
 from weights_latency import checksum, probing, read_tokens
 
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
 from myxa.actors.models.model_config import ModelConfig, parse_model_config
 from myxa.actors.weights.channels.plan import joins_parameters
-from myxa.actors.weights.channels.sender import DeviceWeightSender, SentChannel
+from myxa.actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, SentChannel
 from myxa.core.process import boot_id
 
 SENDER = "trainer/0"
@@ -63,12 +66,25 @@ class Senders:
         return await asyncio.to_thread(self.now.answer, order)
 
 
-def model_folder(folder: Path, *, is_dry: bool) -> ModelConfig:
+FP8_CONFIG = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(MOE_30B["num_hidden_layers"]))],
+}  # fmt: skip
+
+
+def model_folder(folder: Path, *, is_dry: bool, is_fp8: bool) -> ModelConfig:
     if is_dry:
         return make_shaped(folder, "dry")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MOE_30B))
+    said = MOE_30B | ({"quantization_config": FP8_CONFIG} if is_fp8 else {})
+    (folder / "config.json").write_text(json.dumps(said))
     return parse_model_config(MOE_30B, "Qwen3-30B-A3B")
+
+
+def rule_of(config: ModelConfig) -> Fp8Rule:
+    """For a server whose weights are dummies: which its folder would hold in FP8."""
+    names = frozenset(name for name in config.tensor_shapes() if name.endswith("_proj.weight"))
+    return Fp8Rule(names=names, block=(128, 128))
 
 
 def made_rank(config: ModelConfig, device: torch.device) -> tuple[Any, list[Any], Callable[[], Any]]:
@@ -92,10 +108,12 @@ async def update(
     """Seconds of its parts; when it was committed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
     began = time.time()
     manifest = await asyncio.to_thread(sender.publish, version, tensors)
     assert manifest is not None
     published = time.time()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     await engine.prepare_weights(manifest)
     prepared = time.time()
     await engine.commit_weights(version)
@@ -104,7 +122,18 @@ async def update(
     return {
         "all_s": done - began, "publish_s": published - began, "prepare_s": prepared - published,
         "commit_s": done - prepared, "from_s": prepared, "until_s": done,
+        "sent_bytes": manifest.num_bytes, "peak_bytes": peak,
     }  # fmt: skip
+
+
+async def summed(report: Report, server: Server, device: torch.device) -> dict[str, str]:
+    if device.type == "cpu":
+        return {}
+    try:
+        return await asyncio.to_thread(checksum, server.url)
+    except (OSError, KeyError, ValueError) as error:
+        report.say(f"- no checksum: {type(error).__name__}: {error}")
+        return {}
 
 
 async def measure(
@@ -112,12 +141,14 @@ async def measure(
     work: Path,
 ) -> None:  # fmt: skip
     device = next(chunks[0].parameters()).device
+    quantise = rule_of(config).apply if options.fp8 and device.type != "cpu" else None
+    held_bytes = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
     senders, sums = Senders(), dict[str, list[dict[str, str]]]()
     routes = device_routes(senders, DeviceRouteOptions(host=boot_id(), same_gpu=(SENDER,)))
     length = 512 if device.type == "cpu" else 1024
     engine = SglangEngine(server.url, SglangOptions(vocab_size=config.vocab_size, context_length=length), routes)
     await engine.start()
-    version = 0
+    version, sent_bytes = 0, 0.0
 
     def scale(factor: float) -> None:
         with torch.no_grad():
@@ -129,8 +160,9 @@ async def measure(
         kind: SentChannel = "nccl" if channel == "nccl" else "cuda_ipc"
         joins = kind == "cuda_ipc" and joins_parameters(config)
         sender = senders.now = DeviceWeightSender(
-            SENDER, channel=kind, bucket_bytes=options.bucket_mb << 20, host=boot_id(), joins=joins
-        )
+            SENDER, channel=kind, bucket_bytes=options.bucket_mb << 20, host=boot_id(), joins=joins,
+            quantise=quantise,
+        )  # fmt: skip
         found: list[dict[str, float]] = []
         sums[channel] = []
         scale(-1.0)
@@ -141,10 +173,11 @@ async def measure(
                 version += 1
                 found.append(await update(sender, engine, version, tensors, device))
                 if not number:
-                    sums[channel].append({} if device.type == "cpu" else await asyncio.to_thread(checksum, server.url))
+                    sums[channel].append(await summed(report, server, device))
                     scale(-1.0)
                 await asyncio.sleep(1)
-        sums[channel].append({} if device.type == "cpu" else await asyncio.to_thread(checksum, server.url))
+        sums[channel].append(await summed(report, server, device))
+        sent_bytes = found[0]["sent_bytes"]
         sender.close()
         later = found[1:]
         tokens = read_tokens(notes)
@@ -158,19 +191,23 @@ async def measure(
             for name in ("all_s", "publish_s", "prepare_s", "commit_s")
         }
         stall = statistics.median(stalls)
+        peak = max(one["peak_bytes"] for one in later) - held_bytes - sent_bytes
         report.table(
-            f"{channel}: {config.num_parameters:,} parameters in bf16, {options.updates} updates, seconds, median",
-            ("end to end", "export and stage", "prepare", "commit", "stall (longest)", "first update"),
-            [(*(f"{told[name]:.3f}" for name in told), f"{stall:.3f} ({max(stalls):.3f})", f"{found[0]['all_s']:.2f}")],
-        )
+            f"{channel}: {config.num_parameters:,} parameters in {'FP8' if options.fp8 else 'bf16'}, "
+            f"{options.updates} updates, seconds, median",
+            ("end to end", "export and stage", "prepare", "commit", "stall (longest)", "first update", "GB sent",
+             "peak beside, GiB"),
+            [(*(f"{told[name]:.3f}" for name in told), f"{stall:.3f} ({max(stalls):.3f})", f"{found[0]['all_s']:.2f}",
+              f"{sent_bytes / 1e9:.2f}", f"{peak / 2**30:.2f}")],
+        )  # fmt: skip
         report.keep(channel, {"updates": found, "stalls_s": stalls})
         if channel == "cuda_ipc":
             report.goal("cuda_ipc: seconds end to end", told["all_s"], at_most=1.0)
             report.goal("cuda_ipc: seconds of stall", stall, at_most=0.5)
     await engine.close()
-    least = 2 * config.num_parameters / LINK_BYTES_S
+    least = sent_bytes / LINK_BYTES_S
     report.say(f"- the bytes alone need {least:.3f} s at {LINK_BYTES_S / 1e9:.0f} GB/s")
-    if device.type != "cpu" and len(sums) > 1:
+    if len(sums) > 1 and all(one for pair in sums.values() for one in pair):
         (first_before, first), (second_before, second) = list(sums.values())[:2]
         is_equal = first == second and first_before == second_before and first != first_before
         report.goal(
@@ -183,18 +220,21 @@ def main() -> None:
     args = parser(__doc__)
     args.add_argument("--channels", default="nccl,cuda_ipc")
     args.add_argument("--updates", type=int, default=5)
+    args.add_argument("--fp8", action="store_true")
     args.add_argument("--bucket-mb", type=int, default=2048)
     options = args.parse_args()
     is_dry = options.device == "cpu"
     if is_dry:
         options.channels = "nccl"
-    report = Report("weights_experts", is_dry=is_dry)
-    work = work_folder() / "weights_experts"
-    config = model_folder(work / "model", is_dry=is_dry)
+    part = "weights_experts_fp8" if options.fp8 else "weights_experts"
+    report = Report(part, is_dry=is_dry)
+    work = work_folder() / part
+    config = model_folder(work / "model", is_dry=is_dry, is_fp8=options.fp8)
     server = Server(
         folder=work / "model", log=work / "server.log", is_sglang=not is_dry, gpu=1, mem_fraction=0.75, max_running=16,
         context_length=0 if is_dry else 1024, visible="1,0",
-        extra=("--load-format", "dummy", "--skip-tokenizer-init", "--incremental-streaming-output"),
+        extra=("--load-format", "dummy", "--skip-tokenizer-init", "--incremental-streaming-output",
+               *(FP8_SERVER if options.fp8 else ())),
     )  # fmt: skip
     with running(server):
         device = torch.device("cpu") if is_dry else torch.device("cuda", 0)

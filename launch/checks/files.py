@@ -26,8 +26,16 @@ from ...actors.data.row_file import Row, RowError
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.adapters import adapted_matrices, adapter_facts, check_facts, read_adapter
-from ...actors.models.hf_folder import check_critic, check_second_model, check_values, open_weights, read_config
-from ...actors.models.model_config import ModelConfig
+from ...actors.models.hf_folder import (
+    CONFIG,
+    check_critic,
+    check_second_model,
+    check_values,
+    open_weights,
+    read_config,
+    read_json,
+)
+from ...actors.models.model_config import ModelConfig, served_fp8
 from ...actors.models.safetensors_file import SCALE_SUFFIX
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from ...actors.rewards.call import ALONE, RewardKeys
@@ -56,7 +64,6 @@ from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.loading import Finding
 from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
-from ...core.messages import WeightChannel
 from ...core.samples import Message, Prompt
 from ..composition.rollout_parts import eval_rewards
 from ..composition.weight_channels import choose_channel, is_between_devices
@@ -309,8 +316,8 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     if ("rollout", "sglang") in kinds and config.generates and not config.engine.attach:
         num_gpus, num_experts = len(run.of("rollout")[0].devices), None if model.foreign else model.num_experts
         yield from looked("sglang", check_sizes, config.sglang, num_gpus, num_experts)
-    if ("rollout", "sglang") in kinds and model.fp8_block and not config.weights.served_folder:
-        yield from looked("weights.channel", _check_fp8_channel, choose_channel(config))
+    if ("rollout", "sglang") in kinds and config.generates:
+        yield from looked("weights.channel", _check_served, config, model)
     if config.lora.rank and run.of("trainer"):
         yield from looked("lora", _check_adapters, config, model)
     if ("trainer", "torch") in kinds and config.trainer.impl == "own":
@@ -326,12 +333,16 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
             yield from looked("megatron.routing_replay", check_routing, *replay)
 
 
-def _check_fp8_channel(channel: WeightChannel) -> None:
-    if not is_between_devices(channel):
+def _check_served(config: RunConfig, model: ModelConfig) -> None:
+    folder, channel = config.weights.served_folder or config.model.path, choose_channel(config)
+    block, place = model.fp8_block, Path(folder) / CONFIG
+    if config.weights.served_folder:
+        block = served_fp8(read_json(place, remedy="see weights.served_folder"), str(place)) if place.exists() else None
+    if block and not is_between_devices(channel):
         raise ConfigError(
-            f'weights.channel = "{channel}" brings weights as they are trained; engines that hold FP8 (model.path) get '
+            f'weights.channel = "{channel}" brings weights as they are trained; engines that hold FP8 ({folder}) get '
             "theirs only between devices",
-            remedy='use "nccl", on one GPU "cuda_ipc"; or name a folder in bfloat16 in model.path',
+            remedy='use "nccl", on one GPU "cuda_ipc"; or serve a folder in bfloat16',
         )
 
 

@@ -301,5 +301,5 @@ def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local
         quantise=None if rule is None else rule.apply,
         keeps_buffers=not takes_turns(config),
         is_needed=channel not in SHARED_CHANNELS or has_reader(config, local_rank),
-        joins=channel in SHARED_CHANNELS and rule is None and joins_parameters(read_config(config.model.path)),
+        joins=channel in SHARED_CHANNELS and joins_parameters(read_config(config.model.path)),
     )

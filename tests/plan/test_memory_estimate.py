@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,7 +263,7 @@ def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
     assert list(findings) == []
 
 
-def test_engines_that_hold_fp8_get_their_weights_between_devices_only() -> None:
+def test_engines_that_hold_fp8_get_their_weights_between_devices_only(tmp_path: Path) -> None:
     model = parse_model_config(DEEPSEEK_V3, "DeepSeek-V3")
 
     def refused(**weights: str) -> list[str]:
@@ -272,3 +274,9 @@ def test_engines_that_hold_fp8_get_their_weights_between_devices_only() -> None:
     (said,) = refused(channel="disk")
     assert 'weights.channel = "disk"' in said and '"cuda_ipc"' in said
     assert not refused(channel="cuda_ipc") and not refused(channel="disk", served_folder="bf16")
+    blocks: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    for more, disk, between in (({}, 1, 0), ({"scale_fmt": "ue8m0"}, 1, 0), ({"scale_fmt": "ue4m3"}, 1, 1)):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": blocks | more}))
+        assert len(refused(channel="disk", served_folder=str(tmp_path))) == disk
+        assert len(found := refused(channel="cuda_ipc", served_folder=str(tmp_path))) == between
+        assert not found or "scale_fmt 'ue4m3'" in found[0]

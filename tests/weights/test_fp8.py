@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from myxa.actors.models.hf_folder import check_values, open_weights, read_config, write_folder
+from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.safetensors_file import SCALE_SUFFIX
 from myxa.actors.models.tiny import tiny_config
 from myxa.actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, quantise_blocks
@@ -66,13 +67,26 @@ def test_blocks_of_zeros_and_of_next_to_nothing_stay_finite():
 def test_what_is_no_number_is_never_handed_on(bad: float):
     weight = torch.ones(4, 4)
     weight[2, 2] = bad
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        quantise_blocks(weight)
-    rule = Fp8Rule(names=frozenset({"w"}), block=(128, 128))
+    rule = Fp8Rule(names=frozenset({"v", "w"}), block=(128, 128))
     with pytest.raises(ModelError, match="weight w cannot be quantised"):
-        list(rule.apply(iter([("w", weight)])))
+        list(rule.apply(iter([("v", torch.ones(4, 4)), ("w", weight)])))
     with pytest.raises(ValueError, match="a matrix is needed"):
         quantise_blocks(torch.ones(3))
+
+
+def test_scales_that_are_powers_of_two_are_rounded_up():
+    weight = torch.tensor([[448.0, 449.0, 0.0, 0.3]])
+    quantised, scale = quantise_blocks(weight, (1, 1), scale_fmt="ue8m0")
+    assert scale.tolist() == [[1.0, 2.0, 1.0, 2.0**-10]], "the least power of two by which the block's largest fits"
+    assert quantised.float().tolist() == [[448.0, 224.0, 0.0, 320.0]]
+    maker = torch.Generator().manual_seed(2)
+    matrices = torch.randn(3, 300, 200, generator=maker).bfloat16()
+    quantised, scale = quantise_blocks(matrices, scale_fmt="ue8m0")
+    assert torch.equal(scale.log2(), scale.log2().round())
+    as_read = torch.stack([dequantise_blocks(q, s) for q, s in zip(quantised, scale, strict=True)]).bfloat16()
+    again, again_scale = quantise_blocks(as_read, scale_fmt="ue8m0")
+    back = torch.stack([dequantise_blocks(q, s) for q, s in zip(again, again_scale, strict=True)])
+    assert torch.equal(back, as_read.float()), "weights that were read so lose nothing more on their way"
 
 
 def folder_of(path: Path, quantisation: object) -> Path:
@@ -98,6 +112,43 @@ def test_the_folder_says_which_weights(tmp_path: Path):
         ("a.q_proj.weight_scale_inv", torch.float32),
         ("lm_head.weight", torch.float32),
     ]
+
+
+def test_the_folder_says_which_scales(tmp_path: Path):
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    rule = Fp8Rule.of_folder(folder_of(tmp_path, said | {"scale_fmt": "ue8m0"}))
+    assert rule is not None
+    (_, (_, scales)) = rule.apply(iter([("a.q_proj.weight", torch.full((4, 4), 3.0))]))
+    assert scales.tolist() == [[2.0**-7]]
+    with pytest.raises(ConfigError, match="scale_fmt 'ue4m3'"):
+        Fp8Rule.of_folder(folder_of(tmp_path, said | {"scale_fmt": "ue4m3"}))
+    with pytest.raises(ModelError, match="scale_fmt 'ue4m3'"):
+        parse_model_config({**tiny_config("0p5m").source, "quantization_config": said | {"scale_fmt": "ue4m3"}}, "x")
+
+
+def test_matrices_quantised_together_are_those_quantised_alone():
+    maker = torch.Generator().manual_seed(4)
+    named = [
+        (f"m.{number}.{kind}", torch.randn(*shape, generator=maker).to(dtype or torch.float32))
+        for number in range(9)
+        for kind, shape, dtype in (
+            ("a", (130, 200), torch.bfloat16),
+            ("b", (200, 130), torch.float32),
+            ("c", (3,), None),
+        )
+    ]
+    named.insert(9, ("big.a", torch.ones(4096, 1 << 14).bfloat16()))  # fills a batch
+    rule = Fp8Rule(names=frozenset(name for name, _ in named if not name.endswith("c")), block=(128, 64))
+    expected = list[tuple[str, torch.Tensor]]()
+    for name, tensor in named:
+        if name not in rule.names:
+            expected.append((name, tensor))
+            continue
+        values, scales = quantise_blocks(tensor, rule.block)
+        expected += [(name, values), (name + SCALE_SUFFIX, scales)]
+    found = list(rule.apply(iter(named)))
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(got.float(), wanted.float()) for (_, got), (_, wanted) in zip(found, expected, strict=True))
 
 
 def test_folders_that_are_not_fp8_or_broken(tmp_path: Path):

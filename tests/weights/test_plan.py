@@ -10,6 +10,7 @@ from tests.weights.model_tensors import shape
 
 from myxa.actors.engines.sglang.weight_routes import bucket_bodies
 from myxa.actors.weights.channels.plan import make_plan
+from myxa.actors.weights.channels.sender import Fp8Rule
 from myxa.actors.weights.channels.staging import TRAVEL, Staging, place
 from myxa.core.errors import TrainError
 from myxa.core.messages import TensorSpec
@@ -157,3 +158,36 @@ def test_parameters_of_an_engine_are_views_of_the_buckets(bucket_bytes: int):
     torn = [tensors[2], tensors[0], *tensors[3:10]]
     with pytest.raises(TrainError, match=r"layers\.0\.self_attn\.qkv_proj\.weight do not come together"):
         make_plan(torn, 1, joins=True)
+
+
+def test_fp8_weights_are_joined_with_their_scales():
+    layer = "model.layers.0."
+    rows = {"q": 256, "k": 128, "v": 128}
+    shapes = {f"{layer}self_attn.{kind}_proj.weight": (size, 256) for kind, size in rows.items()} | {
+        f"{layer}mlp.experts.{expert}.{kind}_proj.weight": (256, 128) if kind == "down" else (128, 256)
+        for expert in range(3)
+        for kind in ("gate", "up", "down")
+    }
+    values = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    rule = Fp8Rule(names=frozenset(shapes), block=(128, 128))
+    staging = Staging(1 << 20, joins=True)
+    staged = staging.publish(1, lambda: rule.apply(iter(values.items())))
+    assert staged is not None
+    (bucket,) = staged.buffers.plan.buckets
+    found = {spec.name: place(staged.buffers.bucket(0), spec) for spec in bucket.parameters}
+    one = dict(rule.apply(iter(values.items())))
+    names = [f"self_attn.{kind}_proj.weight" for kind in "qkv"]
+    experts = [[f"mlp.experts.{n}.{kind}_proj.weight" for kind in ("gate", "up")] for n in range(3)]
+    for end in ("", "_scale_inv"):
+        joined = {
+            f"self_attn.qkv_proj.weight{end}": torch.cat([one[layer + name + end].float() for name in names]),
+            f"mlp.experts.w13_weight{end}": torch.stack(
+                [torch.cat([one[layer + name + end].float() for name in pair]) for pair in experts]
+            ),
+            f"mlp.experts.w2_weight{end}": torch.stack(
+                [one[f"{layer}mlp.experts.{n}.down_proj.weight{end}"].float() for n in range(3)]
+            ),
+        }
+        for name, wanted in joined.items():
+            assert torch.equal(found[layer + name].float(), wanted), name
+    assert len(found) == 6

@@ -385,7 +385,10 @@ class HandleRoute(_DeviceRoute):
 
     def _takes_parameters(self) -> bool:
         """Whether the server's parameters are whole and laid out as they are loaded."""
-        usual = {"tp_size": (1,), "quantization": (None,), "moe_runner_backend": ("auto", "triton"), "ep_size": (1,)}
+        usual = {
+            "tp_size": (1,), "quantization": (None,), "moe_runner_backend": ("auto", "triton"), "ep_size": (1,),
+            "fp8_gemm_runner_backend": ("auto", "triton", "deep_gemm"),
+        }  # fmt: skip
         return all(self._facts.get(name, values[0]) in values for name, values in usual.items())
 
     def _givers(self, senders: list[str], num_ranks: int) -> list[str]:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....core.config.run import LOCAL_HOSTS
-from ....core.errors import ConfigError, ModelError, TrainError
+from ....core.errors import ModelError, TrainError
 from ....core.messages import WeightManifest
 from ....core.weight_channel import (
     CollectiveBackend,
@@ -46,7 +46,7 @@ from ....core.weight_channel import (
     ShareRequest,
 )
 from ...models.hf_folder import CONFIG, read_json
-from ...models.model_config import fp8_block
+from ...models.model_config import fp8_scale_fmt, served_fp8
 from ...models.safetensors_file import SCALE_SUFFIX
 from ...torch_store import host_store
 from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload, parameters_payload
@@ -168,7 +168,7 @@ class DeviceWeightSender:
     def _share(self, request: ShareRequest) -> ShareReply:
         staged = self._staging.read(request.version)
         buffers = staged.buffers
-        is_direct = request.takes_parameters and self.joins and is_triton_layout(buffers.device)
+        is_direct = request.takes_parameters and self.joins and keeps_layout(buffers.device, self.quantise is not None)
 
         def payload(number: int) -> str:
             flat = buffers.bucket(number)
@@ -301,10 +301,12 @@ class DeviceWeightSender:
         self._staging.close()
 
 
-def is_triton_layout(device: torch.device) -> bool:
-    """Whether SGLang's own choice for experts is Triton's kernels, which leave parameters as they were loaded: on
-    Blackwell (10) and later it chooses kernels for which they are laid out anew."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 10
+def keeps_layout(device: torch.device, is_fp8: bool) -> bool:
+    """Whether SGLang's own choice of kernels leaves parameters as they were loaded: on Blackwell (10) and later experts
+    and scales are laid out anew, before Ada (8.9) weights in FP8."""
+    if device.type != "cuda":
+        return False
+    return ((8, 9) if is_fp8 else (0, 0)) <= torch.cuda.get_device_capability(device) < (10, 0)
 
 
 def _start(work: Callable[[], None], name: str) -> None:
@@ -331,25 +333,31 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 
 
-def quantise_blocks(weight: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
-    """(Q float8_e4m3fn [m, n], S float32 [blocks down, blocks across]) of a matrix of any float type. Raises ValueError
-    for what is no matrix, or holds NaN or infinity: an engine must never be handed those."""
-    if weight.dim() != 2:
-        raise ValueError(f"a matrix is needed, not {list(weight.shape)}")
-    rows, columns = weight.shape
+WAITING_BYTES = 1 << 27
+"""Quantised together at most, plus one tensor."""
+
+
+def quantise_blocks(
+    weights: Tensor, block: tuple[int, int] = (128, 128), *, scale_fmt: str = ""
+) -> tuple[Tensor, Tensor]:
+    """(Q float8_e4m3fn [..., m, n], S float32 [..., blocks down, blocks across]) of matrices [..., m, n] of any float
+    type. NaN or infinity in a block makes its scale infinite. Raises ValueError for what is no matrix."""
+    if weights.dim() < 2:
+        raise ValueError(f"a matrix is needed, not {list(weights.shape)}")
+    *more, rows, columns = weights.shape
     high, wide = block
-    grid = (-(-rows // high), -(-columns // wide))
-    values = pad(weight.float(), (0, grid[1] * wide - columns, 0, grid[0] * high - rows))
-    blocks = values.view(grid[0], high, grid[1], wide)
-    amax = blocks.abs().amax(dim=(1, 3))
-    if not bool(torch.isfinite(amax).all()):
-        raise ValueError("it holds NaN or infinity")
-    scale = amax / LARGEST
+    down, across = -(-rows // high), -(-columns // wide)
+    if (down * high, across * wide) != (rows, columns):
+        weights = pad(weights, (0, across * wide - columns, 0, down * high - rows))
+    blocks = weights.view(*more, down, high, across, wide)
+    amax = torch.maximum(blocks.amax(dim=(-3, -1)), -blocks.amin(dim=(-3, -1))).float()
+    scale = amax.nan_to_num(nan=torch.inf, posinf=torch.inf) / LARGEST
     # Zeros, and numbers so small that the scale is none that can be divided by: such a block becomes zeros.
     scale = torch.where(scale > torch.finfo(torch.float32).tiny, scale, torch.ones_like(scale))
-    scaled = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST)
-    quantised = scaled.view(grid[0] * high, grid[1] * wide)[:rows, :columns].to(torch.float8_e4m3fn)
-    return quantised.contiguous(), scale
+    if scale_fmt:  # the exponent alone, one more where there was a fraction
+        scale = (scale.view(torch.int32).add(0x7FFFFF) & -0x800000).view(torch.float32)
+    quantised = (blocks / scale[..., :, None, :, None]).to(torch.float8_e4m3fn)  # 448 and a rounding error makes 448
+    return quantised.view(*more, down * high, across * wide)[..., :rows, :columns].contiguous(), scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,46 +369,72 @@ class Fp8Rule:
 
         S[i, j] = max |W block i, j| / 448        Q = W / S, rounded to nearest even        W ~= Q * S
 
-    A block of zeros has scale 1, not 0: dividing by 0 makes NaN. Blocks at the edges are smaller. Which matrices: those
-    of which the engines' own model folder holds a `_scale_inv`, so that routers, embeddings, heads and whatever a
-    recipe left out stay as they are there. Triton kernels (slime's) were considered: they are not faster here."""
+    A block of zeros has scale 1, not 0: dividing by 0 makes NaN. Blocks at the edges are smaller. Where the folder's
+    `scale_fmt` is "ue8m0" (DeepSeek-V3.1), S is rounded up to a power of two. Which matrices: those of which the
+    engines' own model folder holds a `_scale_inv`, so that routers, embeddings, heads and whatever a recipe left out
+    stay as they are there. Matrices of one shape are quantised together, as the experts of a layer are: 18,000 of a
+    model by one launch each would take seconds. Triton kernels (slime's) were considered: they are not faster here."""
 
     names: frozenset[str]
     block: tuple[int, int]
+    scale_fmt: str = ""
 
     @staticmethod
     def of_folder(folder: Path) -> Fp8Rule | None:
         """As the folder's own weights are; None for a folder that is not quantised. Raises ConfigError for a
         quantisation of another kind, ModelError for a folder that cannot be read."""
         config = read_json(folder / CONFIG, remedy="see weights.served_folder")
-        quantisation = config.get("quantization_config")
-        if not isinstance(quantisation, dict):
-            return None
-        block, facts = fp8_block(config), cast("dict[str, Any]", quantisation)
+        block = served_fp8(config, f"{folder}/config.json")
         if block is None:
-            raise ConfigError(
-                f"{folder}/config.json: quantization_config is {facts.get('quant_method')!r} with blocks "
-                f"{facts.get('weight_block_size')!r}; "
-                "weights are sent as fp8 in blocks, or not quantised",
-                remedy="serve a folder without quantization_config, or one of kind fp8 with weight_block_size",
-            )
+            return None
         names = {name.removesuffix(SCALE_SUFFIX) for name in _tensor_names(folder) if name.endswith(SCALE_SUFFIX)}
-        return Fp8Rule(names=frozenset(names), block=block)
+        return Fp8Rule(names=frozenset(names), block=block, scale_fmt=fp8_scale_fmt(config))
 
     def apply(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream with its matrices quantised, each followed by its scales."""
+        """The stream with its matrices quantised, each followed by its scales. Raises ModelError at its end if one held
+        NaN or infinity: an engine must never be handed those, but to look at each would stop the device each time."""
+        waiting, num_bytes = list[tuple[str, Tensor]](), 0
+        judged = list[tuple[list[str], Tensor]]()
         for name, tensor in tensors:
-            if name not in self.names:
-                yield name, tensor
-                continue
+            waiting.append((name, tensor))
+            num_bytes += tensor.nbytes
+            if num_bytes >= WAITING_BYTES:
+                yield from self._quantised(waiting, judged)
+                waiting, num_bytes = [], 0
+        yield from self._quantised(waiting, judged)
+        for names, are_finite in judged:
+            for name, is_finite in zip(names, cast(Any, are_finite).tolist(), strict=True):
+                if not is_finite:
+                    raise _unfit(name, "it holds NaN or infinity")
+
+    def _quantised(
+        self, named: list[tuple[str, Tensor]], judged: list[tuple[list[str], Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        alike = dict[tuple[Any, ...], list[tuple[str, Tensor]]]()
+        for name, tensor in named:
+            if name in self.names:
+                alike.setdefault((tensor.dtype, *tensor.shape), []).append((name, tensor))
+        made = dict[str, tuple[Tensor, Tensor]]()
+        for members in alike.values():
+            names = [name for name, _ in members]
             try:
-                quantised, scale = quantise_blocks(tensor, self.block)
+                values, of_each = quantise_blocks(
+                    torch.stack([tensor for _, tensor in members]), self.block, scale_fmt=self.scale_fmt
+                )
             except ValueError as err:
-                raise ModelError(
-                    f"weight {name} cannot be quantised: {err}", remedy="look at the trainer's gradient norm"
-                ) from err
-            yield name, quantised
-            yield name + SCALE_SUFFIX, scale
+                raise _unfit(names[0], str(err)) from err
+            made |= zip(names, zip(values.unbind(), of_each.unbind(), strict=True), strict=True)
+            judged.append((names, torch.isfinite(of_each).flatten(1).all(1)))
+        for name, tensor in named:
+            if name in made:
+                yield name, made[name][0]
+                yield name + SCALE_SUFFIX, made[name][1]
+            else:
+                yield name, tensor
+
+
+def _unfit(name: str, why: str) -> ModelError:
+    return ModelError(f"weight {name} cannot be quantised: {why}", remedy="look at the trainer's gradient norm")
 
 
 def _tensor_names(folder: Path) -> Iterator[str]:

@@ -37,8 +37,8 @@ TRAVEL = (*(name for name, _ in DTYPES.values()), "float8_e4m3fn", "float8_e5m2"
 
 WAITING_BYTES = 1 << 28
 """Copied together at most, plus one tensor."""
-COPIED_TOGETHER = frozenset({torch.bfloat16, torch.float16, torch.float32})
-"""What torch's kernel for many tensors takes; neighbours of one type."""
+COPIED_TOGETHER = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.uint8})
+"""What torch's kernel for many tensors takes, of one type at a time."""
 
 
 @dataclass(slots=True)
@@ -76,27 +76,28 @@ class _Copies:
     """Copies of many tensors by few calls: on a GPU a launch each would take longer than the copying."""
 
     def __init__(self) -> None:
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        self._waiting = dict[torch.dtype, tuple[list[Tensor], list[Tensor]]]()
+        """Of one number type each: targets, and their sources."""
         self._num_bytes = 0
 
     def add(self, target: Tensor, source: Tensor) -> None:
         """Copied now or with a later one; sources may be temporary tensors, so not too many are kept waiting."""
+        if target.itemsize == 1:
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
         if target.dtype not in COPIED_TOGETHER or not source.is_contiguous():
             target.copy_(source)
             return
-        if self._targets and self._targets[0].dtype != target.dtype:
-            self.flush()
-        self._targets.append(target)
-        self._sources.append(source)
+        targets, sources = self._waiting.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
         self._num_bytes += target.nbytes
         if self._num_bytes >= WAITING_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        self._targets, self._sources, self._num_bytes = [], [], 0
+        for targets, sources in self._waiting.values():
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self._waiting, self._num_bytes = {}, 0
 
 
 class Staging:
