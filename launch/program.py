@@ -339,7 +339,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         admin_key=key_from(os.environ, engine.key_env, "engine.key_env"),
         generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),
-        needs=sglang_needs(config),
+        needs=sglang_needs(config, "" if spec.model else choose_channel(config)),
         choices=model.expert_choices if config.replays_rollout else None,
         name=spec.name,
     )

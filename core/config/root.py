@@ -42,6 +42,7 @@ from .run import (
     RunSettings,
     WeightSettings,
     owned_conflicts,
+    speculation_conflicts,
 )
 from .section import Conflict, Section, Table, TableName, Term, as_table, broken, clashes
 
@@ -101,6 +102,11 @@ RELATIONS = (
     "megatron.routing_replay=rollout needs !sglang.speculative_algorithm: SGLang keeps no experts of guessed tokens",
     "megatron.routing_replay=rollout needs sglang.enable_hierarchical_cache!=true: cache that comes back has none",
     "megatron.routing_replay=rollout needs rollout.pause_mode!=retract: a cache made again has experts of new weights",
+    "rollout.deterministic needs !sglang.speculative_algorithm: what is drawn depends on what was guessed",
+    "rollout.min_p needs !sglang.speculative_algorithm: SGLang draws behind its guesses without it",
+    "rollout.min_new_tokens needs !sglang.speculative_algorithm: SGLang counts passes, which take several guesses",
+    "rollout.repetition_penalty needs !sglang.speculative_algorithm: SGLang misses guessed tokens",
+    "rollout.frequency_penalty rollout.presence_penalty needs !sglang.speculative_algorithm: as repetition_penalty",
     "rollout.replay_sampling needs roles.rollout.kind=embedded: others do not tell which tokens their sampler left",
     "rollout.replay_sampling needs roles.trainer.kind=torch",
     "rollout.replay_sampling needs !algo.ref_urls: served log-probs are of all tokens",
@@ -325,6 +331,7 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
     num_actors = 0 if rollout.nodes == "*" else rollout.count * len(rollout.nodes)
     no_room = f"leaves no room for a prompt in engine.context_length = {limit}"
     yield from owned_conflicts(config.sglang)
+    yield from speculation_conflicts(config.sglang | ({} if rollout.device_ids else {"device": "cpu"}))
     yield from clashes(
         (attach and num_actors and num_actors != len(attach), "engine.attach",
          f"names {len(attach)} servers for {num_actors} rollout actors; each has one of its own: make them as many"),

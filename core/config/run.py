@@ -677,6 +677,39 @@ def owned_conflicts(table: Mapping[str, Any]) -> Iterator[Conflict]:
             yield Conflict(f"sglang.{key}", "must be text, a number, a boolean, or an array or table of those")
 
 
+GUESSERS = ("NGRAM", "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
+"""SGLang's ways to guess tokens ahead whose answers come with the model's own log-probs."""
+
+
+def guesser(table: Mapping[str, Any]) -> str:
+    """`speculative_algorithm` as SGLang reads it; empty: no token is guessed."""
+    return str(table.get("speculative_algorithm") or "").upper()
+
+
+def speculation_conflicts(table: Mapping[str, Any]) -> Iterator[Conflict]:
+    """What guessing tokens does not go with, by SGLang 0.5.17's source. `table`: `[sglang]` and where it runs, or what
+    a server says of itself."""
+    name, path = guesser(table), "sglang.speculative_algorithm"
+    if not name:
+        return
+    near = nearest(name, GUESSERS)
+    yield from clashes(
+        (name not in GUESSERS, path,
+         (f"must be one of {', '.join(GUESSERS)}{f'; did you mean {near}?' if near else ''}: others give no log-probs "
+          "of the model with their answers")),
+        (table.get("device") == "cpu", path,
+         "needs a GPU: without one SGLang takes the likeliest token, whatever the temperature"),
+        (name in ("EAGLE3", "STANDALONE") and not table.get("speculative_draft_model_path"),
+         "sglang.speculative_draft_model_path", f"must name the folder of the draft model of {name}"),
+        (table.get("pp_size", 1) not in (0, 1), path, "needs sglang.pp_size = 1: pipeline stages make no guesses"),
+        (name in ("NGRAM", "STANDALONE") and table.get("enable_dp_attention"), path,
+         f"{name} does not go with sglang.enable_dp_attention: SGLang refuses both together"),
+        *((table.get(key, 1) != 1, f"sglang.{key}",
+           "must be 1: below, guesses are taken more often than the model draws them, and log-probs do not say so")
+          for key in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")),
+    )  # fmt: skip
+
+
 def _is_argument(value: object) -> bool:
     inner = as_array(value) or list((as_table(value) or {}).values())
     return all(map(_is_argument, inner)) and isinstance(value, str | bool | int | float | list | dict)

@@ -23,7 +23,7 @@ from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow,
 from ...actors.data.layout import RowLayout
 from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, layout_of, open_data
 from ...actors.data.row_file import Row, RowError
-from ...actors.engines.sglang.server_args import check_sizes
+from ...actors.engines.sglang.server_args import check_guesses, check_sizes, guesses_by, stale_guesses
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.adapters import adapted_matrices, adapter_facts, check_facts, read_adapter
 from ...actors.models.hf_folder import (
@@ -316,6 +316,7 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     if ("rollout", "sglang") in kinds and config.generates and not config.engine.attach:
         num_gpus, num_experts = len(run.of("rollout")[0].devices), None if model.foreign else model.num_experts
         yield from looked("sglang", check_sizes, config.sglang, num_gpus, num_experts)
+        yield from _guesses(config, model)
     if ("rollout", "sglang") in kinds and config.generates:
         yield from looked("weights.channel", _check_served, config, model)
     if config.lora.rank and run.of("trainer"):
@@ -331,6 +332,20 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         if config.megatron.routing_replay:
             replay = (model.num_experts, config.megatron.recompute)
             yield from looked("megatron.routing_replay", check_routing, *replay)
+
+
+def _guesses(config: RunConfig, model: ModelConfig) -> Iterator[Finding]:
+    """Of tokens that the server guesses ahead: by what, and whether that follows the policy."""
+    key, channel = "sglang.speculative_algorithm", choose_channel(config)
+    values = config.sglang | {"model_path": config.model.path}
+    yield from looked(key, check_guesses, values, channel)
+    has_layers = model.source.get("num_nextn_predict_layers") == 1
+    if guesses_by(values) == "layers" and not (has_layers or values.get("speculative_draft_model_path")):
+        text = f"{key}: {config.model.path} has not one layer that guesses (num_nextn_predict_layers)"
+        remedy = "name a draft model in sglang.speculative_draft_model_path, or use NGRAM"
+        yield Finding(key, ConfigError(text, remedy=remedy))
+    elif why := stale_guesses(values, channel):
+        yield Finding(key, ConfigError(f"{key}: {why}", remedy="look at rollout/draft_accepted_length"), "warning")
 
 
 def _check_served(config: RunConfig, model: ModelConfig) -> None:

@@ -59,10 +59,12 @@ def _seed(config: RunConfig) -> int | None:
     return config.run.seed if config.rollout.deterministic else None
 
 
-def sglang_needs(config: RunConfig) -> SglangNeeds:
-    """What servers must have been started with, or without, for this sampling."""
+def sglang_needs(config: RunConfig, channel: str) -> SglangNeeds:
+    """What servers must have been started with, or without, for this sampling and this way of new weights."""
     rollout = config.rollout
-    return SglangNeeds(tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic)
+    return SglangNeeds(
+        tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic, channel=channel
+    )
 
 
 def gateway(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Gateway | None:

@@ -50,12 +50,28 @@ MISTAKES: dict[str, str] = {
     '[rollout]\ndeterministic = true\n[roles.rollout]\nkind = "sglang"\n': "6 rollout.deterministic",
     '[rollout]\nmin_p = 0.1\n[roles.rollout]\nkind = "sglang"\n[sglang]\nenable_deterministic_inference = true\n': "6 rollout.min_p",
     "[rollout]\nstop_token_ids = [-2]\n": "6 rollout.stop_token_ids",
+    **{
+        f'[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[rollout]\n{line}\n[sglang]\nspeculative_algorithm = "NGRAM"\n': f"9 rollout.{line.split()[0]} ! sglang.speculative_algorithm"
+        for line in ("min_p = 0.1", "min_new_tokens = 3", "repetition_penalty = 1.1", "presence_penalty = 0.5")
+    },
+    '[roles.rollout]\nkind = "sglang"\n[sglang]\nspeculative_algorithm = "NGRAM"\n': "8 sglang.speculative_algorithm ! GPU",
+    **{
+        f'[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[sglang]\nspeculative_algorithm = {value}\n': said
+        for value, said in {
+            '"NGRAMM"': "9 sglang.speculative_algorithm ! did you mean NGRAM",
+            '"DFLASH"': "9 sglang.speculative_algorithm ! log-probs",
+            '"eagle3"': "8 sglang.speculative_draft_model_path",
+            '"NGRAM"\nspeculative_accept_threshold_acc = 0.5': "10 sglang.speculative_accept_threshold_acc",
+            '"NGRAM"\npp_size = 2': "9 sglang.speculative_algorithm ! pp_size",
+            '"NGRAM"\nenable_dp_attention = true': "9 sglang.speculative_algorithm ! enable_dp_attention",
+        }.items()
+    },
     '[rollout]\nreplay_sampling = true\n[roles.rollout]\nkind = "sglang"\n': "6 rollout.replay_sampling",
     '[rollout]\nreplay_sampling = true\n[roles.trainer]\nkind = "megatron"\n': "6 rollout.replay_sampling",
     '[megatron]\nrouting_replay = "rolout"\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.routing_replay",
     '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.routing_replay ! roles.rollout.kind",
     '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\n': "6 megatron.routing_replay ! sglang.enable_return_routed_experts = true",
-    '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\n[sglang]\nenable_return_routed_experts = true\nspeculative_algorithm = "NGRAM"\n': "6 megatron.routing_replay",
+    '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[sglang]\nenable_return_routed_experts = true\nspeculative_algorithm = "NGRAM"\n': "6 megatron.routing_replay",
     '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\n[sglang]\nenable_return_routed_experts = true\nenable_hierarchical_cache = true\n': "6 megatron.routing_replay",
     '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\n[sglang]\nenable_return_routed_experts = true\n[rollout]\npause_mode = "retract"\n': "6 megatron.routing_replay",
     '[sglang]\nenable_return_routed_experts = true\npp_size = 2\n[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\n': "7 sglang.pp_size",

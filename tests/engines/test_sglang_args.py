@@ -14,7 +14,7 @@ from tests.harness.fake_sglang import STAND_IN
 
 from myxa.actors.engines.sglang.engine import ServerSampling
 from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
-from myxa.actors.engines.sglang.server_args import SglangNeeds, check_sizes, command_line
+from myxa.actors.engines.sglang.server_args import SglangNeeds, check_sizes, command_line, stale_guesses
 from myxa.core.config.run import OWNED
 from myxa.core.errors import ConfigError, RequestRefused
 from myxa.launch.composition.trainer_parts import BOUNDS
@@ -107,6 +107,48 @@ def test_an_attached_server_that_cannot_do_what_the_run_needs_is_refused():
         needs.check({"enable_deterministic_inference": False}, "http://h:1")
     needs.check({"skip_tokenizer_init": False, "enable_deterministic_inference": True}, "http://h:1")
     needs.check({}, "http://h:1")
+
+
+GUESSING = {"model_path": "/m", "speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/m"}
+
+
+@pytest.mark.parametrize(("needs", "facts", "words"), [
+    (SglangNeeds(seeds=True), {}, r"depends on what was guessed"),
+    (SglangNeeds(channel="disk"), {"speculative_draft_model_path": "/d"}, r"overwrites its draft"),
+    (SglangNeeds(channel="disk"), {"speculative_algorithm": "NGRAM"}, r"ends when new weights come as folders"),
+    (SglangNeeds(), {"speculative_accept_threshold_single": 0.9}, r"threshold_single = 0\.9: must be 1"),
+    (SglangNeeds(), {"speculative_algorithm": "DSPARK"}, r"no log-probs"),
+    (SglangNeeds(), {"device": "cpu"}, r"needs a GPU"),
+])  # fmt: skip
+def test_a_server_that_guesses_tokens_is_refused_where_that_would_be_wrong(needs, facts, words):
+    whole = {"device": "cuda", "enable_deterministic_inference": True, "pp_size": 1}
+    SglangNeeds(channel="disk").check(whole | GUESSING, "http://h:1")
+    with pytest.raises(ConfigError, match=rf"http://h:1.*{words}|{words}"):
+        needs.check(whole | GUESSING | facts, "http://h:1")
+
+
+def test_what_a_draft_cannot_follow_is_told():
+    for channel, trains_layers, is_stale in (
+        ("nccl", False, True), ("nccl", True, True), ("cuda_ipc", True, False), ("disk", True, False), ("", False, False),
+    ):  # fmt: skip
+        assert bool(stale_guesses(GUESSING, channel, trains_layers=trains_layers)) == is_stale
+    assert stale_guesses(GUESSING | {"speculative_draft_model_path": "/d"}, "cuda_ipc", trains_layers=True)
+    assert not stale_guesses({"speculative_algorithm": "NGRAM"}, "nccl")
+
+
+def test_weights_that_guess_are_kept_when_a_servers_memory_leaves():
+    for table, is_kept in ((GUESSING, True), ({"speculative_algorithm": "NGRAM"}, None), ({}, None)):
+        values = server_values(launch(table=table, expects=()), 1234)
+        assert values.get("enable_draft_weights_cpu_backup") is is_kept
+    assert "enable_draft_weights_cpu_backup" not in server_values(launch(table=GUESSING), 1234)
+
+
+@pytest.mark.parametrize("name", ["min_p", "min_new_tokens", "repetition_penalty", "presence_penalty"])
+def test_what_a_server_that_guesses_would_draw_otherwise_is_refused(name: str):
+    value = {"min_new_tokens": 2, "repetition_penalty": 1.5}.get(name, 0.5)
+    with pytest.raises(RequestRefused, match=rf"here: {name} is {value:g}"):
+        ServerSampling.of(GUESSING, (), 320).meant(ask("r", **{name: value}), "here")
+    ServerSampling.of({}, (), 320).meant(ask("r", **{name: value}), "here")
 
 
 def test_the_servers_environment():

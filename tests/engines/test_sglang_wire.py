@@ -139,8 +139,8 @@ def test_lines_survive_any_cut_of_the_stream_and_an_endless_one_is_an_error(monk
 
 def test_what_a_server_says_of_its_cache_and_drafts_is_of_ended_requests():
     facts: dict[str, Any] = {
-        "prompt_tokens": 100, "cached_tokens": 60, "spec_verify_ct": 10, "spec_draft_token_num": 50,
-        "spec_accept_token_num": 30,
+        "prompt_tokens": 100, "cached_tokens": 60, "spec_verify_ct": 10, "spec_num_proposed_drafts": 50,
+        "spec_num_correct_drafts": 30,
     }  # fmt: skip
     held = HeldTokens("here", 4)
     assert not list(held.feed(chunk([2], **facts))) and held.usage == EngineUsage()

@@ -127,6 +127,31 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
+    ("words", "severity", "says"),
+    [
+        ("speculative_algorithm = 'NGRAM'", "", ""),
+        ("speculative_algorithm = 'NEXTN'", "error", "has not one layer that guesses"),
+        ("speculative_algorithm = 'EAGLE3'\nspeculative_draft_model_path = '/d'", "warning", "fewer guesses are taken"),
+        (
+            "speculative_algorithm = 'NGRAM'\n[weights]\nchannel = 'disk'",
+            "error",
+            "ends when new weights come as folders",
+        ),
+    ],
+)
+def test_what_guesses_tokens(
+    site: Site, capsys: pytest.CaptureFixture[str], words: str, severity: str, says: str
+) -> None:
+    text = RUN.replace("[roles.trainer]\n", '[roles.trainer]\ndevices = "0-1"\nkind = "megatron"\n')
+    text += f'devices = "2-3"\nkind = "sglang"\n[sglang]\n{words}\n'
+    code, answer = plan(site.write(text), "--elsewhere", "--device-gib", "80", capsys=capsys)
+    assert code == (2 if severity == "error" else 0)
+    found = [(one["severity"], one["key"]) for one in answer["problems"]]
+    assert found == ([(severity, "sglang.speculative_algorithm")] if severity else [])
+    assert all(says in one["message"] for one in answer["problems"])
+
+
+@pytest.mark.parametrize(
     ("old", "new", "key", "word"),
     [
         ("checkpoint_every = 10", "", "trainer.checkpoint_every", "back to its start"),

@@ -35,14 +35,14 @@ class Server:
 
     place, url = "rollout/0 at http://here", "http://here"
 
-    def __init__(self, tp_size: int = 1, refuses: str = "") -> None:
+    def __init__(self, tp_size: int = 1, refuses: str = "", **facts: object) -> None:
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
-        self._tp_size = tp_size
+        self._facts = {"tp_size": tp_size, **facts}
         self._refuses = refuses
 
     async def get(self, path: str) -> Mapping[str, Any]:
         self.calls.append((path, {}))
-        return {"tp_size": self._tp_size}
+        return self._facts
 
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         self.calls.append((path, body))
@@ -116,3 +116,19 @@ async def test_a_bucket_that_is_refused_is_named_and_the_rest_is_not_sent():
     with pytest.raises(EngineError, match="rollout/0 at http://here: bucket 2 of 3: no such tensor"):
         await way.load(manifest(3))
     assert len(server.calls) == 2
+
+
+@pytest.mark.parametrize(("draft", "algorithm", "keeps_draft", "takes_parameters"), [
+    (None, None, None, True), (None, "NGRAM", True, True), ("/d", "EAGLE", True, True), (None, "EAGLE3", True, True),
+    ("/m", "EAGLE", None, False), (None, "nextn", None, False),
+])  # fmt: skip
+async def test_a_draft_model_is_left_alone_and_layers_that_guess_follow_by_their_names(
+    draft: str | None, algorithm: str | None, keeps_draft: bool | None, takes_parameters: bool
+):
+    facts = {"speculative_algorithm": algorithm, "speculative_draft_model_path": draft, "model_path": "/m"}
+    server, senders = Server(**facts), Senders()
+    way = route(server, senders, "trainer/1")
+    await way.prepare(manifest(3))
+    assert [request.takes_parameters for _, request in senders.asked] == [takes_parameters]
+    await way.load(manifest(3))
+    assert [body.get("disable_draft_model") for _, body in server.calls[1:]] == [keeps_draft] * 2

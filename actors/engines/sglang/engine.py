@@ -44,9 +44,9 @@ from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.slots import check_request
 from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory, refusal
-from .server_args import NO_NEEDS, SglangNeeds
+from .server_args import NO_NEEDS, SglangNeeds, guesses_by, stale_guesses
 from .weight_routes import Routes, WeightRoute, folder_routes
-from .wire import HeldTokens, request_body, version_number, whole_number
+from .wire import AT_REST, HeldTokens, request_body, version_number, whole_number
 
 RID_END = "~"
 """Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". A
@@ -69,6 +69,7 @@ class _Open:
     answer: aiohttp.ClientResponse | None = None
 
 
+NOT_WITH_GUESSES = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
 
@@ -82,12 +83,14 @@ class ServerSampling:
     is_seeded: bool = False
     """It draws by each request's seed: `min_p` ends it, and `top_k` changes its batch."""
     vocab_size: int = 0
+    has_guesses: bool = False
+    """Tokens are guessed ahead: `min_p` is left out, least lengths and penalties count passes in place of tokens."""
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], end_token_ids: Collection[int], vocab_size: int) -> ServerSampling:
         """By its `/server_info`. End tokens outside the vocabulary are never drawn, and would end it."""
         ends = tuple(token for token in end_token_ids if 0 <= token < vocab_size)
-        return cls(ends, facts.get("enable_deterministic_inference") is True, vocab_size)
+        return cls(ends, facts.get("enable_deterministic_inference") is True, vocab_size, bool(guesses_by(facts)))
 
     def meant(self, request: GenerateRequest, place: str) -> GenerateRequest:
         """The request as the server must get it. Raises RequestRefused for one that would end the server."""
@@ -97,6 +100,12 @@ class ServerSampling:
                 f"{place}: min_p is {sampling.min_p:g}, which ends a server that was started with "
                 "--enable-deterministic-inference",
                 remedy="use top_p or top_k, or start it without",
+            )
+        wrong = next((name for name in NOT_WITH_GUESSES if getattr(sampling, name) != getattr(AT_REST, name)), "")
+        if wrong and self.has_guesses:
+            raise RequestRefused(
+                f"{place}: {wrong} is {getattr(sampling, wrong):g}, and servers that guess tokens draw otherwise",
+                remedy="leave it out, or start it without --speculative-algorithm",
             )
         if sampling.min_new_tokens:
             ends = tuple(sorted({*sampling.stop_token_ids, *self.end_token_ids}))
@@ -208,7 +217,10 @@ class SglangEngine:
         facts = await self._http.check(self._options.model_type, tells_experts=self._options.choices is not None)
         if text := untried("sglang", str(facts.get("version", ""))):
             _log.warning("%s: %s; %s", self._place, text, UNTRIED_REMEDY)
-        self._options.needs.check(facts, self._place)
+        needs = self._options.needs
+        needs.check(facts, self._place)
+        if why := stale_guesses(facts, needs.channel, trains_layers=needs.trains_layers):
+            _log.warning("%s: %s", self._place, why)
         self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
         if self._memory is not None:
             self._memory.check(facts)

@@ -17,6 +17,7 @@ import orjson
 from ....core.device_memory import Tag, TagReport
 from ....core.errors import ConfigError, EngineError, MyxaError, RequestRefused
 from ...http_client import client_session
+from .server_args import guesses_by
 from .wire import FACTS_ROUTE, KEY_REMEDY, MODEL_ROUTE, ServerAnswer, attach_fault
 
 LOOK_S = 10.0
@@ -191,6 +192,11 @@ class SglangMemory:
             raise ConfigError(
                 f"{self._http.place}: was started without --enable-memory-saver, so its memory cannot be taken back",
                 remedy='start it with --enable-memory-saver, or set memory.share = "none"',
+            )
+        if guesses_by(facts) in ("layers", "model") and facts.get("enable_draft_weights_cpu_backup") is False:
+            raise ConfigError(
+                f"{self._http.place}: guesses with weights that are lost when its memory is taken back",
+                remedy="start it with --enable-draft-weights-cpu-backup",
             )
         usage = _memory_usage(facts)
         self._bytes = {tag: _gib(usage.get(key)) for tag, key in _USAGE_KEYS.items()}

@@ -34,7 +34,7 @@ from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError
 from ....core.protocols import EngineInfo
 from .engine import SglangEngine, SglangOptions
-from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line
+from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by
 from .weight_routes import Routes, folder_routes
 
 GRACE_S = 2.0
@@ -315,6 +315,8 @@ def server_values(launch: SglangLaunch, port: int, needs: SglangNeeds = NO_NEEDS
     own |= {"context_length": launch.context_length} if launch.context_length else {}
     own |= {} if launch.num_devices else {"device": "cpu"}
     values = {**DEFAULTS, **launch.table}
+    if launch.expects is not None and guesses_by({**values, **own}) in ("layers", "model"):
+        own["enable_draft_weights_cpu_backup"] = True  # no version brings all of them back
     return values | check_sizes(values, launch.num_devices) | own
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from ....core.config.run import guesser, speculation_conflicts
 from ....core.errors import ConfigError
 
 MODULE = "sglang.launch_server"
@@ -89,6 +90,54 @@ BACKEND_MODULES: Mapping[str, Mapping[str, str]] = {
 """ServerArgs field -> its value -> the module that it needs beside SGLang."""
 
 
+# -- tokens that are guessed ahead -------------------------------------------------------------------------------------
+#
+# What weight updates do in SGLang 0.5.17, by its source. Each guess is judged by the model's weights of that moment, so
+# stale drafts cost speed and change nothing that is drawn. Embedding and head are the model's own memory.
+#
+#     who guesses            broadcasts (nccl)    handles (cuda_ipc)                    folders (disk)
+#     n-grams                the model            the model                             end the server
+#     layers of the model    the model alone      the model and they                    the model and they
+#     another model          the model alone      that one is overwritten, unless       that one is overwritten
+#                                                 `disable_draft_model` is said
+
+Guesses = Literal["", "ngram", "layers", "model"]
+
+
+def guesses_by(values: Mapping[str, Any]) -> Guesses:
+    """What guesses tokens. `values`: arguments with `model_path`, or `/server_info`."""
+    name, draft = guesser(values), values.get("speculative_draft_model_path")
+    if name in ("", "NGRAM"):
+        return "ngram" if name else ""
+    own = name in ("NEXTN", "EAGLE") and draft in (None, "", values.get("model_path"))
+    return "layers" if own and not values.get("enable_multi_layer_eagle") else "model"
+
+
+def check_guesses(values: Mapping[str, Any], channel: str) -> None:
+    """Raises ConfigError where new weights cannot come by this channel (`weights.channel`; empty: none come)."""
+    by = guesses_by(values)
+    if channel == "disk" and by in ("ngram", "model"):
+        what = "overwrites its draft with the policy" if by == "model" else "ends"
+        raise ConfigError(
+            f"sglang.speculative_algorithm = {guesser(values)}: SGLang {what} when new weights come as folders "
+            '(weights.channel = "disk")',
+            remedy='use weights.channel "nccl" or "cuda_ipc" (name the GPUs of both roles), or guess with NEXTN',
+        )
+
+
+def stale_guesses(values: Mapping[str, Any], channel: str, *, trains_layers: bool = False) -> str:
+    """Why what guesses does not learn with the policy; empty: it does, or it is no model."""
+    by = guesses_by(values)
+    if by not in ("layers", "model") or not channel or (by == "layers" and trains_layers and channel != "nccl"):
+        return ""
+    why = "the draft is a model of its own, which is not trained"
+    if by == "layers":
+        why = "MTP layers are not trained"
+    if by == "layers" and trains_layers:
+        why = 'SGLang takes broadcasts (weights.channel = "nccl") into the model alone'
+    return f"{why}: the more the policy learns, the fewer guesses are taken; what is drawn stays right"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangNeeds:
     """What the run file says; the defaults are met by every server."""
@@ -97,6 +146,11 @@ class SglangNeeds:
     """Texts and end tokens are looked at by the server: `rollout.stop`, `rollout.min_new_tokens`."""
     seeds: bool = False
     """It draws by each request's own seed: `rollout.deterministic`."""
+
+    channel: str = ""
+    """Way of new weights; empty: none ever come."""
+    trains_layers: bool = False
+    """`megatron.mtp`."""
 
     def check(self, facts: Mapping[str, Any], place: str) -> None:
         """`facts`: of `/server_info`. Raises ConfigError for a server that says that it cannot; one that says nothing
@@ -111,6 +165,15 @@ class SglangNeeds:
                 f"{place}: was started without --enable-deterministic-inference, so requests' seeds mean nothing to it",
                 remedy="start it with that, or set rollout.deterministic = false",
             )
+        for conflict in speculation_conflicts(facts):
+            name = conflict.path.removeprefix("sglang.")
+            raise ConfigError(f"{place}: {name} = {facts.get(name)}: {conflict.cause}", remedy="start it otherwise")
+        if self.seeds and guesser(facts):
+            raise ConfigError(
+                f"{place}: guesses tokens ahead ({guesser(facts)}), and what is drawn depends on what was guessed",
+                remedy="start it without --speculative-algorithm, or set rollout.deterministic = false",
+            )
+        check_guesses(facts, self.channel)
 
 
 NO_NEEDS = SglangNeeds()

@@ -46,6 +46,7 @@ from ....core.weight_channel import Bucket, JoinRequest, LeaveOrder, PlanRequest
 from ...weights.beacon import Beacon
 from ...weights.channels.host import read_folder
 from .http_client import SglangHttp
+from .server_args import guesses_by
 from .wire import version_number
 
 
@@ -389,7 +390,8 @@ class HandleRoute(_DeviceRoute):
             "tp_size": (1,), "quantization": (None,), "moe_runner_backend": ("auto", "triton"), "ep_size": (1,),
             "fp8_gemm_runner_backend": ("auto", "triton", "deep_gemm"),
         }  # fmt: skip
-        return all(self._facts.get(name, values[0]) in values for name, values in usual.items())
+        is_usual = all(self._facts.get(name, values[0]) in values for name, values in usual.items())
+        return is_usual and guesses_by(self._facts) != "layers"  # those are loaded by their names in folders
 
     def _givers(self, senders: list[str], num_ranks: int) -> list[str]:
         """For each rank of the server, the sender on its GPU."""
@@ -414,11 +416,12 @@ class HandleRoute(_DeviceRoute):
             self._named("share", sender, self._senders.ask(sender, request(count))) for sender, count in counts.items()
         )
         self._bodies = []
+        keeps_draft = {"disable_draft_model": True} if guesses_by(self._facts) in ("ngram", "model") else {}
         for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
             left = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
             payloads = [next(left[sender]) for sender in givers]
             body = {"serialized_named_tensors": payloads, "load_format": replies[0].load_format, "flush_cache": False}
-            self._bodies.append(body)
+            self._bodies.append(body | keeps_draft)
         self._bodies[-1]["weight_version"] = str(version)
 
     async def load(self, manifest: WeightManifest) -> bool:

@@ -95,8 +95,8 @@ class _Meta(msgspec.Struct, frozen=True):
     prompt_tokens: Any = 0
     cached_tokens: Any = 0
     spec_verify_ct: Any = 0
-    spec_draft_token_num: Any = 0
-    spec_accept_token_num: Any = 0
+    spec_num_proposed_drafts: Any = 0
+    spec_num_correct_drafts: Any = 0
     routed_experts: Any = None
 
 
@@ -266,8 +266,8 @@ def _usage(meta: _Meta) -> EngineUsage:
     return EngineUsage(
         prompt_tokens=whole_number(said, "prompt_tokens"),
         cached_tokens=whole_number(said, "cached_tokens"),
-        drafted_tokens=whole_number(said, "spec_draft_token_num"),
-        accepted_tokens=whole_number(said, "spec_accept_token_num"),
+        drafted_tokens=whole_number(said, "spec_num_proposed_drafts"),
+        accepted_tokens=whole_number(said, "spec_num_correct_drafts"),
         verified_steps=steps,
         verified_tokens=meta.completion_tokens if steps else 0,
     )
