@@ -88,6 +88,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             audit_path=run_dir / AUDIT_FILE,
             journal_path=run_dir / JOURNAL_FILE,
             launch=parent_mark(),
+            file=config,
             run=config.run,
             eval=config.eval,
             weights=config.weights,
@@ -142,12 +143,10 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
 def buffer_limits(config: RunConfig) -> BufferLimits:
     """Bounds of the buffer's live knobs: the same that the run file itself is checked by."""
     from ..actors.buffer.cursor import Window
-    from ..actors.buffer.knobs import MAX_GROUP_SIZE, MAX_TOKENS, BufferLimits
+    from ..actors.buffer.knobs import MAX_TOKENS, BufferLimits
 
     data, context_length, is_supervised = config.data, config.engine.context_length, config.algo.kind == "sft"
     return BufferLimits(
-        min_samples=2 if config.algo.needs_groups else 1,
-        max_samples=1 if is_supervised else MAX_GROUP_SIZE,
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=config.reward.quarantine_after,
         # One death more than that would end the run, or cost it an engine for good.
@@ -157,7 +156,6 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         samples_per_step=config.monitor.samples_per_step,
         pass_reward=config.reward.pass_reward,
         vocab_size=_vocab_size(config.model.path),
-        only_temperature=1.0 if config.algo.ref_urls else None,
     )
 
 

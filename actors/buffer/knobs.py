@@ -108,9 +108,6 @@ COLDEST = 1e-3
 class BufferLimits:
     """What the run allows, beyond what is possible at all."""
 
-    min_samples: int = 1
-    """2 where the algorithm compares the samples of a group."""
-    max_samples: int = MAX_GROUP_SIZE
     max_new_tokens: int = MAX_TOKENS
     quarantine_after: int = 3
     """Failures of one prompt, after which it is not drawn again; 0: never."""
@@ -125,8 +122,6 @@ class BufferLimits:
     """Groups that people can read later."""
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
-    only_temperature: float | None = None
-    """Of which there are reference log-probs, where servers give them; None: of all."""
 
 
 class BufferKnobs(KnobOwner):
@@ -159,7 +154,6 @@ class BufferKnobs(KnobOwner):
         """Called when `pause_at` has another value."""
         self._sampling = sampling
         self._vocab_size = limits.vocab_size
-        self._only_temperature = limits.only_temperature
         self._sources = first.sources
         super().__init__(name, (self._knob(t) for t in buffer_tunables(filters, limits, self._sources)), telemetry)
         self.add((Knob(PAUSE_AT, read=lambda: self.pause_at, use=self._pause),))
@@ -221,14 +215,6 @@ class BufferKnobs(KnobOwner):
             make_policy(new.on_stale, new.max_staleness, self.admission.batch_size, new.window)
         except ConfigError as error:
             return f"{error.message} -- {error.remedy}"
-        if new.num_samples < 2 and new.group_filter == "zero_variance":
-            return 'group_filter = "zero_variance" would leave out every group of one sample: set group_filter too'
-        if new.top_k == 0:
-            return "top_k = 0: must be -1 (no limit) or at least 1"
-        if self._only_temperature not in (None, new.temperature):
-            only = f"{self._only_temperature:g}"
-            served = f"the servers of algo.ref_urls give log-probs at temperature {only} only"
-            return f"temperature = {new.temperature:g}: {served}"
         return self._of_stops(new) or self._of_draws(new)
 
     def _of_stops(self, new: BufferValues) -> str:
@@ -243,9 +229,6 @@ class BufferKnobs(KnobOwner):
         return ""
 
     def _of_draws(self, new: BufferValues) -> str:
-        if new.difficulty_low > new.difficulty_high:
-            low, high = f"{new.difficulty_low:g}", f"{new.difficulty_high:g}"
-            return f"difficulty_low = {low} is above difficulty_high = {high}: set both, or make them equal (no window)"
         try:
             if self._sources:
                 parse_mix(new.mix, self._sources)
@@ -273,17 +256,17 @@ def buffer_tunables(filters: Sequence[str], limits: BufferLimits, sources: Seque
     return (
         *_ADMISSION,
         _knob("rollout.temperature", f"The trainer scores each sample at its own. {_FROM_NOW_ON}",
-              low=COLDEST, high=100.0, is_judged=limits.only_temperature is not None),
+              low=COLDEST),
         *_SAMPLING,
         _knob("rollout.max_new_tokens",
               'Evaluation keeps the run file\'s value, and so does the divisor of algo.reduction = "constant". '
               f"{_FROM_NOW_ON}", high=limits.max_new_tokens, guard_factor=8, unit="tokens"),
         _knob("rollout.num_samples",
               f"A step still takes algo.batch_size groups, for some time of both sizes. {_FROM_NOW_ON}",
-              low=limits.min_samples, high=limits.max_samples, guard_factor=8, unit="samples", is_judged=True),
+              high=MAX_GROUP_SIZE, guard_factor=8, unit="samples"),
         _knob("algo.group_filter",
               "Judges groups that are finished from now on, whenever they were dispatched; groups that were kept stay.",
-              kind="choice", boundary="now", choices=tuple(filters), is_judged=True),
+              kind="choice", boundary="now", choices=tuple(filters)),
         *((_MIX,) if sources else ()),
         *(_WINDOW if limits.has_rewards else ()),
     )
@@ -298,7 +281,7 @@ _ADMISSION = (
 )
 _SAMPLING = (
     _knob("rollout.top_p", _FROM_NOW_ON),
-    _knob("rollout.top_k", _FROM_NOW_ON, low=-1, high=1 << 20, unit="tokens", is_judged=True),
+    _knob("rollout.top_k", _FROM_NOW_ON, low=-1, high=1 << 20, unit="tokens"),
     _knob("stop_token_ids",  # without a key: there it is a list
           "Token ids that end a turn besides the model's own: 13,198 (13, for one alone) or none; in the run file "
           f"rollout.stop_token_ids. {_FROM_NOW_ON}", kind="text", is_judged=True),
@@ -307,7 +290,6 @@ _MIX = _knob("mix",  # without a key: there each source has its own
     "Shares of the sources among the prompts that are drawn from now on: math:0.7,code:0.3, every source named, 0 = "
     "none for now; in the run file data.sources.NAME.weight.", kind="text", is_judged=True)
 _WINDOW = (
-    _knob("data.difficulty_low", "Set both where one does not fit the other.", is_judged=True),
-    _knob("data.difficulty_high", is_judged=True),
+    _knob("data.difficulty_low", "Set both where one does not fit the other."), _knob("data.difficulty_high"),
 )
 # fmt: on

@@ -75,7 +75,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.knob_owner = KnobOwner(
             self.ctx.name,
             (
-                *coordinator_knobs(self._options, age_s=self._age_s, on_change=self._use_knobs),
+                *coordinator_knobs(self._options, self._use_knobs),
                 LOG_LEVEL,
             ),
             self._telemetry,
@@ -380,7 +380,9 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         return await self.conductor.news(after, number)
 
     async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
-        return self.knob_owner.judge(values, at)
+        limit_s, age_s = float(values.get("max_wall_s", 0.0)), self._age_s()
+        refusal = f"max_wall_s = {limit_s:g}: the run is {age_s:.0f} s old and would end at once; `myxa down` ends it"
+        return KnobVerdict(refusal=refusal if 0 < limit_s <= age_s else "")
 
     async def knobs_decided(self, epoch: int) -> None:
         self.knob_owner.take(self.conductor.decisions.news(self.knob_owner.heard))

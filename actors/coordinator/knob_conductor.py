@@ -90,7 +90,7 @@ class KnobConductor:
         run = self.run
         self.decisions = Decisions(run.options.launch)
         self._ctx, self._clock, self._tell, self._version = run.ctx, run.clock, run.tell, run.version
-        self._record = run.record
+        self._record, self._file = run.record, run.options.file
         self._turn = asyncio.Lock()
         self._is_attached = asyncio.Event()
         """Whether owners that an earlier incarnation knew have reported in, or had the time to."""
@@ -259,7 +259,9 @@ class KnobConductor:
         return ("nothing to change: these are the values", *back)
 
     async def _judged(self, draft: ChangeDraft, at: int) -> tuple[str, ...]:
-        """What owners say that know more of their values than the declarations do. Raises ConfigError for a refusal."""
+        """What owners say that know more of their values than the run file. Raises ConfigError for a refusal."""
+        if self._file is not None and (why := self._file.refusal(draft.file_values)):
+            raise ConfigError(why)
         asked = draft.judged()
         verdicts = await asyncio.gather(*(self._verdict(owner, values, at) for owner, values in asked.items()))
         refusals = [

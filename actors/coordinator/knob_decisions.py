@@ -53,6 +53,8 @@ class ChangeDraft:
     """Owner that is there -> what it gets."""
     moves: tuple[KnobMove, ...]
     tunables: Mapping[str, Tunable]
+    file_values: Mapping[str, KnobValue]
+    """Key of the run file -> what it would say, of all that differs from it."""
 
     def judged(self) -> dict[str, dict[str, KnobValue]]:
         """Owner that is to be asked -> what it gets."""
@@ -104,10 +106,12 @@ def draft_change(request: ChangeRequest, roster: OwnerStates, decisions: Decisio
         for_steps=request.for_steps,
         for_s=request.for_s,
     )
-    return _draft(decision, states, decisions)
+    return _draft(decision, states, decisions, roster)
 
 
-def _draft(decision: Decision, states: Mapping[str, Mapping[str, KnobState]], decisions: Decisions) -> ChangeDraft:
+def _draft(
+    decision: Decision, states: Mapping[str, Mapping[str, KnobState]], decisions: Decisions, roster: OwnerStates
+) -> ChangeDraft:
     """What it would change: what every owner has by all decisions with it, beside what it has now."""
     after = decisions.with_one(decision)
     wanted: dict[str, dict[str, KnobValue]] = {}
@@ -119,7 +123,11 @@ def _draft(decision: Decision, states: Mapping[str, Mapping[str, KnobState]], de
             if new != old:
                 moves.append(KnobMove(name=name, owner=owner, old=old, new=new, boundary=state.tunable.boundary))
     tunables = {name: next(iter(owners.values())).tunable for name, owners in states.items()}
-    return ChangeDraft(decision, wanted, tuple(moves), tunables)
+    known = [
+        (s.tunable.key, after.latest(s.tunable.name, s.first), s.first) for sheet in roster.sheets for s in sheet.knobs
+    ]
+    file_values = {key: value for key, value, first in known if key and value != first}
+    return ChangeDraft(decision, wanted, tuple(moves), tunables, file_values)
 
 
 def _numbered(states: Mapping[str, Mapping[str, KnobState]]) -> tuple[str, ...]:
@@ -348,7 +356,7 @@ class Decisions:
             numbered=_numbered(states),
             undoes=epoch,
         )
-        return _draft(decision, states, self)
+        return _draft(decision, states, self, roster)
 
     def _change(self, epoch: int) -> list[_Decided]:
         """The knobs of a change that can be taken back; 0: the newest. Raises ConfigError."""

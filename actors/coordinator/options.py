@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...core.config import RunConfig
 from ...core.config.data import EvalSetSettings, EvalSettings
 from ...core.config.run import RunSettings, WeightSettings
 from ...core.knobs import KnobValue, Tunable
@@ -25,6 +26,8 @@ class CoordinatorOptions:
     """What a restarted coordinator must know; see `journal.py`."""
     launch: str
     """Names the launcher: a journal of another launcher is not used."""
+    file: RunConfig | None = None
+    """The run file, which changes of knobs are judged by; None: by their owners alone."""
     run: RunSettings = field(default_factory=RunSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
@@ -43,22 +46,19 @@ _knob = knob_maker("coordinator", "now")
 
 # fmt: off
 COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
-    _knob("eval.every", name="eval_every", unit="steps", is_judged=True),
-    _knob("eval.num_prompts", name="eval_prompts", unit="prompts", is_judged=True),
-    _knob("eval.num_samples", name="eval_samples", unit="answers", high=1024, is_judged=True),
-    _knob("eval.temperature", name="eval_temperature", is_judged=True),
-    _knob("run.stop_reward", is_judged=True),
+    _knob("eval.every", name="eval_every", unit="steps"),
+    _knob("eval.num_prompts", name="eval_prompts", unit="prompts"),
+    _knob("eval.num_samples", name="eval_samples", unit="answers", high=1024),
+    _knob("eval.temperature", name="eval_temperature"),
+    _knob("run.stop_reward"),
     _knob("run.max_wall_s", unit="s", is_judged=True),
     _knob("weights.adopt_at_once", "Those that do already are left to it.", unit="engines"),
 )
 # fmt: on
 
 
-def coordinator_knobs(
-    live: CoordinatorOptions, *, age_s: Callable[[], float], on_change: Callable[[], None]
-) -> tuple[Knob, ...]:
-    """`live`: what the coordinator uses now. `age_s`: for how long the run has trained. `on_change`: called when a
-    value is another one."""
+def coordinator_knobs(live: CoordinatorOptions, on_change: Callable[[], None]) -> tuple[Knob, ...]:
+    """`live`: what the coordinator uses now. `on_change`: called when a value is another one."""
 
     def knob(tunable: Tunable) -> Knob:
         section, _, key = tunable.key.partition(".")
@@ -67,19 +67,6 @@ def coordinator_knobs(
             setattr(live, section, getattr(live, section).model_copy(update={key: value}))
             on_change()
 
-        def judge(value: KnobValue) -> str:
-            if key == "max_wall_s":
-                return _judge_end(float(value), age_s())
-            if not live.eval.has_prompts and (section == "eval" or key == "stop_reward"):
-                return f"{tunable.name}: this run has no held-out prompts; eval.data in the run file names them"
-            return ""
-
-        return Knob(tunable, lambda: getattr(getattr(live, section), key), use, judge)
+        return Knob(tunable, lambda: getattr(getattr(live, section), key), use)
 
     return tuple(map(knob, COORDINATOR_TUNABLES))
-
-
-def _judge_end(max_wall_s: float, age_s: float) -> str:
-    if 0 < max_wall_s <= age_s:
-        return f"max_wall_s = {max_wall_s:g}: the run is {age_s:.0f} s old and would end at once; `myxa down` ends it"
-    return ""

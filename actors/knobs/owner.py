@@ -46,8 +46,6 @@ class Knob:
     """The value in force. Called once when the knob is added: that is what the run file said."""
     use: Callable[[KnobValue], None]
     """Put a value into force, on the actor's loop. It was judged before: an owner that cannot use it has failed."""
-    judge: Callable[[KnobValue], str] | None = None
-    """A reason to refuse that only the owner knows, or nothing. Only for a knob that is declared `is_judged`."""
 
 
 _FIELDS = {".".join(path): info for path, info in walk(RunConfig)}
@@ -134,9 +132,9 @@ class KnobOwner:
         return KnobSheet(owner=self.owner, knobs=states, epoch=self.epoch, passed=dict(self._passed))
 
     def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
-        """Of values within their ranges. `at`: number at which they would be in force, where that is numbered."""
-        judges = ((self._knobs[name].judge, value) for name, value in values.items() if name in self._knobs)
-        return KnobVerdict(refusal="; ".join(filter(None, (judge(value) for judge, value in judges if judge))))
+        """Of values within their ranges that the run file allows: what only this owner knows. `at`: number at which
+        they would be in force, where that is numbered."""
+        return KnobVerdict()
 
     def take(self, news: LiveKnobs) -> None:
         """Use what was decided, now or once its number comes. What is older than known here changes nothing."""

@@ -24,7 +24,7 @@ TUNABLES: tuple[Tunable, ...] = (
           name="workflow_timeout_s", high=7 * 86400.0, unit="s"),
     _knob("rollout.workers", "Lowered, surplus ones end with what runs in them.", unit="processes"),
     _knob("reward.max_error_rate", "Judged again with the next failure."),
-    _knob("rollout.pause_mode", is_judged=True),
+    _knob("rollout.pause_mode"),
     _knob("gateway.eval_requests", "Further ones are refused as busy.", unit="requests"),
 )
 # fmt: on
@@ -33,10 +33,6 @@ TUNABLES: tuple[Tunable, ...] = (
 def rollout_knobs(options: RolloutOptions, apply: Callable[[], None]) -> tuple[Knob, ...]:
     """The knobs over `options`. `apply` puts what they say into force, wherever that is."""
 
-    def refuses_retraction(value: KnobValue) -> str:
-        why = 'megatron.routing_replay = "rollout", and a cache that is made again has experts of new weights'
-        return f"pause_mode = retract: {why}" if value == "retract" else ""
-
     def knob(tunable: Tunable) -> Knob:
         name = tunable.name
 
@@ -44,7 +40,6 @@ def rollout_knobs(options: RolloutOptions, apply: Callable[[], None]) -> tuple[K
             setattr(options, name, value)
             apply()
 
-        judge = refuses_retraction if name == "pause_mode" and options.choices is not None else None
-        return Knob(tunable, lambda: getattr(options, name), use, judge)
+        return Knob(tunable, lambda: getattr(options, name), use)
 
     return tuple(knob(t) for t in TUNABLES if getattr(options, t.name) is not None)

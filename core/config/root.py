@@ -6,9 +6,10 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ..suggestion import nearest
 from .data import DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
@@ -44,7 +45,7 @@ from .run import (
     owned_conflicts,
     speculation_conflicts,
 )
-from .section import Conflict, Section, Table, TableName, Term, as_table, broken, clashes
+from .section import CONFLICTS, Conflict, Section, Table, TableName, Term, as_table, broken, clashes
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
 ENGINE_RELATIONS = (
@@ -63,8 +64,6 @@ RELATIONS = (
     "rollout.num_samples=1 for algo.kind=sft: there is one demonstration per prompt",
     "rollout.temperature!=0 for algo.kind!=sft: identical samples teach nothing; use 1.0",
     "models needs algo.kind!=sft: it has no rollouts that would ask them",
-    # The reference model is checked here: a run that began with a KL term may continue without it.
-    "algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef: without it no reference model is used",
     "rollout.temperature=1 algo.kind=sft for algo.ref_urls: servers score at temperature 1; or use algo.ref_path",
     # Agents and environments
     "agent.command agent.url agent.polls for rollout.workflow=agent: there must be a program or a service",
@@ -124,8 +123,16 @@ RELATIONS = (
     'weights.channel=shm needs roles.rollout.kind!=sglang: it takes "nccl", "cuda_ipc" or "disk"',
     "weights.full_every!=0,1 needs weights.channel=disk: only folders have deltas",
     "eval.every needs eval.data eval.sets: the held-out prompts",
+)
+FIRST_RELATIONS = (
+    "algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef: without it no reference model is used",
     "run.stop_reward needs eval.every",
 )
+"""Those of a run's first values: one that began with a KL term, or with evaluations, may continue without."""
+LIVE_RELATIONS = (
+    "run.stop_reward eval.num_prompts eval.num_samples eval.temperature needs eval.data eval.sets: held-out prompts",
+)
+"""Those of values that are changed in a live run; a file may say them of an evaluation that it leaves out."""
 
 
 class RunConfig(Section, frozen=True):
@@ -161,7 +168,29 @@ class RunConfig(Section, frozen=True):
     control: ControlSettings = ControlSettings()
     roles: RolesSettings = RolesSettings()
 
-    relations = RELATIONS
+    relations = (*RELATIONS, *FIRST_RELATIONS)
+
+    def refusal(self, values: Mapping[str, object]) -> str:
+        """Why a run that began with this file cannot continue with other values of its keys ("rollout.top_k"); empty:
+        it can. Sections are checked as those of a file are, but for `FIRST_RELATIONS`."""
+        names = {info.alias or name: name for name, info in type(self).model_fields.items()}
+        changed: dict[str, dict[str, object]] = {}
+        for path, value in values.items():
+            section, _, key = path.partition(".")
+            changed.setdefault(section, {})[key] = value
+        new, found = self, list[Conflict]()
+        for section, given in changed.items():
+            part = cast("Section", getattr(new, names[section]))
+            new = new.model_copy(update={names[section]: part.model_copy(update=given)})
+            try:
+                type(part).model_validate({name: getattr(part, name) for name in type(part).model_fields} | given)
+            except ValidationError as error:
+                for one in error.errors():
+                    inner = one.get("ctx", {}).get(CONFLICTS) or [Conflict(".".join(map(str, one["loc"])), one["msg"])]
+                    found += [Conflict(f"{section}.{conflict.path}", conflict.cause) for conflict in inner]
+        found += [*broken(new, RELATIONS), *new.conflicts()]
+        found += [conflict for conflict in broken(new, LIVE_RELATIONS) if conflict.path in values]
+        return "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in found)
 
     def data_files(self) -> Iterator[tuple[str, str | tuple[str, ...]]]:
         """Every key that names data files, and what it says."""

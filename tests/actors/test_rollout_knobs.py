@@ -11,10 +11,7 @@ from typing import Any
 from tests.actors.data_floor import PER_TURN, GateEngine, data_floor
 from tests.harness.waiting import WAIT_S, until
 
-from myxa.actors.knobs.owner import KnobOwner
-from myxa.actors.rollout.group_runner import RolloutOptions
-from myxa.actors.rollout.knobs import rollout_knobs
-from myxa.core.samples import ExpertChoices, Prompt, Sample
+from myxa.core.samples import Prompt, Sample
 
 
 def values_of(sheet: Any) -> dict[str, Any]:
@@ -36,15 +33,6 @@ async def test_an_actor_without_a_running_engine_answers_and_uses_what_it_was_to
         assert floor.rollouts["rollout/0"]._options.workflow_timeout_s == 7.0
         assert engine.pause_mode == "abort"
         assert (await floor.ref().knobs()).epoch == 1
-
-
-def test_a_run_that_replays_experts_does_not_retract() -> None:
-    for choices, is_refused in ((None, False), (ExpertChoices(2, (1,), 2, 8), True)):
-        owner = KnobOwner(
-            "rollout", rollout_knobs(RolloutOptions(pause_mode="in_place", choices=choices), lambda: None)
-        )
-        assert ("routing_replay" in owner.judge({"pause_mode": "retract"}, 0).refusal) == is_refused
-        assert not owner.judge({"pause_mode": "abort"}, 0).refusal
 
 
 async def test_more_room_is_used_at_once_and_less_lets_groups_end(tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mix": "math:0,code:0"}, "mix"),
     ({"mix": "math:1"}, "code"),
     ({"mix": 0.5}, "mix"),
-    ({"difficulty_low": 0.5}, "difficulty_high"),
     ({"difficulty_high": float("inf")}, "difficulty_high"),
 ]
 

@@ -10,7 +10,6 @@ import numpy as np
 from tests.buffer.conftest import make_group
 from tests.harness.dumps import whole_groups
 
-from myxa.actors.buffer.knobs import BufferLimits
 from myxa.algos.filters import truncated
 from myxa.core.messages import GroupReturned
 from myxa.core.samples import F32, Group, Sample
@@ -47,10 +46,3 @@ async def test_they_outlive_the_buffer_and_are_in_the_ledger(shop: Any) -> None:
         plain = make_group(again)
         assert (await desk.put_group(plain, again.attempt, "rollout/1")).outcome == "ready"
         assert (await desk.ref.fetch((1,)))[0].samples[0].reference_logprobs is None
-
-
-async def test_where_servers_tell_them_the_temperature_stays_at_theirs(shop: Any) -> None:
-    async with shop.open(limits=BufferLimits(only_temperature=1.0)) as desk:
-        vote = await desk.change(2, temperature=0.7)
-        assert not vote.accepted and "temperature" in vote.reason and "algo.ref_urls" in vote.reason
-        assert (await desk.change(3, temperature=1.0)).accepted

@@ -25,6 +25,7 @@ from myxa.actors.knobs.owner import OwnsKnobs, pull
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
+from myxa.core.config import RunConfig
 from myxa.core.config.run import RunSettings
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, LiveKnobs, Operator
 from myxa.core.messages import StepReport, WeightManifest
@@ -195,7 +196,7 @@ def make_coordinator(folder: Path, *, has_engines: bool = False, **more: Any) ->
 @asynccontextmanager
 async def open_room(
     folder: Path, live: LiveKnobs | None = None, version: int = 0, *, beside: Mapping[str, Any] | None = None,
-    manifest: WeightManifest | None = None, is_apart: bool = False,
+    manifest: WeightManifest | None = None, is_apart: bool = False, file: RunConfig | None = None,
 ) -> AsyncIterator[Room]:  # fmt: skip
     """A coordinator that has let its trainer go. `beside`: actors of this process that are there before the trainer;
     with `manifest` engines are among them. `is_apart`: the coordinator is a process of its own."""
@@ -208,7 +209,7 @@ async def open_room(
         if is_apart:
             await room.begin()
         else:
-            room.coordinator = make_coordinator(folder, has_engines=manifest is not None)
+            room.coordinator = make_coordinator(folder, has_engines=manifest is not None, file=file)
             await node.start(room.coordinator, "coordinator")
         for name, actor in (beside or {}).items():
             await node.start(actor, name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from myxa.actors.knobs.owner import Knob, KnobOwner
 from myxa.core.activity import TelemetryBuffer
-from myxa.core.knobs import KnobValue, Tunable
+from myxa.core.knobs import KnobValue, KnobVerdict, Tunable
 
 TUNABLES: dict[str, Tunable] = {
     tunable.name: tunable
@@ -33,6 +34,13 @@ class Desk:
     uses: list[tuple[str, KnobValue]] = field(default_factory=list[Any])
 
 
+class Superstitious(KnobOwner):
+    """Refuses what only it knows to be wrong."""
+
+    def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
+        return KnobVerdict(refusal="unlucky" if 13 in values.values() else "")
+
+
 def make_desk(name: str, *names: str, telemetry: TelemetryBuffer | None = None, **first: KnobValue) -> Desk:
     """An owner called `name` with these knobs."""
     values = {each: first.get(each, FIRST[each]) for each in names}
@@ -43,9 +51,9 @@ def make_desk(name: str, *names: str, telemetry: TelemetryBuffer | None = None, 
             values[each] = value
             desk.uses.append((each, value))
 
-        return Knob(TUNABLES[each], lambda: values[each], use, lambda v: "unlucky" if v == 13 else "")
+        return Knob(TUNABLES[each], lambda: values[each], use)
 
-    owner = KnobOwner(name, (), telemetry)
+    owner = Superstitious(name, (), telemetry)
     desk = Desk(owner, values)
     owner.add(knob(each) for each in names)
     return desk

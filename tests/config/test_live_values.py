@@ -1,0 +1,63 @@
+"""A value that is changed in a live run is judged by what the run file says of its keys."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.knobs.coordinator_room import open_room
+
+from myxa.core.config import RunConfig
+
+REPLAYS = {
+    "megatron": {"routing_replay": "rollout"},
+    "roles": {"trainer": {"kind": "megatron"}, "rollout": {"kind": "sglang"}},
+    "sglang": {"enable_return_routed_experts": True},
+    "weights": {"channel": "nccl"},
+}
+SERVED = {"algo": {"ref_urls": ("http://a:1",), "kl_coef": 0.1, "kl_kind": "k2"}}
+SFT = {"data": {"train": "d.jsonl", "preset": "chat"}, "algo": {"kind": "sft"}}
+HELD_OUT = {"eval": {"data": "e.jsonl", "every": 2}, "run": {"stop_reward": 0.9}}
+
+
+def run_file(more: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d.jsonl"}, **more})
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (REPLAYS, {"rollout.pause_mode": "retract"}, "megatron.routing_replay"),
+    (REPLAYS, {"rollout.pause_mode": "abort"}, ""),
+    (SERVED, {"rollout.temperature": 0.7}, "rollout.temperature"),
+    (SERVED, {"algo.kl_coef": 0.0}, ""),
+    (SFT, {"data.difficulty_high": 0.5}, "data.difficulty_high"),
+    (SFT, {"rollout.num_samples": 2}, "rollout.num_samples"),
+    ({}, {"rollout.num_samples": 1}, "rollout.num_samples"),
+    ({"algo": {"kind": "reinforce_pp"}}, {"rollout.num_samples": 1, "algo.group_filter": "zero_variance"}, "algo.group_filter"),
+    ({"algo": {"kind": "reinforce_pp"}}, {"rollout.num_samples": 1, "algo.group_filter": "none"}, ""),
+    ({}, {"rollout.top_k": 0}, "rollout.top_k"),
+    ({}, {"data.difficulty_low": 0.5}, "difficulty_high"),
+    ({}, {"data.difficulty_low": 0.5, "data.difficulty_high": 0.7}, ""),
+    ({}, {"eval.every": 3}, "eval.data"),
+    ({}, {"run.stop_reward": 0.5}, "eval.data"),
+    ({"eval": {"temperature": 0.5}}, {"eval.num_samples": 3}, "eval.num_samples"),
+    ({"eval": {"temperature": 0.5}}, {"async.window": 1}, ""),
+    (HELD_OUT, {"eval.every": 0}, ""),
+    ({}, {"algo.reject_low": 2.0}, "algo.reject_low"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "values", "named"), CASES)
+def test_what_a_file_may_not_say_is_refused_in_a_live_run(
+    more: dict[str, Any], values: dict[str, Any], named: str
+) -> None:
+    said = run_file(more).refusal(values)
+    assert named in said if named else not said, said
+
+
+async def test_the_coordinator_asks_the_run_file(tmp_path: Path) -> None:
+    async with open_room(tmp_path, file=run_file({})) as room:
+        reply = await asyncio.wait_for(room.change(eval_every=3), 20)
+        assert not reply.epoch and "eval.data" in reply.refused
+        assert (await asyncio.wait_for(room.change(max_wall_s=3600.0), 20)).epoch
