@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import faulthandler
 import gc
-import importlib
 import logging
 import math
 import os
@@ -20,10 +19,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import uvloop
 
+from ..actors.user_code.functions import Expected, named_code
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
@@ -38,6 +38,7 @@ from .process_actor import LoopWatch, ProcessActor
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
 BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]
+PROGRAM = Expected("program", 3, "def build(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Actor")
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 CLOSE_S = 5.0
@@ -50,7 +51,7 @@ _log = logging.getLogger("myxa.worker")
 async def serve(spec: ProcessSpec) -> None:
     """Run the actor until it is asked to end. Raises what failed it."""
     config = load_config(spec.config_path)
-    build = cast("BuildActor", load_callable(spec.program, where="program"))
+    build = cast("BuildActor", named_code(spec.program, PROGRAM))
     actor = build(spec.actor, config, Path(spec.run_dir))
     # Before this line the signals end the process at once, so that an import of torch delays no end.
     loop = asyncio.get_running_loop()
@@ -103,30 +104,6 @@ def _watch_for_users_code(actor: ActorSpec, config: RunConfig, busy_s: Callable[
         end(error.exit_code, str(error))
 
     return LoopWatch(limit_s, give_up, busy_s)
-
-
-def load_callable(path: str, *, where: str) -> Callable[..., Any]:
-    """The function or class behind "module:attr" ("pkg.mod:Class.method"). `where` names the setting, for the error.
-    Raises ConfigError for a malformed path, a missing module or attribute, and what cannot be called. An import error
-    *inside* the module is the module's own and passes through with its traceback."""
-    module_name, separator, attr_path = path.partition(":")
-    if not (module_name and separator and attr_path):
-        raise ConfigError(f"{where}: {path!r} does not say where the code is", remedy='write it as "module:attr"')
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise
-        raise ConfigError(
-            f"{where}: there is no module {error.name!r}", remedy="install it, or put its folder on PYTHONPATH"
-        ) from error
-    for part in attr_path.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{where}: module {module_name!r} has no {attr_path!r}", remedy="check the spelling")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{where}: {path!r} is a {type(found).__name__}", remedy="name a function or class")
-    return cast("Callable[..., Any]", found)
 
 
 def _lacking(error: ImportError) -> ConfigError:

@@ -66,7 +66,7 @@ class Place:
     """A coordinator's part with an audit log on disk; and as much of an actor's context as it needs."""
 
     log = logging.getLogger("conduct")
-    name, launch = "coordinator", "test"
+    name, launch, file = "coordinator", "test", None
 
     def __init__(self, folder: Path, buffer: Buffer | None = None) -> None:
         self.clock = SystemClock()
