@@ -1,18 +1,15 @@
 """Where an actor's time goes, and the bounded buffer of telemetry for the monitor.
 
-An actor is in exactly one state at a time, so its shares always add up to all of its wall time. The state is, in
-this order of precedence:
+An actor is in exactly one state at a time, so its shares add up to all of its wall time. The state is, in this order:
 
     1. the innermost `during(...)` block that is still open       (explicit, nestable, inner wins)
     2. "compute" while at least one `working(...)` block is open  (for actors with many tasks at once)
     3. the last `switch(...)`                                     (the reason to wait)
 
-Blocks may close in any order, because tasks of one actor interleave. Not thread-safe: call it from the actor's loop.
-prometheus-client was considered: it does not partition time, so it cannot promise 100 %.
+Blocks may close in any order. Not thread-safe: call it from the actor's loop.
 
-`FlowSampler` chooses which groups the trace follows: all while they are few, one in k when they are many. Actors need
-not agree on k: it is a power of two, and a group is followed when k divides its number, so an actor with a larger k
-follows a part of what the others follow. An arrow is drawn only where both of its ends were followed.
+`FlowSampler` chooses which groups the trace follows: all while they are few, one in k when they are many; k is a power
+of two, so actors need not agree on it.
 """
 
 from __future__ import annotations

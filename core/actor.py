@@ -1,9 +1,7 @@
 """Actors: objects whose handlers are called by messages, one at a time unless a handler says otherwise.
 
-Nothing here uses sockets or a loop. Background tasks (`ctx.spawn`) end with the actor; an error in one fails it.
-
-A mailbox is bounded and first in, first out. A full one refuses the sender; it never drops a message silently. What is
-being handled counts.
+Background tasks (`ctx.spawn`) end with the actor; an error in one fails it. A mailbox is bounded and first in, first
+out; a full one refuses the sender. What is being handled counts.
 """
 
 from __future__ import annotations

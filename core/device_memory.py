@@ -1,8 +1,8 @@
 """What a memory manager and the holders of device memory report to each other, and the two seams of memory leases.
 
 A *tenant* is one actor with memory on one device (a trainer rank) or, in like parts, on several (a rollout actor with
-its engine); a *gang* is all tenants that must hold or leave memory together. Memory is leased by *tag*, never by
-device, so two gangs may lawfully overlap while weights are handed over. Order of events of one switch:
+its engine); a *gang* is all tenants that must hold or leave memory together. Memory is leased by *tag*, so two gangs
+may overlap while weights are handed over. Events of one switch:
 
     lease       the leader of the trainers asks that tags of a gang be mapped; the manager then sends
     survey      to every tenant: report what you hold, and how each tag can leave the device; obey nothing older
@@ -11,10 +11,8 @@ device, so two gangs may lawfully overlap while weights are handed over. Order o
     restore     to every member of the asking gang, once measured free memory holds what it will take
     commit      to every drained tenant that may continue with what it still holds
 
-Bytes of tensors never pass through these records. Ages are epochs: a command of an older one has no effect.
-
-`AssetStore` owns bytes on a device for a tenant: an arena, or an adapter of an engine that keeps its own memory. Its
-methods block and are called in one thread of the tenant's choosing, never on an event loop.
+Ages are epochs: a command of an older one has no effect. `AssetStore` owns bytes on a device for a tenant; its methods
+block and are called in one thread of the tenant's choosing, never on an event loop.
 """
 
 from __future__ import annotations

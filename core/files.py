@@ -1,14 +1,11 @@
 """Files: locks, entries with size and digest, durable writes, and waiting for a disk that refuses.
 
-A lock (flock) belongs to the process that holds it and ends with it, so nothing has to be cleaned up. It keeps out only
-processes that ask for it; any process can read and write the file as before. Over NFS, Linux turns it into a lock on
+A lock (flock) ends with its process and keeps out only processes that ask for it. Over NFS, Linux makes it a lock on
 the file's bytes at the server: processes of other machines see it unless the mount says `local_lock`, and an exclusive
-lock needs the file open for writing. A server that cannot reach a machine gives that machine's locks to others while
-the process there may still run. filelock was considered: it cannot test a lock without taking it, nor share one.
+lock needs the file open for writing. A server that cannot reach a machine gives that machine's locks to others.
 
-A disk that is full, over a quota, read-only or failing can be repaired while the run waits, so none of these is a
-reason to end a process. The event `disk-full` names file, file system, cause and remedy; `disk-has-room` follows when
-it can be written again.
+A disk that is full, over a quota, read-only or failing can be repaired while the run waits. The event `disk-full` names
+file, file system, cause and remedy; `disk-has-room` follows when it can be written again.
 """
 
 from __future__ import annotations

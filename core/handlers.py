@@ -1,11 +1,8 @@
-"""What an actor answers to: handlers declared by decorator, compiled once from their annotations.
+"""What an actor answers to: handlers declared by `@call`, compiled once from their annotations.
 
-    @call            request and reply; at most once; every call has a deadline
-
-A method that overrides a declared one inherits the declaration: a contract class declares, a role implements.
-
-`CallScope` is what a handler inherits from its caller: the time left. It travels in a
-context variable, so nested calls inherit it. Tasks that outlive the handler (`ctx.spawn`) start with an empty scope.
+A call is a request and its reply, at most once, with a deadline. A method that overrides a declared one inherits the
+declaration. `CallScope` is what a handler inherits from its caller: the time left. It travels in a context variable;
+tasks that outlive the handler (`ctx.spawn`) start with an empty one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Live knobs: how a value that may be changed in a live run is declared, requested, changed and shown.
 
 A knob is declared where it is used (`Tunable`); the actor that uses it is its owner. The coordinator decides a change
-of one or several knobs and writes it into the audit log (`AuditRecord` with a `Decision`), all or none. Owners ask for
-what was decided (`LiveKnobs`) and use it at their boundary. Each change has an epoch; samples, metrics, the trace and
-checkpoints carry the epoch they were made under.
+of one or several knobs, all or none, and writes it into the audit log. Owners ask for what was decided (`LiveKnobs`)
+and use it at their boundary. Samples, metrics, trace and checkpoints carry the epoch of the change.
 """
 
 from __future__ import annotations

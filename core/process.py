@@ -1,8 +1,6 @@
 """Processes of this host: its boot id, parents and start times, and what the kernel does when a parent ends. Linux.
 
-A child can end when its parent does, even if the parent was killed with SIGKILL; a process can become the parent of its
-descendants whose own parents ended. psutil and python-prctl were considered: the first cannot set either, the second is
-one more compiled package for one system call.
+A child can end when its parent does, even by SIGKILL; a process can adopt descendants whose own parents ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """References: how an actor calls another one (`Ref`), or several at once (`together`).
 
 A reference is typed as the contract of the actor that it names. `together` gives the answer of every call, or one error
-that names all that failed. `asyncio.gather` was considered: it loses the names, and after the first error it neither
-waits for the others nor cancels them.
+that names all that failed.
 """
 
 from __future__ import annotations

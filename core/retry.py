@@ -1,9 +1,4 @@
-"""Repeating a call until it is answered, for callees that may be restarting.
-
-Only for calls whose repetition is safe: idempotent at the callee, or keyed. `stamina` and `tenacity` were considered:
-they retry by exception type with growing pauses, but do not distinguish the outcomes of a call, and the final error
-must name the callee.
-"""
+"""Repeating a call until it is answered, for callees that may be restarting: only where repetition is safe."""
 
 from __future__ import annotations
 

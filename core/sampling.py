@@ -1,11 +1,8 @@
 """Which sampling values an engine can compute with, and where a stop string ends an answer. Pure.
 
-Every entry point that takes sampling values checks them here: the run file, the engines, workflows with their own.
-
-A stop string ends an answer with the first token that completes it. An answer is token ids; the text is only searched.
-Tokens up to and including the completing one stay, whether or not the string ends inside that token, so that the
-trained tokens are the drawn ones. Special tokens are part of the text. A string may begin in earlier tokens: an answer
-that is continued by another engine is cut where it would have been cut in one piece.
+A stop string ends an answer with the first token that completes it. Tokens up to and including that one stay, whether
+or not the string ends inside of it, so that the trained tokens are the drawn ones. A string may begin in earlier
+tokens: an answer that another engine continues is cut where it would have been cut in one piece.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 0 done   1 failed   2 configuration   3 nodes did not meet, or no run to speak to   4 restart budget spent
 5 data or reward   129 terminal closed   130 Ctrl-C
 
-The commands are functions of the modules in `commands/`. A command imports what it needs when it runs: the command line
-starts in milliseconds.
+A command imports what it needs when it runs: the command line starts in milliseconds.
 """
 
 from __future__ import annotations

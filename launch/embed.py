@@ -1,7 +1,6 @@
 """A rollout actor of a live run, hosted by a program that has its own event loop, such as a web service.
 
-It leaves the host alone: it sets no loop policy, no signal handler and no logging handler, ends all that it starts, and
-never ends the host.
+It sets no loop policy, no signal handler and no logging handler, ends all that it starts, and never ends the host.
 
     joining    the engine loads; the coordinator brings it to the trainer's version
     serving    it gets groups

@@ -1,8 +1,6 @@
 """The first actor that failed, its consequences, and the end of its log: the report of a failed run.
 
-Peers of a dead actor fail after it and log the loudest errors, so the first failure is recorded when it happens. It is
-shown twice: as a report at once (cause first, under 25 lines), and shortly as the run's last lines. The report explains
-the end of a process, such as a signal, and what a person can do about it.
+Peers of a dead actor fail after it and log the loudest errors, so the first failure is recorded when it happens.
 """
 
 from __future__ import annotations

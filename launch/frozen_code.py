@@ -1,10 +1,8 @@
 """A copy of the functions that a run's algorithm is made of, in the run's own folder: `code/<digest>/`.
 
-What is learnt must not change under a run because a file was edited: the trainer's processes start again, and so does
-the run, hours later. So files that `[algo]` names are copied when the run starts, with the modules beside them that
-they import, and the run's configuration names the copies. They travel to all nodes. Knows source text; runs none of it.
-
-Rows that an environment makes are written likewise, once: `rows/<name>.jsonl`, by the environment's own interpreter.
+What is learnt must not change under a run because a file was edited. So files that `[algo]` names are copied when the
+run starts, with the modules beside them that they import; the configuration names the copies, and they travel to all
+nodes. Rows that an environment makes are written once: `rows/<name>.jsonl`, by its own interpreter.
 """
 
 from __future__ import annotations

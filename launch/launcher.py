@@ -1,8 +1,6 @@
 """One launcher per node: node 0 hosts the registry and conducts the run, the others (follower.py) lend their processes.
 
-Node 0 puts the parts together: registry, agent, run supervisor, signals, screen, report. Its control sockets are open
-from the registry's start to the end of the last process, so that `myxa ps` and `myxa logs` work while the run starts
-and ends. No torch here.
+The control sockets are open from the registry's start to the end of the last process. No torch here.
 """
 
 from __future__ import annotations

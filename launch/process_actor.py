@@ -1,10 +1,7 @@
 """What every actor's process answers beside its actor (stacks, profiles), and the watch of its event loop.
 
-The loop watch notices a user's function that blocks where it should await. Such a process neither answers nor ends, and
-no `asyncio.timeout` in it fires. A thread asks the loop for a sign once a second. It counts missing signs, not seconds,
-so that a process is not blamed for the time that it was stopped. asyncio's debug mode was considered: it reports a slow
-callback only after it has ended.
-
+The loop watch notices a user's function that blocks where it should await. A thread asks the loop for a sign once a
+second and counts missing signs, not seconds, so that a process is not blamed for the time that it was stopped.
 Stacks of tasks go down to what a task waits for; `asyncio.Task.print_stack` shows the outermost function only.
 """
 

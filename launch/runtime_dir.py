@@ -1,9 +1,7 @@
 """The folder for sockets and process descriptions. It goes with the launcher, however that ends, and not before.
 
-It handles paths, permissions and one helper process, not the content of files.
-`tempfile.TemporaryDirectory` was considered: it leaves its folder when the process is killed. Here a shell waits on
-a pipe whose other end only the launcher holds, and removes the folder when that end closes. Where the shell was killed
-too, the next launcher of this user removes it: each keeps a file in its folder locked until it ends.
+A shell waits on a pipe whose other end only the launcher holds, and removes the folder when that end closes. Where the
+shell was killed too, the next launcher of this user removes it: each keeps a file in its folder locked until it ends.
 """
 
 from __future__ import annotations

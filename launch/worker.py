@@ -1,8 +1,7 @@
 """Entry of every actor process: `python -m myxa.launch.worker`, with MYXA_WORKER_SPEC naming its description.
 
-Builds one actor by the composition root, attaches it to the run, serves until its launcher sends ORDERLY_END. Exit
-status 0 after an orderly end, else that of the error; the last line of the log is the error's message. Only the
-launcher starts this. SIGTERM is the launcher's to act on: Slurm and systemd send it to every process of a job.
+Serves until its launcher sends ORDERLY_END. Exit status 0 then, else that of the error; the last line of the log is the
+error's message. SIGTERM is the launcher's to act on: Slurm and systemd send it to every process of a job.
 """
 
 from __future__ import annotations

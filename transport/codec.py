@@ -1,12 +1,9 @@
 """Values <-> JSON body plus raw array frames, and the codecs of one handler's types, compiled once. Pure functions.
 
-Body: `[value]` or `[value, nonfinite]` in JSON. A numpy array inside `value` is replaced by `[dtype, shape, frame]` and
-its bytes travel raw; JSON lists cost 30 times the CPU and 3 times the bytes for one sample. JSON cannot express NaN or
-infinity, so these travel as `nonfinite`: pairs of (path, text). The dtype table is closed and nothing is unpickled.
-`msgspec.msgpack` would decode twice as fast and has NaN; JSON was preferred because a person can read it in a dump.
-
-What a call carries is decoded straight into its types, without a tree of dicts between. Unusual values (numbers that
-JSON cannot express, values that do not fit) take the slow path, which also words the errors.
+Body: `[value]` or `[value, nonfinite]` in JSON. A numpy array inside `value` is `[dtype, shape, frame]`, and its bytes
+travel raw. NaN and infinity travel as `nonfinite`: pairs of (path, text). The dtype table is closed and nothing is
+unpickled. What a call carries is decoded straight into its types; what does not fit takes the slow path, which words
+the errors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A process's part in the actor system: hosts actors, carries their calls, knows the other processes.
 
-Attaches to a running loop; installs no loop policy, no signal handler, no logging handler. Everything that runs here is
-ended by `close`. All descriptors are close-on-exec. A forked child has a copy of every node and must not touch it:
-sockets, threads and the loop's epoll set belong to the parent.
+Attaches to a running loop; installs no loop policy, no signal handler, no logging handler. `close` ends everything that
+runs here. A forked child must not touch its copy of a node.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-r"""The sending half of the wire: one connection at a time to one peer on one lane, kept up while the peer is wanted. A
-send-only DEALER for each connection, watched by its monitor. libzmq's own reconnecting is off: it would send our next
-message, not our HELLO, to the new listener.
+r"""The sending half of the wire: one connection at a time to one peer on one lane, kept up while the peer is wanted.
 
-The first envelope of a turn of the loop leaves at once, the others together in the next turn: a message of ZeroMQ costs
-as much as several of ours. Large ones go in chunks, one per turn.
+A send-only DEALER for each connection. libzmq's own reconnecting is off: it would send our next message, not our HELLO,
+to the new listener. The first envelope of a turn of the loop leaves at once, the others together in the next turn;
+large ones go in chunks, one per turn.
 
     CONNECTING --ready--> READY --broken--> BACKOFF --timer--> CONNECTING
          \--refused, timer--> BACKOFF           any --close--> CLOSED (may linger in CONNECTING to say what is queued)

@@ -1,14 +1,11 @@
 """ZeroMQ sockets, receiving, and who may come in (`outbox.py` sends). All options are here, with `docs/walk-call.md`.
 
-Receiving: one ROUTER that is only read, pumped by the loop's own reader. `zmq.asyncio` was considered and measured: 4
-times the latency and 20 times the CPU. Rules of the pump: the file descriptor is only a hint and edge-like, so look
-once after registering it; take messages until there are none, or for `TURN_S`; never send on a socket that is polled;
-never wait. `HandshakeWatch` counts failed connections to a bound tcp endpoint: no key, no ZeroMQ at all, dropped
-half-way.
+Receiving: one ROUTER that is only read, pumped by the loop's own reader (`zmq.asyncio`: 4 times the latency). Rules of
+the pump: the file descriptor is only a hint and edge-like, so look once after registering it; take messages until there
+are none, or for `TURN_S`; never send on a socket that is polled; never wait. `HandshakeWatch` counts failed connections
+to a bound tcp endpoint.
 
-Admission of tcp keys (ZeroMQ's RFC 27) is answered in our own pump. The guard decides; a change of its list takes
-effect with the next connection. An outbox whose key is not known yet connects again by itself. pyzmq's
-`ThreadAuthenticator` was considered: it needs a thread and admits every key by default.
+Admission of tcp keys (ZeroMQ's RFC 27) is answered in the same pump: the guard decides, with the next connection.
 """
 
 from __future__ import annotations

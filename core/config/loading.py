@@ -1,10 +1,7 @@
 """From TOML files and `--set` flags to a checked `RunConfig`, or one error that lists everything wrong; and back.
 
 Files are merged left to right, key by key; flags win over files. A relative path in a file is relative to that file's
-folder, in a flag to the current folder. Sections are checked one by one, and together once each is right.
-
-`key_lines` finds the line of each key, because `tomllib` and tomlkit keep no positions. `dump_config` writes TOML;
-tomli-w was considered, but is one more dependency for forty lines. The JSON Schema for editors is made of the sections.
+folder, in a flag to the current folder. `key_lines` finds the line of each key, because `tomllib` keeps no positions.
 """
 
 from __future__ import annotations

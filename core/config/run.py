@@ -1,9 +1,7 @@
-"""Sections that describe the run, its processes and generation: `[run]`, `[model]`, `[rollout]`, `[engine]`,
-`[weights]`, `[memory]`, `[guard]`, `[monitor]`, `[control]`, `[roles]`; and which keys of `[sglang]` a run sets itself.
+"""Sections that describe the run, its processes and generation, and which keys of `[sglang]` a run sets itself.
 
 Every field's docstring says what it is, its unit and what the special values mean; `docs/config.md` and the schema for
-editors are made of them. Checks inside one section are here, checks between sections in `root.py`. SGLang is not
-imported: the names of its ServerArgs are checked against the installed version when a server starts.
+editors are made of them. Checks inside one section are here, checks between sections in `root.py`.
 """
 
 from __future__ import annotations

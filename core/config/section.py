@@ -1,11 +1,8 @@
 """The base of every section of a run file: strict, frozen, unknown keys refused.
 
-Here are the field types, the markers for what a text means, conflicts (values that are right one by one and wrong
-together) and the relations between keys that most of them break, typed views of raw TOML tables, and what pydantic
-knows of a section's fields as dotted paths.
-
-Library: pydantic (reports all errors in one go, with paths). The layer around it, in `loading.py`, is ours because no
-kept library adds file and line, "did you mean" and all errors at once (pydantic-settings and jsonargparse were tried).
+Field types, the markers for what a text means, conflicts (values that are right one by one and wrong together), the
+relations between keys that most of them break, and a section's fields as dotted paths. pydantic reports all errors in
+one go; `loading.py` adds file, line and "did you mean".
 """
 
 from __future__ import annotations

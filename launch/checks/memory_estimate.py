@@ -1,11 +1,8 @@
 """Estimates the memory of a run on its GPUs: trainer ranks, launched engines, and both against their size. Pure.
 
-The estimate adds parts (`memory_part.Part`), each with the arithmetic it comes from. It reads the models' config files,
-no weights. With `memory.share = "switch"` a run has three phases: the trainer's turn (the engine keeps its context),
-the hand-over (weights of both and the staged version), the engine's turn (the trainer keeps its context). Otherwise
-everything is on the device at the same time.
-
-Not counted: fragments of the allocator, workspaces of libraries, activations of a prefill, attached servers.
+It adds parts (`memory_part.Part`), each with its arithmetic, from the models' config files alone. With `memory.share =
+"switch"` there are three phases: the trainer's turn, the hand-over (weights of both and the staged version), the
+engine's turn. Not counted: fragments, workspaces of libraries, activations of a prefill, attached servers.
 """
 
 from __future__ import annotations

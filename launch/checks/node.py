@@ -1,8 +1,6 @@
-"""Checks of the node where actors will run: packages by interpreter, SGLang, devices, sinks, keys, ports.
+"""Checks of the node where actors will run: packages by interpreter, SGLang, devices, sinks, keys, ports. No torch.
 
-The actor that needs a thing checks it again. Packages are found without importing them. Names of SGLang's arguments are
-read from the source text of its ServerArgs; the rollout actor asks the class itself later. Attached servers are asked
-over HTTP, and `actors/engines/sglang/wire.py` judges their answers. Imports no torch.
+Packages are found without importing them, SGLang's arguments in its source text. Attached servers are asked over HTTP.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The handlers of verbs about the run as a whole and its knobs, which the coordinator carries out or the launcher
-answers. Beside them the table of all handlers.
+"""The handlers of verbs about the run and its knobs; the table of all handlers.
 
-A coordinator that died is back within seconds, so a call waits that long for it. A coordinator that dies during a
-call may have carried it out; the error says so.
+A call waits for a coordinator that is being restarted. One that dies during a call may have carried it out; the error
+says so.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The control socket of a run, in the launcher of node 0: it answers even when the coordinator hangs or is dead.
 
-`control.sock` is 0600, in a folder that only this user enters. HTTP by aiohttp, whose limits are used as they are: POST
-/<verb> with a JSON body, GET /<verb>?name=value for verbs that only read. An answer is JSON. One request a connection.
-
-The kernel keeps other users out; the user that it names goes into the audit log. Forwarded by `ssh -L`, the socket can
-be reached by web pages, so host, origin and content type are checked as at every HTTP door.
+`control.sock` is 0600, in a folder that only this user enters. POST /<verb> with a JSON body, GET /<verb>?name=value
+for verbs that only read; JSON answers; one request a connection. The user that the kernel names goes into the audit
+log. Forwarded by `ssh -L`, web pages can reach it, so host, origin and content type are checked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`myxa demo`: from random weights to a model that sorts digits, on a laptop, by the code that runs on clusters.
 
-Two ordinary runs, one after the other, with run files to copy (`sft.toml`, `rl.toml` beside this file): a short
-imitation of mostly wrong demonstrations, then asynchronous GRPO. Model, tokenizer and data are made here. A
-demonstration is right with probability `p_right`, else a typical slip. A model that imitates them answers about a
-quarter of the prompts, so every group of samples has spread and reinforcement can learn.
+Two ordinary runs, one after the other (`sft.toml`, `rl.toml` beside this file): a short imitation of mostly wrong
+demonstrations, then asynchronous GRPO. A demonstration is right with probability `p_right`, else a typical slip, so
+that every group of samples has spread.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """One attempt of one actor as a process: started in its own session, watched by pidfd, ended with all it started.
 
-asyncio's own subprocess support was considered: it reaps by SIGCHLD or a thread and hands the status out only after the
-process id is free again, so that the remains of a child's process group could not be killed safely.
-
-Stacks of a process can be taken from outside, even if its loop hangs or the interpreter lock is held: by SIGQUIT, on
-which faulthandler writes them into the log (worker.py).
+asyncio's own subprocesses give the status out only after the process id is free again, so the rest of a process group
+could not be killed safely. Stacks are taken by SIGQUIT, on which faulthandler writes them into the log (worker.py).
 """
 
 from __future__ import annotations

@@ -7,16 +7,10 @@ Launcher and server (`python -m myxa.launch.nodes.fork_server`) exchange one mes
     launcher -> new process      GO: continue. Anything else, or the end of the pair: exit at once
     server -> launcher, at start ForkReply: the imports are done, or why not
 
-So a process that the launcher no longer wants never starts to work, however late it comes.
-
-The server has one loop and handles one request at a time. It starts no thread and touches no GPU, because a child must
-be like a fresh process. It forks twice, and the kernel makes the launcher, which adopts orphans (core/process.py), the
-parent of the second child: the launcher watches, reaps and ends it like its own process, with or without the
-server. `multiprocessing.forkserver` was considered: its children belong to the server, so the launcher has neither
-their exit status nor a death signal for them, and what they run is pickled.
-
-Forking only saves time: if anything is wrong with the server, that is logged once, and actors get interpreters of their
-own. A running actor does not need the server that it was forked from.
+The server has one loop, starts no thread and touches no GPU: a child must be like a fresh process. It forks twice, and
+the kernel makes the launcher, which adopts orphans (core/process.py), the parent of the second child: the launcher
+watches, reaps and ends it like its own. Children of `multiprocessing.forkserver` belong to the server, so their exit
+status and death signal would be lost with it. Without a server, actors get interpreters of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How the processes of a run find each other: the registry on node 0, the rendezvous record, the job's key.
 
-On one node all traffic uses Unix sockets in the run-time directory. Several nodes use tcp, encrypted, and admit only
-holders of the job's key. A late node needs a run directory, an address, or the scheduler's variables. Ranks of a gang
-meet at a port of rank 0's node. This file and embed.py alone use transport's `Node` in launch/.
+On one node all traffic uses Unix sockets in the run-time directory; several nodes use tcp, encrypted, and admit only
+holders of the job's key. This file and embed.py alone use transport's `Node` in launch/.
 """
 
 from __future__ import annotations

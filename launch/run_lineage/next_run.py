@@ -2,17 +2,13 @@
 
 A fork only reads its parent:
     config.toml                the parent's, with overrides
-    checkpoints/version_...    the checkpoint, by hard links where possible; its manifest is copied, since readers lock
-    it ledger.sqlite              copied from the checkpoint, so that a live parent is not disturbed; if there is no
-    copy in
-                               the checkpoint, the ledger of a parent that has ended
+    checkpoints/version_...    the checkpoint, by hard links where possible; the manifest copied: readers lock it
+    ledger.sqlite              copied from the checkpoint; without a copy there, from a parent that has ended
     origin.json                parent and version
 
-The next life moves to `lives/<number>/` what it would take for its own:
-    checkpoints newer than the chosen one, and the ledger if a copy replaces it (their steps are undone)
-    logs, the coordinator's journal, a copy of config.toml
-Metrics, events, trace and audit log are continued. An interrupted move can be repeated. If a life failed before its
-first step, `put_config_back` restores the previous config.toml.
+The next life moves to `lives/<number>/` what it would take for its own: newer checkpoints, the ledger if a copy
+replaces it, logs, the coordinator's journal, a copy of config.toml. An interrupted move can be repeated. If a life
+failed before its first step, `put_config_back` restores the previous config.toml.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Where a run comes from: its parent, if it was forked, and its lives. A life is one start of the run in its directory.
 
-`origin.json` in the run directory records both. Checkpoints hold copies of `origin.json` and `config.toml`; if a file
-is torn, its newest copy is used. A file that a person edited is not torn: its errors are reported.
-
-Checkpoints that training went back behind are moved to `lives/<number>/undone`, so that none is taken for the newest:
-when a life begins, and when a trainer gang restarts from an older one. Nothing is deleted.
+`origin.json` in the run directory records both. Checkpoints hold copies of it and of `config.toml`; if a file is torn,
+its newest copy is used. Checkpoints that training went back behind are moved to `lives/<number>/undone`, so that none
+is taken for the newest. Nothing is deleted.
 """
 
 from __future__ import annotations

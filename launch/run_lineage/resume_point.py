@@ -1,10 +1,8 @@
-"""From where a run that has ended can resume: which of its checkpoints, with which ledger.
+"""From where a run that has ended can resume: which of its checkpoints, with which ledger. Writes and locks nothing.
 
-Checkpoints are tried from the newest version on. A torn one is passed over and named. Only file sizes are checked: the
-ranks check bytes when they load, and pass over what they find damaged (`composition/trainer_parts.py`). The run's own
-ledger is preferred, since it has everything that was generated since; if it is missing, damaged or cannot go back so
-far, the checkpoint's copy of it is used. `named_checkpoint` resolves `trainer.resume`; `checkpoints_of` is the list of
-`myxa ckpt --list`. Nothing here writes or locks.
+Checkpoints are tried from the newest on; a torn one is passed over and named. Only file sizes are checked: ranks check
+bytes when they load. The run's own ledger is preferred; if it is missing, damaged or cannot go back so far, the
+checkpoint's copy is used.
 """
 
 from __future__ import annotations

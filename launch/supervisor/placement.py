@@ -1,8 +1,7 @@
-"""Which actors a run has, on which node and devices: at its start, on late nodes, and when it is scaled.
+"""Which actors a run has, on which node and devices: at its start, on late nodes, and when it is scaled. Pure.
 
-Pure functions of the run's configuration and of who is there; what is impossible is refused with the reason. At the
-start the run file decides; later only rollout actors join and leave. Attached servers are divided among the rollout
-actors at the start; new actors name theirs.
+At the start the run file decides; later only rollout actors join and leave. What is impossible is refused with the
+reason.
 """
 
 from __future__ import annotations

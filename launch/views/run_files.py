@@ -1,8 +1,7 @@
 """Reads a run directory: metrics, events, changes, configuration, samples. Of a run that ended, or as it grows.
 
-A run may be killed at any moment, so files may be missing, torn or full of garbage. Everything readable is read, and
-`notes` names the rest. The content of a file never raises an error. Memory is bounded: a series that is full merges
-pairs of neighbours and keeps their mean and extremes.
+A run may be killed at any moment: everything readable is read, `notes` names the rest, and no content raises an error.
+Memory is bounded: a series that is full merges pairs of neighbours and keeps their mean and extremes.
 """
 
 from __future__ import annotations

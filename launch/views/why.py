@@ -1,9 +1,7 @@
-"""Why a run is not faster and what to do about it: what holds it back, from the time shares of its actors, and a
-remedy. Pure.
+"""What holds a run back, from the time shares of its actors, and a remedy. Pure.
 
-Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). A run is as fast as its trainer is busy. If the
-trainer computes nearly all the time, training is the bottleneck. If it waits, the bottleneck is what its rollout actors
-do meanwhile. Start-up is left out.
+Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). If the trainer computes nearly all the time, training
+is the bottleneck; if it waits, what its rollout actors do meanwhile. Start-up is left out.
 """
 
 from __future__ import annotations

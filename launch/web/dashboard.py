@@ -1,9 +1,8 @@
 """The run in a browser: pages, its state, which a page asks for every second, and its verbs; `/metrics` for Prometheus.
 
-Routes of the control server at a port of 127.0.0.1. `DashboardGuard` judges each request by its headers: host, origin
-and site as `actors/http_guard.py` does, and a proof that it knows the secret of a URL that was printed. A request that
-changes the run must carry that secret itself in a header: cookies are shared by all ports of a host, and ours only
-opens what shows. `/metrics` asks programs of this machine for the key of `METRICS_KEY_VARIABLE`, if it is set.
+Routes of the control server at a port of 127.0.0.1. `DashboardGuard` judges each request by host, origin and site, and
+by a proof that it knows the secret of the URL that was printed. What changes the run must carry that secret in a
+header: cookies are shared by all ports of a host. `/metrics` asks for the key of `METRICS_KEY_VARIABLE`, if it is set.
 """
 
 from __future__ import annotations

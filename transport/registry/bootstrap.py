@@ -1,8 +1,7 @@
 """Joining the registry, hosting it, and the mirror of its directory in every other process.
 
-`host_registry` makes this process the registry's host. `join` gets an epoch for a process that has none. It speaks
-under a provisional identity (a random number, epoch 0), which may only register. While the registry does not answer,
-the mirror stays as it is and calls continue.
+`join` speaks under a provisional identity (a random number, epoch 0), which may only register. While the registry does
+not answer, the mirror stays as it is and calls continue.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """The registry: the one well-known actor. It issues epochs, keeps the directory, and reports arrivals and exits.
 
-The launcher of node 0 hosts it. The data plane does not need it: nodes call each other directly and use their mirrors
-while it is away; only joining and reports of exits wait for it. A run ends with it.
-
-`RegistryState` has the rules, sans-IO. No member speaks in another's name. The caller is known by
-its connection.
-A caller over ipc or in the process is trusted as far as the operating system trusts it: the processes of one user on
-one host may do everything, as launchers may.
+The launcher of node 0 hosts it; a run ends with it. While it is away nodes call each other by their mirrors. No member
+speaks in another's name: the caller is known by its connection, over ipc or in the process by the operating system.
 """
 
 from __future__ import annotations

@@ -4,12 +4,8 @@
     batch      ('B' left length envelope)...     what leaves for one peer in one turn of the loop
     chunk      'C' offset total bytes             a large envelope in pieces of 64 KiB; one at a time per connection
 
-Routing, expiry and staleness are decided from the header before any body is read. `struct` was preferred to msgpack
-because exact lengths make every disagreement visible. ZeroMQ multipart was considered for raw frames: it costs a
-getsockopt per part, and a part's address is odd, so arrays would have to be copied anyway.
-
-`Assemblies` joins received chunks. Memory grows with the bytes that have come, not with announced sizes: at most one
-envelope of `FrameLimits.message` per connection, and `limit_bytes` over all connections. Over that limit an envelope is
+Routing, expiry and staleness are decided from the header before any body is read. `Assemblies` joins received chunks:
+at most one envelope of `FrameLimits.message` per connection, and `limit_bytes` over all; over that limit an envelope is
 dropped with its remaining chunks.
 """
 

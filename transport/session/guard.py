@@ -1,8 +1,7 @@
 """Who may speak over tcp, and as whom: public key -> incarnation and role. Sans-IO.
 
-The list is the registry's directory: a key belongs to the incarnation that registered it and is void with it. Beside it
-the registry's own process admits the job's key and the keys that launchers announced, and these may only ask to join.
-A connection without a proof came over ipc or within the process, where the operating system has decided already.
+A key belongs to the incarnation that registered it and is void with it. The registry's own process also admits the
+job's key and keys that launchers announced, which may only ask to join. Without a proof, a connection came over ipc.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """The heartbeat of event loops: PING and PONG between processes that have business with each other. Sans-IO.
 
-A PING is asked of the loop by the loop, so an answer proves what no heartbeat of ZeroMQ can: that the other process's
-actors can act. Both carry the sender's vitals, and either counts as a sign of life, so that of two that watch each
-other one asks and the other is satisfied.
+The loop asks the loop, so an answer proves that the other process's actors can act. Either counts as a sign of life.
 
     ok ──suspect_s of silence──> suspect ──hung_s──> hung          suspect, hung ──heard──> ok
 
-A peer that said beforehand that it would be busy is not judged until then, and a pause of this process itself does not
-count as silence. Suspicion informs; it never decides that a peer is dead: that is the host's to say. The phi accrual
-detector was tried: its bounds moved by a second, which no decision needed.
+A peer that said that it would be busy is not judged until then, and a pause of this process itself is no silence.
+Suspicion informs; it never decides that a peer is dead.
 """
 
 from __future__ import annotations

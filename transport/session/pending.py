@@ -1,9 +1,8 @@
 """One call under way: what it asks for, where it goes, who waits for it, how far it has come; and its credit.
 
-Credit bounds what may be under way to a peer, per lane: ZeroMQ's high-water mark counts messages, not bytes, and the
-kernel hides more of them. One unit is one small message or `UNIT_BYTES` of a large one. A call holds its units until it
-is answered, also after its caller has stopped waiting; the callee answers a CANCEL with CREDIT. So the sender alone
-keeps the count, and nothing has to be repaired. Answers need no credit: each was allowed by the call that it answers.
+Credit bounds what may be under way to a peer, per lane: ZeroMQ's high-water mark counts messages, not bytes. One unit
+is one small message or `UNIT_BYTES` of a large one. A call holds its units until it is answered, also after its caller
+has stopped waiting. The sender alone keeps the count. Answers need no credit.
 """
 
 from __future__ import annotations

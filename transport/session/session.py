@@ -1,9 +1,7 @@
 """The session layer of one process: who the peers are, and where each envelope goes. Sans-IO.
 
-It runs unchanged over sockets, over the in-process transport, or in a test.
 The first envelope of a connection is HELLO; everything before it is dropped. What comes from a known peer for this
-incarnation goes to the handler of its kind. All else is counted, and refused or dropped: an envelope for another
-incarnation, or from one that is over, has no effect.
+incarnation goes to the handler of its kind. All else is counted, and refused or dropped.
 """
 
 from __future__ import annotations
