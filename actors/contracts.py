@@ -77,7 +77,6 @@ class ConductContract(Actor):
 
     @call(deadline=60, reentrant=True)
     async def change_knobs(self, request: ChangeRequest) -> ChangeReply:
-        """Change knobs, all or none; one change at a time."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

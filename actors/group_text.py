@@ -137,7 +137,6 @@ def _json(value: object) -> str:
 
 
 def _bounded(said: Sequence[Message | SaidText], num_chars: int) -> tuple[SaidText, ...]:
-    """At most so many characters, `MAX_CHARS` in a message, and `MAX_MESSAGES`."""
     left = num_chars
     cut = len(said) - MAX_MESSAGES
     if cut > 0:

@@ -105,5 +105,4 @@ class Reporter:
         self.telemetry.event(kind, text, **data)
 
     async def ask(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T:
-        """See `until_answered`."""
         return await until_answered(send, who=who, clock=self.clock, log=self.ctx.log, waits_for_disk=waits_for_disk)

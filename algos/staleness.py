@@ -211,7 +211,6 @@ class Policy:
         return chosen or _chosen(line, step, self)
 
     def _in_window(self, line: GroupLine) -> list[LineEntry] | None:
-        """The oldest that are ready, if a batch of them is near the head."""
         chosen: list[LineEntry] = []
         limit = NO_TOKEN
         for index, entry in enumerate(line, line.base):
@@ -418,7 +417,6 @@ class Admission:
         return Selection(claim=tuple(chosen), overdue=overdue + self._sweep(step + 1))
 
     def trained(self, step: int) -> None:
-        """The batch of `step` was trained: version `step + 1` exists."""
         if step >= self.next_step:
             raise StalenessError(f"step {step} was trained, but no batch of it was ever selected")
         self.newest_version = max(self.newest_version, step + 1)

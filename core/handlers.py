@@ -58,7 +58,6 @@ class HandlerSpec:
     """Position in the actor's table; travels instead of the name."""
     declaration: Declaration
     request: type[msgspec.Struct]
-    """Struct of the parameters."""
     reply: Any
 
 

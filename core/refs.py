@@ -44,7 +44,6 @@ class Ref:
 
 
 def make_ref(caller: RequestSender, contract: type[A], target: str) -> A:
-    """A proxy for `target`, typed as `contract`."""
     return cast("A", ref_class(contract)(caller, contract, target))
 
 

@@ -466,7 +466,6 @@ class Supervisor:
     # -- judging -----------------------------------------------------------------------------------------------
 
     def _on_failure(self, child: _Child, what: str, now: float) -> list[Instruction]:
-        """A child failed by itself."""
         if child.budget.left(now):
             return self._begin(_Ending("restart", frozenset(child.mates), what, child), now)
         most = child.budget.max_restarts

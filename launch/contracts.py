@@ -11,7 +11,6 @@ SUPERVISOR = "supervisor"
 
 
 def agent_name(node: int) -> str:
-    """Actor name of a node's agent."""
     return f"launcher/{node}"
 
 

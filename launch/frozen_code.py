@@ -138,7 +138,6 @@ def write_code(run_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def _copy_of(path: Path, code: Path, key: str) -> tuple[str, dict[str, str]]:
-    """Name of the folder, and its files: path in it -> text."""
     if path.parent.parent.resolve() == code.resolve():  # a copy already: a change of it there is meant for this run
         return path.parent.name, {
             file.relative_to(path.parent).as_posix(): _text(file, key) for file in sorted(path.parent.rglob("*.py"))
@@ -165,7 +164,6 @@ def _gather(file: Path, folder: Path, found: dict[str, str], key: str) -> None:
 
 
 def _imported(text: str, file: Path, key: str) -> set[str]:
-    """First names of all modules that it imports, wherever in it."""
     try:
         nodes = list(ast.walk(ast.parse(text, filename=str(file))))
     except (SyntaxError, ValueError) as error:

@@ -97,7 +97,6 @@ def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
 
 
 async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
-    """All nodes run this configuration, from the checkpoint that this node resolved."""
     actors = place_actors(config, options.place.num_nodes)
     async with contextlib.AsyncExitStack() as stack:
         runtime = stack.enter_context(RuntimeDir())

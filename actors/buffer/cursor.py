@@ -284,7 +284,6 @@ class Quarantine:
     """The prompts that are not drawn again, counted from the ledger. One per buffer; `after` = 0 heeds none."""
 
     def __init__(self, sources: Sources, ledger: Ledger, after: int, tell: Tell) -> None:
-        """`after`: failures of one prompt."""
         self._tell = tell
         self._after = after
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -356,7 +355,6 @@ class PromptCursor:
     """Prompts as the groups they become. Raises what the sources raise (DataError)."""
 
     def __init__(self, sources: Sources, ledger: Ledger, quarantine: Quarantine, tell: Tell) -> None:
-        """`tell` (kind, text): what happens to sources."""
         self.sources = sources
         self.ledger = ledger
         self.quarantine = quarantine
@@ -459,7 +457,6 @@ class PromptCursor:
         return Row(draws.next_id, draws.next_draw, -1, num_samples, source=name, source_draw=number), stretch
 
     def _names(self) -> list[str]:
-        """Sources to draw from."""
         names = [name for name in self._wanted if self._has(name)]
         off = {*self._wanted} - {*names}
         for name in sorted(off - self._off) if self._weights else ():

@@ -59,7 +59,6 @@ class FinishedGroups:
         self._by_source: dict[str, deque[float]] = {}
 
     def add(self, source: str, group: Group, mean: float, *, is_left_out: bool) -> None:
-        """A group was finished, with numbers as rewards, of that mean."""
         self._by_source.setdefault(source, deque(maxlen=KEPT)).append(mean)
         if not self._has_rewards:
             return

@@ -179,7 +179,6 @@ class Groups:
         )
 
     def waits(self, request: DrawRequest, blocked_by: DrawBlock) -> None:
-        """That draw is held."""
         is_suspect = blocked_by == "suspect"  # it gets nothing new, however much there is
         self.shares.waits(request.rollout, 0 if is_suspect else request.room or request.max_groups)
 

@@ -43,7 +43,6 @@ class BufferValues(Record, frozen=True):
     num_samples: int
     group_filter: str
     stop_token_ids: str = NO_IDS
-    """As `stop_ids` reads it."""
     mix: str = ""
     """As `parse_mix` reads it; empty: there is one source."""
     difficulty_low: float = 0.0

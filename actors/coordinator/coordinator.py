@@ -145,7 +145,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.knob_owner.take(self.conductor.decisions.news(0))
 
     async def _start_run(self) -> None:
-        """Restore knobs, bring one engine to the trainer's version, evaluate once, let the leader go."""
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
                 await self._trainer_is_up.wait()

@@ -342,7 +342,6 @@ class KnobConductor:
                     await asyncio.sleep(TIMEOUTS.coordinator.tell_again_s)
 
     async def _go_back(self, due: Due) -> bool:
-        """Whether it did; a refusal is recorded once."""
         key = due.epoch, due.names
         request = ChangeRequest(values={}, who=AUTO, reason=f"change {due.epoch} was made for a time")
         reply = await self.make(self._undoing("expire", request, due, is_recorded=key not in self._late))

@@ -137,7 +137,6 @@ def _numbered(states: Mapping[str, Mapping[str, KnobState]]) -> tuple[str, ...]:
 
 
 def _check_owners(name: str, states: Mapping[str, KnobState], roster: OwnerStates) -> list[str]:
-    """Is there an owner, and does every owner answer?"""
     silent = {actor: f"{actor} ({why})" for actor, why in roster.silent.items()}
     if not states:
         known = {state.tunable.name for sheet in roster.sheets for state in sheet.knobs}
@@ -149,7 +148,6 @@ def _check_owners(name: str, states: Mapping[str, KnobState], roster: OwnerState
 
 
 def _check_expected(request: ChangeRequest, roster: OwnerStates, decisions: Decisions) -> list[str]:
-    """Has every knob that is named with --if that value, by all that was decided?"""
     complaints: list[str] = []
     for name, expected in request.expect.items():
         states = roster.states(name)
@@ -210,7 +208,6 @@ class Decisions:
     """See the module's head."""
 
     def __init__(self, launch: str) -> None:
-        """`launch`: decisions of another launcher are void."""
         self.launch = launch
         self.epoch = 0
         """Of the newest change that was decided."""
@@ -235,7 +232,6 @@ class Decisions:
         self._take(record, decision)
 
     def with_one(self, decision: Decision) -> Decisions:
-        """All of them and one more."""
         after = Decisions(self.launch)
         after._decided = [replace(one) for one in self._decided]
         epoch, who = self.epoch + 1, Operator()

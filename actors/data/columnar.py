@@ -81,7 +81,6 @@ class ColumnarFile:
             )
 
     def _look(self) -> tuple[Any, int]:
-        """The schema, and the number of rows."""
         if self._kind == "parquet":
             with self._parquet() as file:
                 return file.schema_arrow, file.metadata.num_rows

@@ -258,7 +258,6 @@ class RowOrder:
         self._kept: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
 
     def row(self, pass_index: int, at: int) -> int:
-        """The row at position `at` of that pass."""
         return int(self._permutation(pass_index)[at]) if self._is_shuffled else at
 
     def _permutation(self, pass_index: int) -> npt.NDArray[np.int64]:
@@ -335,7 +334,6 @@ class PromptDataset:
         self.fingerprint = hashlib.blake2b(f"{rows.digest} {order}".encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
-        """Rows in one pass."""
         return len(self.rows)
 
     @property

@@ -272,7 +272,6 @@ class OpenEnv(Environment):
         return {fields[0]: text}
 
     def _text(self, observation: Any) -> str:
-        """Of an observation: the only text in it, else all of it."""
         facts = {key: value for key, value in observation.items() if key not in ("done", "reward", "metadata")}
         texts = [value for value in facts.values() if isinstance(value, str)]
         return texts[0] if len(texts) == len(facts) == 1 else json.dumps(facts, default=str)
@@ -372,7 +371,6 @@ CHAT_HARNESS = "myxa_chat"
 
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:
-    """Of verifiers."""
     to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
     return [to_wire(one) for one in messages]
 

@@ -127,7 +127,6 @@ class EnvironmentSession:
             self.messages.append({"role": "user", "content": text})
 
     def earned(self, reward: float) -> None:
-        """By the last turn."""
         self.turn_rewards[self.num_turns] = self.turn_rewards.get(self.num_turns, 0.0) + float(reward)
 
     async def called(self, fn: Callable[..., Any], *args: Any, **named: Any) -> Any:

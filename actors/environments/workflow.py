@@ -54,7 +54,6 @@ class EnvironmentPool(WorkflowPool):
     async def play(
         self, start: StartEpisode, run_s: float, model: ModelAccess, record: TokensSoFar
     ) -> tuple[tuple[Sample, ...], dict[int, float]]:
-        """Once there is room in a worker."""
         with waiting(model.on_wait, "environment", f"{self.name} (room in a worker)", 0):
             while self._num_open >= self.max_workers * self._max_calls:
                 self._room.clear()
@@ -78,7 +77,6 @@ class EnvironmentPools:
     """One per rollout actor."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, environ: Mapping[str, str]) -> None:
-        """`environ`: of this process."""
         spec, max_workers = spec_of(config, {}), config.rollout.workers
         self.pools = {
             name: EnvironmentPool(name, of, spec, tokenizer, max_workers=max_workers, environ=environ)

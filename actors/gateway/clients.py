@@ -103,7 +103,6 @@ class SessionClients:
         return httpx.Client(transport=httpx.MockTransport(waits))
 
     async def _answered(self, httpx: Any, request: Any) -> Any:
-        """The answer to a request that was read; of a stream, its beginning."""
         body: bytes = request.content
 
         class Events(httpx.AsyncByteStream):
@@ -171,7 +170,6 @@ def models_of_rollout(
 
 
 def _http_package(sdk: Any) -> Any:
-    """The HTTP package that this version of an SDK uses."""
     base = next(one for one in sdk.DefaultAsyncHttpxClient.__mro__[1:] if one.__name__ == "AsyncClient")
     return importlib.import_module(base.__module__.partition(".")[0])
 

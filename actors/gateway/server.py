@@ -239,7 +239,6 @@ class Gateway:
             self.found(place.base_url)
 
     async def stop(self) -> None:
-        """Stop serving."""
         await self._listener.close()
 
     def answer_eval(
@@ -267,7 +266,6 @@ class Gateway:
         return await asyncio.shield(self._address)
 
     def open(self, one: OpenSession) -> str:
-        """The key of a new session."""
         key = _new_key(self._prefix)
         self._open[key] = one
         return key
@@ -291,7 +289,6 @@ class Gateway:
         return one
 
     def add_service(self) -> str:
-        """The key of a service that polls."""
         key = _new_key(f"{self._prefix}tasks-")
         self._services[key] = set()
         return key
@@ -372,7 +369,6 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _eval_session(self) -> AsyncGenerator[OpenSession]:
-        """Of one request, which ends with it."""
         of = self._eval
         if of is None or not of.is_serving():
             raise RequestFault("busy", "this engine has no weights of the run yet: ask again in a moment")
@@ -531,7 +527,6 @@ async def _streamed(request: web.Request, answering: Answering) -> web.StreamRes
 async def in_dialect(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Errors in the form of the dialect that the path belongs to."""
     try:
         return await handler(request)
     except RequestFault as fault:

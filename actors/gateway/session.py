@@ -149,7 +149,6 @@ class ComingTurn:
         self.place: _Place | None = None
         """Of a turn of a chat that has ended."""
         self.read: Callable[[], TurnText] = TurnText
-        """What is there of it."""
         self._answer: Answer | BaseException | None = None
         self._is_over = asyncio.Event()
         self._news: asyncio.Event | None = None
@@ -166,7 +165,6 @@ class ComingTurn:
         self.stir()
 
     def stir(self) -> None:
-        """There is more of it."""
         if self._news is not None:
             self._news.set()
             self._news = None
@@ -202,7 +200,6 @@ class _Line:
     episode: Episode
     prompt: Prompt
     num_turns: int = 0
-    """Of its own."""
     is_busy: bool = False
     """A turn of it is drawn, or was refused behind its reply: others branch off before that."""
     last: int = 0
@@ -275,7 +272,6 @@ class AgentSession:
         return f"{self._name}{next(self._numbers):08x}"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """With special tokens."""
         return self._tokenizer.decode(ids, skip_special=False)
 
     def check_size(self, num_bytes: int) -> None:
@@ -516,7 +512,6 @@ TOOL: dict[str, Any] = {
 
 @lru_cache(maxsize=8)
 def written_form(tokenizer: Tokenizer) -> ToolForm:
-    """How the chat template writes a tool call."""
     with contextlib.suppress(DataError, TemplateError):
         turn = Message(role="assistant", content="", tool_calls=(CALLED,))
         return form_of(tokenizer.render_text((ASKED, turn), add_generation_prompt=False, tools=(TOOL,)))

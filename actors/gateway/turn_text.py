@@ -114,7 +114,6 @@ _FORMS: Mapping[ToolForm, _Form] = {
 
 
 def form_of(written: str) -> ToolForm:
-    """The form of a tool call that a chat template has written."""
     if "tool▁call" in written:
         return "deepseek"
     if "<arg_key>" in written:

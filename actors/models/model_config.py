@@ -202,7 +202,6 @@ class ModelConfig:
         return shapes | {f"{prefix}down_proj.weight": (self.hidden_size, inner)}
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether layer number `layer`, from 0, has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property

@@ -137,7 +137,6 @@ def init_weights(config: ModelConfig, seed: int) -> list[NamedArray]:
 
 
 def named_array(name: str, values: F32) -> NamedArray:
-    """A float32 array as the bytes that travel and are written."""
     data = np.ascontiguousarray(values)
     spec = TensorSpec(name=name, dtype="float32", shape=values.shape, offset=0, num_bytes=data.nbytes)
     return NamedArray(spec=spec, data=data.reshape(-1).view(np.uint8).data)

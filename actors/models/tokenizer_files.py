@@ -92,7 +92,6 @@ def read_hf_tokenizer(folder: str | Path) -> Any:
 
 
 def _class_name(root: Path, settings: Mapping[str, Any]) -> str:
-    """The class that `AutoTokenizer` would take."""
     own_code = settings.get("auto_map")
     if isinstance(own_code, dict):
         own_code = cast("dict[str, Any]", own_code).get("AutoTokenizer")

@@ -105,7 +105,6 @@ class RolloutOptions:
     zero_on_error: bool = False
     """A member that fails by its policy gets reward 0."""
     loss_parts: tuple[LossPart, ...] = ("algo",)
-    """See `AlgoConfig.loss_parts`."""
     choices: ExpertChoices | None = None
     """Of the model, where samples must have the experts of their tokens."""
     eval_requests: int | None = None
@@ -249,7 +248,6 @@ class GroupRunner:
     clock: Clock
     options: RolloutOptions
     load: GroupLoad = field(default_factory=GroupLoad)
-    """As its groups change it."""
     on_load: Callable[[GroupLoad], object] = lambda load: None
     vocab_size: int | None = None
     reference: Reference | None = None
@@ -409,7 +407,6 @@ class GroupRunner:
             return tuple(await all_or_first_error(asking))
 
     async def _judge_together(self, group: RunningGroup, members: Sequence[GroupMember]) -> None:
-        """Of all members that have no outcome of their own."""
         if self.scorer.judges_groups:
             scoring = self.scorer.score_group([self._completion(group.prompt, one.finished[-1]) for one in members])
             for member, outcome in zip(members, await self._rewarded(scoring, members), strict=True):
@@ -527,7 +524,6 @@ class GroupRunner:
         return {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()}
 
     def under_way(self, actor: str) -> tuple[RolloutNow, ...]:
-        """See `RolloutContract.under_way`."""
         now_s, found = self.clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()
         for group in self._running.values():
             prompt, is_held_out = group.prompt, group.assignment.attempt < 0

@@ -171,7 +171,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._has_turn = tenancy is None
         """The engine has its device now."""
         self._load = GroupLoad()
-        """What the groups are doing."""
         self._traced = FlowSampler(GROUPS_TRACED_PER_S)
         self._is_at_work = False
         self._broke: EngineError | None = None
@@ -215,7 +214,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._room.set()
 
     async def _run(self) -> None:
-        """Start the engine, report in, then pull work until it drains."""
         vocab_size: int | None = None
         context_length = self._options.context_length or 1 << 30
         generate: Generate = no_engine
@@ -456,7 +454,6 @@ class Rollout(OwnsKnobs, RolloutContract):
     # ---- groups
 
     def _trace(self, group: RunningGroup) -> None:
-        """What a group and its rollouts did, for the trace."""
         wall_s, group_id = self._clock.wall() - self._clock.monotonic(), group.prompt.group_id
         for hop, (began_s, ended_s) in group.hops().items():
             self._telemetry.hop(hop, (group_id,), wall_s + began_s, ended_s - began_s)
@@ -650,7 +647,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         )
 
     def _note_break(self, assignment: Assignment, partial: Partial, cause: EngineError) -> None:
-        """The engine failed a group, which continues elsewhere."""
         self._broke, self._broke_s = cause, self.ctx.clock.monotonic()
         self.counts["num_breaks"] += 1
         num_tokens = _num_tokens(partial.samples)

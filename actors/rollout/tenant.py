@@ -129,7 +129,6 @@ class EngineTurn:
         self._gate.set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """As the engine's, once it is its turn."""
         while not self.has_turn and not self._is_ending:  # it may be closed again before this wakes up
             await self._gate.wait()
         if self._is_ending:

@@ -110,7 +110,6 @@ class LineFile:
         return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def add(self, line: bytes) -> None:
-        """One line with its end."""
         self._waiting.append(line)
         self._num_bytes += len(line)
         while self._num_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1:

@@ -32,7 +32,6 @@ _METHODS = ("open", "write", "flush", "close")
 
 
 def choose_sinks(settings: MonitorSettings) -> list[Sink]:
-    """The sinks of a run."""
     from .jsonl import JsonlSink
 
     sinks: list[Sink] = [JsonlSink(settings.samples_mb << 20 if settings.samples_per_step else 0)]

@@ -104,7 +104,6 @@ class ManagerOptions:
     """Actor names of each gang's tenants."""
     limits: LeaseOptions = field(default_factory=LeaseOptions)
     measure_s: float = 20.0
-    """For all devices of one measurement."""
     node: int = 0
     agents: Mapping[int, str] = field(default_factory=dict[int, str])
     """Actor names of its agents on other nodes with shared devices, by node."""
@@ -116,7 +115,6 @@ class MemoryManager(MemoryContract):
     mailbox_size = 4096
 
     def __init__(self, *, agent: NodeAgent, options: ManagerOptions) -> None:
-        """`agent`: that of its own node."""
         self._own_agent = agent
         self._options = options
         self._timeline: deque[tuple[float, str, str, str]] = deque(maxlen=TIMELINE_SIZE)

@@ -227,7 +227,6 @@ class TenantAssets:
         self._last = self._look()
 
     def tags(self, *, is_busy: bool) -> tuple[TagReport, ...]:
-        """Every tag once."""
         if not is_busy:
             self.refresh()
         return self._last

@@ -77,7 +77,6 @@ class TrainerTenant(Tenant):
         )
 
     async def set_up(self, store: AssetStore | None) -> None:
-        """The backend is set up, and its memory is `store`."""
         stores = [] if store is None else [store]
         if WORKSPACE in self._tenancy.planned:
             room: dict[Tag, tuple[int, TagPolicy]] = {WORKSPACE: self._tenancy.planned[WORKSPACE]}

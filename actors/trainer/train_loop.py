@@ -75,7 +75,6 @@ class TrainLoopOptions:
     (`guard_fails`); 0: none."""
     guard_fails: bool = False
     channel: WeightChannel = "shm"
-    """By which weights are published."""
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
     """What the run file says of the knobs that ranks use; see `step_values` in `knobs.py`."""
 

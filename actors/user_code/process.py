@@ -137,7 +137,6 @@ class UserProcess:
     """A worker and its subreaper, seen from the actor. Its pool's task for it waits for its end."""
 
     def __init__(self, *, is_alone: bool) -> None:
-        """`is_alone`: it is for one call only."""
         self.is_alone = is_alone
         self.calls: dict[int, Call] = {}
         self.is_ready = False
@@ -561,7 +560,6 @@ def _above(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _awaited(coro: Any) -> Iterable[FrameType]:
-    """The frames of a coroutine and of what it awaits, innermost first."""
     frames: list[FrameType] = []
     while coro is not None:
         frames += [one for name in ("cr_frame", "gi_frame", "ag_frame") if (one := getattr(coro, name, None))]

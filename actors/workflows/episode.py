@@ -380,12 +380,10 @@ class Episode:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the prompt and all that follows."""
         return _whole([self._prompt_ids, *(one.output_ids for one in self._segments)]).tolist()
 
     @property
     def num_tokens(self) -> int:
-        """As many."""
         return self._model.context_length - self.room
 
     @property
@@ -681,12 +679,10 @@ class ModelOfRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def openai(self) -> Any:
-        """As `WorkflowContext.openai`."""
         return self.clients.openai(is_async=not self.is_plain)
 
     @property
     def anthropic(self) -> Any:
-        """As `WorkflowContext.anthropic`."""
         return self.clients.anthropic(is_async=not self.is_plain)
 
 

@@ -76,7 +76,6 @@ class OwnWorkflow:
     is_class: bool
 
     def made(self) -> dict[str, Callable[..., Any]]:
-        """Phase -> what to call, for one episode."""
         # A copy of the arguments each time: what one sample changes in it must not reach another.
         args = deepcopy(dict(self.args))
         if not self.is_class:

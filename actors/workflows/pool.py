@@ -180,7 +180,6 @@ class WorkflowPool(WorkerPool):
 
 
 def spec_of(config: RunConfig, models: Mapping[str, ReachedModel]) -> WorkflowSpec:
-    """Of the workflow that the run file names. `models`: of the run's own."""
     of = config.rollout
     return WorkflowSpec(
         workflow=of.workflow,
@@ -196,7 +195,6 @@ def spec_of(config: RunConfig, models: Mapping[str, ReachedModel]) -> WorkflowSp
 
 
 def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, ReachedModel]) -> WorkflowPool:
-    """What runs the workflow of this run, which is the user's own. `models`: of the run's own."""
     of = config.rollout
     limits = PhaseLimits(
         setup_s=of.setup_timeout_s,

@@ -78,7 +78,6 @@ class DrawnTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
 
     call: int
     turn: int
-    """`AskModel.turn`."""
     segment: Delta
     finish: FinishReason
 

@@ -111,7 +111,6 @@ def _is_equal(wanted: Any, given: Any, seconds: int) -> bool:
 
 
 def _sides(of: Any) -> list[Any]:
-    """Of an equation, or a chain of them: 41 = 42 is not 42."""
     parts: Sequence[Any] = [of] if _is_equation(of) else getattr(of, "_unsorted_args", ())
     is_chain = all(map(_is_equation, parts)) and all(a.rhs == b.lhs for a, b in pairwise(parts))
     return [side for part in parts for side in part.args] if is_chain else []

@@ -60,7 +60,6 @@ MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 
 
 def judge(facts: MachineFacts) -> tuple[Finding, ...]:
-    """Every check of a machine."""
     return tuple(run_checks(CHECKS, facts, "machine"))
 
 

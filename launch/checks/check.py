@@ -134,7 +134,6 @@ def _known_keys() -> frozenset[str]:
 
 
 def run_checks(checks: Sequence[Check], subject: object, *needs: Needs) -> Iterator[Finding]:
-    """The findings of those checks that need one of these."""
     for check in checks:
         if check.needs not in needs:
             continue

@@ -151,7 +151,6 @@ NETWORK_DISKS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "l
 
 
 def system(facts: MachineFacts) -> Iterator[Finding]:
-    """Interpreter, memory, limits, disk."""
     yield from first("system", facts.system)
     remedy = "close other programs, or raise the container's memory limit"
     yield from first(

@@ -107,7 +107,6 @@ def sees_our_modules(actor: ActorSpec) -> bool:
 
 
 def one_by_role(actors: Iterable[ActorSpec]) -> dict[str, ActorSpec]:
-    """The first actor of each role."""
     firsts: dict[str, ActorSpec] = {}
     for actor in actors:
         firsts.setdefault(actor.role, actor)
@@ -388,7 +387,6 @@ def gpus(_: CheckedRun) -> Gpus:
 
 
 def devices(run: CheckedRun) -> Iterator[Finding]:
-    """Roles that name GPUs which this machine does not have."""
     if not any(actor.visible_devices for actor in run.actors):
         return
     found = run.once(gpus)

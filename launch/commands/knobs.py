@@ -29,7 +29,6 @@ def _get(options: argparse.Namespace) -> int:
 
 
 def _get_page(names: Sequence[str], found: dict[str, Any]) -> RenderableType:
-    """Of knobs that are named also what they do."""
     from rich.console import Group
     from rich.text import Text
 

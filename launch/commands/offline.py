@@ -222,7 +222,6 @@ def _render(options: argparse.Namespace) -> int:
 
 
 def num_nodes(config: RunConfig) -> int:
-    """The fewest that the roles' `nodes` name."""
     from ..supervisor.placement import started_roles
 
     roles = [started.settings for started in started_roles(config)]

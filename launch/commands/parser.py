@@ -149,7 +149,6 @@ def _add_argument(parser: argparse.ArgumentParser, field: Field) -> None:
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """`--run RUN` and `--json`."""
     parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
                         help="run directory (the only live run)")  # fmt: skip
     add_json_flag(parser)

@@ -107,7 +107,6 @@ class WatchedRun:
 
 
 def _dashboard_from_files(folder: Path, options: argparse.Namespace) -> dict[str, str]:
-    """Of a run that is over the same page as a file."""
     from ..views.report import write_report
 
     if options.operate:

@@ -196,7 +196,6 @@ def pool_bytes(config: RunConfig, plan: Planned) -> int:
 
 
 def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
-    """An arena on a trainer rank's device with so much host memory."""
     if spec.devices:
         from ...memory.arenas.cuda_memory import open_cuda
 

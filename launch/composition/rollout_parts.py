@@ -84,7 +84,6 @@ def gateway(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Gateway | None
 
 
 def gateway_role(config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    """The one address of a run."""
     from ...actors.gateway.relay import GatewayRelay
     from ...actors.gateway.server import ListenOptions
 

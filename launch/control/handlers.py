@@ -190,7 +190,6 @@ async def _get(context: VerbContext, arguments: verbs.GetArguments, who: Operato
 
 
 def _origins(folder: Path, table: KnobTable) -> dict[str, str]:
-    """Where the values of these knobs come from: a line of the run's file, the default, a change."""
     file = folder / CONFIG_FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     lines, fields = key_lines(text, tomllib.loads(text)), {".".join(path): field for path, field in walk(RunConfig)}

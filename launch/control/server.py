@@ -90,7 +90,6 @@ def caller_of(request: web.Request) -> Operator:
 
 
 def operator(uid: int, pid: int, via: str) -> Operator:
-    """A user and process of this host."""
     return Operator(user=_user(uid), uid=uid, pid=pid, host=socket.gethostname(), via=via)
 
 

@@ -104,7 +104,6 @@ class DemoOptions:
 
     @staticmethod
     def default_folder(now: datetime) -> Path:
-        """`runs/demo-<stamp>` in the current folder."""
         return Path("runs") / f"demo-{now.strftime('%Y%m%d-%H%M%S')}"
 
 

@@ -63,7 +63,6 @@ class AgentOptions:
     key_for: KeyFor | None = None
     """Makes the key of a process and registers it at the registry; None: processes need no key."""
     fork_server: ForkServer | None = None
-    """None: no actor is forked."""
     base_env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables of actors; the launcher's own environment overrides them."""
 

@@ -54,7 +54,6 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def began_at(self) -> int:
-        """Version that it actually began from."""
         return next((back.version for back in self.gang if back.attempt == 0), self.version)
 
 

@@ -29,7 +29,6 @@ class ResumePoint:
     version: int
     ledger: Path
     ledger_words: str
-    """Which ledger that is, and why."""
     is_own_ledger: bool
     passed_over: tuple[str, ...]
     """Newer checkpoints that cannot be used, each with the reason."""

@@ -290,7 +290,6 @@ class RunSupervisor(SupervisorContract):
 
     @property
     def foreign_names(self) -> frozenset[str]:
-        """Names of rollout actors that other programs host."""
         return frozenset({*self.ctx.peers("rollout/")} - self.actors.keys())
 
     def agent(self, node: int) -> AgentContract:
@@ -443,7 +442,6 @@ class RunSupervisor(SupervisorContract):
     # -- processes: starting ------------------------------------------------------------------------------------
 
     async def _restart(self, order: Restart) -> None:
-        """After its delay, in order."""
         attempts = ", ".join(str(n) for n in sorted(set(order.attempts)))
         level = logging.WARNING if order.budget else logging.INFO
         text = "%s: attempt %s in %.1f s (%s)"

@@ -41,7 +41,6 @@ class KnobRow:
         return self.state.value != self.state.first
 
     def cells(self) -> tuple[str, ...]:
-        """For `KNOB_COLUMNS`."""
         notes = [f"file: {value_text(self.state.first)}"] if self.is_changed else []
         notes += [f"will be {value_text(self.state.pending)}"] if self.state.pending is not None else []
         notes += [f"back {self.reverts}"] if self.reverts else []

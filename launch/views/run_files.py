@@ -505,7 +505,6 @@ class SampleQuery:
     """Beginning of the prompt: what became of one over the steps."""
 
     def takes(self, group: GroupText) -> bool:
-        """Whether it is one of them."""
         return (
             self.held_out in (None, group.is_held_out)
             and self.step in (-1, group.step)

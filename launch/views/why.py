@@ -158,7 +158,6 @@ def explain_run(run: RunFiles, target: str = "") -> Reason:
 
 
 def judge(shares: Shares, facts: Facts) -> Reason:
-    """The verdict with its general remedy, no move yet."""
     if facts.disk:
         what, _, remedy = facts.disk.partition(" -- ")
         return Reason(bound="disk", sentence=f"the run waits for a disk: {what}", remedy=remedy, share=1.0)

@@ -98,7 +98,6 @@ class Arena:
             self._add(memory, Region(address, num_bytes, chunks))
 
     def free(self, address: int) -> None:
-        """A region ends: memory, copy and addresses. It may be away, or poisoned."""
         with self._lock:
             memory = next((m for m in self._memories.values() if address in m.regions), None)
             if memory is None:

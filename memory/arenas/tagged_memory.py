@@ -138,7 +138,6 @@ class TaggedMemory:
         return sum(chunk.num_bytes for chunk in self.chunks() if chunk.slab is not None)
 
     def report(self) -> TagReport:
-        """As reported to a manager."""
         return TagReport(self.tag, self.num_bytes, self.policy, self.backing, self.host_bytes)
 
 

@@ -104,9 +104,7 @@ class LeaseLedger:
         self.reserve_bytes = reserve_bytes
         self.margin_bytes = margin_bytes
         self.tenants: dict[str, Incarnation] = {}
-        """The living incarnation of each."""
         self.readings: dict[str, DeviceReading] = {}
-        """The last one of each device."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -132,7 +130,6 @@ class LeaseLedger:
         yield from (tenant for tenant in self.tenants.values() if device in tenant.report.devices)
 
     def gang(self, name: str) -> tuple[Incarnation, ...]:
-        """Members, sorted by name."""
         found = [t for t in self.tenants.values() if t.report.gang == name]
         return tuple(sorted(found, key=lambda t: t.name))
 
@@ -336,7 +333,6 @@ def _evict(
 
 
 def _candidates(ledger: LeaseLedger, request: LeaseRequest, device: str) -> list[Candidate]:
-    """Tags of other gangs that could leave that device."""
     return [
         Candidate(t.name, t.report.gang, tag.tag, tag.num_bytes, rank_of(tag))
         for t in ledger.on(device)

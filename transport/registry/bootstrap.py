@@ -46,7 +46,6 @@ from .registry import REGISTRY, REGISTRY_KEY, Changes, RegistryActor, RegistryCo
 
 
 def registry_location(rdzv: Rendezvous) -> Location:
-    """The registry as the rendezvous record describes it."""
     node_id, epoch = REGISTRY_KEY
     node = NodeRecord(name=REGISTRY, node_id=node_id, epoch=epoch, endpoints=rdzv.endpoints)
     return Location(node, HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryContract).names))

@@ -175,7 +175,6 @@ class Directory:
         return name in self._tombstones
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
-        """Actors there now, sorted."""
         return tuple(sorted(name for name in self._actors if name.startswith(prefix)))
 
     def missing(self, name: str) -> NoSuchActor:

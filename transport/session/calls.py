@@ -117,7 +117,6 @@ class Calls:
                 call.doom, call.due_at = why, until
 
     def _end_of(self, call: PendingCall, why: str) -> None:
-        """Its callee is over."""
         died = PeerDied(f"{call}: {why} while the call was pending")
         self._end(call, died if call.was_sent else NotSent(f"{call}: {why} before the call was sent"))
 

@@ -82,7 +82,6 @@ class Session:
         self._handlers[envelope.kind](link, lane, envelope, len(data))
 
     def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
-        """Something else than an envelope for this incarnation from one that has said who it is."""
         if isinstance(envelope, Malformed):
             self.malformed(source, lane, envelope.reason)
             if link is not None and envelope.corr and PeerKey(envelope.src_node, envelope.src_epoch) == link.key:
