@@ -61,14 +61,12 @@ class KnobsContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
-        """Whether the owner can use these values of its own knobs, which are within their ranges, from number `at` on.
-        Changes nothing."""
+        """Whether the owner can use these values, which are within their ranges, from number `at` on."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
     async def knobs_decided(self, epoch: int) -> None:
-        """There are decisions up to `epoch`. The owner asks for what it does not have (`knobs_in_force`); answered once
-        it uses the values, or is sure to use them at their number."""
+        """Decisions up to `epoch` are there; answered once the owner uses them, or is sure to at their number."""
         raise NotImplementedError
 
 
@@ -85,8 +83,7 @@ class ConductContract(Actor):
 
     @call(deadline=60, reentrant=True)
     async def undo(self, who: Operator, reason: str, epoch: int = 0) -> ChangeReply:
-        """Take the newest change back, or that of `epoch`: its knobs get the values they had before it. Refused, naming
-        the later change, when a knob was changed again since."""
+        """Take back the newest change, or that of `epoch`. Refused where a knob was changed again since."""
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
@@ -148,8 +145,7 @@ class BufferContract(KnobsContract):
 
     @call(deadline=10)
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
-        """An engine serves that version of that lineage (`WeightManifest.lineage`) now; a draw of that rollout that is
-        waiting is judged by it."""
+        """An engine serves that version of that lineage now; its waiting draw is judged by it."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -189,8 +185,7 @@ class BufferContract(KnobsContract):
 
     @call(deadline=600, reentrant=True)
     async def snapshot(self, path: str, version: int) -> FileEntry:
-        """Copy the ledger to a new file, durably and as of one moment, during the run; everything trained up to
-        `version` is in it. Returns name, size and digest."""
+        """Copy the ledger durably, as of one moment, with all trained up to `version`. Name, size, digest."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -347,8 +342,7 @@ class RolloutContract(TenantContract, KnobsContract, GatewayContract):
 
     @call(deadline=10, reentrant=True)
     async def fence(self, epoch: int, reason: str) -> bool:
-        """The engine missed a deadline or serves the wrong weights: the actor fails and is restarted. May be repeated.
-        False: that was another incarnation, this one stays."""
+        """The engine is late or wrong: the actor fails and is restarted. False: that was another incarnation."""
         raise NotImplementedError
 
     @call(deadline=900, reentrant=True)
@@ -367,8 +361,7 @@ class ModelContract(Actor):
 
     @call(deadline=600, reentrant=True)
     async def answer(self, request: GenerateRequest) -> Delta:
-        """The whole answer, `finish` included; waits while the engine loads. Its stop strings end it. A call that is
-        cancelled ends it, and one may be repeated."""
+        """The whole answer; waits while the engine loads. Its stop strings end it. It may be repeated."""
         raise NotImplementedError
 
 
@@ -382,8 +375,7 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=600)
     async def publish(self, version: int, unreleased: tuple[int, ...]) -> WeightManifest | None:
-        """Gather and write the weights; other versions than `unreleased` are dropped. A manifest of its part from every
-        rank that publishes, None from the others."""
+        """Gather and write the weights, drop others than `unreleased`. A manifest from every rank that publishes."""
         raise NotImplementedError
 
     @call(deadline=1800)
@@ -427,6 +419,5 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=1800, reentrant=True)
     async def checkpoint_at_boundary(self, export: bool) -> str:
-        """Leader only: at the next step boundary write a whole checkpoint, or with `export` a HuggingFace folder.
-        Answered with the folder once it is written, also while the run is paused."""
+        """Leader only: write a checkpoint, or with `export` a HuggingFace folder, at the next boundary; its folder."""
         raise NotImplementedError

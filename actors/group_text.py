@@ -91,8 +91,7 @@ def _given(group: Group, sample: Sample) -> tuple[int, int]:
 
 
 def _turns(sample: Sample, num_given: int) -> list[Message | SaidText]:
-    """All that was said after the prompt. What a turn's tokens say is missing where turns and runs of tokens do
-    not correspond."""
+    """All that was said after the prompt; no tokens where turns and runs of tokens do not correspond."""
     runs, found = sample.model_runs(), list[Message | SaidText]()
     for number, text in enumerate(sample.turns):
         facts: dict[str, Any] = {"is_model": True}

@@ -54,8 +54,7 @@ async def post_bounded(
     max_bytes: int,
     name: str,
 ) -> tuple[int, bytes, float]:
-    """Status and body of the answer, and the seconds of its Retry-After. `name`: of the server, for messages. Raises
-    NoAnswer and AnswerTooLong."""
+    """Status, body, seconds of Retry-After. `name`: of the server. Raises NoAnswer and AnswerTooLong."""
     try:
         async with (
             asyncio.timeout(within_s),
@@ -94,8 +93,7 @@ async def tried(once: Callable[[], Awaitable[T]], *, tries: int, backoff_s: floa
 
 
 def key_from(environment: Mapping[str, str], name: str, place: str) -> str:
-    """The key that the variable holds; empty without a name. `place`: the key of the run file that names it. Raises
-    ConfigError if it is not set."""
+    """The key in the variable; empty without a name. `place`: of the run file. Raises ConfigError if not set."""
     if name and not environment.get(name):
         raise ConfigError(
             f'{place} = "{name}": that variable is not set where the rollout actors run',

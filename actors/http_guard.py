@@ -58,8 +58,7 @@ class HttpAccess:
     """Judges the requests of programs."""
 
     def __init__(self, key: str = "", *, host: str = "") -> None:
-        """`key`: must come as bearer; empty: none is asked for. `host`: a further name of this machine, the one that
-        is listened on."""
+        """`key`: must come as bearer; empty: none. `host`: a further name of this machine."""
         self._key = key
         self._hosts = HOSTS | {host.lower(), f"[{host.lower()}]"} - {"", "[]"}
 

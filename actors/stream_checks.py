@@ -36,8 +36,7 @@ class StreamChecks:
     """Of one engine. See the module's head."""
 
     def __init__(self, place: str, *, may_be_older: bool, on_lie: Callable[[EngineLied], None]) -> None:
-        """`may_be_older`: behind a router a server may answer that has not loaded the newest version yet. `on_lie` is
-        called for each lie, before the stream ends with it."""
+        """`may_be_older`: behind a router. `on_lie` is called for each lie, before the stream ends with it."""
         self._place = place
         self.vocab_size = 1 << 31
         """Of the model; to be set once the engine reports it."""

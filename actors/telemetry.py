@@ -36,8 +36,7 @@ REPORT_S = 1.0
 
 
 async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
-    """Send everything that waits; False if a bundle did not get through: it waits again, unless no monitor could ever
-    take it. Raises only CancelledError."""
+    """Send what waits; False: it waits again, unless no monitor could take it. Raises only CancelledError."""
     while True:
         bundle = buffer.drain()
         if not (bundle.metrics or bundle.events or bundle.spans or bundle.samples or bundle.dropped):
@@ -61,8 +60,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
 
 
 async def report_forever(buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S) -> None:
-    """Send the buffer every so many seconds until cancelled, then once more: an actor's last words are often the ones
-    that matter. Raises only CancelledError."""
+    """Every so many seconds until cancelled, then once more: last words matter. Raises only CancelledError."""
     try:
         while True:
             await asyncio.sleep(every_s)

@@ -16,8 +16,7 @@ T = TypeVar("T")
 
 
 def bind(fn: Callable[..., T], given: Mapping[str, Any], *, key: str, what: str) -> Callable[..., T]:
-    """`fn` with these keyword-only arguments; `fn` itself without any. `key`: the table of the run file with
-    them; `what`: the function in words. Raises ConfigError for arguments that it does not take."""
+    """`fn` with these keyword-only arguments, of `key`; `what`: in words. Raises ConfigError for others."""
     known = [
         name
         for name, parameter in inspect.signature(fn).parameters.items()

@@ -28,8 +28,7 @@ SPREAD_EPS = 1e-6
 
 
 def zero_variance(group: Group, *, eps: float = SPREAD_EPS) -> str | None:
-    """All rewards are equal, to within `eps`, so every advantage would be 0 (dynamic sampling of DAPO, arXiv
-    2503.14476, eq. 11)."""
+    """All rewards are equal to within `eps`: advantages would be 0 (DAPO, arXiv 2503.14476, eq. 11)."""
     rewards = group.rewards.astype(np.float64)
     if rewards.size and float(rewards.max() - rewards.min()) > eps:
         return None
@@ -53,8 +52,7 @@ def learn_from_all(group: Group) -> tuple[str | None, ...]:
 
 
 def truncated(group: Group) -> tuple[str | None, ...]:
-    """Nothing is learnt from answers that were cut off by a token limit (over-long filtering of DAPO, arXiv 2503.14476,
-    section 3.4)."""
+    """Nothing is learnt from answers cut off by a token limit (DAPO, arXiv 2503.14476, section 3.4)."""
     return tuple("truncated" if sample.finish == "length" else None for sample in group.samples)
 
 

@@ -88,8 +88,7 @@ def supervised(config: AlgoConfig) -> AlgoConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One micro-batch: the loss tokens of all its samples one after another. T may be 0 (an empty micro-batch that only
-    pads the count)."""
+    """One micro-batch: loss tokens of all its samples in a row. T may be 0 (it pads the count)."""
 
     logprobs_T: Tensor
     """float [T]: live log-probs, with gradient."""
@@ -134,8 +133,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """The micro-batch as the formulas want it: wide floats, nothing missing. What a loss
-    of the user's own is computed from."""
+    """As formulas want it: wide floats, nothing missing. What a user's own loss is computed from."""
 
     segments: Segments
     """Owner (`segments.sample_T`) of every token; sums and means per sample."""
@@ -337,8 +335,7 @@ def _metrics(
 
 
 def mismatch_sums(train_T: Tensor, behaviour_T: Tensor) -> dict[str, Tensor]:
-    """Token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the number of tokens. Additive
-    over micro-batches and ranks."""
+    """Token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the tokens. Additive."""
     x_T = (train_T - behaviour_T).detach()
     q_T = torch.exp(x_T.clamp(-MAX_EXPONENT, MAX_EXPONENT))
     return {

@@ -92,8 +92,7 @@ def _longest_first(
 
 
 def _deal(bins: Sequence[Micro], num_tokens: Sequence[int], num_ranks: int) -> list[list[Micro]]:
-    """Bins of like size go to the ranks in the same round (ranks wait for each other there), the largest of a round
-    to the rank with least so far."""
+    """Bins of like size go to the ranks in one round, the largest to the rank with least so far."""
     loads = [sum(num_tokens[i] for i in micro) for micro in bins]
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
     dealt: list[list[Micro]] = [[] for _ in range(num_ranks)]

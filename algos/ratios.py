@@ -139,8 +139,7 @@ def ratio(live_T: Tensor, old_T: Tensor) -> Tensor:
 
 
 def sequence_ratio(live_T: Tensor, old_T: Tensor, segments: Segments) -> Tensor:
-    """Geometric mean of live / old over each sample's tokens, spread to its tokens, [T], differentiable. GSPO,
-    arXiv 2507.18071, eq. 7."""
+    """Geometric mean of live / old over a sample's tokens, [T], differentiable. GSPO, arXiv 2507.18071, eq. 7."""
     mean_S = segments.mean_S(live_T - old_T.detach())
     return torch.exp(segments.spread_T(mean_S).clamp(-MAX_EXPONENT, MAX_EXPONENT))
 

@@ -181,8 +181,7 @@ class Policy:
 
     @property
     def num_slots(self) -> int:
-        """Most groups between dispatch and the end of the step that trains them: N of `pace`, the most that the bound
-        allows beside W."""
+        """Most groups between dispatch and the end of their step: N of `pace`, the most beside W."""
         return (self.max_staleness + 1) * self.batch_size + 1 - max(self.window, 1)
 
     def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
@@ -194,8 +193,7 @@ class Policy:
         return has_slot and (self.name == "pace" or due >= next_step)
 
     def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
-        """May a group that was handed back continue there? Of one that has older tokens already the engine makes
-        nothing worse."""
+        """May a group that was handed back continue there? Older tokens make nothing worse."""
         if self.name == "drop":
             return min(version, entry.version) + self.max_staleness >= next_step
         return entry.version <= version or _fits(line, version + self.max_staleness, next_step, self, leaving=entry)
@@ -230,8 +228,7 @@ def _has_deadline(entry: LineEntry) -> bool:
 
 
 def _fits(line: GroupLine, due: int, next_step: int, rules: Policy, *, leaving: LineEntry | None) -> bool:
-    """Whether I(next_step) holds with one more group that is due at that step. `leaving`: a group that is handed back,
-    and is counted again."""
+    """Whether I(next_step) holds with one more group due then. `leaving`: one counted again."""
     if due < next_step:
         return False
     eta, size = rules.max_staleness, rules.batch_size

@@ -241,8 +241,7 @@ class TelemetryBuffer:
     def span(
         self, name: str, activity: ActivityKind, start_wall_s: float, duration_s: float, *, track: str, **args: Any
     ) -> None:
-        """A stretch of one of several concurrent things; `track` gives it an own row in the trace. It does not
-        count in the time accounting, which is the meter's alone."""
+        """A stretch of one of several concurrent things; `track`: an own row of the trace. No time is booked."""
         span = Span(
             source=self.source,
             name=name,
@@ -258,16 +257,14 @@ class TelemetryBuffer:
         self._append("samples", group)
 
     def hop(self, hop: Hop, group_ids: Iterable[int], start_wall_s: float, duration_s: float, **args: Any) -> None:
-        """These groups passed a station together, here and then: the trace draws it and joins a group's
-        stations by arrows. Of many groups only some are followed (`flow_sampling`)."""
+        """These groups passed a station: the trace joins it to their others. Of many only some are followed."""
         picked = self._flows.pick(hop, group_ids, self._clock.monotonic())
         if picked:
             flows = list(picked)
             self.span(hop, "compute", start_wall_s, duration_s, track=hop, **args, hop=hop, flows=flows)
 
     def drain(self, max_bytes: int = 400_000) -> Telemetry:
-        """The next bundle, of about `max_bytes` once encoded (the control lane refuses messages over 1 MiB).
-        Call again while `len(buffer)` is not 0."""
+        """The next bundle, of about `max_bytes` encoded. Call again while `len(buffer)` is not 0."""
         self._take_from_meter()
         budget, taken = max_bytes, dict[str, tuple[Any, ...]]()
         for name, queue in self._waiting.items():
@@ -285,8 +282,7 @@ class TelemetryBuffer:
         self._num_dropped += count + bundle.dropped
 
     def put_back(self, bundle: Telemetry) -> None:
-        """A drained bundle was not sent and will be tried again: it comes first in the next one. The oldest records go,
-        counted, where there are more than may wait."""
+        """A bundle that was not sent comes first in the next one. Where there are too many the oldest go, counted."""
         self._num_dropped += bundle.dropped
         for name, queue in self._waiting.items():
             records: tuple[_Told, ...] = getattr(bundle, name)

@@ -175,8 +175,7 @@ class AssetStore(Protocol):
         ...
 
     def release(self, tags: Collection[Tag]) -> int:
-        """Take them off the device, by the policy of each; on return the memory is given back. Returns the bytes that
-        were copied between device and host. Raises MemoryFault."""
+        """By the policy of each; returns the bytes copied to the host. Raises MemoryFault."""
         ...
 
     def restore(self, tags: Collection[Tag]) -> int:

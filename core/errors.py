@@ -88,8 +88,7 @@ class EngineError(MyxaError):
 
 
 class EngineLied(EngineError):
-    """What an engine says cannot be true: stamps of weights it was not given, tokens outside the vocabulary, log-probs
-    that are none. Nothing that it says is used any more."""
+    """What an engine says cannot be true: stamps, tokens or log-probs. Nothing that it says is used any more."""
 
 
 class RequestRefused(EngineError):

@@ -304,8 +304,7 @@ def pauses() -> Iterator[float]:
 async def until_written(
     write: Callable[[], Awaitable[T]], *, path: Path, tell: Tell, meter: ActivityMeter | None = None
 ) -> T:
-    """The result of `write()`, repeated while the disk under `path` refuses. Raises every other error. `meter`: of an
-    actor that does nothing else meanwhile."""
+    """The result of `write()`, repeated while the disk under `path` refuses. Raises every other error."""
     reported = ""
     for pause_s in pauses():
         try:

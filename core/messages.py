@@ -187,8 +187,7 @@ class WeightManifest(Record, frozen=True):
     version: int
     channel: WeightChannel
     location: str
-    """shm: path that opens the memory (`/proc/<pid>/fd/<n>`); disk: folder with safetensors files; nccl, cuda_ipc: the
-    trainer ranks that send, by actor name, with commas between."""
+    """shm: /proc/<pid>/fd/<n>; disk: folder with safetensors files; nccl, cuda_ipc: sending ranks' actor names."""
     num_bytes: int
     tensors: tuple[TensorSpec, ...]
     """Empty for nccl and cuda_ipc: the senders' plans say it (`weight_channel.py`)."""
@@ -240,8 +239,7 @@ class RolloutNow(Record, frozen=True):
     turn: int
     """The newest turn of the model that was begun; 0: none yet."""
     doing: str
-    """"generate", "engine" (it waits for the first token), "tool search", ...; empty: it waits for the others of its
-    group."""
+    """"generate", "engine" (first token), "tool search", ...; empty: it waits for the others of its group."""
     since_s: float
     """For how many seconds."""
     began_s: float

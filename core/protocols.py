@@ -41,8 +41,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of a running generation, in order and without gaps; the last one carries `finish`. Also a whole turn,
-    or a reply."""
+    """New tokens of a generation, in order without gaps; the last one has `finish`. Also a whole turn, or reply."""
 
     output_ids: I32
     """int32 [k]"""
@@ -222,8 +221,7 @@ class TrainBackend(Protocol):
         ...
 
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
-        """Resumable checkpoint (weights, optimizer, RNG, schedule, `extra`): its content is copied away when this
-        returns, and training may continue. Collective."""
+        """A resumable checkpoint: its content is copied away when this returns. Collective."""
         ...
 
     def load(self, folder: str) -> dict[str, Any]:
@@ -321,8 +319,7 @@ class Tokenizer(Protocol):
         tools: Sequence[dict[str, Any]] = (),
         goes_on: bool = False,
     ) -> str:
-        """A conversation through the chat template, as text. `goes_on`: the last message is the beginning of a turn,
-        which is left open. Raises DataError when the template refuses it."""
+        """A conversation as text. `goes_on`: the last turn stays open. Raises DataError: the template refuses it."""
         ...
 
     def render(
@@ -351,8 +348,7 @@ class PromptSource(Protocol):
         ...
 
     def prompt(self, draw: int) -> Prompt | None:
-        """The prompt of a draw (from 0), `group_id == draw`; None from the first draw on that is beyond the data.
-        Raises DataError if the row cannot be read."""
+        """The prompt of a draw from 0 on (`group_id == draw`); None beyond the data. Raises DataError for a bad row."""
         ...
 
     def row_of(self, draw: int) -> int | None:
@@ -375,8 +371,7 @@ class PromptData(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly when every draw from every source gives the same prompt, whatever the weights: a ledger belongs
-        to one."""
+        """Equal exactly when every draw of every source gives the same prompt: a ledger belongs to one."""
         ...
 
     def num_held_out(self, name: str = "") -> int:

@@ -83,8 +83,7 @@ _UNHEARD: set[asyncio.Task[Any]] = set()
 
 
 async def together(calls: Mapping[str, Coroutine[Any, Any, T]], *, fails_fast: bool = False) -> dict[str, T]:
-    """Every answer by name, in the order of the names. Raises GatherError if one fails, once all have ended.
-    `fails_fast`: with the first error; the others run to their ends unheard."""
+    """By name. Raises GatherError if one fails, once all have ended, or (`fails_fast`) at the first error."""
     loop = asyncio.get_running_loop()
     tasks = {name: loop.create_task(one, name=f"call of {name}") for name, one in calls.items()}
     try:

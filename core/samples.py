@@ -328,8 +328,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     knobs: int = 0
     """Epoch of the live knobs that the group was dispatched under."""
     num_masked: int = 0
-    """Members that are missing because their environment failed for good: the group is so much smaller than asked for.
-    """
+    """Members missing for good by their environment: the group is so much smaller than asked for."""
 
     @property
     def group_id(self) -> int:
@@ -360,8 +359,7 @@ class TrainSample(Sample, frozen=True, kw_only=True, forbid_unknown_fields=True)
     advantage: float
     """Sample-level advantage after group normalisation; token-level terms (KL, discounting) are added by the rank."""
     token_advantages: F32 | None = None
-    """float32 [R]: per token, if the user's function gave such, or turns have advantages of their own; then `advantage`
-    is the mean of those in the loss."""
+    """float32 [R]: of each token, where there are such; then `advantage` is the mean of those in the loss."""
 
     @classmethod
     def of(cls, sample: Sample, advantage: float, **fields: Any) -> TrainSample:

@@ -37,8 +37,7 @@ class Sink(Protocol):
     def name(self) -> str: ...
 
     def open(self, context: SinkContext) -> None:
-        """Raise ConfigError or LaunchError to refuse the start of the run; any other exception only switches this
-        sink off. Files of an earlier monitor of the same run may be there: continue them."""
+        """Raise ConfigError or LaunchError to refuse the run's start; any other exception switches this sink off."""
         ...
 
     def write(self, bundle: Telemetry) -> None:

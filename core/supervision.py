@@ -89,8 +89,7 @@ class RoleSpec:
     max_restarts: int = 3
     """Of each child, or of the gang; they are counted from 0 when the newest is `FORGET_S` old."""
     quorum: int = 0
-    """So many are enough: one that may not be restarted is given up while that many are left. 0: as many as it began
-    with."""
+    """With so many left, one that may not be restarted is given up. 0: as many as it began with."""
     when_hung: WhenHung = "wait"
     """wait: a hung child is left alone until it answers again or ends; kill: it is killed, and its role decides."""
 
@@ -280,8 +279,7 @@ class _Ending:
 
 
 class Supervisor:
-    """Decides over the children of a run. `roles` are in start order, `grace_s` is what a child has between the request
-    to end and the kill."""
+    """Over the children of a run. `roles` in start order; `grace_s`: from the request to end to the kill."""
 
     def __init__(self, roles: Sequence[RoleSpec], *, jitter: Callable[[], float], grace_s: float = 10.0) -> None:
         self._roles = {spec.name: _Role(spec) for spec in roles}
@@ -325,8 +323,7 @@ class Supervisor:
     # -- wishes of a person ------------------------------------------------------------------------------------
 
     def grow(self, role_name: str, name: str) -> None:
-        """One more child of that role, to be launched as its current `attempt`. A child of its name that is over makes
-        room. Raises SupervisionError if the name is in use, the role is a gang, or the run ends."""
+        """One more child, as its current `attempt`. Raises SupervisionError for a name in use, a gang, a run's end."""
         if self.is_over:
             raise SupervisionError("the run ends")
         role = self._roles.get(role_name)
@@ -348,8 +345,7 @@ class Supervisor:
             raise SupervisionError(f"{child} is a rank of {found.budget_name}: it cannot go alone")
 
     def retire(self, child: str, reason: str, now: float) -> list[Instruction]:
-        """Have it end for good; `Retired` when it is gone. Its end, however it comes, is no failure. May be repeated.
-        Raises SupervisionError for a rank of a gang."""
+        """It ends for good, which is no failure; `Retired` when it is gone. Raises SupervisionError for a rank."""
         self.check_retire(child)
         found = self._child(child)
         if self.is_over or found.is_retiring:
@@ -377,8 +373,7 @@ class Supervisor:
     # -- events ------------------------------------------------------------------------------------------------
 
     def on_launch(self, child: str) -> None:
-        """The launcher starts the child: for the first time, or as a `Restart` asked. Raises SupervisionError if it
-        may not (any more)."""
+        """The child is started, first or as a `Restart` asked. Raises SupervisionError if it may not any more."""
         if not self.may_launch(child, self.attempt(child)):
             raise SupervisionError(f"{child} is {self.state(child)}: 'launch' cannot happen now")
         self._child(child).move("launch")

@@ -34,8 +34,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     devices: tuple[int, ...] = ()
     """GPU numbers of this actor on its node; empty on CPU."""
     visible_devices: tuple[int, ...] = ()
-    """GPU numbers its process sees. A gang's ranks see all GPUs of their gang on the node, as under torchrun, where
-    LOCAL_RANK picks one."""
+    """GPU numbers its process sees: for a gang's ranks all of the gang on the node; LOCAL_RANK picks one."""
     python: str = ""
     """Interpreter; empty: the launcher's own."""
     env: dict[str, str] = {}

@@ -56,8 +56,7 @@ class RunDescription(Record, frozen=True, kw_only=True):
     run_id: str
     run_dir: str
     config: str
-    """The run's configuration as TOML, as node 0 resolved it: with the checkpoint that all begin from, and the names of
-    the copies of code."""
+    """The run's configuration as TOML, with the checkpoint to begin from and the names of copies of code."""
     code: dict[str, str] = {}
     """Copies of the user's files: path below the run directory -> text; see `frozen_code.py`."""
 
@@ -217,14 +216,12 @@ class SupervisorContract(Actor):
 
     @call(deadline=30, reentrant=True)
     async def leave_node(self, node: int, reason: str) -> None:
-        """The launcher of a late node got a signal: the node's actors hand their work back and end; then it gets the
-        order to leave."""
+        """A late node's launcher got a signal: its actors hand their work back and end; then it may leave."""
         raise NotImplementedError
 
     @call(deadline=5, reentrant=True)
     async def ping(self, node: int) -> bool:
-        """That node's launcher is alive. The answer shows that this one is, and whether that node is still a member; if
-        not, it was considered lost, and has to end its processes."""
+        """That node's launcher is alive; whether it is still a member. If not, it has to end its processes."""
         raise NotImplementedError
 
     @call(deadline=30)

@@ -104,8 +104,7 @@ class EmbeddedRollout:
         self._life = loop.create_task(self._live(), name=f"{name}: embedded")
 
     async def status(self) -> EmbeddedStatus:
-        """Its present state. Never raises; an engine in the middle of a long step does not answer: then it is the state
-        of the last answer."""
+        """Its state, of the last answer where the engine is in the middle of a long step. Never raises."""
         if not self._is_leaving:
             with contextlib.suppress(MyxaError):
                 self._heard = await with_deadline(self._rollout, ASK_S).status()

@@ -47,8 +47,7 @@ def meaning(status: int) -> str:
 
 
 def remedy(status: int, log: Sequence[str], *, has_word: bool) -> str:
-    """What to do about a process that did not say it itself; `log` is the end of its log, `has_word`: with a message of
-    ours at its end. Empty: nothing is known."""
+    """What to do about a process that did not say it (`has_word`: a message of ours ends its `log`), or empty."""
     if any(sign in line for line in log for sign in _OUT_OF_MEMORY):
         return _MORE_MEMORY
     if status < 0:

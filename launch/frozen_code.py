@@ -44,8 +44,7 @@ class Frozen:
 
 
 def freeze(config: RunConfig, run_dir: Path) -> Frozen:
-    """Copy what the configuration names, in memory. Functions of installed modules stay what they are, copies of this
-    run too. Raises ConfigError for files that cannot be copied."""
+    """Copy what the configuration names, in memory. Raises ConfigError for files that cannot be copied."""
     names: dict[str, str] = {}
     files: dict[str, str] = {}
     for key in KEYS:

@@ -107,8 +107,7 @@ NUM_TRIES = 100
 
 
 def quiet_port(family: socket.AddressFamily = socket.AF_INET) -> int:
-    """A port where nothing listens and that the kernel gives to no connection meanwhile; any free one if there is none.
-    The choice is random, so that concurrent callers get different ports. Raises OSError if the machine has none."""
+    """A random port where nothing listens and that the kernel gives to no connection. Raises OSError for none."""
     for port in (*random.sample(PORTS, NUM_TRIES), 0):  # not seeded: runs must differ
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind(("", port))

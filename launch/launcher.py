@@ -86,8 +86,7 @@ _log = logging.getLogger("myxa.launcher")
 
 
 def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
-    """Run this node's part of a run to its end; `config` only of node 0. Raises ConfigError and LaunchError for what
-    cannot start."""
+    """This node's part of a run to its end; `config` of node 0. Raises ConfigError, LaunchError at the start."""
     raise_limit()
     with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(follow(options) if config is None else _lead(config, options))

@@ -62,8 +62,7 @@ NUM_OPS_SHOWN = 10
 
 
 def profile_torch(duration_s: float, path: Path) -> tuple[str, ...]:
-    """Record for so long and write a Chrome trace (opens in Perfetto); returns the operators that took most. Blocks the
-    calling thread. Raises ConfigError in a process without torch, or with one that is too old."""
+    """Record, write a Chrome trace; the operators that took most. Blocks. Raises ConfigError without torch."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise ConfigError("this process does not use torch", remedy="py-spy shows where it is: py-spy record --pid")

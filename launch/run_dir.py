@@ -26,8 +26,7 @@ class RunDir:
 
     @classmethod
     def create(cls, parent: str, name: str, now: datetime, *, is_announced: bool = True) -> RunDir:
-        """Make `<parent>/<name>-<stamp>` and point `<parent>/latest` at it, unless the caller does (`is_latest`).
-        Raises LaunchError if that fails."""
+        """Make `<parent>/<name>-<stamp>`, and `<parent>/latest` (unless `is_latest`). Raises LaunchError."""
         stamp = now.strftime("%Y%m%d-%H%M%S")
         base = Path(parent)
         for suffix in ("", *(f"-{n}" for n in range(2, 100))):
@@ -87,8 +86,7 @@ class RunDir:
         return self.path / "config.toml"
 
     def post_config(self, text: str) -> None:
-        """Write the resolved configuration in one step: others may be reading it, and a resume needs it. Raises
-        LaunchError."""
+        """Write the resolved configuration in one step. Raises LaunchError."""
         try:
             # Where node 0 has written it for all, nodes that write at the same time would take each other's draft.
             if not self.config.is_file() or self.config.read_bytes() != text.encode():

@@ -75,8 +75,7 @@ async def serve(spec: ProcessSpec) -> None:
 
 
 def end(code: int, message: str) -> NoReturn:
-    """Leave at once with the message as the last line of the log: a thread stuck in a collective must not hold the
-    process, because the failure would not be noticed."""
+    """Leave at once, the message as the log's last line: a thread stuck in a collective must not hold the end."""
     print(f"myxa: {message}", file=sys.stderr, flush=True)
     os._exit(code)
 

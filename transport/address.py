@@ -62,8 +62,7 @@ def make_socket_dir(run_dir: Path | None) -> Path:
 
 
 def make_private(folder: Path) -> Path:
-    """`folder`, which only we can enter, also if it is gone with those above it. Raises OSError; LaunchError for one of
-    another user's."""
+    """A folder that only we can enter, made again where it is gone. Raises OSError; LaunchError for another's."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return check_socket_dir(folder)

@@ -109,8 +109,7 @@ def _nonfinite(tree: Any) -> list[tuple[list[str | int], str]]:
 
 
 def decode_value(body: Buffer, frames: list[memoryview], kind: Any) -> Any:
-    """The value of type `kind`; arrays are writable, aligned and own (or solely hold) their memory. Raises
-    UndecodableError; never anything else, whatever the bytes."""
+    """Arrays are writable, aligned, with memory of their own. Raises UndecodableError and nothing else."""
     tree, odd = _split(body)
     reader = ArrayReader(frames)
     try:
@@ -216,8 +215,7 @@ class Codec:
         self._decode = msgspec.json.Decoder(tuple[kind], dec_hook=_read_array).decode
 
     def encode(self, value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
-        """Body and array frames. Frames are views of the caller's arrays: copy them before returning to it. Raises
-        BadRequest naming what cannot travel."""
+        """Body and frames, which are views of the caller's arrays. Raises BadRequest naming what cannot travel."""
         lifted: list[memoryview] = []
 
         def hook(item: Any) -> Any:

@@ -173,8 +173,7 @@ class Node:
     # -- actors
 
     async def start(self, actor: A, name: str) -> A:
-        """Host an actor: `on_start`, then everybody may call it. Returns a reference to it. What `on_start` raises
-        passes through, and the actor is not there. Raises ConfigError for a name that is taken."""
+        """Host an actor after `on_start`, whose error passes through. Raises ConfigError for a name that is taken."""
         if not isinstance(actor, Actor):
             raise ConfigError(f"{type(actor).__name__} is no actor", remedy="derive it from core.actor.Actor")
         log = logging.getLogger(f"myxa.{name.replace('/', '.')}")

@@ -31,8 +31,7 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new pair, whose public half begins with a letter or a digit: "-" would make it a flag of a command line.
-        Raises LaunchError if libzmq was built without CURVE."""
+        """A new pair, whose public half begins with a letter or digit (flags). Raises LaunchError without CURVE."""
         if not zmq.has("curve"):
             raise LaunchError("this libzmq has no CURVE", remedy="install pyzmq from a wheel")
         public, secret = zmq.curve_keypair()

@@ -135,8 +135,7 @@ class SocketTransport(Transport):
             self._look_for_files()
 
     def _look_for_files(self) -> None:
-        """Cleaners of temporary folders remove them under a run. Connections outlive the files by which they came; new
-        peers need them."""
+        """Cleaners of temporary folders remove files under a run; new peers need them."""
         try:
             for path, (_, inbox) in zip(self._paths, self._inboxes, strict=False):  # those of this host come first
                 if not path.exists():

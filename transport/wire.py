@@ -119,8 +119,7 @@ class Transport(Protocol):
         return ""
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
-        """Begin to connect; sending may begin at once. Again for a known peer: only its endpoints are taken note of.
-        Raises LaunchError if no endpoint can be used."""
+        """Begin to connect; sending may begin at once. Known peers get new endpoints. Raises LaunchError for none."""
         ...
 
     def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
@@ -128,8 +127,7 @@ class Transport(Protocol):
         ...
 
     def flush(self) -> None:
-        """Hand what is queued on the control lane to the network now, for the loop may be blocked next. Waits a moment
-        for connections that are just being made."""
+        """Hand the queued control lane to the network now, for the loop may be blocked next. Waits a moment."""
         ...
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:

@@ -58,8 +58,7 @@ def make_context() -> zmq.Context[Socket]:
 
 
 def make_inbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None) -> Socket:
-    """Receive-only ROUTER. libzmq makes the routing ids: with chosen ones a restarted peer got a dead one's replies.
-    Raises LaunchError without free descriptors."""
+    """Receive-only ROUTER with routing ids of libzmq's. Raises LaunchError without free descriptors."""
     inbox = _new_socket(context, zmq.ROUTER, "an endpoint")
     _common(inbox, lane, has_network=key is not None)
     inbox.setsockopt(zmq.MAXMSGSIZE, max_message(lane))
@@ -102,8 +101,7 @@ def _new_socket(context: zmq.Context[Socket], kind: int, what: str) -> Socket:
 
 
 def read_event(monitor: Socket) -> tuple[int, int, str]:
-    """(event, its value, endpoint) of the next message of a monitor; raises zmq.Again. pyzmq's own reader makes a
-    member of an enumeration of every value that it meets, and keeps them all."""
+    """(event, value, endpoint) of a monitor's next message. Raises zmq.Again."""
     head, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
     event, value = _MONITOR_EVENT.unpack(head)
     return event, value, endpoint.decode("ascii", "replace")
@@ -219,8 +217,7 @@ class Inbox:
             self._pump = Pump(self._socket, self._take, 0.0 if self._lane is Lane.BULK else TURN_S)
 
     def listen_again(self, endpoint: str) -> None:
-        """Its file is gone: newcomers come in by a new one. The old listener goes with the socket: ZeroMQ would remove
-        the new file with it. Raises zmq.ZMQError."""
+        """By a new file and listener: ZeroMQ would remove the new file with the old one. Raises zmq.ZMQError."""
         self._socket.bind(endpoint)
         if self._pump is not None:
             self._pump.look_soon()

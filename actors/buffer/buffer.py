@@ -148,8 +148,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
     async def _begin(self, *, waits: bool) -> None:
-        """Open the ledger and make all that is made from it; use it once it knows what was decided about knobs. Where
-        that fails, the ledger is closed."""
+        """Open the ledger, make what is made from it, use it once the knobs are known; where that fails, close it."""
         clock, limits = self.ctx.clock, self._limits
         ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
         try:
@@ -176,8 +175,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._groups.ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
-        """The groups of a rollout actor that died are requeued. While the disk refuses, nothing is recorded: the next
-        incarnation reports with its first draw which groups it holds."""
+        """Its groups are requeued. While the disk refuses, its next incarnation's first draw says what it holds."""
         with suppress(DiskRefused):
             if event.kind == "down":
                 await self.rollout_gone(event.name, event.epoch)
@@ -465,8 +463,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
 
 class LongPolls:
-    """The waiting calls of one actor. Made on its loop. Each change wakes all of them, and each looks again for itself:
-    conditions differ from caller to caller, and callers are few."""
+    """The waiting calls of one actor, on its loop. A change wakes all; each looks for itself."""
 
     def __init__(self, ctx: ActorContext) -> None:
         self._ctx = ctx
@@ -484,8 +481,7 @@ class LongPolls:
         return self._ctx.clock.monotonic() + min(wanted_s, limit_s)
 
     async def wait(self, until_s: float, *, is_urgent: bool = False) -> float | None:
-        """Seconds waited until something changed; None if the time was over first. `is_urgent`: only until others had
-        their turn."""
+        """Seconds waited until a change; None: the time was over. `is_urgent`: only until others had their turn."""
         started_s = self._ctx.clock.monotonic()
         if started_s >= until_s:
             return None

@@ -33,8 +33,7 @@ from ..user_code.functions import GROUP_FILTER, SAMPLE_FILTER, load_function, wh
 
 @dataclass(frozen=True, slots=True)
 class GroupFilters:
-    """The filters that were loaded when the run began, and the one that the run file chose. No other can be chosen
-    during the run: a name in a message never imports code."""
+    """Those loaded when the run began, and the chosen one: a name in a message never imports code."""
 
     chosen: str
     by_name: Mapping[str, GroupFilter]

@@ -44,8 +44,7 @@ _STAGES = {State.DISPATCHED: LineStage.UNDER_WAY, State.REQUEUED: LineStage.WAIT
 
 
 class Groups:
-    """The groups of a run: who works on which, and what becomes of each. Raises LedgerError, DataError, UserCodeError;
-    never for what a rollout actor sends."""
+    """Who works on which, what becomes of each. Raises LedgerError, DataError, UserCodeError."""
 
     def __init__(
         self,
@@ -59,8 +58,7 @@ class Groups:
         log: logging.Logger,
         started_s: float,
     ) -> None:
-        """Of the ledger and admission of `knobs`. `finished` gets what is known of finished groups, `tell` the
-        events of groups and prompts."""
+        """`finished` gets what is known of finished groups, `tell` the events of groups and prompts."""
         self.knobs = knobs
         self.ledger = ledger = knobs.ledger
         self.admission = knobs.admission
@@ -95,8 +93,7 @@ class Groups:
     # ---- handing out
 
     def hear(self, request: DrawRequest) -> None:
-        """What a rollout actor reports of itself in a draw: its incarnation, the weights that its engine serves, and
-        the groups that it holds."""
+        """What an actor reports in a draw: incarnation, weights that its engine serves, groups that it holds."""
         weights = ServedWeights(request.lineage, request.version)
         self.versions.reported(request.rollout, request.epoch, weights)
         owned, holding = self._owned_by(request.rollout), request.holding
@@ -213,8 +210,7 @@ class Groups:
     # ---- taking back
 
     def put(self, group: Group, attempt: int, rollout: str) -> tuple[PutResult, Group]:
-        """A finished group, and as it is kept: some of its members may be masked. Only the attempt and actor that have
-        it now are heard."""
+        """A finished group as it is kept: members may be masked. Heard only of the attempt and actor that have it."""
         group_id, num_tokens = group.group_id, num_tokens_of(group.samples)
         row = self.ledger.find(group_id)
         if row is None:
@@ -279,8 +275,7 @@ class Groups:
         self.cursor.quarantine.failed(self.cursor.sources.prompt(row), reason, detail)
 
     def take_back(self, returned: GroupReturned, now_s: float) -> bool:
-        """A rollout actor returns a group with its tokens, or reports the tokens and keeps the group; False if the
-        group is not assigned to it (any more)."""
+        """An actor returns a group with its tokens, or reports them and keeps it; False: it has it no more."""
         group_id, rollout, partial = returned.group_id, returned.rollout, returned.partial
         row = self._held(group_id, returned.attempt, rollout)
         if row is None:
@@ -338,8 +333,7 @@ class Groups:
     # ---- training
 
     def claim(self, step: int) -> dict[int, int]:
-        """The batch of `step`, now or again: group -> version of its oldest token; empty while it cannot be formed.
-        Sets `is_finished` when it never will."""
+        """The batch of `step`: group -> version of its oldest token; empty as yet, or (`is_finished`) for ever."""
         ledger = self.ledger
         if held := ledger.claim_of(step):
             return {row.group_id: row.version for row in held}
@@ -506,8 +500,7 @@ class FairShare:
         self._rooms.pop(rollout, None)
 
     def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]]) -> int:
-        """New groups that `rollout`, which has `room` for so many, may take of `num_free`. `held`: the groups that each
-        actor runs."""
+        """How many of `num_free` `rollout` may take, which has `room`. `held`: groups that each actor runs."""
         others = {name: theirs for name, theirs in self._rooms.items() if theirs and name != rollout}
         if not others or num_free < 1:
             return num_free

@@ -82,8 +82,7 @@ class BufferValues(Record, frozen=True):
 
 
 def stop_ids(text: str) -> tuple[int, ...]:
-    """Token ids of "13,198", or "13," on a command line, where 13 is a number; none of "none". Raises ValueError for
-    what is no list of numbers from 0 on."""
+    """Of "13,198", or "13," where 13 is a number; none of "none". Raises ValueError for what is no such list."""
     if text == NO_IDS:
         return ()
     words = [word.strip() for word in text.removesuffix(",").split(",")]

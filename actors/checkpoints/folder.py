@@ -57,8 +57,7 @@ class RunPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def write_run_part(folder: Path, part: RunPart, ledger: Path) -> None:
-    """Move the copy of the ledger, which `part.ledger` describes, into the folder, and write run.json. Raises
-    TrainError if the disk refuses."""
+    """Move the ledger's copy into the folder, write run.json. Raises TrainError if the disk refuses."""
     try:
         ledger.replace(folder / LEDGER)
         write_durably(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(part), indent=2))
@@ -186,8 +185,7 @@ def version_in(folder: Path) -> int:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into the partial folder and move it to its place; an older checkpoint of that name is found
-    there until then. Raises TrainError if the disk refuses, or a later writer's is there."""
+    """Write the manifest, move the folder to its place. Raises TrainError for the disk, or a later writer."""
     writer = writer_of(manifest.extra)
     fresh = partial_of(folder, writer)
     try:
@@ -448,8 +446,7 @@ def begin(folder: Path, writer: Writer | None = None) -> Path:
 
 
 def sweep(holder: Path, own: Writer | None = None) -> None:
-    """Delete what crashes and earlier writers left half written or half deleted. `own`: the caller; files of a later
-    writer are left to it."""
+    """Delete what crashes and earlier writers left; files of a later writer than `own` are left to it."""
     for path in holder.glob(f"{GROWING}*"):
         writer = _writer_in(path.name.removeprefix(GROWING).partition("-")[0])
         if not (writer and own and writer > own):

@@ -186,8 +186,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._reported.set()
 
     async def _rejoin(self) -> None:
-        """Of a coordinator that starts again in a run that works: returns when the run can continue. Actors that died
-        at the same time are not waited for."""
+        """Of one that starts again in a run: until that can continue. Actors that died then are not waited for."""
         began_s, limit_s = self._clock.monotonic(), TIMEOUTS.coordinator.rejoin_s
         for name in (name for prefix in OTHER_OWNERS for name in self.ctx.peers(prefix)):
             self.ctx.spawn(self.conductor.joined(name), name=f"knobs-for-{name}")

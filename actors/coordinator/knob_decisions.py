@@ -275,8 +275,7 @@ class Decisions:
         return found.record.reason or f"by {who.user or who.via or 'an operator'}"
 
     def news(self, after: int) -> LiveKnobs:
-        """What an owner needs that knows the decisions up to epoch `after`: of each knob that was decided since, all
-        values from now on."""
+        """After epoch `after`: of each knob that was decided since, all values from now on."""
         names = sorted({one.knob.name for one in self._decided if one.knob.epoch > after})
         return LiveKnobs(epoch=self.epoch, knobs=tuple(value for name in names for value in self._course(name)))
 
@@ -369,8 +368,7 @@ class Decisions:
         return change
 
     def _ends(self) -> Iterator[tuple[_Decided, str, float]]:
-        """Of changes for a time: what the end is counted in ("s": wall clock, "number": of the boundary, "version": of
-        the run), and where that is."""
+        """Of changes for a time: what counts their end ("s" wall clock, "number" of the boundary, "version"), where."""
         for one in self._decided:
             record, decision = one.record, one.decision
             if not one.is_for_a_time:

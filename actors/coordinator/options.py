@@ -38,8 +38,7 @@ class CoordinatorOptions:
     start_timeout_s: float = 300.0
     limits: AdoptionLimits = field(default_factory=lambda: AdoptionLimits(prepare_s=60.0, commit_s=30.0))
     takes_turns: bool = False
-    """Trainer and engines share devices in turns: a version is released as soon as every engine has it, and engines
-    may lose their weights between two versions."""
+    """A version is released once every engine has it; engines may lose their weights between two versions."""
 
 
 _knob = knob_maker("coordinator", "now")

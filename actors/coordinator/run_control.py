@@ -81,8 +81,7 @@ class RunControl:
             self._tell("run-stepping", f"to version {until}: {why}")
 
     async def set_pause(self, verb: PauseVerb, who: Operator, reason: str, num_steps: int = 0) -> int:
-        """Steps are counted from the version that the run is at. Returns where the trainer rests. Raises LedgerError
-        for what could not be decided, CallError when the buffer has not obeyed yet."""
+        """Where the trainer rests. Raises LedgerError if not decided, CallError while the buffer has not obeyed."""
         pause_at = {"pause": 0, "resume": -1, "step": self._version() + num_steps}[verb]
         asked = {"num_steps": num_steps} if verb == "step" else {}
         request = ChangeRequest(values={PAUSE_AT.name: pause_at}, who=who, reason=reason)

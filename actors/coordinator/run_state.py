@@ -126,8 +126,7 @@ class CoordinatorJournal:
         return True, ""
 
     async def keep(self) -> None:
-        """`state` is durable once this returns. Raises LedgerError when it cannot be written; then the file is
-        unchanged. If the caller is cancelled, the write still completes, and the next one begins after it."""
+        """Durable once it returns, also if the caller is cancelled. Raises LedgerError with the file unchanged."""
         await in_daemon_thread(self._write, "journal")
 
     def _write(self) -> None:
@@ -156,8 +155,7 @@ class RunContext(Reporter):
         return self.state.known_version
 
     async def record(self, record: AuditRecord) -> AuditRecord:
-        """Into the audit log, with time and version of this moment. Durable once this returns. Raises as `append_audit`
-        does."""
+        """Into the audit log, with time and version of now; durable. Raises as `append_audit`."""
         now = msgspec.structs.replace(record, wall_s=self.clock.wall(), version=self.version())
         return await in_daemon_thread(lambda: append_audit(self.options.audit_path, now), "audit")
 

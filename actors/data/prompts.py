@@ -277,8 +277,7 @@ DATA_SOURCE = "data_source"
 
 
 def open_held_out(config: RunConfig, limit: PromptLimit | None) -> dict[str, RowSet]:
-    """Open and check all sets of a run. `limit`: of prompts. Raises ConfigError for files that are not there, DataError
-    for bad rows, and for more of them than a message holds."""
+    """All sets of a run. `limit`: of prompts. Raises ConfigError for files, DataError for bad or too many rows."""
     return {name: _open(config, name, key, paths, limit) for name, (key, paths) in config.eval.files().items()}
 
 
@@ -292,8 +291,7 @@ def held_out_layout(config: RunConfig, name: str) -> RowLayout:
 
 
 def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, source: str = "") -> RowLayout:
-    """How rows are read that are laid out as `part` says and judged by `reward`. `source`: their name, if they have one
-    and it may choose who judges."""
+    """How rows of `part` are read, judged by `reward`. `source`: their name, if it may choose who judges."""
     if config.algo.kind == "sft":
         return RowLayout(part, needs_demonstration=True)
     rewards = RowRewards(reward, {DATA_SOURCE: source} if source else {})
@@ -370,8 +368,7 @@ class Dataset:
     def __init__(
         self, by_name: Mapping[str, PromptDataset], weights: Mapping[str, float], held_out: Mapping[str, RowSet]
     ) -> None:
-        """`by_name`: the only one is called "", and so is the only held-out set. `weights`: of each of several sources,
-        as the run file says."""
+        """`by_name`: the only one is "", and so is the only held-out set. `weights`: of several sources."""
         self.by_name = dict(sorted(by_name.items()))
         self.weights = dict(weights)
         self._held_out = held_out
@@ -395,8 +392,7 @@ class Dataset:
         return len(self._held_out.get(name, ()))
 
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        """The first of a set; none of one that there is not. Their group ids are -1, -2, ..., in every set, so that
-        they are never taken for draws."""
+        """The first of a set, none of one that is not there. Their group ids are -1, -2, ..., never those of draws."""
         rows = self._held_out.get(name)
         if rows is None:
             return ()
@@ -415,8 +411,7 @@ class Dataset:
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """Open and check all data of a run; bad rows that are skipped are logged. Raises ConfigError for files
-    that are not there, DataError for bad rows."""
+    """All data of a run; skipped rows are logged. Raises ConfigError for files, DataError for bad rows."""
     limit = limit_of(config)
     by_name: dict[str, PromptDataset] = {}
     for name, part in config.data.parts().items():

@@ -28,8 +28,7 @@ RECORDED = "recorded"
 
 
 class RecordedGroups:
-    """The groups of one ledger whose tokens it has, in the order of training. A `RowFile`, whose rows can be read at
-    any time too."""
+    """The groups of a ledger whose tokens it has, in the order of training. A `RowFile`, readable at any time."""
 
     def __init__(self, path: str) -> None:
         """Raises DataError if it is no ledger, or has no such groups."""

@@ -162,8 +162,7 @@ class FileBytes:
 
 
 def pyarrow(path: str, what: str, module: str = "pyarrow") -> Any:
-    """pyarrow, by name, because it is optional, heavy and untyped: only who reads such files pays for it. Raises
-    ConfigError if it is not installed."""
+    """pyarrow, which only its files pay for. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -180,8 +179,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class JsonlFile:
-    """Rows are the lines that are not blank, or the elements of the array; a row's number does not change when another
-    is mended."""
+    """Rows are lines that are not blank, or elements of the array; their numbers do not change."""
 
     def __init__(self, path: str) -> None:
         """Look at its beginning. Raises OSError, DataError if it cannot be unpacked."""

@@ -69,8 +69,7 @@ class AgentWorkflow:
         models: Mapping[str, ReachedModel] | None = None,
         environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`gateway`: of this actor; started and stopped by its owner. `models`: of the run's own; requests may name
-        one. `environ`: of this process, what programs get besides."""
+        """`gateway`: of this actor, its owner's. `models`: the run's own. `environ`: what programs get besides."""
         self._settings = settings
         self._environ = environ
         self.gateway = gateway

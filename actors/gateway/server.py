@@ -200,8 +200,7 @@ class Gateway:
     """The door of one process. Sessions come and go; the server stays."""
 
     def __init__(self, options: ListenOptions | None = None, *, prefix: str = "", is_behind: bool = False) -> None:
-        """`prefix`: of keys, says which process has the session. `is_behind`: agents get another address, that of
-        the gateway role."""
+        """`prefix`: of keys, says whose session it is. `is_behind`: agents get the gateway role's address."""
         self._eval: EvalAccess | None = None
         """None: there is no engine yet."""
         self._num_eval = 0
@@ -244,8 +243,7 @@ class Gateway:
     def answer_eval(
         self, tokenizer: Tokenizer, model: ModelAccess, *, limit: Callable[[], int], is_serving: Callable[[], bool]
     ) -> None:
-        """There is an engine for requests with the eval key. `limit`: so many at a time. `is_serving`: whether it has
-        weights of the run."""
+        """An engine for the eval key. `limit`: requests at a time. `is_serving`: it has weights of the run."""
         self._eval = EvalAccess(tokenizer, model, limit, is_serving)
 
     async def served(self) -> GatewayPlace:

@@ -275,8 +275,7 @@ class AgentSession:
         return self._tokenizer.decode(ids, skip_special=False)
 
     def check_size(self, num_bytes: int) -> None:
-        """Raises RequestFault for a request that is too large for any prompt in the context: others would wait while
-        its prompt is written out and made tokens of."""
+        """Raises RequestFault for one too large for any prompt: others would wait while it is made tokens of."""
         most = BYTES_BESIDE + BYTES_A_TOKEN * self._root.context_length
         if num_bytes > most:
             raise RequestFault("too-long", f"the request has {num_bytes} bytes; this context is for {most} at most")

@@ -132,8 +132,7 @@ class KnobOwner:
         return KnobSheet(owner=self.owner, knobs=states, epoch=self.epoch, passed=dict(self._passed))
 
     def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
-        """Of values within their ranges that the run file allows: what only this owner knows. `at`: number at which
-        they would be in force, where that is numbered."""
+        """Within ranges and the run file: what only this owner knows. `at`: number of a numbered boundary."""
         return KnobVerdict()
 
     def take(self, news: LiveKnobs) -> None:
@@ -204,8 +203,7 @@ class KnobOwner:
 
 
 class OwnsKnobs(KnobsContract):
-    """The handlers, for roles that have a `KnobOwner`. Name it before the role's contract among the bases, and set
-    `knob_owner` in `__init__` or `on_start`."""
+    """The handlers of roles with a `KnobOwner`. A base before the role's contract; set `knob_owner` at start."""
 
     knob_owner: KnobOwner
 

@@ -376,8 +376,7 @@ WHOLE = "FROM groups g JOIN payloads p ON p.group_id = g.group_id AND p.is_whole
 
 
 def dump_groups(path: Path, target: Path) -> int:
-    """Copy the ledger, which may be in use, to a new file; returns how many finished groups with tokens it holds.
-    Raises LedgerError if the file is there already, or one of the two cannot be used."""
+    """Copy the ledger, which may be in use; how many finished groups with tokens it holds. Raises LedgerError."""
     try:
         target.touch(0o600, exist_ok=False)
     except OSError as error:
@@ -462,8 +461,7 @@ def read_facts(path: Path) -> LedgerFacts:
 
 
 def recorded(path: Path, name: Literal["payload_floor", "dataset"]) -> str:
-    """What an unused ledger says of itself: the oldest version that it can go back to, or the fingerprint of the
-    prompts that it was written for. Raises LedgerError if it cannot be read."""
+    """Of an unused one: the oldest version that it can go back to, or the prompts' fingerprint. Raises LedgerError."""
     try:
         with contextlib.closing(LedgerReader(path)) as file:
             return file.meta()[name]
@@ -472,8 +470,7 @@ def recorded(path: Path, name: Literal["payload_floor", "dataset"]) -> str:
 
 
 def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
-    """Copy `earlier` to `path` as the ledger of `run`; False if `path` is there already (the buffer was restarted).
-    Raises LedgerError if the earlier ledger is missing, in use or no ledger."""
+    """Copy `earlier` as the ledger of `run`; False: `path` is there. Raises LedgerError for one that is not fit."""
     if path.exists():
         return False
     if not earlier.is_file():
@@ -484,8 +481,7 @@ def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
 
 
 def adopt_copy(earlier: Path, path: Path, run: str) -> None:
-    """Copy a ledger without a writer, of a checkpoint for example, to `path` for `run`. Only the caller may use `path`;
-    an older file there is replaced. Raises LedgerError if one of the two cannot be used."""
+    """Copy a ledger without a writer for `run`, over an older file. Raises LedgerError."""
     draft = path.with_name(path.name + ".part")
     copy_ledger(earlier, draft)
     begin_life(draft, run)
@@ -495,8 +491,7 @@ def adopt_copy(earlier: Path, path: Path, run: str) -> None:
 
 
 def begin_life(path: Path, run: str) -> None:
-    """The ledger is `run`'s from now on, and forgets what was set during an earlier life (values of knobs), which comes
-    with a checkpoint. Raises LedgerError if it cannot be written."""
+    """The ledger is `run`'s now and forgets set knobs, which come with a checkpoint. Raises LedgerError."""
     try:
         with contextlib.closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))

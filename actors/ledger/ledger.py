@@ -177,8 +177,7 @@ class LedgerChange:
     def move(
         self, row: Row, *path: State, detail: str = "", table: Mapping[State, frozenset[State]] = TRANSITIONS
     ) -> None:
-        """A group goes that way, and is as `row` says otherwise. Raises LedgerError for a way that is not in the
-        table."""
+        """A group goes that way, as `row` says otherwise. Raises LedgerError for a way that is not in the table."""
         check_path(row, path, table)
         for at, to in zip((row.state, *path), path, strict=False):
             self.transitions.append((row.group_id, at, to, row.attempt, self.wall_s, detail))
@@ -194,8 +193,7 @@ class Ledger(LedgerReader):
         for the record. Raises LedgerError if the file is in use, damaged, or of another format, run or dataset."""
         self.path = path
         self.is_broken = False
-        """The file could not be written (disk full, read-only). What was promised before holds, but nothing more can be
-        promised by this object."""
+        """The file could not be written: what was promised holds, nothing more can be promised."""
         self._traces = ExitStack()
         self._traces.enter_context(lock_ledger(path))
         self._wall = wall
@@ -371,8 +369,7 @@ class Ledger(LedgerReader):
                 change.move(self._get(group_id), State.DISPATCHED, detail="still held")
 
     def finish(self, group_id: int, data: bytes, *, version: int, num_tokens: int, reward: float | None = None) -> None:
-        """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part;
-        `reward`: mean over its members."""
+        """A whole group is kept. `version`: of its oldest token (-1: no engine); `reward`: mean over its members."""
         with self._change() as change:
             change.payloads.append((group_id, True, data))
             row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
@@ -529,8 +526,7 @@ class Ledger(LedgerReader):
 
     @contextmanager
     def _change(self, known: Iterable[Row] = ()) -> Generator[LedgerChange]:
-        """What is put into the change is written at the end, all of it or nothing; nothing after an error. `known`:
-        rows of groups that are not mirrored, as they are."""
+        """Written at the end, all of it or nothing. `known`: rows of groups that are not mirrored."""
         change = LedgerChange(self._wall())
         yield change
         if not (change.rows or change.payloads or change.meta):

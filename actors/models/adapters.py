@@ -40,8 +40,7 @@ Matrices = Mapping[str, tuple[int, int]]
 
 
 def adapted_matrices(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> Matrices:
-    """Those of the model's weights (name -> shape) that get an adapter. Raises ConfigError for a target that is none of
-    them, and for experts."""
+    """Weights (name -> shape) that get one. Raises ConfigError for an unknown target, and for experts."""
     known = {name[: -len(".weight")]: shape for name, shape in shapes.items() if _is_matrix(name, shape)}
     takes_all, chosen = lora.target_modules == ALL_LINEAR, dict[str, tuple[int, int]]()
     for target in ("",) if takes_all else lora.target_modules:
@@ -119,8 +118,7 @@ def file_name(name: str) -> str:
 
 
 def write_adapter(folder: str | Path, base: str, facts: Mapping[str, Any], tensors: Sequence[NamedArray]) -> None:
-    """Write an adapter folder. `base`: the model's; `facts`: as `adapter_facts`; tensors have the folder's names.
-    Raises ModelError when the disk refuses."""
+    """`base`: the model's; `facts`: as `adapter_facts`; the folder's names. Raises ModelError for the disk."""
     names = {tensor.spec.name.rsplit(".", 3)[1] for tensor in tensors}
     alpha = float(facts["alpha"])
     said = {

@@ -354,8 +354,7 @@ class ChatTemplate:
         day: date | None = None,
         with_tools: str = "",
     ) -> None:
-        """`arguments`: further names that it sees, such as `enable_thinking`. `with_tools`: the source of the one that
-        is taken where there are tools. Raises ModelError."""
+        """`arguments`: further names; `with_tools`: source of the template for tools. Raises ModelError."""
         self.place = place
         """Where it was found, for messages."""
         self._arguments = {**special_tokens, **(arguments or {})}
@@ -499,8 +498,7 @@ def _roles(seen: Sequence[dict[str, Any]]) -> str:
 def load_chat_template(
     folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None, found: Any = None
 ) -> ChatTemplate:
-    """The template that transformers finds in the folder. `arguments`: see `ChatTemplate`; `found`: its tokenizer, if
-    it was read already. Raises ModelError naming the files when there is none."""
+    """As transformers finds it. `found`: its tokenizer, if it was read already. Raises ModelError for none."""
     root = Path(folder)
     found = read_hf_tokenizer(root) if found is None else found
     given: Any = found.chat_template

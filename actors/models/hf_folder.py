@@ -85,8 +85,7 @@ def _hub_name(root: Path) -> str:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The folder's `config.json`; of a foreign model the shapes of its weights too. Raises ModelError when the folder
-    or the file is missing or not understood."""
+    """`config.json`; of a foreign model the shapes of its weights too. Raises ModelError naming the file."""
     root = Path(folder)
     if not root.is_dir() and (name := _hub_name(root)):
         raise ModelError(
@@ -127,8 +126,7 @@ def find_tokenizer(folder: str | Path) -> Path:
 
 
 def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """Ids that end a generation by the word of `generation_config.json` and `config.json`, without repetition. The ids
-    of the tokenizer's own `eos_token` are added by `tokenizer.load_tokenizer`."""
+    """Ids that end a generation by both config files; `load_tokenizer` adds the tokenizer's own."""
     root = Path(folder)
     found: list[int] = []
     for name in (GENERATION_CONFIG, CONFIG):
@@ -286,8 +284,7 @@ def _shards(tensors: Sequence[NamedArray], max_bytes: int) -> list[list[NamedArr
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
-    """Copy the tokenizer files and `generation_config.json`. Raises ModelError if `source` has no `tokenizer.json`, or
-    one of them is no regular file or too large."""
+    """Also `generation_config.json`. Raises ModelError: no `tokenizer.json`, no regular file, too large."""
     root, into = Path(source), Path(target)
     if not (root / "tokenizer.json").exists():
         raise ModelError(f"{root / 'tokenizer.json'} is missing", remedy="point to the folder the model came from")
@@ -310,8 +307,7 @@ HEADS = ("value_head", "score")
 
 
 def check_second_model(key: str, path: str, model: ModelConfig) -> None:
-    """Raise ConfigError unless the folder `path`, which the run file's `key` names, holds a model of the shape of
-    `model`. No path: it is that of `model` itself."""
+    """Raise ConfigError unless `path`, which the run file's `key` names (or is empty), is shaped as `model`."""
     if not path:
         return
     try:
@@ -335,8 +331,7 @@ def critic_layers(model: ModelConfig) -> ModelConfig:
 
 
 def check_critic(critic: CriticConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if a `critic.path` does not hold weights of the policy's shape, or has a head that gives more
-    than one value."""
+    """Raise ConfigError if `critic.path` has no weights of the policy's shape, or a head of several values."""
     check_second_model("critic.path", critic.path, model)
     layers = critic_layers(model)
     try:

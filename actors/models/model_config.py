@@ -119,8 +119,7 @@ class ModelConfig:
     has_shared_gate: bool = False
     """Whether a sigmoid of the token weighs what the shared expert gives (Qwen2-MoE)."""
     foreign: str = ""
-    """What our own code does not compute of this model; empty: it computes all. A foreign model's sizes serve
-    estimates, and a part of them may be unknown."""
+    """What our own code does not compute of this model, whose sizes serve estimates; empty: it computes all."""
     folder_shapes: Mapping[str, tuple[int, ...]] = field(
         default_factory=dict[str, tuple[int, ...]], repr=False, hash=False
     )
@@ -416,8 +415,7 @@ def _not_read(source: Mapping[str, Any]) -> str:
 
 
 def served_fp8(source: Mapping[str, Any], place: str) -> tuple[int, int] | None:
-    """The blocks in which engines of a folder hold their weights, by its `config.json`; None: they are not quantised.
-    Raises ConfigError for a quantisation that weights are not sent in."""
+    """The blocks of FP8 weights of a folder; None: not quantised. Raises ConfigError for another quantisation."""
     if not isinstance(source.get("quantization_config"), dict):
         return None
     block, facts = fp8_block(source), _quantisation(source)

@@ -66,8 +66,7 @@ PRESETS: Mapping[str, Preset] = {
 def make_tiny_model(
     folder: str | Path, preset: str = "1m", seed: int = 0, vocab_size: int = 320, context_length: int = 2048
 ) -> ModelConfig:
-    """Write a model folder with random weights; the same arguments give the same bytes. Raises ModelError for an
-    unknown preset, a vocabulary below 262 or a folder that cannot be written."""
+    """Random weights, the same for the same arguments. Raises ModelError: preset, vocabulary < 262, disk."""
     config = tiny_config(preset, vocab_size, context_length)
     write_folder(folder, config.source, init_weights(config, seed))
     write_tokenizer(folder, config)
@@ -75,8 +74,7 @@ def make_tiny_model(
 
 
 def tiny_config(preset: str, vocab_size: int = 320, context_length: int = 2048) -> ModelConfig:
-    """The config of a Qwen3 with tied embeddings and our tokenizer's special ids. Raises ModelError for an unknown
-    preset, or a vocabulary that is too small."""
+    """A Qwen3 with tied embeddings and our special ids. Raises ModelError: preset, too small a vocabulary."""
     sizes = PRESETS.get(preset)
     if sizes is None:
         raise ModelError(f"there is no tiny model {preset!r}", remedy=f"choose one of {', '.join(PRESETS)}")

@@ -107,8 +107,7 @@ class FolderTokenizer:
 
 
 def load_tokenizer(folder: str | Path, template: TemplateSettings | PlainText | None = None) -> FolderTokenizer:
-    """Read the folder's tokenizer. `template`: the run's settings of it; `PlainText()` where nothing is rendered.
-    Raises ModelError naming the file that is missing or broken."""
+    """`template`: the run's settings; `PlainText()` where nothing is rendered. Raises ModelError naming the file."""
     root = Path(folder)
     known = set(read_tokenizer(root).get_vocab(with_added_tokens=True))
     found = read_hf_tokenizer(root)

@@ -92,8 +92,7 @@ class Monitor(MonitorContract):
         self._sinks.put(self._thinned(bundle))
 
     def _tell_own(self) -> None:
-        """What this actor has to say of itself goes the way of all bundles, without a message; but for its spans, which
-        would be one for every bundle."""
+        """What this actor says of itself goes the way of all bundles, but for its spans, one for every bundle."""
         self._own_told_s = self._clock.monotonic()
         self._take(msgspec.structs.replace(self._own.drain(), spans=()))
 

@@ -97,8 +97,7 @@ class SinkThread:
         self._ended.set_result(None)
 
     def _pump(self) -> None:
-        """Write bundles until the end; flush when something is unflushed for `flush_s` of real time (the thread really
-        waits, so an injected clock would not do)."""
+        """Write bundles until the end; flush what is unflushed for `flush_s` of real time."""
         due_s: float | None = None
         while True:
             item: Telemetry | bool | None = True

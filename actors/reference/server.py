@@ -338,8 +338,7 @@ class ServedReference(Reference):
         """Seconds of calls that worked, since the last report."""
 
     async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
-        """The sample with its reference log-probs. Raises ReferenceFailed, and UserCodeError for a sample that was
-        drawn at another temperature than the servers' log-probs are of."""
+        """Raises ReferenceFailed, UserCodeError for a sample at another temperature than the servers' log-probs."""
         wanted = wanted_of(sample)
         if wanted is None:
             return sample

@@ -55,12 +55,10 @@ ALONE = RewardKeys()
 
 
 class CallFailed(Exception):
-    """What was called, such as a reward function, raised or answered with nonsense. The text is a sentence without its
-    subject."""
+    """What was called raised or answered with nonsense. The text is a sentence without its subject."""
 
     def __init__(self, cause: str, *, is_deadly: bool = False, is_late: bool = False, is_refusal: bool = False) -> None:
-        """`is_deadly`: it ended the process that ran it. `is_late`: its process was killed at its time limit.
-        `is_refusal`: it is well, and says no to these answers."""
+        """`is_deadly`: it ended its process. `is_late`: killed at its limit. `is_refusal`: it is well, and says no."""
         super().__init__(cause)
         self.is_deadly = is_deadly
         self.is_late = is_late
@@ -104,8 +102,7 @@ def load_reward(of: RewardSpec) -> RewardFn:
 
 
 async def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
-    """Raises CallFailed, and CancelledError only if the caller's task is cancelled. It suspends for async functions
-    only."""
+    """Raises CallFailed, CancelledError only if its task is cancelled. Suspends for async functions only."""
     try:
         returned = reward.fn(answers if reward.takes_group else answers[0])
         if reward.is_async:

@@ -241,8 +241,7 @@ class CallGuard(Guarded):
         return self._num_errors
 
     async def called(self, group_id: int, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of `call()`, which waits and is repeated while an outage lasts. Raises CallFailed for a failure
-        that counts, and whatever else `call` raises."""
+        """Of `call()`, repeated while an outage lasts. Raises CallFailed that counts, and what else `call` raises."""
         pause_s = self._settings.cool_down_s
         while True:
             if self._outage_s is not None and self._fatal:

@@ -59,8 +59,7 @@ class Judges:
         return JudgeReward(of, _over_http(posts, of.model) if posts else self.models[of.model], posts, strips=strips)
 
     def settings_with(self, args: Mapping[str, Any], key: str, known: Collection[str]) -> JudgeSettings:
-        """`known`: models of the run's own. Raises ConfigError for a key that is none, a value that it cannot have, and
-        where no model could be asked."""
+        """`known`: models of the run's own. Raises ConfigError for keys, values, and where no model can be asked."""
         try:
             said = self.settings.model_dump(exclude_unset=True)
             of = JudgeSettings.model_validate({**said, **args}) if args else self.settings

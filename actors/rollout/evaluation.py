@@ -23,8 +23,7 @@ class Evaluation:
     """Of one rollout actor."""
 
     def __init__(self, scorers: Mapping[str, Scorer] | None = None, *, num_shown: int = 0) -> None:
-        """`scorers`: of the evaluation sets that are not judged as training samples are. `num_shown`: prompts of each
-        question whose answers people can read later."""
+        """`scorers`: of sets judged otherwise. `num_shown`: prompts whose answers people can read later."""
         self._num_shown = num_shown
         self._show: Callable[[GroupText], None] | None = None
         self._scorers = dict(scorers or {})

@@ -380,8 +380,7 @@ class GroupRunner:
             await asyncio.sleep(TIMEOUTS.rollout.repeat_s * 2 ** (member.num_retries - 1))
 
     def _settle(self, member: GroupMember, failed: MemberFailed) -> None:
-        """What becomes of a member whose workflow failed for good: it is masked, or its samples get reward 0. Raises
-        `failed` where it costs the group."""
+        """Of a failed member: masked, or reward 0. Raises `failed` where it costs the group."""
         if failed.kind in RETRIED:
             self._failed(failed, f"it is masked: {failed.message}")
             self.failures["rollout/num_masked"] += 1

@@ -115,8 +115,7 @@ class OtherModel:
         self._refs = {name: ctx.ref(ModelContract, name) for name in self._names}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """One delta. Raises UserCodeError for a request that the engine refuses, MemberFailed of the kind "environment"
-        where no actor answers in time."""
+        """One delta. Raises UserCodeError for a refused request, MemberFailed ("environment") without an answer."""
         yield await self._answer(request)
 
     async def _answer(self, request: GenerateRequest) -> Delta:

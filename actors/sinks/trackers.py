@@ -31,8 +31,7 @@ _ALONE = frozenset({"trainer/0", "coordinator", "buffer", "monitor"})
 
 
 def curves_of(point: MetricPoint) -> dict[str, float]:
-    """Its metrics by the names that they have in the one list, without its time accounting: `train/loss` of trainer/0
-    stays; `rollout/running` of rollout/1 is `rollout.1/running`."""
+    """By their names in the one list: `train/loss` of trainer/0 stays, rollout/1's are `rollout.1/running`."""
     own = f"{point.source.partition('/')[0]}/"
     head = "" if point.source in _ALONE else f"{point.source.replace('/', '.')}/"
     return {

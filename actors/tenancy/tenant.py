@@ -112,8 +112,7 @@ class Tenant:
         )
 
     def loaded(self, stores: Sequence[AssetStore], comms: CommResidency | None = None) -> None:
-        """Everything planned is there: from now on the stores' own numbers count. `comms`: communicators that may leave
-        the device, as tag "nccl"."""
+        """Everything planned is there: the stores' numbers count now. `comms`: may leave as tag "nccl"."""
         self._planned, self._assets = None, TenantAssets(stores, comms)
 
     async def command(self, command: MemoryCommand) -> MemoryReply:

@@ -62,8 +62,7 @@ class CheckpointOptions:
     at_stop: bool = False
     """Whether a run that is stopped writes one, also with `every` = 0."""
     origin: Callable[[], tuple[tuple[str, str], ...]] = tuple
-    """Events (kinds and texts) about the checkpoint that the run continues from. Called when all ranks have begun:
-    before, it is not known which checkpoints they skip."""
+    """Events about the checkpoint that the run continues from, told once all ranks have begun."""
     keep_start: Callable[[Path], None] = lambda _: None
     """Copies what the run is started from into a checkpoint. May raise MyxaError or OSError."""
     writer: Writer = (1, 0)

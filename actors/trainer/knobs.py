@@ -93,8 +93,7 @@ class TrainerKnobs:
         return int(self._values.get(name, otherwise))
 
     def refuses_end(self, values: Mapping[str, KnobValue], earliest: int) -> str:
-        """Why the run cannot end with `num_steps`, if that is among the values; the step from version `earliest` is the
-        first that could know of it."""
+        """Why it cannot end with `num_steps`; the step from version `earliest` is the first that could know of it."""
         wanted = values.get("num_steps")
         if wanted is not None and self.is_at_end:
             return f"num_steps = {wanted}: the last step is made and the run ends; continue with trainer.resume"

@@ -41,8 +41,7 @@ class StartFinder(Protocol):
         ...
 
     def begun(self, start: StartPoint, version: int) -> None:
-        """All ranks have restored `start`, which is of `version`, and nothing is trained yet: from now on no newer one
-        is found. Raises TrainError if the disk refuses."""
+        """All ranks have restored `start`, of `version`: no newer one is found from now on. Raises TrainError."""
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True):

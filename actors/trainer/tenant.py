@@ -33,8 +33,7 @@ class TrainerTenancy:
     vacate: Callable[[], None]
     """Gives back what the backend's steps left behind; called in the backend's thread."""
     comms: Callable[[], CommResidency] | None = None
-    """Makes what releases communicators, in the backend's thread after set-up; None: they stay. `planned` says so by
-    the tag "nccl"."""
+    """Makes what releases communicators, in the backend's thread after set-up; None: they stay."""
 
 
 class BackendTurn:

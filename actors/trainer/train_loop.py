@@ -71,8 +71,7 @@ class TrainLoopOptions:
     shard_of_rank: tuple[int, ...] = ()
     """Number of the shard that each rank trains, where ranks share one; empty: each its own."""
     guard_bound: float = 0.0
-    """Mean absolute difference (nats) of an engine's log-probs from the trainer's above which the run pauses, or fails
-    (`guard_fails`); 0: none."""
+    """Mean |difference| (nats) of engine and trainer above which the run pauses (`guard_fails`: fails); 0: none."""
     guard_fails: bool = False
     channel: WeightChannel = "shm"
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
@@ -409,8 +408,7 @@ class TrainerGang:
         cancelled there."""
 
     async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
-        """All ranks at once, with the same values; returns rank 0's metrics. Raises TrainError
-        naming who failed, UserCodeError if it was the user's loss."""
+        """All ranks at once; rank 0's metrics. Raises TrainError naming who failed, UserCodeError of a user's loss."""
         started, began = self.report.clock.wall(), self.report.clock.monotonic()
         try:
             own = zip(self.ranks.items(), self.shard_of_rank, strict=True)

@@ -107,8 +107,7 @@ def named_code(name: str, expected: Expected) -> Callable[..., Any]:
 
 
 def source_digest(fn: Callable[..., Any]) -> str:
-    """Of the file that the function is written in, so that processes can tell whether they have the same; empty if it
-    has none."""
+    """Of the file that it is written in, for processes to compare; empty: there is none."""
     try:
         path = inspect.getsourcefile(inspect.unwrap(fn))
         return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest() if path else ""
@@ -239,8 +238,7 @@ def _check_signature(name: str, fn: Callable[..., Any], expected: Expected, args
 def check_call(
     name: str, signature: inspect.Signature | None, expected: Expected, args: Iterable[str], *, is_async: bool
 ) -> None:
-    """Raise ConfigError unless a function of that signature can be called as is expected, with named arguments of the
-    run file besides."""
+    """Raise ConfigError unless such a function can be called as expected, with the run file's arguments."""
     like, given = f"it must look like: {expected.signature}", tuple(args)
     if expected.must_be_plain and is_async:
         raise ConfigError(f'{expected.key} = "{name}" is an async function', remedy=like)

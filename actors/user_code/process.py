@@ -299,8 +299,7 @@ class WorkerPool:
             _mind(worker)
 
     async def take(self, *, is_alone: bool = False) -> UserProcess:
-        """The worker for a call, which the caller enters in its `calls` at once. One that ends while it loads may have
-        been killed from outside: a second one tries."""
+        """For a call that is entered at once. One that ends while it loads: a second one tries."""
         async with self._starting:
             num_lost = 0
             while True:

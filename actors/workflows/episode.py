@@ -359,8 +359,7 @@ class Episode:
 
     @property
     def under_way(self) -> Sequence[Delta]:
-        """The turn that comes, so far. Grows; where the turn is asked for again it is another list, which may begin as
-        the first one did."""
+        """The turn that comes, so far. Grows; asked for again it is another list."""
         return self._under_way
 
     @property

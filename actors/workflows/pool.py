@@ -92,8 +92,7 @@ class WorkflowPool(WorkerPool):
         max_calls: int = EPISODES_PER_WORKER,
         models: Mapping[str, ReachedModel] | None = None,
     ) -> None:
-        """`limits.run_s` is that of each episode's start. `max_calls`: episodes of a worker, before a further one is
-        started. `models`: of the run's own."""
+        """`max_calls`: episodes of a worker, before a further one. `models`: of the run's own."""
         super().__init__(
             self.module,
             spec,

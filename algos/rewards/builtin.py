@@ -29,8 +29,7 @@ TOLERANCE = Fraction(1, 10**6)
 
 
 def exact(completion: Completion, *, ignore_case: bool = False) -> float:
-    """Whether the answer, or the whole text, is the label, character by character, after runs of white space are made
-    one space."""
+    """Whether the answer, or the whole text, is the label, after runs of white space are made one space."""
 
     def plain(text: str) -> str:
         joined = " ".join(text.split())

@@ -78,8 +78,7 @@ def opens_thought(prompt: str) -> bool:
 
 
 def after_thought(text: str, *, begins_inside: bool = False) -> str | None:
-    """What follows the last end of a thought; None if a thought does not end, for then there is no answer yet.
-    `begins_inside`: the prompt began one."""
+    """What follows the last thought; None: it does not end. `begins_inside`: the prompt began one."""
     ended = deque(THOUGHT_END.finditer(text), maxlen=1)
     if begins_inside and not ended:
         return None

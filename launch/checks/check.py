@@ -32,8 +32,7 @@ that the run file names; the node where the actors will run; the machine, withou
 
 
 def warnings(*rows: tuple[object, str, str, str]) -> Iterator[Finding]:
-    """A warning for each row that holds: whether it does, the key, what it means (the message follows the key), and
-    what to do."""
+    """A warning for each row that holds: whether it does, the key, what it means (after the key), what to do."""
     for holds, key, text, remedy in rows:
         if holds:
             yield Finding(key, ConfigError(f"{key} {text}", remedy=remedy), "warning")
@@ -118,8 +117,7 @@ KEY = re.compile(r"[a-z_]+(?:\.[A-Za-z0-9_]+)+")
 
 
 def key_of(message: str) -> str:
-    """The key of the run file that a message begins with (`megatron.tp = 4: does not ...`), also one of a free table;
-    or nothing."""
+    """The key of the run file that a message begins with, also one of a free table; or nothing."""
     match = KEY.match(message)
     if match is None:
         return ""

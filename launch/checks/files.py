@@ -501,8 +501,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Expected, str, Iterable[str
 
 
 def check_function(name: str, expected: Expected, args: Iterable[str]) -> None:
-    """Raise ConfigError or UserCodeError for a file that is not there or is no Python, or certainly lacks the name, or
-    a function that cannot be called so."""
+    """Raises ConfigError or UserCodeError for a file that is no Python, lacks the name or cannot be called so."""
     key = expected.key
     where, _, attr = name.rpartition(":")
     path = file_of(where, key)

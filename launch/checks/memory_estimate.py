@@ -38,8 +38,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def rank_parameters(model: ModelConfig, layout: ParallelLayout) -> tuple[int, int]:
-    """Of a rank of the fullest stage: dense parameters, which data parallelism shares over tp, pp and cp, and those of
-    experts, which it shares over ep, etp and pp."""
+    """Of a rank of the fullest stage: dense parameters (shared over tp, pp, cp), of experts (ep, etp, pp)."""
     each, last = num_layers(model, layout), layout.pp - 1
     dense, expert = [0] * layout.pp, [0] * layout.pp
     for name, shape in model.tensor_shapes().items():

@@ -201,8 +201,7 @@ def interpreters(run: CheckedRun) -> dict[str, AskedInterpreter]:
 
 
 def packages(run: CheckedRun) -> Iterator[Finding]:
-    """What is missing where, one finding per role and module; interpreters that cannot be used at all; versions that
-    were not tried."""
+    """Missing modules by role, interpreters that cannot be used, versions that were not tried."""
     config, answers = run.config, run.once(interpreters)
     used: dict[tuple[str, str], str] = {}
     for actor in one_by_role(run.actors).values():

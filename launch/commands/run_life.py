@@ -125,8 +125,7 @@ def follow(options: argparse.Namespace, **place: Any) -> int:
 
 
 def place_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What flags, torchrun or Slurm say of this machine: fields of `LaunchOptions`. Raises ConfigError for what does
-    not go together."""
+    """What flags, torchrun or Slurm say of this machine. Raises ConfigError for what does not go together."""
     from ..node_place import find_place
 
     has_file = options.rdzv_file is not None

@@ -221,8 +221,7 @@ def lent_memory(spec: ActorSpec, config: RunConfig) -> Arena | None:
 
 
 def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -> Tenancy | None:
-    """The engine as a tenant; None if its device is not shared. Raises ConfigError for engines that cannot
-    give their memory back."""
+    """The engine as a tenant; None: its device is not shared. Raises ConfigError for one that keeps its memory."""
     if not takes_turns(config):
         return None
     if not isinstance(engine, ReleasesMemory):

@@ -47,8 +47,7 @@ engines by NCCL: both ends of a group need the same number, or messages are trun
 
 
 def make_backend(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
-    """The rank's backend, not set up yet. In a deterministic run on GPUs an operation without a deterministic kernel
-    raises; torch names the operation."""
+    """The rank's backend, not set up yet. Deterministic on GPUs: operations without such a kernel raise."""
     if config.rollout.deterministic and spec.devices:
         _use_repeatable_kernels()
     return (_megatron if spec.kind == "megatron" else _torch)(spec, config, gang, clock)
@@ -149,8 +148,7 @@ def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, M
 
 
 def block_limit_s(spec: ActorSpec) -> float:
-    """How long a rank may hold the interpreter lock while it sets up, compiles or writes. On a CPU nothing is
-    compiled."""
+    """How long a rank may hold the interpreter lock while it sets up, compiles or writes."""
     return 600.0 if spec.devices else 10.0
 
 
@@ -173,8 +171,7 @@ class GangStart:
         self._own = run_dir / CHECKPOINTS
 
     def find(self, torn: Mapping[str, str]) -> StartPoint:
-        """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing that is whole, or nothing older will
-        do."""
+        """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing whole, or nothing older will do."""
         origin = RunOrigin.load(self._run_dir)
         floor = origin.lives[-1].floor if origin.lives else 0
         place, passed_over = "", list[str]()

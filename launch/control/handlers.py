@@ -46,8 +46,7 @@ WAIT_S = 5.0
 
 @asynccontextmanager
 async def coordinator_call(context: VerbContext, seconds: float) -> AsyncGenerator[CoordinatorContract]:
-    """A reference with that deadline, to be used inside the block. Raises NotSent while it is away, PeerDied when it
-    ends meanwhile."""
+    """A reference with that deadline. Raises NotSent while it is away, PeerDied when it ends meanwhile."""
     try:
         await context.node.wait_for(NAME, timeout_s=WAIT_S)
     except LaunchError as error:

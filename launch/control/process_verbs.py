@@ -255,8 +255,7 @@ _NODE = re.compile(r"node:(\d{1,6})")
 
 
 def find_targets(target: str, roster: Sequence[ActorFacts]) -> tuple[ActorFacts, ...]:
-    """The actors that `target` means, in start order; never none. Raises ConfigError, with the names there are, if
-    it names no actor."""
+    """The actors that `target` means, in start order; never none. Raises ConfigError with the names there are."""
     word = target.strip()
     found = tuple(record for record in roster if _names_actor(record, word))
     if found:

@@ -76,8 +76,7 @@ class ServerLimits:
 
 
 def caller_of(request: web.Request) -> Operator:
-    """The user and process that opened the connection: by the kernel, whatever the caller claims. Raises
-    ConnectionError if it is gone already."""
+    """Who opened the connection, by the kernel. Raises ConnectionError if it is gone already."""
     link = request.transport.get_extra_info("socket") if request.transport is not None else None
     try:
         if link is None:

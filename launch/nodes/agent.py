@@ -97,8 +97,7 @@ class Agent(AgentContract):
             self._fork_server.warm()
 
     def mind_node_0(self) -> None:
-        """This node has joined: from now on it leaves when node 0 is gone or has dropped it. Node 0's own agent ends
-        with node 0."""
+        """From now on this node leaves when node 0 is gone or has dropped it."""
         self.ctx.spawn(self._mind_node_0(), name="mind node 0")
 
     async def _mind_node_0(self) -> None:

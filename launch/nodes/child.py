@@ -48,8 +48,7 @@ the run in order, and its actors are needed for that."""
 
 
 class Child:
-    """A running process. `on_exit(child, status)` is called once, on the loop, after it has ended and was reaped.
-    `process`: a child of ours, to be reaped here alone. The constructor raises OSError if it cannot be watched."""
+    """A running process. `on_exit(child, status)` is called once, on the loop, when it was reaped. Raises OSError."""
 
     def __init__(
         self, name: str, attempt: int, log_path: Path, process: subprocess.Popen[bytes] | Adopted, on_exit: OnExit
@@ -84,8 +83,7 @@ class Child:
                 signal.pidfd_send_signal(self._pidfd, ORDERLY_END)
 
     def ask_for_stacks(self) -> None:
-        """SIGQUIT: a worker writes the stacks of all its threads into its log, even if its loop hangs (worker.py). Not
-        before it has its handler in place: the signal would end it."""
+        """SIGQUIT: a worker writes all stacks into its log. Not before its handler is there: it would end it."""
         if self.status is None and self._catches(signal.SIGQUIT):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGQUIT)

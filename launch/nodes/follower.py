@@ -45,8 +45,7 @@ Stop = Callable[[str, int], Awaitable[None]]
 
 
 async def follow(options: LaunchOptions) -> RunEnd:
-    """Take part to the end. Raises ConfigError and LaunchError for what cannot start, for a run that cannot be reached,
-    and with the reason if the run refuses this node."""
+    """Take part to the end. Raises ConfigError and LaunchError: cannot start, not reached, refused."""
     deadline = time.monotonic() + options.timeouts.gather_s
     place, key, file = options.place, options.job_key, options.rdzv_file
     told: EnlistReply | None = None

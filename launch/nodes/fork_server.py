@@ -328,8 +328,7 @@ END_S = 5.0
 
 
 class ForkServer:
-    """See the module's head. It belongs to one event loop, in a process that adopts orphans; the server is started when
-    it is first wanted, and once."""
+    """See the module's head. Of one loop, in a process that adopts orphans; started once, when first wanted."""
 
     def __init__(self, modules: Sequence[str], folder: Path, log: logging.Logger) -> None:
         """`folder`: for the server's log."""

@@ -52,8 +52,7 @@ class LaunchOptions:
 
 
 def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int) -> None:
-    """Whether this node has what its actors need. A user's own composition root may need none of what ours needs.
-    Raises what `check_node` raises."""
+    """Whether this node has what its actors need, by our own composition root. Raises as `check_node`."""
     if program == DEFAULT_PROGRAM:
         check_node(config, [actor for actor in actors if actor.node == node])
     else:

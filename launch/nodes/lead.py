@@ -25,8 +25,7 @@ T = TypeVar("T")
 
 
 async def race(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> asyncio.Task[T]:
-    """The work's task, done; cancelled if one of the others was done first. `asyncio.TaskGroup` was considered: it
-    wraps the work's own error into a group, and callers here map single errors to exit statuses."""
+    """The work's task, done; cancelled if one of the others was done first."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,8 +129,7 @@ class Lead:
         return RunEnd(wish.exit_code(is_orderly=True) if wish else 0, state.status.reason)
 
     async def _settle(self, ending: RunEnd) -> RunEnd:
-        """The cause of a failed run is the process that fails, if it ends by itself now; else the actor that the
-        error names."""
+        """The cause of a failed run: a process that fails by itself now, else the actor that the error names."""
         if ending.exit_code != 1 or self._supervisor.failed.done():
             return ending
         await asyncio.wait({self._supervisor.failed}, timeout=VERDICT_S)

@@ -225,8 +225,7 @@ Late = tuple[NodePlace, Path | None, Path | None]
 
 
 def find_late_rendezvous(where: str, job_key: Path | None) -> Late:
-    """`where`: a run directory (it names address and key), HOST:PORT, or a file with that. Raises ConfigError and
-    LaunchError."""
+    """`where`: a run directory, HOST:PORT, or a file with that. Raises ConfigError and LaunchError."""
     path = Path(where)
     if path.is_file():
         return NodePlace(-1, 0, None), path, job_key

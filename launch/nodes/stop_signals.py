@@ -16,8 +16,7 @@ CTRL_C = "Ctrl-C"
 
 @contextmanager
 def stop_signals(asked: Callable[[str, int], None]) -> Generator[asyncio.Future[int]]:
-    """Catches the signals inside. `asked(reason, signal number)` is called on the loop for the first one; the future
-    gets the number of the second."""
+    """`asked(reason, signal number)` is called for the first signal; the future gets the second one's number."""
     loop = asyncio.get_running_loop()
     forced: asyncio.Future[int] = loop.create_future()
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -99,8 +99,7 @@ def _choose(parent: Path, version: int | None) -> ResumePoint:
 
 
 def share(checkpoint: Path, place: Path) -> None:
-    """Link the files under another name; a checkpoint's files are never written again. Raises OSError or TrainError if
-    the checkpoint is deleted meanwhile; files of a checkpoint that replaces it are not taken."""
+    """Link the files under another name. Raises OSError or TrainError if they are deleted or replaced meanwhile."""
     growing = partial_of(place)
     growing.mkdir(parents=True)
     source = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
@@ -145,8 +144,7 @@ def no_longer_alive(run_dir: RunDir) -> Generator[None]:
 
 
 def put_config_back(run_dir: RunDir) -> bool:
-    """After a life that failed at its start: restore the config.toml of the life before; whether it differs. Raises
-    LaunchError if the disk refuses."""
+    """Restore the config.toml of the life before one that failed at its start; whether it differs."""
     kept = past_of(run_dir.path, len(RunOrigin.load(run_dir.path).lives) - 1) / run_dir.config.name
     if not kept.is_file() or kept.read_bytes() == run_dir.config.read_bytes():
         return False
@@ -172,8 +170,7 @@ def _await_buffer(ledger: Path) -> None:
 
 
 def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = None) -> RunOrigin:
-    """Prepare the directory for the next life. `config`: text of config.toml if the file is torn. Raises
-    LaunchError or LedgerError if the disk refuses."""
+    """Prepare the next life. `config`: of a torn config.toml. Raises LaunchError or LedgerError for the disk."""
     origin = RunOrigin.load(run_dir.path)
     past = past_of(run_dir.path, len(origin.lives))
     try:
@@ -213,8 +210,7 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = No
 
 
 def _restore(run_dir: RunDir, past: Path, config: str | None) -> None:
-    """Replace torn config.toml and origin.json by their copies and keep the torn files. Raises OSError or
-    LaunchError."""
+    """Replace torn config.toml and origin.json by their copies, and keep them. Raises OSError, LaunchError."""
     if config is not None:
         put_away(run_dir.config, past / DAMAGED)
         run_dir.post_config(config)

@@ -106,8 +106,7 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, lives=(*self.lives[:-1], life))
 
     def why_undone(self, info: CheckpointInfo) -> str:
-        """Why a checkpoint in the folder is undone: its writer learnt too late that training had gone back behind it.
-        Empty if it is valid, or does not name its writer."""
+        """Why a checkpoint is undone: its writer learnt too late that training had gone back. Empty: it is valid."""
         if info.writer is None:
             return ""
         by_life, by_attempt = info.writer
@@ -156,8 +155,7 @@ class StartCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_keeper(run_dir: Path) -> Callable[[Path], None]:
-    """A function that copies the run's config.toml, as it is now, and origin.json into a checkpoint; it may raise
-    OSError. A run without config.toml gets no copy."""
+    """A function that copies config.toml, as it is now, and origin.json into a checkpoint. It may raise OSError."""
     try:
         config = read_regular(run_dir / CONFIG, MAX_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError):

@@ -115,8 +115,7 @@ def _nothing(run_dir: Path, version: int | None, passed: list[str]) -> LaunchErr
 
 
 def checkpoints_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Every checkpoint, each byte checked, as JSON types, newest version first. Raises LaunchError if there is no
-    such directory, or it cannot be read."""
+    """Every checkpoint, each byte checked, as JSON types, newest first. Raises LaunchError for the directory."""
     if not run_dir.is_dir():
         raise LaunchError(f"there is no run directory {run_dir}", remedy="`myxa up` prints it when it starts")
     origin = RunOrigin.load(run_dir)

@@ -90,8 +90,7 @@ class Membership:
         return self._nodes.pop(node, None) is not None
 
     async def gather(self, timeout_s: float) -> None:
-        """Wait until all nodes joined. LaunchError names the missing ones and the reasons of refusals; it comes at once
-        if a node reports that it cannot take part."""
+        """Wait until all nodes joined. Raises LaunchError with the missing ones, or what a node reports of itself."""
         wanted = set(range(self._num_nodes))
         try:
             async with asyncio.timeout(timeout_s):

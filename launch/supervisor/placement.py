@@ -73,8 +73,7 @@ class StartedRole:
 
 
 def started_roles(config: RunConfig) -> tuple[StartedRole, ...]:
-    """The roles of this run in start order: a memory manager only if memory is shared in turns, no rollout actors and
-    what serves them where groups are recorded."""
+    """In start order: a memory manager only where memory is shared, no rollout actors for recorded groups."""
     is_asked = not config.data.is_recorded
     is_there = {
         "memory": config.memory.share == "switch",
@@ -137,8 +136,7 @@ def _place_role(started: StartedRole, num_nodes: int) -> list[ActorSpec]:
 def make_spec(
     role: RoleName, settings: RoleSettings, index: int, node: int, devices: tuple[int, ...], prefix: str = ""
 ) -> ActorSpec:
-    """One actor of a role at its place, which sees its own devices and is in no gang. `prefix`: of its name; empty: the
-    role."""
+    """One actor at its place, with its own devices, in no gang. `prefix`: of its name; empty: the role."""
     return ActorSpec(
         name=f"{prefix or role}/{index}" if role in NUMBERED else role,
         role=role,
@@ -242,8 +240,7 @@ def scale(
 
 
 def staff_node(config: RunConfig, node: int, present: Present) -> tuple[ActorSpec, ...]:
-    """The rollout actors of a late node: as many as the role has on each. Raises ConfigError with the reason if the run
-    cannot have them there."""
+    """The rollout actors of a late node, as many as the role has on each. Raises ConfigError with the reason."""
     there = sum(actor.role == "rollout" for actor in present.actors)
     here = dataclasses.replace(present, nodes=(node,))
     return tuple(scale(config, "rollout", there + config.roles.rollout.count, here)[0])

@@ -179,8 +179,7 @@ class RunSupervisor(SupervisorContract):
             self.ctx.log.info("the monitor did not learn that %s is %s: %s", event.name, event.kind, error)
 
     async def _end_after_grace(self, event: PeerEvent, attempt: int) -> None:
-        """The registry has ended this incarnation. If its process does not exit, perhaps because it cannot be reached,
-        it is ended, since it is in the way of the next one."""
+        """Its incarnation is over: a process that does not exit is ended, since it is in the way of the next one."""
         await asyncio.sleep(self._timeouts.leave_s if event.is_own_word else self._timeouts.over_s)
         if event.name not in self.actors or self._rules.attempt(event.name) != attempt:
             return
@@ -191,8 +190,7 @@ class RunSupervisor(SupervisorContract):
     # -- for the launcher ---------------------------------------------------------------------------------------
 
     async def start_all(self) -> None:
-        """Prepare every node, then start every actor in order; a slow start delays no other. Starts continue if this is
-        cancelled, so that all processes are known when the run is ended."""
+        """Prepare every node, start every actor in order; a slow one delays no other. Continues if cancelled."""
         for node in range(self._setup.num_nodes):
             await self.agent(node).prepare(self._setup.plan)
         starts: set[asyncio.Task[None]] = set()
@@ -267,8 +265,7 @@ class RunSupervisor(SupervisorContract):
         return Present(staying, self.nodes, leaving, self.foreign_names, self.membership.late)
 
     async def leave_node(self, node: int, reason: str) -> None:
-        """Have all actors of a node hand their work back and end for good, then have its launcher leave. Raises
-        ConfigError if one of them cannot; then none of them does."""
+        """A node's actors hand their work back and end, then it leaves. Raises ConfigError if one cannot: none does."""
         if node == 0 or node not in self.nodes:
             raise ConfigError(f"node {node} cannot leave", remedy="node 0 conducts the run; see `myxa ps` for others")
         try:
@@ -308,8 +305,7 @@ class RunSupervisor(SupervisorContract):
         self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
     async def kill(self, meant: Sequence[ActorFacts], who: str) -> None:
-        """Kill the processes of these actors and all that they started. `who`: who asked for it, and why, for the
-        report if it ends the run."""
+        """Kill these and all that they started. `who`: who asked for it, and why, for the report."""
         names = [record.name for record in meant]
         for name in names:
             self._note_kill(name, who)

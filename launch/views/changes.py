@@ -20,8 +20,7 @@ class RunChange(NamedTuple):
 
     record: AuditRecord
     step: int
-    """Weight version that was trained from when it came into force; what is right of it on a plot has it. -1: not
-    known."""
+    """Weight version trained from when it came into force; right of it a plot has it. -1: not known."""
 
     @property
     def what(self) -> str:
@@ -43,8 +42,7 @@ class RunChange(NamedTuple):
 
 
 def changes_of(records: Iterable[AuditRecord], steps: Sequence[tuple[float, int]] = ()) -> list[RunChange]:
-    """In order of the log. `steps`: (when it was reported, step), by time: verbs about processes are noted by the
-    launcher, which knows no step."""
+    """In order of the log. `steps`: (when reported, step): the launcher, which notes verbs, knows no step."""
     times, found = [wall_s for wall_s, _ in steps], list[RunChange]()
     for record in records:
         step = max(record.at, record.version) if record.moves else record.version or -1

@@ -51,8 +51,7 @@ def final_summary(
     next_steps: Sequence[str] = (),
     dropped: Mapping[str, int] | None = None,
 ) -> None:
-    """Print the end of a run. `curves`: values over steps, by name; `next_steps`: sentences or commands to try;
-    `dropped`: reason -> groups left out."""
+    """The end of a run. `curves`: values over steps by name; `dropped`: reason -> groups left out."""
     colour = {"finished": "green", "failed": "red"}.get(status.phase, "yellow")
     goal = f" of {status.num_steps}" if status.num_steps > 0 else ""
     headline = f"{clean(status.name)}: {status.phase} after {status.version}{goal} steps, {duration(elapsed_s)}"
@@ -112,8 +111,7 @@ class LiveView:
             self._live = None
 
     def update(self, view: RunView) -> None:
-        """Draw the state; without a terminal print a line when a step, phase or warning is new, steps at most one per
-        2 s."""
+        """Draw the state; without a terminal a line for news, steps at most one per 2 s."""
         if self._live is not None:
             self._live.update(render(view), refresh=True)
             return

@@ -57,8 +57,7 @@ def percent(share: float) -> str:
 
 
 def time_parts(kinds: Mapping[str, float], num_names: int = 4) -> list[str]:
-    """`wait-data 62 % (claim 60 %)` of each kind that took a hundredth of an actor's time, the largest first. `kinds`:
-    kind, or "kind/name" -> share."""
+    """`wait-data 62 % (claim 60 %)` of each kind of a hundredth or more. `kinds`: kind or "kind/name" -> share."""
     found: list[str] = []
     known = (kind for kind, share in kinds.items() if "/" not in kind and share >= 0.01)
     for kind in sorted(known, key=lambda kind: (-kinds[kind], kind)):
@@ -74,8 +73,7 @@ def doing(kinds: Mapping[str, float]) -> str:
 
 
 def training_reward(known: Container[str]) -> str:
-    """Name of the metric that is shown as the training reward: of all finished groups, or of those of the batch where
-    a run has no more. `known`: names of metrics."""
+    """The metric shown as training reward: of all finished groups, else of the batch's. `known`: metric names."""
     return "reward/raw_mean" if "reward/raw_mean" in known else "reward/mean"
 
 

@@ -198,8 +198,7 @@ def _drops(run: RunFiles) -> list[tuple[str, float]]:
 
 
 def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
-    """Of each actor the shares of its time over the run, and in `bins` over stretches of it: begin, end (seconds since
-    the start), share of each kind in order."""
+    """By actor shares of its time, and in `bins`: begin, end (seconds since the start), share of each kind."""
     shares = run.shares()
     return [
         {

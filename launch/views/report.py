@@ -38,8 +38,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def write_page(runs: Sequence[RunFiles], path: Path) -> Path:
-    """The same of what was read already; of several runs a page that compares them. Raises ConfigError when `path`
-    cannot be written."""
+    """The same of what was read; of several runs a comparison. Raises ConfigError where it cannot be written."""
     page = render_report(runs)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -374,8 +374,7 @@ class RunFiles:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds a step of late: the mean of the newest gaps between reports, without those of a run that did not
-        work; None before two steps."""
+        """Seconds a step of late: mean of the newest gaps between reports while it worked; None before two steps."""
         gaps = sorted(after - before for (before, _), (after, _) in pairwise(self.reported[-_NUM_GAPS:]))
         usual = [gap for gap in gaps if 0 < gap <= _LARGEST_GAP * gaps[len(gaps) // 2]]
         return sum(usual) / len(usual) if usual else None
@@ -515,8 +514,7 @@ class SampleQuery:
 
 
 def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
-    """The newest of those, newest first; of a step that was made again the later ones. Lines that cannot be read are
-    passed over. As `conversation.shown` makes them."""
+    """The newest first, as `conversation.shown` makes them; of a step made again the later ones."""
     return [shown(group) for group in _newest(run_dir, wanted, num_groups)]
 
 
@@ -532,8 +530,7 @@ def _newest(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[GroupTe
 
 
 def sample_page(run_dir: Path, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
-    """Groups of steps over the whole run, newest first, in at most so many bytes: every step where they fit, else
-    every second, third, ... one."""
+    """Groups over the whole run, newest first, in at most so many bytes: every step, or every second, ... one."""
     groups = _newest(run_dir, SampleQuery(held_out=None), 20_000)
     whole = 2 * sum(len(msgspec.json.encode(group)) for group in groups)  # as they are shown, about
     steps = sorted({group.step for group in groups})

@@ -97,8 +97,7 @@ class Reason(Record, frozen=True):
     rollouts: dict[str, float] = {}
     """What rollouts do (`actors/workflows/timeline.py`) -> share of their time in the window, the largest first."""
     under_way: tuple[RolloutNow, ...] = ()
-    """Of the actors that were asked for, those first that wait longest for something else than the engine; of the whole
-    run the first one."""
+    """Of the asked actors those first that wait longest for something else than the engine."""
 
 
 def slowest(under_way: Sequence[RolloutNow]) -> tuple[RolloutNow, ...]:
@@ -128,8 +127,7 @@ def rollout_time(shares: Shares) -> dict[str, float]:
 def explain(
     shares: Shares, facts: Facts, *, window_s: float = 0.0, target: str = "", under_way: Sequence[RolloutNow] = ()
 ) -> Reason:
-    """Over whatever window the shares are of. `target`: an actor or a role, whose time comes before that of the run.
-    Raises ConfigError for one that was not measured."""
+    """`target`: an actor or a role that comes before the run. Raises ConfigError for one not measured."""
     reason = msgspec.structs.replace(judge(shares, facts), window_s=window_s)
     left = {name: without_start(kinds) for name, kinds in shares.items()}
     if target:

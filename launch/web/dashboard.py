@@ -149,8 +149,7 @@ class Dashboard:
         return {"url": url, "run_dir": str(self._run_dir), "operate": arguments.operate}
 
     async def opened(self, port: int, *, may_operate: bool = False) -> str:
-        """The URL, which holds a secret. `port` 0: any free one, or the one that is open. Raises ConfigError if it is
-        taken, or another one is open."""
+        """The URL with its secret. `port` 0: any free one. Raises ConfigError if it is taken or another is open."""
         async with self._turn:
             if self._runner is None:
                 await self._open(port)

@@ -56,8 +56,7 @@ class Arena:
     # -- tags and their memory -------------------------------------------------------------------------------------
 
     def tag(self, tag: Tag, policy: TagPolicy) -> None:
-        """Declare a tag. The same again does nothing; MemoryFault when the policy of a tag that holds memory would
-        change."""
+        """Declare a tag, also again. Raises MemoryFault where the policy of a tag that holds memory would change."""
         with self._lock:
             known = self._memories.get(tag)
             if known is not None and known.policy != policy and known.regions:
@@ -86,8 +85,7 @@ class Arena:
             return address
 
     def adopt(self, tag: Tag, address: int, num_bytes: int, handles: Sequence[tuple[int, int]]) -> None:
-        """Take over memory that another allocator made by calls to the same driver: one reservation at `address`,
-        filled from its start with chunks (handle, bytes)."""
+        """Take over another allocator's memory: one reservation filled with chunks (handle, bytes)."""
         with self._lock:
             memory = self._growing(tag)
             chunks: list[MemoryChunk] = []
@@ -246,8 +244,7 @@ class Restoring:
     copied_bytes: int
 
     def wait(self, tag: Tag) -> None:
-        """Until this tag, one of those asked for, is there. Raises MemoryFault when a copy failed; the tag is poisoned
-        then."""
+        """Until this tag is there. Raises MemoryFault when a copy failed: it is poisoned then."""
         with self.lock:
             self.settle(self.memories[tag])
 

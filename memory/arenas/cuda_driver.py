@@ -354,8 +354,7 @@ class CopyLane:
 
 
 class CudaDriver(VmmDriver):
-    """GPU `ordinal` of those that this process sees; see `VmmDriver` for the calls. Any thread may call, one at
-    a time."""
+    """GPU `ordinal` of those that this process sees; see `VmmDriver`. Any thread may call, one at a time."""
 
     def __init__(self, ordinal: int, library: str = LIBRARY) -> None:
         self._context = PrimaryContext(CudaLibrary(library), ordinal)

@@ -205,8 +205,7 @@ class CudaMemory:
         return self.arena.report()
 
     def close(self) -> None:
-        """Nothing is left of it on the device or the host; tensors that still live on it are dead. A second time does
-        nothing."""
+        """Nothing is left on device or host; tensors on it are dead. A second time does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -48,8 +48,7 @@ class VmmDriver(Protocol):
         ...
 
     def copy_in(self, address: int, host_address: int, num_bytes: int, *, is_awaited: bool = False) -> int:
-        """Begin a copy to the device; returns a ticket for `wait`. `is_awaited`: the caller waits for it, so it may
-        use the device's processors."""
+        """Returns a ticket for `wait`. `is_awaited`: it may use the device's processors."""
         ...
 
     def zero(self, address: int, num_bytes: int) -> int:

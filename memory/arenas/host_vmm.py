@@ -30,8 +30,7 @@ def file_name(device: str) -> str:
 
 
 class HostVmmDriver(VmmDriver):
-    """A device of `capacity_bytes` made of the host's memory; see `VmmDriver` for the calls. The capacity bounds this
-    process alone."""
+    """A device of `capacity_bytes` (of this process) made of the host's memory; see `VmmDriver`."""
 
     def __init__(self, device: str = "host:0", capacity_bytes: int = 1 << 30) -> None:
         self._device = device

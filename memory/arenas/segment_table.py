@@ -144,8 +144,7 @@ class SegmentTable:
 
 
 class SlotRegister:
-    """Which numbers in the names of the functions that torch calls are taken; one of a pool that still has segments is
-    not handed out again."""
+    """Numbers in the names of functions that torch calls; one of a pool with segments is not given again."""
 
     numbers = tuple(10 * tens + ones for tens in range(1, 7) for ones in range(8))
 

@@ -153,8 +153,7 @@ class ChunkMover:
     # -- leaving
 
     def reserve_host_copies(self, leaving: Sequence[TaggedMemory]) -> None:
-        """Room on the host for all that will be copied, or MemoryFault with nothing changed. A copy keeps its room
-        while its region lives."""
+        """Room on the host for all that will be copied, or MemoryFault. A copy keeps it while its region lives."""
         taken: list[MemoryChunk] = []
         try:
             for chunk in (chunk for memory in leaving for chunk in memory.chunks() if chunk.slab is None):

@@ -106,8 +106,7 @@ def built_proxy(cache_dir: Path | None = None) -> Path:
 
 
 def load() -> ModuleType:
-    """The module with `ReloadableBackend`; compiled first where the cache has none. A process has one: its type is
-    known to torch under one name."""
+    """The module with `ReloadableBackend`, compiled first where the cache has none; once a process."""
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     path = built_proxy()
@@ -291,8 +290,7 @@ class ReloadComms:
     """
 
     def __init__(self, *, first_op_timeout_s: float = 60.0, local_kinds: Collection[Native] = ("nccl",)) -> None:
-        """`local_kinds`: whose groups of one copy for themselves instead of asking the library, which would build a
-        communicator."""
+        """`local_kinds`: whose groups of one copy for themselves instead of building a communicator."""
         self._module = load()
         self._clock = SystemClock()
         self._first_op_timeout_s = first_op_timeout_s

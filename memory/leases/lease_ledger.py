@@ -220,8 +220,7 @@ def rank_of(tag: TagReport) -> int:
 
 
 def choose(candidates: Iterable[Candidate], short_bytes: int) -> tuple[Candidate, ...] | None:
-    """The cheapest classes, of each the largest first, until they free `short_bytes` of one device; None if all of them
-    together do not."""
+    """The cheapest classes, the largest first, until `short_bytes` of a device are free; None: they do not do."""
     chosen: list[Candidate] = []
     for each in sorted(candidates, key=lambda c: (c.rank, -c.num_bytes, c.tenant, c.tag)):
         if short_bytes <= 0:
@@ -361,8 +360,7 @@ def _pick(
 
 
 def _spared(ledger: LeaseLedger, chosen: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:
-    """Without those that are not needed on any device, the costliest first: a tag that was chosen for one device may
-    have made others, chosen before it for another one, superfluous."""
+    """Without those that no device needs, the costliest first: one chosen later may have made them superfluous."""
     counts = {c: [device for device in short if device in ledger.tenants[c.tenant].report.devices] for c in chosen}
     surplus = {
         device: _num_bytes(c for c in chosen if device in counts[c]) - num_bytes for device, num_bytes in short.items()

@@ -54,8 +54,7 @@ class RegistryContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def expect(self, node: str, public_key: str) -> None:
-        """A process of that name will join over tcp with that key and with no other; only launchers may announce it.
-        A later announcement of the same name replaces this one."""
+        """A process of that name joins over tcp with that key only; launchers announce it, the last one counts."""
         raise NotImplementedError
 
     @call(deadline=TIMEOUTS.wire.updates_s + 3.0, reentrant=True)

@@ -48,8 +48,7 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     control_body: int = 1 << 20
     """Body of an envelope on the control lane. Senders put everything larger than `bulk_from` on the other lane."""
     body: int = 64 << 20
-    """Body of an envelope on the bulk lane: groups and step plans of thousands of samples are some megabytes without
-    their arrays."""
+    """Of an envelope on the bulk lane: groups and plans of thousands of samples are megabytes without arrays."""
     message: int = 1 << 30
     batch: int = 32
     """Envelopes in one message; they are taken in together."""
@@ -124,8 +123,7 @@ class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
-    """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. `ttl_ms`: what is known
-    only at the moment of sending."""
+    """An envelope in memory of its own: arrays may change then. `ttl_ms`: known only when it is sent."""
     body, frames = envelope.body, envelope.frames
     head = _HEADER.pack(
         _MAGIC, VERSION, envelope.kind, 0, envelope.method, envelope.actor, envelope.corr,

@@ -64,8 +64,7 @@ class PeerGuard:
         self._candidates.pop(key, None)
 
     def admits(self, key: str) -> bool:
-        """For ZeroMQ's authentication: may a connection with that key be made? One that may not may be admitted in a
-        moment: the directory may be behind."""
+        """ZeroMQ asks whether that key may connect. The directory may be behind: it may be admitted in a moment."""
         return key == self._root or key in self._members or key in self._candidates
 
     def objection(self, proof: str, peer: PeerKey, name: str) -> str:

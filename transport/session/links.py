@@ -94,8 +94,7 @@ class Links:
         return [link for link in self._links.values() if link.key.node_id == key.node_id and link.key.epoch < key.epoch]
 
     def open(self, key: PeerKey, endpoints: Endpoints) -> Link:
-        """The link to an incarnation, connecting if there is none. Raises LaunchError without a usable endpoint,
-        StaleEpoch for an incarnation that is over, NotSent after the end."""
+        """Connects if there is none. Raises LaunchError without an endpoint, StaleEpoch, NotSent after the end."""
         if self.is_closed:
             raise NotSent("this process is closing")
         link = self._links.get(key)

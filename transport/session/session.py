@@ -284,8 +284,7 @@ class Session:
         self.peer_over(link.key, "it said goodbye")
 
     def _is_back(self, link: Link, envelope: Envelope) -> bool:
-        """A peer that we had given up calls us, or waits for our answer: only the way to it was broken. It is tried
-        again, and what it waits for is sent again on the new connection."""
+        """Only the way to a peer that was given up was broken: it is tried again, what it waits for sent again."""
         if envelope.kind not in (Kind.CALL, Kind.PING):
             return False
         try:
