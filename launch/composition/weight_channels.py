@@ -53,7 +53,7 @@ def seen_by_servers(config: RunConfig, env: Mapping[str, str], devices: Sequence
     ranks = config.roles.trainer.rank_devices
     if choose_channel(config) != "cuda_ipc" or set(devices) <= set(ranks):
         return dict(env)
-    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, (*devices, *ranks[:1])))}
+    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, dict.fromkeys((*devices, *ranks[:1]))))}
 
 
 def is_between_devices(channel: WeightChannel) -> bool:

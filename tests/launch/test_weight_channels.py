@@ -131,6 +131,8 @@ def test_each_engine_is_handed_memory_of_the_rank_on_its_own_gpu():
         "CUDA_VISIBLE_DEVICES": "6,2",
         "A": "b",
     }
+    mixed = seen_by_servers(run, {"CUDA_VISIBLE_DEVICES": "2,6"}, (2, 6))
+    assert mixed == {"CUDA_VISIBLE_DEVICES": "2,6"}, "a GPU named twice would hide all of them"
     assert [has_reader(run, local) for local in range(4)] == [False, True, True, False]
     alone = config("cuda_ipc", SERVER, {"devices": "0"})
     assert has_reader(alone, 0) and ranks_read(alone, 0, ()) == ()
