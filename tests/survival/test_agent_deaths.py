@@ -23,7 +23,7 @@ from tests.harness.run_job import Job, is_alive, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
 PHASES = ("before", "stream", "between", "reward", "end")
-NUM_STEPS = 8
+NUM_STEPS = 4
 COMMON = """
 import http.client, json, os, signal, time, urllib.parse
 from pathlib import Path
@@ -211,7 +211,7 @@ def struck(folder: Path, kind: str, strikes: tuple[str, ...], *more: str) -> Dea
         "workflow": ('rollout.workflow="agent.py:solve"', "rollout.workers=1"),
     }[kind]  # fmt: skip
     flags = (
-        *how, 'reward.fn="workflow"', f"run.num_steps={NUM_STEPS + 2 * len(strikes)}", "rollout.num_samples=2", "rollout.max_groups=4",
+        *how, 'reward.fn="workflow"', f"run.num_steps={NUM_STEPS + len(strikes)}", "rollout.num_samples=2", "rollout.max_groups=2",
         "roles.rollout.max_restarts=20", "rollout.save_partials_s=0.2", "rollout.max_retries=10", "algo.batch_size=2", "data.max_passes=1",
     )  # fmt: skip
     command = job.start(*flags, *more)
@@ -241,7 +241,7 @@ def check(run: Deaths, num_strikes: int) -> None:
     run_dir = run.job.run_dir()
     found = audit_ledger(run_dir / "ledger.sqlite")
     assert found.problems == ()
-    num_steps = NUM_STEPS + 2 * num_strikes
+    num_steps = NUM_STEPS + num_strikes
     assert sum(found.trained.values()) >= 2 * num_steps and set(found.trained.values()) == {1}
     assert {p["step"] for p in metrics(run_dir) if "train/loss" in p["values"]} == set(range(1, num_steps + 1))
     assert found.dropped == {}, "no group was given up"
