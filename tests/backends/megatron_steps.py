@@ -109,7 +109,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         result["metrics"] = [backend.train(shards[0], {}).metrics]
         if case.get("load") or case.get("optimizer"):
             gang_rank.keep(out / "weights_first.npz", weights_of(backend))
-        for shard, knobs in ((shards[1], gang_rank.LIVE), (shards[2], {})):
+        for shard, knobs in zip(shards[1:], (gang_rank.LIVE, {}), strict=False):
             reload()
             result["metrics"].append(backend.train(shard, knobs).metrics)
         gang_rank.keep(out / "weights.npz", weights_of(backend))

@@ -49,12 +49,12 @@ MASKED = {
 DISTILLED = {**GRPO, "kl_in": "advantage", "kl_kind": "k1"}
 SERVED = {**DISTILLED, "ref_urls": ["http://teacher:30000"], "ref_update_every": 0}
 OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"}
-ADAPTED = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
+ADAPTED = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
 LORA = {"rank": 4, "alpha": 8}
 QV = {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj"]}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
-SEEDS = (11, 12, 13)
+SEEDS = (11, 12)
 TEMPERATURES = {"grpo": (1.0, 0.6, 1.4)}
 """Of the groups of a batch, in turn; those of other algorithms are all drawn at 1."""
 COOL = (1.0,)
@@ -263,7 +263,7 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 "scores": steps.named(shards[0], gang_rank.scored(backend, shards[0].samples)),
                 "metrics": [
                     backend.train(shard, knobs).metrics
-                    for shard, knobs in zip(shards, ({}, gang_rank.LIVE, {}), strict=True)
+                    for shard, knobs in zip(shards, ({}, gang_rank.LIVE), strict=True)
                 ],
                 "weights": gang_rank.weights_of(backend),
             }

@@ -72,7 +72,14 @@ class _Server:
         self._theirs.close()
 
 
-_servers = {COMMANDS: _Server(), MEGATRON: _Server("myxa.actors.backends.megatron.backend")}
+_servers = {
+    COMMANDS: _Server(),
+    MEGATRON: _Server(
+        "myxa.actors.backends.megatron.backend", "megatron.core.models.gpt.gpt_model",
+        "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.dist_checkpointing.strategies.torch",
+        "transformers.models.deepseek_v3.configuration_deepseek_v3", "transformers.models.auto.modeling_auto",
+    ),
+}  # fmt: skip
 
 
 _started: set[int] = set()
