@@ -6,7 +6,8 @@
 #   make check   ruff, pyright, import-linter
 #   make soak    long runs with random kills
 #   make fuzz    200,000 broken frames and hostile peers against a living node (some minutes)
-#   make sglang-cpu  the engine contract on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes)
+#   make sglang-cpu  the engine contract on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes);
+#                    SGLANG=0.5.17 takes another version of those that tests/engines/sglang_cpu pins
 #   make clean   remove what these targets made (not runs/)
 #
 # PYTHON=/path/to/python3.x chooses the interpreter. pip's own variables apply; with an index of CPU builds
@@ -27,9 +28,10 @@ FIRST_PIP := $(PYTHON) -m pip --disable-pip-version-check --no-input
 # Bytecode of all that the tests import, but of transformers' models, on all cores.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib
 TESTS ?= tests
-SGLANG_VENV := .sglang-venv
+SGLANG ?= 0.5.23
+SGLANG_VENV := .sglang-venv-$(SGLANG)
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
-SGLANG_PINS := tests/engines/sglang_cpu/constraints.txt
+SGLANG_PINS := tests/engines/sglang_cpu/$(SGLANG).txt
 
 export OMP_NUM_THREADS ?= 1
 
@@ -62,7 +64,10 @@ sglang-cpu: $(STAMP) $(SGLANG_STAMP)
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --incremental-streaming-output --skip-tokenizer-init --stream-interval 32
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python --only contract_sampling
 
-$(SGLANG_STAMP): $(SGLANG_PINS)
+$(SGLANG_PINS):
+	@echo "make: no pins for SGLang $(SGLANG) at $@; there are: $(notdir $(basename $(wildcard $(dir $@)[0-9]*.txt)))" >&2; exit 2
+
+$(SGLANG_STAMP): $(SGLANG_PINS) $(dir $(SGLANG_PINS))common.txt
 	@$(PYTHON) -m venv --clear $(SGLANG_VENV)
 	@echo "make: installing SGLang into $(SGLANG_VENV); the first time takes some minutes"
 	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -q -c constraints.txt torch
@@ -108,5 +113,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(DEMO_STAMP) $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .sglang-venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -107,6 +107,7 @@ def test_what_is_pinned_was_tried() -> None:
     pins = [ROOT / "constraints.txt", *(ROOT / "tests/engines/sglang_cpu").glob("*.txt")]
     lines = [line.partition(";")[0].strip().split("==") for path in pins for line in path.read_text().splitlines()]
     found = {(one[0], one[1]) for one in lines if one[0] in TRIED}
+    assert {version for package, version in found if package == "sglang"} == set(TRIED["sglang"])
     assert {package for package, _ in found} == set(TRIED)
     assert [untried(*one) for one in found if untried(*one)] == []
 

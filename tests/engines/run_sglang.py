@@ -22,13 +22,25 @@ import tempfile
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.engines.contract import NEEDS, SCENARIOS, Penalties, Subject, ask, collect, endless, fails, started
+from tests.engines.contract import (
+    NEEDS,
+    SCENARIOS,
+    Penalties,
+    Subject,
+    ask,
+    check_logprobs,
+    collect,
+    endless,
+    fails,
+    started,
+)
 from tests.engines.contract_subjects import (
     CLIENT,
     Scores,
@@ -41,9 +53,14 @@ from tests.engines.contract_subjects import (
 from tests.engines.real_server import RealServer, environment_of, real_server
 from tests.engines.recording import Places, Writer
 from tests.engines.recording_proxy import Proxy, proxy
+from tests.weights.model_tensors import tensors_of
+from tests.weights.weight_lab import InProcess
 
 from myxa.actors.engines.sglang.engine import SglangEngine
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
+from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import ConfigError, EngineError, RequestRefused
+from myxa.core.process import boot_id
 
 SCENARIO_S = 120.0
 VERSIONS = (
@@ -152,6 +169,8 @@ class Run:
         await self._cannot()
         if record is not None and not self._failed:
             await self._about(record)
+        if self._options.device == "cpu" and (not self._options.only or "gloo" in self._options.only):
+            await self._over_gloo()
         if not self._options.only:
             await self._death()
         return self._failed
@@ -185,6 +204,36 @@ class Run:
                 alike = [await collect(engine, ask("s", max_new_tokens=32, ignore_eos=True, seed=1)) for _ in range(2)]
                 assert alike[0].ids.tolist() != alike[1].ids.tolist(), "it looks at seeds: say so in docs/engines.md"
                 say("ok             without --enable-deterministic-inference the server does not look at seeds")
+
+    async def _over_gloo(self) -> None:
+        """Versions in flat buckets through a process group, which SGLang 0.5.23 takes in a session only; one that
+        another client left open is in nobody's way."""
+        await self._reset()
+        sender = DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 18, host=boot_id())
+        routes = device_routes(InProcess(sender), DeviceRouteOptions(host=boot_id()))
+        engine = SglangEngine(self._server.url, CLIENT, routes)
+        publish = publisher(self._folder / "gloo", self._versions)
+        subject = Subject(engine, self._versions, publish, self._scores, self._options.tolerance, tells_spans=False)
+        await engine.start()
+        try:
+            for version in (1, 2):
+                manifest = sender.publish(version, partial(iter, tensors_of(self._versions[version])))
+                assert manifest is not None
+                await engine.prepare_weights(manifest)
+                await engine.commit_weights(version)
+                request = ask(f"g{version}", max_new_tokens=12, ignore_eos=True)
+                got = await collect(engine, request)
+                assert set(got.versions.tolist()) == {version}
+                check_logprobs(subject, request, got, version)
+                async with aiohttp.ClientSession() as session:
+                    url = f"{self._server.url}/begin_weight_update"
+                    left_open = (await session.post(url, json={})).status
+        finally:
+            await engine.close()
+            await asyncio.to_thread(sender.close)
+        say(
+            f"ok             two versions came through a process group, {'in' if left_open == 200 else 'without'} sessions"
+        )
 
     async def _one(self, name: str, weights: Path, record: Path | None) -> None:
         await self._reset()

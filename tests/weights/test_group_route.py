@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, GroupRoute
+from myxa.actors.engines.sglang.wire import ServerAnswer
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
 from myxa.core.weight_channel import JoinOffer, JoinRequest, LeaveOrder, PlanReply
@@ -41,6 +42,9 @@ class Server:
 
     async def get(self, path: str) -> Mapping[str, Any]:
         return {"tp_size": 1}
+
+    async def answer(self, route: str, within_s: float) -> ServerAnswer:
+        return ServerAnswer(route, 404)
 
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         name = body["group_name"]

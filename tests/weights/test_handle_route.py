@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, HandleRoute
-from myxa.core.errors import EngineError
+from myxa.actors.engines.sglang.wire import ServerAnswer
+from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
 from myxa.core.weight_channel import ShareReply, ShareRequest
+
+BEGIN, END, UPDATE = "/begin_weight_update", "/end_weight_update", "/update_weights_from_tensor"
 
 
 class Senders:
@@ -35,8 +38,9 @@ class Server:
 
     place, url = "rollout/0 at http://here", "http://here"
 
-    def __init__(self, tp_size: int = 1, refuses: str = "", **facts: object) -> None:
+    def __init__(self, tp_size: int = 1, refuses: str = "", *, has_sessions: bool = False, **facts: object) -> None:
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
+        self.has_sessions, self.is_open = has_sessions, False
         self._facts = {"tp_size": tp_size, **facts}
         self._refuses = refuses
 
@@ -44,8 +48,18 @@ class Server:
         self.calls.append((path, {}))
         return self._facts
 
+    async def answer(self, route: str, within_s: float) -> ServerAnswer:
+        return ServerAnswer(route, 405 if self.has_sessions else 404)
+
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         self.calls.append((path, body))
+        if path in (BEGIN, END):
+            if self.is_open is (path == BEGIN):
+                raise RequestRefused(f"{path} answered 400")
+            self.is_open = path == BEGIN
+            return {"success": True}
+        if self.has_sessions and not self.is_open:
+            return {"success": False, "message": "must run between begin_weight_update() and end_weight_update()"}
         if body["serialized_named_tensors"] == [self._refuses]:
             return {"success": False, "message": "no such tensor"}
         version = body.get("weight_version")
@@ -132,3 +146,20 @@ async def test_a_draft_model_is_left_alone_and_layers_that_guess_follow_by_their
     assert [request.takes_parameters for _, request in senders.asked] == [takes_parameters]
     await way.load(manifest(3))
     assert [body.get("disable_draft_model") for _, body in server.calls[1:]] == [keeps_draft] * 2
+    assert [body.get("selector") for _, body in server.calls[1:]] == ["target" if keeps_draft else None] * 2
+
+
+async def test_a_server_with_sessions_gets_each_version_in_one_and_one_that_was_left_open_is_ended():
+    server = Server(refuses="trainer/0 1.0", has_sessions=True)
+    way = route(server, Senders(num_buckets=2), "trainer/0")
+    await way.prepare(manifest(3))
+    assert BEGIN not in [path for path, _ in server.calls], "tokens still flow"
+    server.calls.clear()
+    with pytest.raises(EngineError, match="no such tensor"):
+        await way.load(manifest(3))
+    assert [path for path, _ in server.calls] == [BEGIN, UPDATE, UPDATE]
+    server._refuses = ""
+    await way.prepare(manifest(4))
+    server.calls.clear()
+    assert await way.load(manifest(4))
+    assert [path for path, _ in server.calls] == [BEGIN, END, BEGIN, UPDATE, UPDATE, END]

@@ -144,7 +144,7 @@ class Watched:
         self._hook = hook
         self._num_buckets = 0
         self.place, self.url = inner.place, inner.url
-        self.get = inner.get
+        self.get, self.answer = inner.get, inner.answer
 
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         if path == "/update_weights_from_distributed":

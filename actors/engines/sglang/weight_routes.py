@@ -22,6 +22,9 @@ stages send in parallel without a lock. The version is announced when the last b
 server and sender. A channel that failed is closed on both sides, and its name is not used again; the version is then
 sent once more, whole, through a new channel, because a server that is alive can always be made whole again.
 
+SGLang 0.5.23 takes both only between `/begin_weight_update`, which undoes how it had packed its weights, and
+`/end_weight_update`. A server that has these routes is asked for them within the pause.
+
 The calls always ask not to flush the cache: SGLang asserts that it could, which it cannot while requests are paused in
 place; `wire.request_body` keeps versions apart.
 """
@@ -31,9 +34,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -139,6 +143,7 @@ def folder_routes(server: SglangHttp) -> Mapping[str, WeightRoute]:
 
 
 FLATTENED = "flattened_bucket"
+BEGIN, END = "/begin_weight_update", "/end_weight_update"
 
 
 def bucket_bodies(buckets: Sequence[Bucket]) -> tuple[dict[str, Any], ...]:
@@ -193,13 +198,36 @@ class _DeviceRoute:
         self._senders = senders
         self._options = options
         self._facts: Mapping[str, Any] = {}
+        self._has_sessions = False
         self.beacon = Beacon()
 
     async def _num_ranks(self) -> int:
         """Processes of the server that take part: its tensor-parallel ranks."""
-        self._facts = self._facts or await self._server.get("/server_info")
+        if not self._facts:
+            asked = await self._server.answer(BEGIN, self._options.join_s)
+            self._has_sessions = asked.status == HTTPStatus.METHOD_NOT_ALLOWED  # a GET of what wants a POST
+            self._facts = await self._server.get("/server_info")
         found = self._facts.get("tp_size", 1)
         return found if isinstance(found, int) and found > 0 else 1
+
+    def _runners(self) -> Mapping[str, Any]:
+        """Whose weights are updated, in the words of 0.5.17 (handles alone) and 0.5.23: a draft of its own keeps its."""
+        kept = {"disable_draft_model": True, "selector": "target"}
+        return kept if guesses_by(self._facts) in ("ngram", "model") else {}
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncGenerator[None]:
+        """Around all calls of one version. A session that an update left open, of this client or another, is ended
+        before."""
+        if self._has_sessions:
+            try:
+                await self._server.post(BEGIN, self._runners())
+            except RequestRefused:
+                await self._server.post(END, {})
+                await self._server.post(BEGIN, self._runners())
+        yield
+        if self._has_sessions:
+            await self._server.post(END, {})
 
     async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
         """Whatever goes wrong becomes an EngineError that says in which phase, where and with whom."""
@@ -219,7 +247,7 @@ class _DeviceRoute:
         answer: Mapping[str, Any] = {}
         for number, body in enumerate(bodies, start=1):
             what = f"bucket {number} of {len(bodies)}"
-            call = self._server.post(path, body, within_s=self._options.send_s)
+            call = self._server.post(path, {**body, **self._runners()}, within_s=self._options.send_s)
             answer = await self._named(f"receive {what}", sender, call)
             digest, named = (digests[number - 1], f"{what} from {sender}") if digests else ("", what)
             _require(answer, self._server.place, named, digest=digest)
@@ -320,7 +348,8 @@ class GroupRoute(_DeviceRoute):
     async def _transfer(self, version: int, senders: list[str]) -> bool:
         """Everything; whether the server's last answer says that it bears the version."""
         is_alone = len(senders) == 1
-        announced = await _together(self._take(sender, version, is_alone=is_alone) for sender in senders)
+        async with self._session():
+            announced = await _together(self._take(sender, version, is_alone=is_alone) for sender in senders)
         if is_alone:
             return announced[0]
         body = {"new_version": str(version), "abort_all_requests": False}
@@ -416,18 +445,18 @@ class HandleRoute(_DeviceRoute):
             self._named("share", sender, self._senders.ask(sender, request(count))) for sender, count in counts.items()
         )
         self._bodies = []
-        keeps_draft = {"disable_draft_model": True} if guesses_by(self._facts) in ("ngram", "model") else {}
         for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
             left = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
             payloads = [next(left[sender]) for sender in givers]
             body = {"serialized_named_tensors": payloads, "load_format": replies[0].load_format, "flush_cache": False}
-            self._bodies.append(body | keeps_draft)
+            self._bodies.append(body)
         self._bodies[-1]["weight_version"] = str(version)
 
     async def load(self, manifest: WeightManifest) -> bool:
         """Hand the handles over; each may be used once."""
         bodies, self._bodies = self._bodies, []
-        answer = await self._update("/update_weights_from_tensor", bodies, manifest.location)
+        async with self._session():
+            answer = await self._update("/update_weights_from_tensor", bodies, manifest.location)
         return announces(answer, manifest.version)
 
     async def close(self) -> None:
