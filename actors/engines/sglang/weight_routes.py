@@ -211,7 +211,7 @@ class _DeviceRoute:
         return found if isinstance(found, int) and found > 0 else 1
 
     def _runners(self) -> Mapping[str, Any]:
-        """Whose weights are updated, in the words of 0.5.17 (handles alone) and 0.5.23: a draft of its own keeps its."""
+        """Whose weights are updated, in the words of 0.5.17 and of 0.5.23: a draft model keeps its own."""
         kept = {"disable_draft_model": True, "selector": "target"}
         return kept if guesses_by(self._facts) in ("ngram", "model") else {}
 
