@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -49,6 +50,7 @@ MODULES = (
 STARTERS = ("up", "launch", "resume", "fork", "demo")
 """Commands that start runs."""
 MAX_BYTES = 1 << 20
+REAP_S = 1.0
 BACKENDS = Path(__file__).resolve().parents[1] / "backends"
 
 
@@ -108,7 +110,7 @@ def fork(request: Request, tests: socket.socket, streams: list[int], report: int
     return True
 
 
-def reap(signum: int, frame: object) -> None:
+def reap(*_: object) -> None:
     """Those that waited for commands: by hand, so that their time counts as ours."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -119,6 +121,8 @@ def become_a_command(tests: socket.socket) -> Request | None:
     """Serve until the socket is closed; in each process that is to be a command, which one."""
     signal.signal(signal.SIGCHLD, reap)
     while True:
+        while not select.select([tests], [], [], REAP_S)[0]:
+            reap()  # of a death between the look at signals and the wait nothing else would tell
         data, descriptors, _, _ = socket.recv_fds(tests, MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return None
