@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.harness.commands import left_processes
 from tests.weights.adoption_lab import VICTIM, WITNESS, Answer, FaultLab, LabEngine, PipeEngine, ServerEngine, fault_lab
 from tests.weights.fault_cells import CELLS, Cell, Channel, tables
 from tests.weights.weight_lab import CONTEXT, VOCAB, own_answer
@@ -201,11 +200,9 @@ class Labs:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def labs(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Labs]:
-    others = left_processes()
     made = Labs(folders, tmp_path_factory.mktemp("published"))
     yield made
-    await made.close()
-    assert left_processes() <= others
+    await made.close()  # that no process is left is looked at after each module
 
 
 @pytest.mark.asyncio(loop_scope="module")
