@@ -42,8 +42,9 @@ export OMP_NUM_THREADS ?= 1
 demo: $(DEMO_STAMP)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/myxa demo
 
-# More workers than cores: most tests wait for processes most of the time. The longest files begin first.
-WORKERS ?= 4
+# More workers than cores: most tests wait for processes most of the time. The longest files begin first, and beside
+# them those that only compute.
+WORKERS ?= 5
 test: $(STAMP)
 	@$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
 

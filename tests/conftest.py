@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST_FIRST = ("survival", "knobs", "integration", "backends", "control", "simulation", "launch", "monitor")
-"""Folders whose files take longest: begun first, so that no worker has one left when the others are done."""
+"""Folders of runs, those that take longest first: no worker has one left when the others are done (workers.py)."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -88,6 +88,7 @@ class Crew:
         """The test that a worker is at, and its place."""
         self._waiting: dict[Connection, int] = {}
         """The file that a worker begins next."""
+        self._from_end: set[Connection] = set()
         self._num_started = 0
         for _ in range(min(num_workers, len(self._files))):
             self._start()
@@ -112,6 +113,8 @@ class Crew:
                 os._exit(status)
         theirs.close()
         self._pids[ours] = pid
+        if self._num_started % 2 == 0:
+            self._from_end.add(ours)
 
     def run(self) -> None:
         """Until all have ended, or one test too many has failed."""
@@ -137,7 +140,7 @@ class Crew:
             self._on_end(link)
             return
         if kind == "next":
-            self._waiting[link] = self._todo.popleft() if self._todo else NO_FILE
+            self._waiting[link] = self._next(link)
             link.send_bytes(str(self._waiting[link]).encode())
         elif kind == "file":
             self._waiting[link] = NO_FILE
@@ -147,6 +150,12 @@ class Crew:
             commands.begin(*words)
         else:
             self._report(words[0])
+
+    def _next(self, link: Connection) -> int:
+        """Every second worker begins at the end: beside runs, which wait most of the time, tests compute that do not."""
+        if not self._todo:
+            return NO_FILE
+        return self._todo.pop() if link in self._from_end else self._todo.popleft()
 
     def _report(self, data: dict[str, Any]) -> None:
         if isinstance(data["longrepr"], list):  # why it was skipped

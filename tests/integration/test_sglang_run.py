@@ -7,14 +7,12 @@ import signal
 from pathlib import Path
 
 import psutil
-from tests.harness.fake_sglang import STAND_IN
+from tests.harness.commands import Command
+from tests.harness.fake_sglang import stand_in_environment
 from tests.harness.run_job import Job, events, metrics
 from tests.harness.waiting import wait_until
 
-LAUNCHES = (
-    'roles.rollout.kind="sglang"', f'roles.rollout.env={{PYTHONPATH="{STAND_IN}"}}', "sglang.stream_interval=4",
-    "async.max_staleness=0",
-)  # fmt: skip
+LAUNCHES = ('roles.rollout.kind="sglang"', "sglang.stream_interval=4", "async.max_staleness=0")
 
 
 def servers_of(run_dir: Path) -> list[psutil.Process]:
@@ -39,7 +37,8 @@ def steps_done(run_dir: Path) -> int:
 
 
 def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job: Job) -> None:
-    run = job.start(*LAUNCHES, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
+    words = job.words(*LAUNCHES, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
+    run = Command(words, job.folder, env=stand_in_environment())
     try:
         wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
