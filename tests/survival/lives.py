@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.harness.commands import Command
+from tests.harness.commands import COMMANDS, MEGATRON, Command
 from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import Job, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
@@ -47,6 +47,8 @@ class Lives:
     overrides: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     """Variables of its commands, beside ours."""
+    server: str = COMMANDS
+    """What its commands are forked from."""
     said: list[str] = field(default_factory=list)
     """What each life printed."""
     _launcher: Command | None = None
@@ -65,7 +67,7 @@ class Lives:
     def begin(self) -> None:
         """The first life; returns once its directory is there."""
         data = f'data.train="data/prompts.jsonl@[0:{self.num_prompts}]"'
-        self._launcher = Command(self.job.words(data, *FLAGS, *self.overrides), self.job.folder, env=self._env())
+        self._launcher = self._command(*self.job.words(data, *FLAGS, *self.overrides))
         wait_until(lambda: self._has_begun(), "the run's directory")
         self._run_dir = self.job.run_dir()
 
@@ -74,10 +76,10 @@ class Lives:
         return any((self.job.folder / "runs").glob("small-*/config.toml"))
 
     def resume(self, *arguments: str) -> None:
-        self._launcher = Command(["resume", str(self.run_dir), "--quiet", *arguments], self.job.folder, env=self._env())
+        self._launcher = self._command("resume", str(self.run_dir), "--quiet", *arguments)
 
-    def _env(self) -> dict[str, str]:
-        return {**os.environ, **self.env}
+    def _command(self, *words: str) -> Command:
+        return Command(words, self.job.folder, env={**os.environ, **self.env}, server=self.server)
 
     def wait(self, timeout_s: float = 120) -> int:
         output, _ = self.launcher.communicate(timeout=timeout_s)
@@ -176,6 +178,7 @@ def gang_run(folder: Path, *overrides: str, patience_s: float = 0.3, num_prompts
     """A run with two ranks and two engines; nothing of it is left after the block."""
     counts = ("roles.trainer.count=2", "roles.rollout.count=2")
     run = make_lives(folder, *counts, *overrides, patience_s=patience_s, num_prompts=num_prompts)
+    run.server = MEGATRON if 'roles.trainer.kind="megatron"' in overrides else COMMANDS
     try:
         run.begin()
         yield run
