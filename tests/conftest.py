@@ -57,13 +57,21 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
-LONGEST_FIRST = ("survival", "knobs", "integration", "backends", "control", "simulation", "launch", "monitor")
-"""Folders of runs, those that take longest first: no worker has one left when the others are done (workers.py)."""
+LONGEST_FIRST = (
+    "launch/test_slurm", "backends/test_megatron_steps", "survival/test_kill_matrix", "survival/test_agent_deaths",
+    "integration/test_bad_input", "survival", "backends", "integration", "knobs", "gateway", "control", "environments",
+    "simulation", "engines", "monitor", "launch",
+)  # fmt: skip
+"""Files and folders of runs, those that take longest first: no worker has one left when the others are done."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        names = folder, f"{folder}/{item.path.stem}"
+        return next((at for at, name in enumerate(LONGEST_FIRST) if name in names), len(LONGEST_FIRST))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(hookwrapper=True)
