@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.adapters import num_adapted
@@ -37,13 +39,16 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def rank_parameters(model: ModelConfig, layout: ParallelLayout) -> tuple[int, int]:
+def rank_parameters(
+    model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None
+) -> tuple[int, int]:
     """Of a rank of the fullest stage: dense parameters (shared over tp, pp, cp), of experts (ep, etp, pp)."""
-    each, last = num_layers(model, layout), layout.pp - 1
+    stages, last = stages_of(model, layout, overrides or {}), layout.pp - 1
     dense, expert = [0] * layout.pp, [0] * layout.pp
     for name, shape in model.tensor_shapes().items():
         match, size = LAYER.match(name), math.prod(shape)
-        stage = min(int(match[1]) // each, last) if match else 0 if name == EMBEDDING else last
+        layer = int(match[1]) if match else -1
+        stage = stages[layer] if 0 <= layer < len(stages) else 0 if name == EMBEDDING else last
         if ".experts." in name:
             expert[stage] += size // (layout.ep * layout.etp)
             continue
@@ -54,9 +59,13 @@ def rank_parameters(model: ModelConfig, layout: ParallelLayout) -> tuple[int, in
     return max(zip(dense, expert, strict=True), key=sum)
 
 
-def num_layers(model: ModelConfig, layout: ParallelLayout) -> int:
-    """Of the first stage."""
-    return -(-model.num_layers // layout.pp)
+def stages_of(model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str, Any]) -> list[int]:
+    """The pipeline rank of each layer; of a layout that does not fit, which is a finding of its own, about that."""
+    try:
+        return layout.stages(model.num_layers, overrides)
+    except ConfigError:
+        each = -(-model.num_layers // layout.pp)
+        return [layer // each for layer in range(model.num_layers)]
 
 
 # -- activations of a step ---------------------------------------------------------------------------------------------
@@ -100,10 +109,13 @@ def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> floa
     return cut / layout.tp + (stream / layout.tp if layout.sequence_parallel else stream)
 
 
-def pass_parts(config: RunConfig, model: ModelConfig, num_tokens: int, *, in_flight: int, is_last: bool) -> list[Part]:
-    """Activations of a stage for micro-batches of so many tokens, and what scoring takes on the last stage."""
+def pass_parts(
+    config: RunConfig, model: ModelConfig, num_tokens: int, *, layers: int, in_flight: int, is_last: bool
+) -> list[Part]:
+    """Activations of a stage of so many layers, for micro-batches of so many tokens, and what scoring takes on the last
+    one."""
     kind, layout, item = config.roles.trainer.kind, trainer_layout(config), ITEM_BYTES[config.trainer.dtype]
-    layers, tokens = num_layers(model, layout), -(-num_tokens // layout.cp)
+    tokens = -(-num_tokens // layout.cp)
     each = layer_numbers(model, kind, layout) * item
     if config.trainer.activation_checkpointing or config.megatron.recompute == "full":
         size = (layers * model.hidden_size * item * in_flight + each) * tokens
@@ -152,14 +164,23 @@ def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tu
     tokens = config.trainer.max_tokens_per_microbatch
     if config.algo.kind != "sft":  # one sample may be longer than the limit
         tokens = max(tokens, longest_answer(config, model))
-    in_flight = max(1, min(layout.pp, num_micro_batches(config, model, world_size)))
-    passes = [pass_parts(config, model, tokens, in_flight=in_flight, is_last=layout.pp == 1)]
-    passes += [pass_parts(config, model, tokens, in_flight=1, is_last=True)]
-    parts += max(passes, key=total)
+    num_passes, placed = num_micro_batches(config, model, world_size), config.megatron.model if is_megatron else {}
+    counts = Counter(stages_of(model, layout, placed))
+    parts += max(
+        (
+            pass_parts(
+                config, model, tokens, layers=counts[stage], in_flight=max(1, min(layout.pp - stage, num_passes)),
+                is_last=stage == layout.pp - 1,
+            )
+            for stage in range(layout.pp)
+        ),
+        key=total,
+    )  # fmt: skip
     if is_between_devices(channel := choose_channel(config)):
         num, (item, _) = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, _held(config, model)
         # Each stage has a sender; beside an engine every rank stages all of the model.
-        sent = sum(rank_parameters(model, ParallelLayout(pp=1 if channel == "cuda_ipc" else layout.pp)))
+        cut = ParallelLayout() if channel == "cuda_ipc" else ParallelLayout(pp=layout.pp, vpp=layout.vpp)
+        sent = sum(rank_parameters(model, cut, placed if cut.pp > 1 else None))
         how = f"{num} version{'s' if num > 1 else ''} x {item} B x {count_text(sent)}"
         parts.append(Part("staged versions", num * item * sent, how))
     if config.roles.trainer.device_ids:
@@ -197,7 +218,7 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
 
 def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> list[Part]:
     settings, layout, dtype = config.megatron, trainer_layout(config), config.trainer.dtype
-    item, (dense, expert) = ITEM_BYTES[dtype], rank_parameters(model, layout)
+    item, (dense, expert) = ITEM_BYTES[dtype], rank_parameters(model, layout, settings.model)
     num = dense + expert
     dp = max(1, world_size // layout.model_size) * layout.cp if settings.distributed_optimizer else 1
     expert_dp = max(1, world_size // layout.expert_size) if settings.distributed_optimizer else 1

@@ -95,8 +95,52 @@ def test_layouts_that_do_not_fit_the_model(layout: dict[str, Any], model_type: s
     assert caught.value.remedy
 
 
-def test_layers_placed_by_hand_need_not_divide() -> None:
-    ParallelLayout(pp=4).check_model(config_of(), ["num_layers_in_first_pipeline_stage"])
+FIRST, LAST, BY_TEXT = (
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+)  # fmt: skip
+COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "placed", "stages"),
+    [
+        ({"pp": 3}, {}, "001122"),
+        ({"pp": 3, "vpp": 2}, {}, "012012"),
+        ({"pp": 3}, {FIRST: 2, LAST: 2}, "001122"),
+        ({"pp": 3}, {FIRST: 4}, "000012"),
+        ({"pp": 2}, {LAST: 1}, "000001"),
+        ({"pp": 2, "vpp": 2}, {FIRST: 4}, "001001"),
+        ({"pp": 4}, COUNTED, "011223"),
+        ({"pp": 2, "vpp": 2}, COUNTED, "011001"),
+        ({"pp": 2}, {BY_TEXT: "Etttt|tt,L"}, "000011"),
+        ({"pp": 4}, {BY_TEXT: "E|(t*2|)*2ttL"}, "112233"),
+        ({"pp": 2, "vpp": 2}, {BY_TEXT: "Et|t|ttt|tL"}, "010001"),
+        ({"pp": 2}, {BY_TEXT: [["embedding"], ["decoder"] * 6 + ["loss"]]}, "111111"),
+    ],
+)
+def test_layers_are_placed_as_megatron_core_places_them(layout: dict[str, Any], placed: dict[str, Any], stages: str):
+    """`pp` ranks in the order of the model's six layers; checked against megatron-core itself where it cuts."""
+    cut = ParallelLayout(**layout)
+    assert "".join(map(str, cut.stages(6, placed))) == stages
+    cut.check_model(config_of(), placed)
+    if isinstance(text := placed.get(BY_TEXT), str):
+        rows = pytest.importorskip(
+            "megatron.core.transformer.pipeline_parallel_layer_layout"
+        ).PipelineParallelLayerLayout.parse_str_to_list(text)
+        counts = [sum(kind.name == "decoder" for kind in row) for row in rows]
+        assert [place % cut.pp for place, count in enumerate(counts) for _ in range(count)] == cut.stages(6, placed)
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        {FIRST: 3}, {FIRST: 7, LAST: -1}, {FIRST: "4"}, {BY_TEXT: "Et|t|tL"}, {BY_TEXT: "Ett|tttt"}, {BY_TEXT: "?"},
+        {BY_TEXT: "t*99999999|t|t"}, {BY_TEXT: 5}, {BY_TEXT: "E|((t|t)*9999)*9999"},
+    ],
+)  # fmt: skip
+def test_a_placement_that_loses_layers_is_refused_by_its_key(placed: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"megatron.model.{next(iter(placed))}: does not place the model's 6 layers"):
+        ParallelLayout(pp=3).check_model(config_of(), placed)
 
 
 def test_data_parallel_degree_is_what_is_left() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,22 @@ def test_experts_are_cut_by_expert_parallelism() -> None:
     dense, expert = rank_parameters(model, ParallelLayout())
     assert (dense + expert, expert) == (model.num_parameters, 8 * 16 * 3 * 1024 * 768)
     assert rank_parameters(model, ParallelLayout(ep=4)) == (dense, expert // 4)
+
+
+def test_stages_that_were_placed_by_hand_are_counted_as_they_are() -> None:
+    model, plain = SHAPES["0.6B"], {"pp": 4, "recompute": "full"}
+    layers = [math.prod(shape) for name, shape in model.tensor_shapes().items() if name.startswith("model.layers.0.")]
+
+    def sizes(**placed: Any) -> dict[str, int]:
+        config = run("megatron", 4, megatron={**plain, "model": placed})
+        return {part.name: part.num_bytes for part in trainer_memory(config, model, 4)}
+
+    even, light = sizes(), sizes(num_layers_in_first_pipeline_stage=4, num_layers_in_last_pipeline_stage=4)
+    assert even["gradients"] - light["gradients"] == 4 * 3 * sum(layers), "the last stage has embedding and norm"
+    text = "E" + "t" * 25 + "|t|t|tL"
+    heavy = sizes(pipeline_model_parallel_layout=text)
+    assert heavy["gradients"] - even["gradients"] == 4 * (18 * sum(layers) - model.hidden_size), "no final norm there"
+    assert heavy["activations"] > 3 * even["activations"]
 
 
 GLM45_AIR: dict[str, Any] = {

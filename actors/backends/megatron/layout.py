@@ -8,24 +8,23 @@ assertions that name its own fields, not the user's keys.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from ....core.config.learning import MegatronSettings
 from ....core.errors import ConfigError
 from ...models.model_config import ModelConfig
 
 MAX_DEGREE = 1 << 16
-UNEVEN_FIELDS = frozenset(
-    {
-        "pipeline_model_parallel_layout",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    }
-)
+MAX_SHOWN = 64
+BY_TEXT = "pipeline_model_parallel_layout"
+ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+UNEVEN_FIELDS = frozenset({BY_TEXT, *ENDS, *COUNTED})
 """Fields of TransformerConfig by which layers are placed on stages by hand."""
+REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,4})(?!\d)"), re.compile(r"(.)\*(\d{1,4})(?!\d)"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +83,48 @@ class ParallelLayout:
         parallelism innermost, then context, data and pipeline parallelism."""
         return rank // (self.tp * self.cp) % self.dp(world_size)
 
-    def check_model(self, config: ModelConfig, overrides: Collection[str] = ()) -> None:
-        """Raise ConfigError naming the first degree that cannot cut this model. `overrides`: names of fields in
-        `[megatron.model]`; some place layers on stages by hand, whose number then need not divide."""
+    def stages(self, num_layers: int, overrides: Mapping[str, Any]) -> list[int]:
+        """The pipeline rank of each layer, by megatron-core's rules. `overrides`: `[megatron.model]`, where layers may
+        be placed on stages by hand. Raises ConfigError where it does not place every layer."""
+        placing = sorted(UNEVEN_FIELDS.intersection(overrides))
+        try:
+            chunks = self._chunks(num_layers, overrides)
+        except (TypeError, ArithmeticError):  # values of another type are refused by their own check
+            chunks = []
+        if len(chunks) != self.pp * self.vpp or sum(chunks) != num_layers or min(chunks) < 0:
+            key, shown = placing[0] if placing else BY_TEXT, "" if len(chunks) > MAX_SHOWN else f": {chunks}"
+            raise ConfigError(
+                f"megatron.model.{key}: does not place the model's {num_layers} layers on pp x vpp = {self.pp} x "
+                f"{self.vpp} stages{shown}",
+                remedy="mend it: the layers of all stages together are the model's, and those between are alike",
+            )
+        return [place % self.pp for place, count in enumerate(chunks) for _ in range(count)]
+
+    def _chunks(self, num_layers: int, overrides: Mapping[str, Any]) -> list[int]:
+        """Layers of each virtual stage, in the order of the model."""
+        if layout := overrides.get(BY_TEXT):
+            if isinstance(layout, list):
+                return [list(row).count("decoder") for row in cast("list[list[str]]", layout)]
+            text = str(layout).replace(",", "")
+            for pattern in REPEATED:
+                text = pattern.sub(lambda found: found[1] * int(found[2]), text)
+            return [stage.count("t") for stage in text.split("|")] if set(text) <= set("EtmL|") else []
+        size, (embedding, loss) = self.pp * self.vpp, [bool(overrides.get(name)) for name in COUNTED]
+        first, last = (overrides.get(name) for name in ENDS)
+        if first is None and last is None:
+            chunks = [(num_layers + embedding + loss) // size] * size
+            chunks[0] -= embedding
+            chunks[-1] -= loss
+            return chunks
+        between = self.pp - (first is not None) - (last is not None)
+        each = (num_layers - (first or 0) - (last or 0)) // max(between, 1)
+        ranks = [each] * self.pp
+        ranks[0], ranks[-1] = each if first is None else first, each if last is None else last
+        return [count // self.vpp for count in ranks] * self.vpp
+
+    def check_model(self, config: ModelConfig, overrides: Mapping[str, Any] | None = None) -> None:
+        """Raise ConfigError naming the first degree that cannot cut this model. `overrides`: `[megatron.model]`; where
+        it places layers on stages, their number need not divide."""
         heads = f"num_attention_heads = {config.num_heads}"
         groups = f"num_key_value_heads = {config.num_kv_heads}"
         latent = config.kv_lora_rank and config.kv_lora_rank + config.rotary_dim
@@ -103,8 +141,9 @@ class ParallelLayout:
             if length % degree:
                 raise _wrong(key, degree, f"does not divide the model's {what}", f"choose a divisor of {length}")
         self._check_experts(config)
-        stages = self.pp * self.vpp
-        if config.num_layers % stages and not UNEVEN_FIELDS.intersection(overrides):
+        if overrides and UNEVEN_FIELDS.intersection(overrides):
+            self.stages(config.num_layers, overrides)
+        elif config.num_layers % (self.pp * self.vpp):
             raise _wrong(
                 "pp",
                 self.pp,
