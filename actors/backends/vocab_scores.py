@@ -84,6 +84,8 @@ class TokenScores(NamedTuple):
     """float32 [M], nats"""
     entropy_M: Tensor
     """float32 [M], nats: entropy of the whole distribution the token was drawn from; detached unless asked for."""
+    mtp_loss: Tensor | None = None
+    """float32, 0-dim: sum of the cross entropies of the layer that predicts the token after the next."""
 
 
 class VocabSlice(NamedTuple):

@@ -477,7 +477,7 @@ def identity_of(config: ModelConfig) -> dict[str, Any]:
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "rope_scaling",
     )  # fmt: skip
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in names} | ({"has_mtp": True} if config.has_mtp else {})
 
 
 def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:

@@ -84,8 +84,9 @@ def _hub_name(root: Path) -> str:
     return name if is_one and base.is_dir() and base != base.parent else ""
 
 
-def read_config(folder: str | Path) -> ModelConfig:
-    """`config.json`; of a foreign model the shapes of its weights too. Raises ModelError naming the file."""
+def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
+    """`config.json`; of a foreign model the shapes of its weights too. Raises ModelError naming the file, ConfigError
+    if the model is to have an MTP layer and has none."""
     root = Path(folder)
     if not root.is_dir() and (name := _hub_name(root)):
         raise ModelError(
@@ -100,7 +101,8 @@ def read_config(folder: str | Path) -> ModelConfig:
         )
     path = root / CONFIG
     config = parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
-    return replace(config, folder_shapes=_shapes(root)) if config.foreign else config
+    config = replace(config, folder_shapes=_shapes(root)) if config.foreign else config
+    return config.with_mtp() if has_mtp else config
 
 
 def _shapes(root: Path) -> dict[str, tuple[int, ...]]:

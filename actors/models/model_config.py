@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from ...core.errors import ConfigError, ModelError
@@ -44,6 +44,8 @@ ROUTER_BIAS = "e_score_correction_bias"
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+MTP_FAMILIES = ("glm4_moe", "deepseek_v3")
+"""Those whose folders have layers for the tokens after the next behind the last layer."""
 ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -118,6 +120,8 @@ class ModelConfig:
     """Inner width of the experts that every token goes through, all together; 0: there are none."""
     has_shared_gate: bool = False
     """Whether a sigmoid of the token weighs what the shared expert gives (Qwen2-MoE)."""
+    has_mtp: bool = False
+    """Whether the layer behind the last one, which predicts the token after the next, counts as part of the model."""
     foreign: str = ""
     """What our own code does not compute of this model, whose sizes serve estimates; empty: it computes all."""
     folder_shapes: Mapping[str, tuple[int, ...]] = field(
@@ -129,6 +133,17 @@ class ModelConfig:
     source: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
     """The file as it was read, for writing it back; without what is no longer so of weights that we write."""
 
+    def with_mtp(self) -> ModelConfig:
+        """The same with its MTP layer. Raises ConfigError for a model that has none, or several."""
+        number = self.source.get("num_nextn_predict_layers") or 0
+        if self.foreign or number != 1 or self.model_type not in MTP_FAMILIES:
+            raise ConfigError(
+                f"megatron.mtp: a model of type {self.model_type} with num_nextn_predict_layers = {number} has no MTP "
+                "layer that is trained here",
+                remedy=f"leave it out, or use a model of type {' or '.join(MTP_FAMILIES)} with one such layer",
+            )
+        return replace(self, has_mtp=True)
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """HuggingFace name -> shape of every weight, in the order of the forward pass."""
         return dict(self.folder_shapes) if self.foreign else self._own_shapes()
@@ -136,8 +151,11 @@ class ModelConfig:
     def _own_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for layer in range(self.num_layers):
+        for layer in range(self.num_layers + self.has_mtp):
             prefix = f"model.layers.{layer}."
+            if layer == self.num_layers:
+                shapes[prefix + "eh_proj.weight"] = (hidden, 2 * hidden)
+                shapes |= {f"{prefix}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
             of_attention = self._latent_shapes() if self.kv_lora_rank else self._attention_shapes()
             shapes |= {f"{prefix}self_attn.{name}": shape for name, shape in of_attention.items()}

@@ -523,6 +523,11 @@ class MegatronSettings(Section, frozen=True):
     routing_replay: Literal["rollout"] | bool = False
     """Whether experts are chosen as they were in the scoring pass of the same step (mixtures of experts), or, with
     "rollout", in every pass as the engine chose them; needs `sglang.enable_return_routed_experts`."""
+    mtp: NonNegativeFloat = 0.0
+    """Factor of the loss of the layer that predicts the token after the next (MTP: GLM-4.5, DeepSeek-V3), by which
+    SGLang guesses tokens (NEXTN), e.g. 0.2; it is then trained, exported and sent. 0: left out."""
+    mtp_reaches_trunk: bool = False
+    """Whether that loss also trains the rest of the model; otherwise the MTP layer alone."""
     model: Table = {}
     """Further fields of megatron-core's TransformerConfig by their own names."""
     ddp: Table = {}
@@ -532,5 +537,7 @@ class MegatronSettings(Section, frozen=True):
 
     relations = (
         "sequence_parallel needs tp!=1: it splits over tensor-parallel ranks",
+        "mtp needs pp=1: its layer is behind the last stage and needs the embedding of the first",
+        "mtp_reaches_trunk needs mtp",
         "vpp needs pp!=1: virtual stages are stages of a pipeline",
     )

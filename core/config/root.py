@@ -78,6 +78,7 @@ RELATIONS = (
     "critic.enabled needs roles.trainer.kind=torch: Megatron's has no value model",
     "roles.trainer.kind=megatron for megatron",
     "lora.rank for lora",
+    "megatron.mtp needs !lora.rank: the model stays as it is",
     "trainer.freeze needs !lora.rank: with adapters the whole model is frozen; see lora.target_modules",
     "algo.ref_update_every needs !lora.rank: the reference model is the policy without its adapters",
     "optimizer.name=muon megatron.offload_optimizer needs !lora.rank: the optimizer of adapters is a small AdamW",

@@ -12,6 +12,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -81,25 +82,25 @@ def model_folder(run: CheckedRun) -> Iterator[Finding]:
     if not run.of("trainer", "rollout"):
         return
     try:
-        model = read_config(config.model.path)
+        model = read_config(config.model.path, has_mtp=config.megatron.mtp > 0)
     except MyxaError as error:
-        yield Finding("model.path", error)
+        yield Finding("megatron.mtp" if isinstance(error, ConfigError) else "model.path", error)
         return
     if run.of("rollout"):
         yield from run.once(read_tokenizer).findings
     yield from _weights(config.model.path, model)
     if run.of("trainer"):
         if config.algo.ref_path:
-            yield from looked("algo.ref_path", _check_reference, config, model)
+            yield from looked("algo.ref_path", _check_reference, config, replace(model, has_mtp=False))
         if config.critic.path:
             yield from looked("critic.path", check_critic, config.critic, model)
 
 
 LAYER = re.compile(r"model\.layers\.\d+\.")
 SHOWN = 3
-REPEATED = ("lm_head.weight", ".inv_freq", SCALE_SUFFIX)
+REPEATED = ("lm_head.weight", ".inv_freq", SCALE_SUFFIX, ".embed_tokens.weight", ".shared_head.head.weight")
 """Ends of names of weights that a folder may hold though no parameter is made of them alone: tied heads, speeds of
-rotation, scales of FP8."""
+rotation, scales of FP8, the embedding and head once more in an MTP layer."""
 
 
 def _weights(path: str, model: ModelConfig) -> Iterator[Finding]:
@@ -116,7 +117,7 @@ def _weights(path: str, model: ModelConfig) -> Iterator[Finding]:
     text = f"{path}: {unused.total()} weights are neither trained nor exported: {shown}"
     if f"model.layers.{model.num_layers}.*" in unused:
         text += "; layers behind the last one predict several tokens at once (MTP), and do not follow the policy"
-    remedy = "nothing, unless engines make drafts with them (sglang.speculative_algorithm)"
+    remedy = "nothing, unless engines make drafts with them (sglang.speculative_algorithm): then see megatron.mtp"
     yield Finding("model.path", ModelError(text, remedy=remedy), "warning")
 
 
@@ -344,7 +345,7 @@ def _guesses(config: RunConfig, model: ModelConfig) -> Iterator[Finding]:
         text = f"{key}: {config.model.path} has not one layer that guesses (num_nextn_predict_layers)"
         remedy = "name a draft model in sglang.speculative_draft_model_path, or use NGRAM"
         yield Finding(key, ConfigError(text, remedy=remedy))
-    elif why := stale_guesses(values, channel):
+    elif why := stale_guesses(values, channel, trains_layers=config.megatron.mtp > 0):
         yield Finding(key, ConfigError(f"{key}: {why}", remedy="look at rollout/draft_accepted_length"), "warning")
 
 

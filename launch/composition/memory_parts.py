@@ -150,7 +150,7 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
     """Sizes that the rank will hold, by tag."""
     from ...actors.models.hf_folder import read_config
 
-    model = read_config(config.model.path)
+    model = read_config(config.model.path, has_mtp=config.megatron.mtp > 0)
     if spec.kind == "megatron":
         from ...actors.backends.megatron.offload import planned as planned_by_megatron
 

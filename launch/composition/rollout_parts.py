@@ -63,7 +63,10 @@ def sglang_needs(config: RunConfig, channel: str) -> SglangNeeds:
     """What servers must have been started with, or without, for this sampling and this way of new weights."""
     rollout = config.rollout
     return SglangNeeds(
-        tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic, channel=channel
+        tokenizer=bool(rollout.stop or rollout.min_new_tokens),
+        seeds=rollout.deterministic,
+        channel=channel,
+        trains_layers=config.megatron.mtp > 0,
     )
 
 

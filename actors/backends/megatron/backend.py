@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from ...models.model_config import ModelConfig
 from ..adapters import WithoutAdapters
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
-from ..torch_backend.accounting import Loaded, ReferenceModel, agree_on_source, check_schedule, load_functions
+from ..torch_backend.accounting import (
+    Loaded,
+    ReferenceModel,
+    StepSettings,
+    agree_on_source,
+    check_schedule,
+    load_functions,
+)
 from ..torch_backend.tensors import DTYPE_OF
 from . import mcore
 from .adapters import MegatronAdapters
@@ -44,6 +51,9 @@ class MegatronRankSettings(RankSettings):
     """With the `[megatron]` table."""
 
     megatron: MegatronSettings = field(default_factory=MegatronSettings)
+
+    def step_settings(self, functions: Loaded) -> StepSettings:
+        return replace(RankSettings.step_settings(self, functions), mtp=self.megatron.mtp)
 
     @property
     def layout(self) -> ParallelLayout:
@@ -67,9 +77,10 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         config, home = self._config, self._offload
         check_schedule(config.optimizer, config.total_updates)
         user = load_functions(config.algo)
-        model = read_config(config.model_path)
+        trunk = read_config(config.model_path)
+        model = trunk.with_mtp() if config.megatron.mtp else trunk
         model.require_own("the Megatron trainer")
-        check_second_model("algo.ref_path", config.algo.ref_path, model)
+        check_second_model("algo.ref_path", config.algo.ref_path, trunk)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
@@ -94,7 +105,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                 with self._region("moments"):
                     optimizer.make_moments()
                 keeps_reference = config.algo.keeps_reference and (adapters is None or bool(config.algo.ref_path))
-                reference = self._reference(model, precision) if keeps_reference else None
+                reference = self._reference(trunk, precision) if keeps_reference else None
                 if home is not None:
                     home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written
@@ -117,6 +128,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         config = self._config
         routing = RoutingReplay(chunks) if config.megatron.routing_replay else None
         policy = MegatronPolicy(chunks, optimizer, self._cutting(world, model), world, model.vocab_size, routing)
+        policy.mtp_reaches_trunk = config.megatron.mtp_reaches_trunk
 
         if adapters is not None and reference is None and config.algo.keeps_reference:
             body = Pipeline(chunks, model.vocab_size)  # which chooses its experts itself
@@ -194,6 +206,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             num_chunks=2 * layout.cp if layout.cp > 1 else 1,
             pack_multiple=layout.sequence_multiple,
             cp_rank=world.grid.cp.rank(),
+            has_mtp=model.has_mtp,
             multiple_of_micros=layout.pp if layout.vpp > 1 else 1,
             choices=model.expert_choices if megatron.routing_replay == "rollout" else None,
             part=(world.grid.tp.rank(), layout.tp) if layout.sequence_parallel else (0, 1),

@@ -43,10 +43,24 @@ class PackCutting:
     cp_rank: int
     multiple_of_micros: int = 1
     """Micro-batches of a mini-batch are filled up with empty ones to a multiple of this (interleaved schedules)."""
+    has_mtp: bool = False
+    """The tokens after the next are predicted too."""
     choices: ExpertChoices | None = None
     """Of the model, where the experts that engines chose are replayed."""
     part: tuple[int, int] = (0, 1)
     """Which of how many equal parts of a context rank's tokens this rank's routers see (sequence parallelism)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AfterNext:
+    """What the MTP layer is to predict in a micro-batch: the same loss tokens, each one position earlier."""
+
+    next_ids_1t: Tensor
+    """int64 [1, t]: the token behind each of this context rank's."""
+    rows_A: Tensor
+    """int64 [A]: positions in the part that predict the token after the next."""
+    targets_A: Tensor
+    """int64 [A]: and its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,7 @@ class Pack:
     experts: Mapping[int, Tensor]
     """Layer, from 0 -> int32 [tokens that its router sees here, top_k] on the host: the experts that engines chose, -1
     where none did. Empty: routers choose."""
+    after_next: AfterNext | None = None
 
     @property
     def num_loss_tokens(self) -> int:
@@ -117,6 +132,23 @@ def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: Pac
         num_tokens=int(starts[-1]),
         temperature=_here(temperature_of([samples[i] for i in active], counts, "cpu"), places_N, device),
         experts=_experts_here(told, starts, fed, here_t, cutting) if cutting.choices is not None else {},
+        after_next=_after_next(tokens_T, starts, rows, targets, where_T, here_t, device) if cutting.has_mtp else None,
+    )
+
+
+def _after_next(
+    tokens_T: I64, starts: I64, rows: list[I64], targets: list[I64], where_T: I64, here_t: I64, device: torch.device
+) -> AfterNext:
+    """`rows`, `targets`: of each sequence, behind an empty one."""
+    firsts = np.repeat(starts[: len(rows) - 1], [len(own) for own in rows[1:]])
+    earlier_M = np.concatenate(rows) - 1
+    local_M = np.where(earlier_M >= firsts, where_T[earlier_M], -1)
+    is_here = local_M >= 0
+    next_T = np.append(tokens_T[1:], 0)  # what follows a sequence's last token is of another, and nobody's to see
+    return AfterNext(
+        next_ids_1t=from_array(next_T[here_t]).unsqueeze(0).to(device),
+        rows_A=from_array(local_M[is_here]).to(device),
+        targets_A=from_array(np.concatenate(targets)[is_here]).to(device),
     )
 
 

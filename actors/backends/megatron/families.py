@@ -163,6 +163,15 @@ MLP = (
 )
 
 
+MTP = (
+    Rule("eh_proj.weight", ("eh_proj.weight",)),
+    Rule("enorm.weight", ("enorm.weight",)),
+    Rule("hnorm.weight", ("hnorm.weight",)),
+    Rule("final_layernorm.weight", ("shared_head.norm.weight",)),
+)
+"""Of a layer for the token after the next, beside those of any layer."""
+
+
 LLAMA = Family(model=MODEL, layer=(*NORMS, *ATTENTION, *MLP))
 
 

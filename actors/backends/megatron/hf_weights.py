@@ -33,6 +33,7 @@ from ..torch_backend.tensors import DTYPE_OF, from_array, integers
 from .families import (
     EMBEDDING,
     HEAD,
+    MTP,
     CutRequest,
     Family,
     Piece,
@@ -46,6 +47,7 @@ from .families import (
 from .mcore import Grid, Group, read_grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP = re.compile(r"after_next\.(transformer_layer\.)?(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,9 @@ def map_weights(chunks: Sequence[nn.Module], config: ModelConfig, grid: Grid) ->
             match = _LAYER.fullmatch(name)
             if is_adapter(name):
                 continue
+            if mtp := _MTP.fullmatch(name):
+                yield from _of_layer(family, mtp[2], parameter, config.num_layers, config.num_experts, grid)
+                continue
             if match is None:
                 yield _of_model(family, name, parameter, config)
                 continue
@@ -125,7 +130,7 @@ def _of_layer(
 ) -> Iterator[MappedWeight]:
     prefix = f"model.layers.{layer}."
     if all(rule.parameter != name for rule in family.expert):
-        yield MappedWeight(parameter, find_rule(family.layer, name), prefix)
+        yield MappedWeight(parameter, find_rule((*family.layer, *MTP), name), prefix)
         return
     here = num_experts // grid.ep.size()
     rule = find_rule(family.expert, name)

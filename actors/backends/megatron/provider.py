@@ -111,6 +111,8 @@ def _chunk(config: ModelConfig, layout: ParallelLayout, settings: Any, stage: in
         position_embedding_type="none",  # attention rotates by itself
         vp_stage=stage,
     )
+    if config.has_mtp:
+        cast(Any, model).after_next = MtpLayer(settings, spec.layer_specs[-1], config.num_layers + 1)
     return model
 
 
@@ -225,6 +227,36 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
         "moe_grouped_gemm": False,  # our experts group their products themselves
         "moe_permute_fusion": False,
     }
+
+
+MegatronModule: Any = mcore.module("transformer.module").MegatronModule
+
+
+class MtpLayer(MegatronModule):
+    """The layer that predicts the token after the next from the model's last hidden state and the embedded next token
+    (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2); the model's own head scores what it gives.
+    megatron-core's computes its loss inside of GPTModel, from logits of the whole vocabulary and labels."""
+
+    def __init__(self, settings: Any, spec: Any, number: int) -> None:
+        super().__init__(config=settings)  # pyright: ignore[reportUnknownMemberType]
+        size, device = int(settings.hidden_size), None if settings.use_cpu_initialization else mcore.default_device()
+        norms = (MegatronRMSNorm(settings, size, eps=settings.layernorm_epsilon) for _ in range(3))
+        self.enorm, self.hnorm, self.final_layernorm = norms
+        self.eh_proj = nn.Linear(2 * size, size, bias=False, dtype=settings.params_dtype, device=device)
+        cast(Any, self.eh_proj.weight).sequence_parallel = settings.sequence_parallel
+        build: Any = mcore.module("transformer.spec_utils").build_module
+        self.transformer_layer = build(spec, config=settings, layer_number=number)
+        for part in self.transformer_layer.modules():
+            if hasattr(part, "router_replay"):
+                part.router_replay = None  # engines and scoring passes do not run it
+
+    def forward(self, hidden_t1h: Tensor, embedded_t1h: Tensor, sequences: Any) -> Tensor:
+        """Of each token the model's output and the embedding of the next, [t, 1, hidden] -> the same shape."""
+        both = torch.cat([self.enorm(embedded_t1h), self.hnorm(hidden_t1h)], dim=-1)
+        out, _ = self.transformer_layer(
+            hidden_states=self.eh_proj(both), attention_mask=None, packed_seq_params=sequences
+        )
+        return self.final_layernorm(out)
 
 
 RowParallelLinear: Any = mcore.module("tensor_parallel").RowParallelLinear

@@ -42,7 +42,7 @@ from ..torch_backend.layout import MicroBatch
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
 from .batch import Pack, PackCutting, pack_samples
-from .hf_weights import numbers_of
+from .hf_weights import numbers_of, unwrapped
 from .optimizer import MegatronOptimizer
 from .world import MegatronWorld
 
@@ -152,12 +152,16 @@ class HeadRequest:
     """int64 [N]: the tokens they are to predict."""
     temperature: Temperature
     needs_entropy_grad: bool = False
+    keeps_hidden: bool = False
+    """Whether `ScoringHead.hidden` is wanted afterwards."""
 
 
 class ScoringHead(tensor_parallel.ColumnParallelLinear):
     """See the module's head. Made of the model's own head by `install_head`; never constructed."""
 
     request: HeadRequest | None
+    hidden: Tensor | None
+    """What it was given in a pass that keeps it."""
     vocab_size: int
     """Tokens of the model; rows behind them pad the table."""
 
@@ -166,6 +170,7 @@ class ScoringHead(tensor_parallel.ColumnParallelLinear):
         request, self.request = self.request, None
         if request is None:
             raise TrainError("the head was called without being asked what to score", remedy="a bug in the schedule")
+        self.hidden = input_ if request.keeps_hidden else None
         table_Vh = cast(Tensor, self.weight) if weight is None else weight
         group = parallel_state.get_tensor_model_parallel_group()
         hidden = _whole_rows(input_, is_split=bool(self.sequence_parallel))
@@ -191,7 +196,7 @@ def install_head(chunk: nn.Module, vocab_size: int) -> ScoringHead | None:
             # GPTModel names the class of its head; changing it afterwards keeps parameters, attributes and state names.
             head.__class__ = ScoringHead
             scoring = cast(ScoringHead, head)
-            scoring.request = None
+            scoring.request = scoring.hidden = None
             scoring.vocab_size = vocab_size
             return scoring
     return None
@@ -208,6 +213,8 @@ class Pipeline:
     """This rank's chunks of one model, ready for passes."""
 
     routing: RoutingReplay | None = None
+    mtp_reaches_trunk = False
+    """Whether the loss of the MTP layer has gradients in the rest of the model."""
 
     def __init__(self, chunks: Sequence[nn.Module], vocab_size: int) -> None:
         self.chunks = list(chunks)
@@ -237,7 +244,7 @@ class Pipeline:
         Every rank gives as many packs; `loss_of` is called in their order, on scoring ranks only."""
         if not packs:
             return
-        step = partial(self._forward, loss_of=loss_of, needs_entropy_grad=needs_entropy_grad)
+        step = partial(self._forward, loss_of=loss_of, needs_entropy_grad=needs_entropy_grad, trains=not forward_only)
         feeds = [iter(list(enumerate(packs))) for _ in self.chunks]
         mcore.module("pipeline_parallel").get_forward_backward_func()(
             forward_step_func=step,
@@ -250,21 +257,48 @@ class Pipeline:
         )
 
     def _forward(
-        self, feed: Iterator[tuple[int, Pack]], chunk: nn.Module, *, loss_of: LossOf, needs_entropy_grad: bool
+        self,
+        feed: Iterator[tuple[int, Pack]],
+        chunk: nn.Module,
+        *,
+        loss_of: LossOf,
+        needs_entropy_grad: bool,
+        trains: bool,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         number, pack = next(feed)
-        head = self._heads[id(chunk)]
+        head, has_mtp = self._heads[id(chunk)], trains and pack.after_next is not None
         if head is not None:
-            head.request = HeadRequest(pack.rows_N, pack.targets_N, pack.temperature, needs_entropy_grad)
+            head.request = HeadRequest(pack.rows_N, pack.targets_N, pack.temperature, needs_entropy_grad, has_mtp)
         with self.routing.of(chunk, pack) if self.routing is not None else nullcontext():
             output = chunk(pack.token_ids_1t, None, None, packed_seq_params=pack.sequences)
+        mtp_loss = self._mtp_loss(unwrapped(chunk), head, pack) if head is not None and has_mtp else None
 
         def loss(scores_1N2: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             scores_M2 = _gather_context(scores_1N2[0].float(), pack)
-            share = loss_of(number, TokenScores(scores_M2[:, 0], scores_M2[:, 1]))
+            share = loss_of(number, TokenScores(scores_M2[:, 0], scores_M2[:, 1], mtp_loss))
             return share, torch.zeros((), dtype=torch.int32, device=share.device), {}
 
         return output, loss
+
+    def _mtp_loss(self, model: Any, head: ScoringHead, pack: Pack) -> Tensor:
+        """Sum over the pack's loss tokens of -log p(token) by the MTP layer, at temperature 1; 0-dim, equal on all
+        context ranks, whose gradients are those of their own tokens."""
+        wanted, hidden = pack.after_next, head.hidden
+        assert wanted is not None
+        assert hidden is not None
+        head.hidden, tied = None, model.share_embeddings_and_output_weights
+        table = model.shared_embedding_or_output_weight() if tied else head.weight
+        with torch.set_grad_enabled(self.mtp_reaches_trunk):
+            embedded = model.embedding(wanted.next_ids_1t, None)
+        if not self.mtp_reaches_trunk:
+            hidden, table = hidden.detach(), table.detach()
+        head.request = HeadRequest(wanted.rows_A, wanted.targets_A, 1.0)
+        scores_A12, _ = head(model.after_next(hidden, embedded, pack.sequences), table)
+        own = -scores_A12[..., 0].float().sum()
+        group, whole = parallel_state.get_context_parallel_group(), own.detach().clone()
+        if group.size() > 1:
+            dist.all_reduce(whole, group=group)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
+        return whole + (own - own.detach())
 
 
 class MegatronPolicy(Pipeline, TrainedModel):

@@ -100,6 +100,8 @@ class StepSettings:
     """Divisor per sample of reduction "constant" (Dr.GRPO, arXiv 2503.20783, section 3.2)."""
     total_updates: int = 0
     """Optimizer updates of the whole run, where decays end by default; 0 = unknown."""
+    mtp: float = 0.0
+    """Factor of `TokenScores.mtp_loss`."""
     functions: TokenFunctions = OPTIONS_OWN
     """The user's, where `[algo]` names some."""
 
@@ -515,6 +517,10 @@ class TrainingStep:
     ) -> Tensor:
         """A micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
         losses = [self._part(part, rows, scores, one, tally, is_first) for part, one in normalisers.items()]
+        if scores.mtp_loss is not None:
+            mean = scores.mtp_loss / max(sum(one.tokens for one in normalisers.values()), 1.0)
+            tally.add("mtp_loss", mean)
+            losses.append(self.settings.mtp * mean)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _part(
