@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from ..actors.models.model_config import ModelConfig
 from ..actors.weights.receive import TrainerSenders
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
-from ..core.config.run import AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW
+from ..core.config.run import AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW, GroupKind
 from ..core.errors import ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
@@ -58,6 +60,8 @@ from .supervisor.placement import server_of
 
 if TYPE_CHECKING:
     from ..actors.buffer.knobs import BufferLimits
+    from ..actors.engines.sglang.engine import SglangOptions
+    from ..actors.engines.sglang.launch import LaunchedSglang
     from ..actors.engines.sglang.weight_routes import Routes
     from ..actors.trainer.step_plan import StepPlanOptions
 
@@ -201,7 +205,7 @@ HIDDEN = "(hidden)"
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 _SECRET_ADDRESS = re.compile(r"://.*[@?]")
 """One with a user, a password or a query."""
-_FREE = re.compile(r".+[._]args|.+\.chat_template_kwargs|(models\.[^.]+\.)?sglang|megatron\.(model|ddp|optimizer)")
+_FREE = re.compile(r".+[._]args|.+\.chat_template_kwargs|(.+\.)?sglang|megatron\.(model|ddp|optimizer)")
 """Tables whose keys are not ours: one that looks like a secret's is hidden."""
 _LEFT_OUT = re.compile(r"(roles|models)\.[^.]+\.env|monitor\.options")
 """Environments, and options of sinks."""
@@ -319,14 +323,36 @@ def _model(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> A
 
 
 def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
-    """Its own server, or one that runs already."""
-    from ..actors.engines.sglang.engine import SglangEngine, SglangOptions
-    from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
+    """Its own server or servers, or one that runs already."""
+    from ..actors.engines.sglang.engine import SglangEngine
+
+    if url := server_of(spec, config):
+        options, routes = _server_options(spec, config, model), _server_routes(spec, config, senders)
+        return SglangEngine(url, options, routes, saves_memory=takes_turns(config))
+    shapes = config.engine.actors(config.sglang)
+    servers, env = shapes[spec.index % len(shapes)], seen_by_servers(config, os.environ, spec.devices)
+    if len(servers) == 1:
+        return _launched(spec, config.of_server(servers[0]), model, run_dir, senders, env=env)
+    from ..actors.engines.sglang.paired import PairedSglang
+
+    made: dict[GroupKind, list[LaunchedSglang]] = {"prefill": [], "decode": []}
+    first = 0
+    for one in servers:
+        name = f"{spec.name}/{one.kind}.{len(made[one.kind])}"
+        own = msgspec.structs.replace(spec, name=name, devices=spec.devices[first : first + one.num_gpus])
+        view = config.of_server(one)
+        made[one.kind].append(_launched(own, view, model, run_dir, senders, env=env, kind=one.kind, first_device=first))
+        first += one.num_gpus if spec.devices else 0
+    return PairedSglang(made["prefill"], made["decode"])
+
+
+def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> SglangOptions:
+    from ..actors.engines.sglang.engine import SglangOptions
     from ..actors.http_client import key_from
     from ..actors.models.hf_folder import read_eos_token_ids
 
-    engine, url = config.engine, server_of(spec, config)
-    options = SglangOptions(
+    engine = config.engine
+    return SglangOptions(
         vocab_size=model.vocab_size,
         model_type=model.model_type,
         context_length=engine.context_length,
@@ -341,23 +367,29 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         choices=model.expert_choices if config.replays_rollout else None,
         name=spec.name,
     )
-    routes = _server_routes(spec, config, senders)
-    if not url:
-        launch = SglangLaunch(
-            python=engine.python or sys.executable,
-            model_path=config.model.path,
-            table=config.sglang,
-            env=seen_by_servers(config, os.environ, spec.devices),
-            log_path=run_dir / "logs" / f"{spec.name.replace('/', '.')}.sglang.log",
-            dtype=engine.dtype,
-            seed=_engine_seed(spec, config),
-            num_devices=len(spec.devices),
-            max_running=engine.max_running,
-            context_length=engine.context_length,
-            expects=sglang_plan(spec, config, model),
-        )
-        return LaunchedSglang(launch, options, routes)
-    return SglangEngine(url, options, routes, saves_memory=takes_turns(config))
+
+
+def _launched(
+    spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders, **where: Any
+) -> LaunchedSglang:
+    """A server of the run's own, on the GPUs of `spec`."""
+    from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
+
+    engine = config.engine
+    launch = SglangLaunch(
+        python=engine.python or sys.executable,
+        model_path=config.model.path,
+        table=config.sglang,
+        log_path=run_dir / "logs" / f"{spec.name.replace('/', '.')}.sglang.log",
+        dtype=engine.dtype,
+        seed=_engine_seed(spec, config),
+        num_devices=len(spec.devices),
+        max_running=engine.max_running,
+        context_length=engine.context_length,
+        expects=sglang_plan(spec, config, model),
+        **where,
+    )
+    return LaunchedSglang(launch, _server_options(spec, config, model), _server_routes(spec, config, senders))
 
 
 def _engine_seed(spec: ActorSpec, config: RunConfig) -> int:

@@ -26,6 +26,7 @@ from .run import (
     AGENT_WORKFLOW,
     KINDS_WITH_ROWS,
     LOCAL_HOSTS,
+    OFF,
     POLICY,
     WORKFLOW_BUILTINS,
     AgentSettings,
@@ -41,6 +42,7 @@ from .run import (
     RolesSettings,
     RolloutSettings,
     RunSettings,
+    ServerShape,
     WeightSettings,
     owned_conflicts,
     speculation_conflicts,
@@ -54,6 +56,8 @@ ENGINE_RELATIONS = (
     "roles.rollout.devices=cpu for roles.rollout.kind=embedded",
     "sglang needs roles.rollout.kind=sglang: it is for servers that are launched",
     "sglang needs !engine.attach: it is for servers that are launched",
+    "engine.groups needs roles.rollout.kind=sglang: they are servers that are launched",
+    "engine.groups needs !engine.attach: they are servers that are launched",
 )
 """Those of an engine, the policy's or that of one of `[models]`."""
 RELATIONS = (
@@ -216,6 +220,11 @@ class RunConfig(Section, frozen=True):
             "megatron": self.megatron.model_copy(update={"routing_replay": False}),
         })  # fmt: skip
 
+    def of_server(self, shape: ServerShape) -> RunConfig:
+        """A run whose servers are all of this shape."""
+        engine = self.engine.model_copy(update={"groups": {}})
+        return self.model_copy(update={"sglang": dict(shape.table), "engine": engine})
+
     def named_rewards(self) -> Iterator[tuple[str, str]]:
         """Every key that names a reward function, and what it says."""
         yield from self.reward.named_functions()
@@ -361,7 +370,8 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
     num_actors = 0 if rollout.nodes == "*" else rollout.count * len(rollout.nodes)
     no_room = f"leaves no room for a prompt in engine.context_length = {limit}"
     yield from owned_conflicts(config.sglang)
-    yield from speculation_conflicts(config.sglang | ({} if rollout.device_ids else {"device": "cpu"}))
+    yield from _speculation_conflicts(config)
+    yield from _group_conflicts(config)
     yield from clashes(
         (attach and num_actors and num_actors != len(attach), "engine.attach",
          f"names {len(attach)} servers for {num_actors} rollout actors; each has one of its own: make them as many"),
@@ -369,6 +379,58 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
         *((limit and one.max_new_tokens >= limit, f"eval.sets.{name}.max_new_tokens", no_room)
           for name, one in config.eval.sets.items()),
     )  # fmt: skip
+
+
+def _speculation_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    return speculation_conflicts(config.sglang | ({} if config.roles.rollout.device_ids else {"device": "cpu"}))
+
+
+def _server_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """What arguments of servers have a part in."""
+    yield from broken(config, RELATIONS)
+    yield from _sampling_conflicts(config)
+    yield from _turn_conflicts(config)
+    yield from _speculation_conflicts(config)
+
+
+PAIRED = "prefill and decode servers"
+
+
+def _group_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Groups of servers that cannot be, or not in this run."""
+    groups, count, shapes = config.engine.groups, config.roles.rollout.count, config.engine.shapes(config.sglang)
+    num, kinds = len(config.engine.actors(config.sglang)), {group.kind for group in groups.values()}
+    is_paired, sent = bool(kinds - {"regular"}), [key for key, value in config.sglang.items() if value not in OFF]
+    yield from clashes(
+        (count % num, "roles.rollout.count",
+         (f"must be {num}, or a multiple: engine.groups make {num} rollout actors, one for each regular server and one "
+          f"for all {PAIRED}")),
+        *((key.startswith("disaggregation_") and not is_paired, f"sglang.{key}",
+           f"is for {PAIRED}: name them in engine.groups") for key in sent),
+        *((group.kind != "regular" and not {"prefill", "decode"} <= kinds, f"engine.groups.{name}.kind",
+           "needs the other one of prefill and decode in a group too: neither answers alone")
+          for name, group in groups.items()),
+        (is_paired and config.memory.share != "none", "memory.share",
+         f'must be "none" with {PAIRED}: what is sent between them is in no turn'),
+        (is_paired and config.rollout.pause_mode != "in_place", "rollout.pause_mode",
+         f'must be "in_place" with {PAIRED}: else a decode server has prompts read again, of another version'),
+        (is_paired and config.rollout.deterministic, "rollout.deterministic", f"does not hold with {PAIRED}"),
+        (is_paired and config.replays_rollout, "megatron.routing_replay",
+         f'must not be "rollout" with {PAIRED}: those do not tell the experts of prompts; use true'),
+    )  # fmt: skip
+    said = set(_server_conflicts(config))
+    for shape in shapes if groups else ():
+        yield from owned_conflicts(groups[shape.key.split(".")[2]].sglang, shape.key)
+        view, table = config.of_server(shape), shape.table
+        for path, cause in (one for one in _server_conflicts(view) if one not in said):
+            yield Conflict(path.replace("sglang.", f"{shape.key}."), cause.replace("sglang.", f"{shape.key}."))
+        is_paired = shape.kind != "regular"
+        yield from clashes(
+            (is_paired and table.get("speculative_algorithm"), f"{shape.key}.speculative_algorithm",
+             f"does not go with {PAIRED} yet"),
+            (is_paired and table.get("disaggregation_transfer_backend") == "fake",
+             f"{shape.key}.disaggregation_transfer_backend", 'sends nothing; use "nixl" or "mooncake"'),
+        )  # fmt: skip
 
 
 def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -447,11 +509,11 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What is in the way of weights that are sent: processes of a server beside its tensor-parallel ranks."""
-    sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
-    return clashes(
-        *((config.sglang.get(size, 1) not in (0, 1), "weights.channel",
-           f"reaches each tensor-parallel rank of a server, and sglang.{size} makes others") for size in sizes),
-    )  # fmt: skip
+    for shape in config.engine.shapes(config.sglang):
+        sizes = ("pp_size",) if shape.table.get("enable_dp_attention") else ("pp_size", "dp_size")
+        cause = f"reaches each tensor-parallel rank of a server, and {shape.key}.{{}} makes others"
+        others = ((shape.table.get(size, 1) not in (0, 1), "weights.channel", cause.format(size)) for size in sizes)
+        yield from clashes(*others)
 
 
 def handle_conflicts(config: RunConfig) -> Iterator[Conflict]:

@@ -6,9 +6,11 @@ editors are made of them. Checks inside one section are here, checks between sec
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
@@ -31,6 +33,7 @@ from .section import (
     RepetitionPenalty,
     Section,
     Table,
+    TableName,
     Temperature,
     TextTuple,
     TopK,
@@ -567,6 +570,40 @@ class EnvironmentSettings(Section, frozen=True):
         )  # fmt: skip
 
 
+GroupKind = Literal["regular", "prefill", "decode"]
+
+
+class GroupSettings(Section, frozen=True):
+    """Servers of one kind and shape, for rollout actors that launch several. `NAME` is its own: letters, digits, `_`,
+    `-`, at most 64. Each regular server has a rollout actor, all prefill and decode servers together one."""
+
+    kind: GroupKind = "regular"
+    """regular, or prefill (reads prompts) and decode (writes the answers, from the cache that it is sent)."""
+    servers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Servers of this group."""
+    sglang: Table = {}
+    """Their own arguments, over those of `[sglang]`. Each server has `tp_size * pp_size * dp_size` GPUs (without
+    `dp_size` under `enable_dp_attention`) of the actor's, in the order of groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerShape:
+    """One server that a rollout actor launches."""
+
+    kind: GroupKind
+    key: str
+    """Of the run file: where its arguments are."""
+    table: Mapping[str, Any]
+    """ServerArgs field -> value."""
+
+    @property
+    def num_gpus(self) -> int:
+        """By its sizes; one that is left out, or no number, is 1."""
+        sizes = ("tp_size", "pp_size") if self.table.get("enable_dp_attention") else ("tp_size", "pp_size", "dp_size")
+        found = [self.table.get(size, 1) for size in sizes]
+        return math.prod(max(size, 1) for size in found if isinstance(size, int))
+
+
 class EngineSettings(Section, frozen=True):
     """The rollout engine."""
 
@@ -589,11 +626,30 @@ class EngineSettings(Section, frozen=True):
     """Interpreter that has SGLang, for launched servers; empty = the rollout actor's own."""
     start_s: PositiveFloat = 600.0
     """Seconds a launched or attached server may take to load."""
+    groups: dict[TableName, GroupSettings] = {}
+    """Launched servers of several kinds or shapes, each group a table `[engine.groups.NAME]`: see there."""
 
     relations = (
         "router needs attach: weights go to the servers themselves",
         "key_env needs attach: launched servers get their own key",
     )
+
+    def actors(self, sglang: Mapping[str, Any]) -> tuple[tuple[ServerShape, ...], ...]:
+        """The servers of each rollout actor; actors take these shapes in turn. `sglang`: the table of that name."""
+        if not self.groups:
+            return ((ServerShape("regular", "sglang", sglang),),)
+        shapes = [
+            ServerShape(group.kind, f"engine.groups.{name}.sglang", {**sglang, **group.sglang})
+            for name, group in self.groups.items()
+            for _ in range(group.servers)
+        ]
+        paired = tuple(shape for shape in shapes if shape.kind != "regular")
+        return (*((shape,) for shape in shapes if shape.kind == "regular"), *((paired,) if paired else ()))
+
+    def shapes(self, sglang: Mapping[str, Any]) -> tuple[ServerShape, ...]:
+        """Each shape once."""
+        found = {shape.key: shape for servers in self.actors(sglang) for shape in servers}
+        return tuple(found.values())
 
 
 class FrozenModelSettings(RolloutRole, frozen=True):
@@ -645,9 +701,11 @@ OWNED: Mapping[str, str] = {
 """ServerArgs field -> what to do instead of setting it in `[sglang]`."""
 
 _ALONE = "a launched server answers requests alone; start such servers yourself and name them in engine.attach"
+_GROUPS = 'make groups of servers, [engine.groups.NAME] with kind = "prefill" and kind = "decode"'
 _WHOLE = "the trainer publishes whole weights, never adapters"
 CANNOT: Mapping[str, str] = {
-    **dict.fromkeys(("disaggregation", "encoder_", "language_only"), _ALONE),
+    **dict.fromkeys(("encoder_", "language_only"), _ALONE),
+    **dict.fromkeys(("disaggregation_mode", "disaggregation_bootstrap_port"), _GROUPS),
     **dict.fromkeys(("enable_lora", "lora_", "max_lora"), _WHOLE),
     "is_embedding": "a run needs servers that generate",
     **dict.fromkeys(("grpc_mode", "smg_grpc_mode"), "requests and control go over HTTP"),
@@ -664,15 +722,16 @@ what switches it off, says nothing and is allowed."""
 OFF = (False, "", "null", 0)
 
 
-def owned_conflicts(table: Mapping[str, Any]) -> Iterator[Conflict]:
-    """One per key of `[sglang]` that is not the user's to set, and per value that no argument can have."""
+def owned_conflicts(table: Mapping[str, Any], place: str = "sglang") -> Iterator[Conflict]:
+    """One per key of `[sglang]`, or of the table at `place`, that is not the user's to set, and per value that no
+    argument can have."""
     for key, value in table.items():
         if key in OWNED:
-            yield Conflict(f"sglang.{key}", f"is myxa's own; {OWNED[key]}")
+            yield Conflict(f"{place}.{key}", f"is myxa's own; {OWNED[key]}")
         elif value not in OFF and (why := next((why for start, why in CANNOT.items() if key.startswith(start)), "")):
-            yield Conflict(f"sglang.{key}", f"is nothing that a run can do: {why}")
+            yield Conflict(f"{place}.{key}", f"is nothing that a run can do: {why}")
         elif not _is_argument(value):
-            yield Conflict(f"sglang.{key}", "must be text, a number, a boolean, or an array or table of those")
+            yield Conflict(f"{place}.{key}", "must be text, a number, a boolean, or an array or table of those")
 
 
 GUESSERS = ("NGRAM", "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")

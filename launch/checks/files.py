@@ -315,9 +315,7 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     if run.of("rollout") and config.generates:
         yield from looked("engine.context_length", _check_context, config, model.context_length)
     if ("rollout", "sglang") in kinds and config.generates and not config.engine.attach:
-        num_gpus, num_experts = len(run.of("rollout")[0].devices), None if model.foreign else model.num_experts
-        yield from looked("sglang", check_sizes, config.sglang, num_gpus, num_experts)
-        yield from _guesses(config, model)
+        yield from _servers_fit(config, model, len(run.of("rollout")[0].devices))
     if ("rollout", "sglang") in kinds and config.generates:
         yield from looked("weights.channel", _check_served, config, model)
     if config.lora.rank and run.of("trainer"):
@@ -335,9 +333,18 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
             yield from looked("megatron.routing_replay", check_routing, *replay)
 
 
-def _guesses(config: RunConfig, model: ModelConfig) -> Iterator[Finding]:
+def _servers_fit(config: RunConfig, model: ModelConfig, num_gpus: int) -> Iterator[Finding]:
+    """Sizes of launched servers, and what guesses ahead there. `num_gpus`: of an actor; 0: CPU."""
+    for shape in config.engine.shapes(config.sglang):
+        own = shape.num_gpus if config.engine.groups and num_gpus else num_gpus
+        num_experts = None if model.foreign else model.num_experts
+        yield from looked(shape.key, check_sizes, shape.table, own, num_experts, shape.key)
+        yield from _guesses(config.of_server(shape), model, f"{shape.key}.speculative_algorithm")
+
+
+def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Finding]:
     """Of tokens that the server guesses ahead: by what, and whether that follows the policy."""
-    key, channel = "sglang.speculative_algorithm", choose_channel(config)
+    channel = choose_channel(config)
     values = config.sglang | {"model_path": config.model.path}
     yield from looked(key, check_guesses, values, channel)
     has_layers = model.source.get("num_nextn_predict_layers") == 1

@@ -370,7 +370,13 @@ def memory(run: CheckedRun) -> tuple[tuple[DeviceLoad, ...], tuple[Finding, ...]
     launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and config.generates
     engine: tuple[Part, ...] = ()
     if launches and rollouts and rollouts[0].devices:
-        engine = server_memory(config, model, len(rollouts[0].devices), capacity)
+        num_gpus, shapes = len(rollouts[0].devices), config.engine.shapes(config.sglang)
+        sizes = [shape.num_gpus if config.engine.groups else num_gpus for shape in shapes]
+        servers = [
+            server_memory(config.of_server(shape), model, size, capacity)
+            for shape, size in zip(shapes, sizes, strict=True)
+        ]
+        engine = max(servers, key=total)  # of the fullest kind
     loads = tuple(_gpu_loads(config, trainers, rollouts, trainer, engine, capacity))
     return loads, tuple(finding for load in loads for finding in _too_full(load))
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
-from ...actors.engines.sglang.server_args import BACKEND_MODULES
+from ...actors.engines.sglang.server_args import BACKEND_MODULES, PAIR_DEFAULTS
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.rewards.call import UNIT_TESTS
 from ...actors.rewards.unit_tests import unit_test_options
@@ -291,12 +291,12 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
         yield Finding(key, ConfigError(text, remedy=remedy))
         return
     known = server_arguments(Path(folder))
-    for name in config.sglang:
-        if known and name not in known:
-            text = f"sglang.{name}: the installed SGLang has no such argument"
-            yield Finding(f"sglang.{name}", ConfigError(text, remedy=suggest(name, known)))
-    yield from _backends(config.sglang, "sglang", there)
-    yield from untried_version(key, "sglang", folder)
+    for shape in config.engine.shapes(config.sglang):
+        for name in shape.table if known else ():
+            if name not in known:
+                text = f"{shape.key}.{name}: the installed SGLang has no such argument"
+                yield Finding(f"{shape.key}.{name}", ConfigError(text, remedy=suggest(name, known)))
+        yield from _backends({**(PAIR_DEFAULTS if shape.kind != "regular" else {}), **shape.table}, shape.key, there)
 
 
 def _backends(table: Mapping[str, Any], key: str, there: Mapping[str, str]) -> Iterator[Finding]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ...core.config import RoleName, RunConfig
-from ...core.config.run import RoleSettings, RolloutRole, parse_devices
-from ...core.config.section import check_urls
+from ...core.config.run import EngineSettings, RoleSettings, RolloutRole, parse_devices
+from ...core.config.section import Table, check_urls
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
 from ..composition.weight_channels import choose_channel
@@ -70,6 +70,18 @@ class StartedRole:
     """Of the names of its actors."""
     role: RoleName
     settings: RoleSettings
+    sizes: tuple[int, ...] = ()
+    """GPUs of actors, which take these numbers in turn; empty: all of a node have as many."""
+
+    def num_devices(self, index: int) -> int:
+        """GPUs of the actor of that index."""
+        devices, count = len(self.settings.device_ids), self.settings.count
+        return self.sizes[index % len(self.sizes)] if self.sizes and devices else devices // count
+
+
+def _sizes(engine: EngineSettings, sglang: Table) -> tuple[int, ...]:
+    actors = engine.actors(sglang) if engine.groups else ()
+    return tuple(sum(shape.num_gpus for shape in servers) for servers in actors)
 
 
 def started_roles(config: RunConfig) -> tuple[StartedRole, ...]:
@@ -84,9 +96,13 @@ def started_roles(config: RunConfig) -> tuple[StartedRole, ...]:
     for role in START_ORDER:
         if role == "model":
             models = config.models.items() if is_asked else ()
-            found += [StartedRole(f"models.{name}", f"model/{name}", role, one) for name, one in models]
+            found += [
+                StartedRole(f"models.{name}", f"model/{name}", role, one, _sizes(one.engine, one.sglang))
+                for name, one in models
+            ]
         elif is_there.get(role, True):
-            found.append(StartedRole(f"roles.{role}", role, role, config.roles[role]))
+            sizes = _sizes(config.engine, config.sglang) if role == "rollout" else ()
+            found.append(StartedRole(f"roles.{role}", role, role, config.roles[role], sizes))
     return tuple(found)
 
 
@@ -99,7 +115,10 @@ def _problems(started: StartedRole, num_nodes: int) -> list[str]:
             have = "one node, node 0" if num_nodes == 1 else f"{num_nodes} nodes, 0 to {num_nodes - 1}"
             problems.append(f"{key}.nodes names node {', '.join(beyond)}, but this run has {have} (--nnodes)")
     num_devices = len(settings.device_ids)
-    if num_devices % settings.count:
+    needed = sum(map(started.num_devices, range(settings.count)))
+    if started.sizes and needed != num_devices:
+        problems.append(f"{key}.devices names {num_devices} GPUs, and the servers of engine.groups need {needed}")
+    elif not started.sizes and num_devices % settings.count:
         problems.append(
             f"{key}.devices names {num_devices} GPUs, which do not divide among {settings.count} actors a node"
         )
@@ -114,12 +133,12 @@ def _place_role(started: StartedRole, num_nodes: int) -> list[ActorSpec]:
     nodes = tuple(range(num_nodes)) if settings.nodes == "*" else settings.nodes
     is_gang = role == "trainer"
     devices = settings.device_ids
-    share = len(devices) // settings.count
     actors: list[ActorSpec] = []
     for group_rank, node in enumerate(nodes):
         for local in range(settings.count):
             index = node if role == "memory" else group_rank * settings.count + local
-            own = devices[local * share : (local + 1) * share]
+            first = sum(map(started.num_devices, range(local)))
+            own = devices[first : first + started.num_devices(local)]
             rank = RankSpec(
                 gang=role,
                 rank=index,
@@ -315,7 +334,8 @@ def _one_more(config: RunConfig, present: Present, joining: Sequence[ActorSpec],
         if node in wanted
     }
     free = {node: _free_devices(settings.device_ids, given, holders, node) for node in load}
-    share = len(settings.device_ids) // settings.count
+    (started,) = (one for one in started_roles(config) if one.role == "rollout")
+    share = started.num_devices(index)
     roomy = [node for node in free if len(free[node]) >= share]
     if not roomy:
         gpus = f"{share} GPU{'s' if share > 1 else ''} on " if share else ""

@@ -201,7 +201,7 @@ MISTAKES: dict[str, str] = {
 
 
 CANNOT = {
-    'disaggregation_transfer_backend = "nixl"': "engine.attach",
+    'disaggregation_transfer_backend = "nixl"': "name them in engine.groups",
     "encoder_only = true": "engine.attach",
     'lora_paths = ["a=b"]': "whole weights",
     "max_loras_per_batch = 2": "whole weights",
@@ -216,6 +216,37 @@ MISTAKES |= {
     f'[roles.rollout]\nkind = "sglang"\n[sglang]\n{line}\n': f"8 sglang.{line.partition(' ')[0]} ! {words}"
     for line, words in CANNOT.items()
 }
+
+
+PAIR = """[engine.groups.p]
+kind = "prefill"
+[engine.groups.d]
+kind = "decode"
+[roles.rollout]
+kind = "sglang"
+"""
+"""Lines 5 to 10."""
+MISTAKES |= {
+    PAIR.replace('[engine.groups.d]\nkind = "decode"\n', ""): "6 engine.groups.p.kind ! neither answers alone",
+    PAIR.replace('[engine.groups.p]\nkind = "prefill"\n', ""): "6 engine.groups.d.kind ! neither answers alone",
+    PAIR.replace('"decode"', '"decod"'): '8 engine.groups.d.kind ? decode',
+    PAIR.replace('kind = "sglang"\n', ""): "- engine.groups ! needs roles.rollout.kind",
+    PAIR + "count = 2\n[engine.groups.r]\nservers = 2\n": "11 roles.rollout.count ! must be 3, or a multiple",
+    PAIR + "[engine.groups.r]\nserver = 2\n": "12 engine.groups.r.server ? servers",
+    PAIR + "[engine.groups.r]\nservers = 0\n": "12 engine.groups.r.servers",
+    PAIR + '[rollout]\npause_mode = "retract"\n': "12 rollout.pause_mode",
+    PAIR + "[sglang]\nenable_deterministic_inference = true\n[rollout]\ndeterministic = true\n": "14 rollout.deterministic",
+    PAIR + '[sglang]\ndisaggregation_mode = "decode"\n': "12 sglang.disaggregation_mode ! make groups of servers",
+    PAIR.replace('"decode"\n', '"decode"\nsglang = { disaggregation_transfer_backend = "fake" }\n'):
+        "9 engine.groups.d.sglang.disaggregation_transfer_backend ! sends nothing",
+    PAIR.replace('"decode"\n', '"decode"\nsglang = { speculative_algorithm = "NGRAM" }\n'):
+        "9 engine.groups.d.sglang.speculative_algorithm ! yet",
+    PAIR.replace('"decode"\n', '"decode"\nsglang = { port = 3 }\n'): "9 engine.groups.d.sglang.port ! free port",
+    PAIR + '[weights]\nchannel = "nccl"\n[sglang]\npp_size = 2\n': "12 weights.channel ! engine.groups.",
+    '[roles.rollout]\nkind = "sglang"\n[engine]\nattach = ["http://h:1"]\n[engine.groups.r]\n': "7 engine.groups ! engine.attach",
+    '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n[sglang]\nenable_return_routed_experts = true\n'
+    + PAIR: "6 megatron.routing_replay ! do not tell the experts of prompts",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "named"), MISTAKES.items(), ids=[str(i) for i in range(len(MISTAKES))])

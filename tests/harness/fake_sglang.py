@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 from aiohttp import web
 
@@ -81,6 +82,9 @@ class SglangRoutes:
 
     def _other(self, body: Any) -> Any:
         return web.Response(status=404, text="Not Found")
+
+
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": 500}
 
 
 def token(position: int) -> int:
@@ -148,6 +152,12 @@ class FakeSglang(SglangRoutes):
         self.absent: tuple[str, ...] = ()
         """Paths that it does not know."""
         self.died = ""
+        self.mode = ""
+        """"prefill": it hands the first token of each room to whom asks `rooms` for it; "decode": it fetches that."""
+        self.prompts: dict[int, tuple[str, asyncio.Event]] = {}
+        """Of a prefill server: the version that read the prompt of a room, and whether it was fetched."""
+        self.met: list[tuple[str, str]] = []
+        """Of a decode server: the version that read a prompt, and its own as it had the cache."""
         for name, value in habits.items():
             assert hasattr(self, name), name
             setattr(self, name, value)
@@ -229,6 +239,9 @@ class FakeSglang(SglangRoutes):
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.mode == "prefill":
+            await self._read_prompt(response, body)
+            return response
         if self.chunks is None:
             await self._count_up(response, body)
             return response
@@ -242,13 +255,62 @@ class FakeSglang(SglangRoutes):
             request.transport.abort()
         return response
 
+    async def _read_prompt(self, response: web.StreamResponse, body: dict[str, Any]) -> None:
+        stop = self.running[body["rid"]] = asyncio.Event()
+        room, fetched = body["bootstrap_room"], asyncio.Event()
+        try:
+            await self._unpaused(stop)
+            await self.hold.wait()
+            self.prompts[room] = (self.version, fetched)
+            while not (fetched.is_set() or stop.is_set()):
+                await asyncio.sleep(self.every_s)
+            finish = {"type": "length"} if fetched.is_set() else ABORTED
+            await response.write(chunk([token(len(body["input_ids"]))], 1, finish, weight_version=self.version))
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            self.prompts.pop(room, None)
+            del self.running[body["rid"]]
+
+    async def rooms(self, request: web.Request) -> web.StreamResponse:
+        """What a prefill server answers at its bootstrap port."""
+        found = self.prompts.get(int(request.path.strip("/")))
+        if found is None:
+            return web.Response(status=404)
+        found[1].set()
+        return web.Response(text=found[0])
+
+    async def _unpaused(self, stop: asyncio.Event) -> None:
+        while self.is_paused and not stop.is_set():
+            await asyncio.sleep(self.every_s)
+
+    async def _fetch(self, body: dict[str, Any], stop: asyncio.Event) -> str:
+        """Have the cache of the prompt; why not, if it cannot be had."""
+        await self._unpaused(stop)
+        url = f"http://{body['bootstrap_host']}:{body['bootstrap_port']}/{body['bootstrap_room']}"
+        async with aiohttp.ClientSession() as session:
+            while not stop.is_set():
+                try:
+                    async with session.get(url) as answer:
+                        if answer.status == 200:
+                            self.met.append((await answer.text(), self.version))
+                            return ""
+                except aiohttp.ClientError:
+                    return "KVTransferError: the prefill server is gone"
+                await asyncio.sleep(self.every_s)
+        return "Aborted"
+
     async def _count_up(self, response: web.StreamResponse, body: dict[str, Any]) -> None:
         self._need_everything("a request")
         stop = self.running[body["rid"]] = asyncio.Event()
         first, limit = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         try:
+            if self.mode == "decode" and (why := await self._fetch(body, stop)):
+                await response.write(chunk([], 0, ABORTED | {"message": why}, weight_version=self.version))
+                return
             for number in range(1, limit + 1):
                 await asyncio.sleep(self.every_s)
+                if self.mode:
+                    await self._unpaused(stop)
                 self._need_everything("a token")
                 kind = {"type": "abort", "message": "Aborted"} if stop.is_set() else {"type": "length"}
                 is_last = number == limit or stop.is_set()

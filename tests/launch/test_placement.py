@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch.actor_spec import GangRendezvous, RankSpec
-from myxa.launch.supervisor.placement import place
+from myxa.launch.supervisor.placement import Present, place, scale
 from myxa.launch.worker_spec import child_env
 
 
@@ -54,6 +54,29 @@ def test_an_engine_that_reads_the_trainers_memory_sees_no_gpu_but_its_own(tmp_pa
     shared = ('roles.trainer.devices="0-3"', 'roles.rollout.devices="0-3"')
     engines = [a for a in place(config(tmp_path, *flags, *shared), 1) if a.role == "rollout"]
     assert [a.devices for a in engines] == [a.visible_devices for a in engines] == [(0, 1), (2, 3)]
+
+
+def test_groups_of_servers_deal_the_gpus_in_their_order(tmp_path: Path):
+    """A rollout actor for each regular server, and one for prefill and decode servers; the same again on each node."""
+    groups = (
+        "engine.groups.a={sglang={tp_size=2}}", 'engine.groups.p={kind="prefill"}',
+        'engine.groups.d={kind="decode", servers=2, sglang={tp_size=2, dp_size=2, enable_dp_attention=true}}',
+        'roles.rollout.kind="sglang"', "roles.rollout.nodes=[0, 1]", 'roles.trainer.devices="7"',
+    )  # fmt: skip
+    whole = config(tmp_path, *groups, "roles.rollout.count=2", 'roles.rollout.devices="0-6"')
+    engines = [a for a in place(whole, 2) if a.role == "rollout"]
+    assert [a.devices for a in engines] == [(0, 1), (2, 3, 4, 5, 6)] * 2
+    shapes = whole.engine.actors(whole.sglang)
+    assert [[(one.kind, one.num_gpus) for one in shapes[a.index % 2]] for a in engines[:2]] == [
+        [("regular", 2)], [("prefill", 1), ("decode", 2), ("decode", 2)],
+    ]  # fmt: skip
+    present = Present(tuple(a for a in place(whole, 2) if a.name != "rollout/2"), nodes=(0, 1))
+    (joining,), leaving = scale(whole, "rollout", 4, present)
+    assert (joining.name, joining.node, joining.devices, leaving) == ("rollout/2", 1, (0, 1), [])
+    with pytest.raises(ConfigError, match=r"roles\.rollout\.devices names 5 GPUs, .* engine\.groups need 7"):
+        place(config(tmp_path, *groups, "roles.rollout.count=2", 'roles.rollout.devices="0-4"'), 2)
+    on_cpu = config(tmp_path, *groups[:4], "roles.rollout.count=2")
+    assert [a.devices for a in place(on_cpu, 1) if a.role == "rollout"] == [(), ()]
 
 
 def test_all_impossible_places_are_told_at_once(tmp_path: Path):

@@ -27,7 +27,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ from ..embedded.slots import check_request
 from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory, refusal
 from .server_args import NO_NEEDS, SglangNeeds, guesses_by, stale_guesses
 from .weight_routes import Routes, WeightRoute, folder_routes
-from .wire import AT_REST, HeldTokens, request_body, version_number, whole_number
+from .wire import AT_REST, EMPTY, HeldTokens, request_body, version_number, whole_number
 
 RID_END = "~"
 """Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". A
@@ -165,6 +165,9 @@ class SglangEngine:
         """`routes`: the channels by which weights may come; without more, folders. `saves_memory`: the server's memory
         will be taken back between steps, so it must have been started for that."""
         self._options = options
+        self.name = options.name
+        self.bootstrap_port = 0
+        """Of a prefill server: where decode servers learn how its cache comes to them."""
         self.pause_mode: PauseMode = options.pause_mode
         self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
         self._routes = routes(self._http)
@@ -176,7 +179,8 @@ class SglangEngine:
         """Held while the server is asked for its health, which may make it generate."""
         self._context_length = options.context_length
         self._max_running = 0
-        self._version = -1
+        self.version = -1
+        """That the server announced last."""
         self._prepared: WeightManifest | None = None
         self._channel = ""
         """By which weights came last."""
@@ -292,20 +296,63 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """Raises RequestRefused when the server refuses the request, EngineError when it fails, is gone or falls
         silent."""
-        place = f"{self._place}: request {request.request_id!r}"
-        # What a server would not say clearly, or not at all: an id outside the vocabulary ends SGLang 0.5.17.
-        check_request(
-            request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
-        )
+        await self.until_whole(request)
+        async with aclosing(self.answer(request, self.version)) as stream:
+            async for delta in stream:
+                yield delta
+
+    async def answer(
+        self, request: GenerateRequest, version: int, pair: Mapping[str, Any] = EMPTY
+    ) -> AsyncGenerator[Delta, None]:
+        """As `generate`, of a server whose weights are whole. `version`: the one known when it is sent. `pair`: of a
+        decode server, which prefill server sends the cache of the prompt, and as what."""
+        place, choices = self._place_of(request), self._options.choices
+        span = (request.num_routed, len(request.input_ids))
+        tokens = HeldTokens(place, version, choices, span, is_paired=bool(pair))
+        async with self._asked(request, version, tokens, pair) as (mine, answer):
+            async for data in answer.content.iter_any():
+                for delta in tokens.feed(data):
+                    if delta.finish is not None:
+                        self._usage += tokens.usage
+                    if pair and delta.finish == "abort" and not mine.is_aborted:
+                        raise EngineError(f"{place}: was given up: {tokens.why}", remedy="see the server's log")
+                    yield delta
+                    if delta.finish is not None:
+                        return
+                if mine.is_aborted:  # the abort came before the request was known to the scheduler
+                    await self._http.post("/abort_request", {"rid": mine.rid})
+
+    async def read_prompt(self, request: GenerateRequest, version: int, pair: Mapping[str, Any]) -> None:
+        """Have a prefill server read the prompt, draw the first token, and send both to the decode server; returns
+        when that is done, or was aborted. Raises as `answer`."""
+        tokens = HeldTokens(self._place_of(request), version)
+        async with self._asked(request, version, tokens, pair) as (mine, answer):
+            async for data in answer.content.iter_any():
+                for _ in tokens.chunks(data):
+                    if tokens.finish == "abort" and not mine.is_aborted:
+                        raise EngineError(
+                            f"{self._place_of(request)}: was given up: {tokens.why}", remedy="see the server's log"
+                        )
+                    if tokens.finish:
+                        return
+                if mine.is_aborted:
+                    await self._http.post("/abort_request", {"rid": mine.rid})
+
+    def _place_of(self, request: GenerateRequest) -> str:
+        return f"{self._place}: request {request.request_id!r}"
+
+    @asynccontextmanager
+    async def _asked(
+        self, request: GenerateRequest, version: int, tokens: HeldTokens, pair: Mapping[str, Any]
+    ) -> AsyncGenerator[tuple[_Open, aiohttp.ClientResponse]]:
+        """The answer's stream, to be read until `tokens` know its end."""
+        place, choices = self._place_of(request), self._options.choices
         asked = self._sampling.meant(request, place)
-        await self._until_whole(place)
-        choices, num_ids = self._options.choices, len(request.input_ids)
-        tokens = HeldTokens(place, self._version, choices, (request.num_routed, num_ids))
         try:
             with self._sent(request.request_id) as mine:
                 async with self._http.session.post(
                     f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
-                    data=request_body(asked, mine.rid, self._version, tells_experts=choices is not None),
+                    data=request_body(asked, mine.rid, version, tells_experts=choices is not None, more=pair),
                     headers=self._http.headers,
                     timeout=stream_timeout(self._options.call_s, self._options.stall_s),
                 ) as answer:
@@ -313,27 +360,26 @@ class SglangEngine:
                     mine.has_arrived.set()
                     if answer.status != 200:
                         raise refusal(place, answer.status, await answer.content.read(2000))
-                    async for data in answer.content.iter_any():
-                        for delta in tokens.feed(data):
-                            if delta.finish is not None:
-                                self._usage += tokens.usage
-                            yield delta
-                            if delta.finish is not None:
-                                return
-                        if mine.is_aborted:  # the abort came before the request was known to the scheduler
-                            await self._http.post("/abort_request", {"rid": mine.rid})
+                    yield mine, answer
+                    if not tokens.finish:
+                        raise EngineError(
+                            f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
+                            remedy="see the server's log; it may have been stopped",
+                        )
         except (aiohttp.ClientError, TimeoutError) as err:
             raise EngineError(
                 f"{place}: the stream broke after {tokens.num_tokens} tokens ({type(err).__name__}: {err})",
                 remedy="see the server's log",
             ) from err
-        raise EngineError(
-            f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
-            remedy="see the server's log; it may have been stopped",
-        )
 
-    async def _until_whole(self, place: str) -> None:
-        """Wait for a version that is being loaded. Raises EngineError if the server's weights are of none."""
+    async def until_whole(self, request: GenerateRequest) -> None:
+        """Wait for a version that is being loaded. Raises EngineError if the server's weights are of none, or
+        RequestRefused for what a server would not say clearly, or not at all: an id outside the vocabulary ends SGLang
+        0.5.17."""
+        place = self._place_of(request)
+        check_request(
+            request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
+        )
         if self._torn:
             async with self._committing:
                 pass
@@ -370,6 +416,11 @@ class SglangEngine:
 
     async def commit_weights(self, version: int) -> None:
         """Have the server load the prepared version, and make sure that it announces it."""
+        await commit_together((self,), version)
+
+    @asynccontextmanager
+    async def paused(self, version: int) -> AsyncGenerator[WeightManifest]:
+        """The prepared version's manifest, while the server is paused; it continues if its weights are of a version."""
         async with self._committing:
             manifest = self._prepared
             if manifest is None or manifest.version != version:
@@ -383,12 +434,7 @@ class SglangEngine:
             await self._http.post("/pause_generation", {"mode": self.pause_mode})
             before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
             try:
-                if not await self._route(manifest).load(manifest) and await self._served_version() != version:
-                    raise EngineError(
-                        f"{self._place}: serves version {self._version} after version {version} was loaded",
-                        remedy="only this run may update the server; restart it",
-                    )
-                self._version, self._torn = version, ""
+                yield manifest
             except WeightsRefused as err:
                 self._torn = before
                 if before:  # the old weights are back, and they are of no version
@@ -397,6 +443,18 @@ class SglangEngine:
             finally:
                 if not self._torn:  # emptying the cache costs milliseconds
                     await self._http.post("/continue_generation", {"torch_empty_cache": False})
+
+    async def load(self, manifest: WeightManifest) -> None:
+        """Bring it into the paused server. Raises EngineError if the server does not announce it then."""
+        if not await self._route(manifest).load(manifest) and await self._served_version() != manifest.version:
+            raise EngineError(
+                f"{self._place}: serves version {self.version} after version {manifest.version} was loaded",
+                remedy="only this run may update the server; restart it",
+            )
+
+    def serve(self, version: int) -> None:
+        """It was loaded: requests are of it from now on."""
+        self.version, self._torn = version, ""
 
     def weight_progress(self) -> WeightProgress:
         return self._routes[self._channel].beacon.progress() if self._channel else WeightProgress(at="idle")
@@ -448,5 +506,21 @@ class SglangEngine:
         )
 
     async def _served_version(self) -> int:
-        self._version = version_number((await self._http.get("/model_info")).get("weight_version"))
-        return self._version
+        self.version = version_number((await self._http.get("/model_info")).get("weight_version"))
+        return self.version
+
+
+async def commit_together(engines: Sequence[SglangEngine], version: int) -> None:
+    """Have servers load the version that each has prepared: all are paused before any loads, and all have loaded before
+    any continues. WeightsRefused leaves the old version in a server that is alone; of several each other one has the
+    new version by then, so that is an EngineError too."""
+    async with AsyncExitStack() as stack:
+        manifests = [await stack.enter_async_context(one.paused(version)) for one in engines]
+        loads = (one.load(manifest) for one, manifest in zip(engines, manifests, strict=True))
+        errors = [one for one in await asyncio.gather(*loads, return_exceptions=True) if one is not None]
+        if errors and len(engines) > 1 and isinstance(errors[0], WeightsRefused):
+            raise EngineError(errors[0].message, remedy=errors[0].remedy) from errors[0]
+        if errors:
+            raise errors[0]
+        for one in engines:
+            one.serve(version)

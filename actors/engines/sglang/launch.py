@@ -20,8 +20,8 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any
 import orjson
 import psutil
 
+from ....core.config.run import GroupKind
 from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError
 from ....core.protocols import EngineInfo
@@ -201,6 +202,10 @@ class SglangLaunch:
     max_running: int
     context_length: int = 0
     """0: the model's own."""
+    kind: GroupKind = "regular"
+    first_device: int = 0
+    """Number of its first GPU among those of CUDA_VISIBLE_DEVICES: servers that send each other their cache see each
+    other's."""
     expects: tuple[TagReport, ...] | None = None
     """What it is going to hold, if its memory is to be taken back between steps; None: its memory is its own."""
 
@@ -212,6 +217,8 @@ class LaunchedSglang(SglangEngine):
         super().__init__("", options, routes, saves_memory=launch.expects is not None)
         self._launch = launch
         self._env = server_env(launch.env, has_gpus=bool(launch.num_devices))
+        if launch.kind != "regular":  # by their own choice caches are offered to the network
+            self._env.setdefault("SGLANG_HOST_IP", LOOPBACK)
         if launch.expects is not None:
             self._env = saver_env(self._env)
         self._server: ServerProcess | None = None
@@ -232,14 +239,10 @@ class LaunchedSglang(SglangEngine):
     async def _start_server(self) -> EngineInfo:
         launch = self._launch
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
-        with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as text, socket.socket() as reserved:
-            # Bound and not listening: no other process gets this port, and the server may listen on it, since both
-            # sockets allow the address to be used again.
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind((LOOPBACK, 0))
-            port, place = int(reserved.getsockname()[1]), Path(text)
+        with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as text, _reserved() as port, _reserved() as other:
+            self.bootstrap_port, place = other if launch.kind == "prefill" else 0, Path(text)
             self._http.aim(f"http://{LOOPBACK}:{port}", key)
-            words = command_line(server_values(launch, port, self._options.needs))
+            words = command_line(server_values(launch, port, self._options.needs, self.bootstrap_port))
             command = (launch.python, "-m", MODULE, *words, "--config", str(_write_keys(key, place)))
             env = hide_megatron(self._env, place)
             server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path))
@@ -298,7 +301,19 @@ class LaunchedSglang(SglangEngine):
         return ()
 
 
-def server_values(launch: SglangLaunch, port: int, needs: SglangNeeds = NO_NEEDS) -> dict[str, Any]:
+@contextmanager
+def _reserved() -> Generator[int]:
+    """A port that is bound and not listening: no other process gets it, and the server may listen on it, since both
+    sockets allow the address to be used again."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((LOOPBACK, 0))
+        yield int(reserved.getsockname()[1])
+
+
+def server_values(
+    launch: SglangLaunch, port: int, needs: SglangNeeds = NO_NEEDS, bootstrap_port: int = 0
+) -> dict[str, Any]:
     """ServerArgs field -> value: what the user said, and what is myxa's. Raises ConfigError for sizes that do not fit
     the actor's GPUs."""
     own: dict[str, Any] = {
@@ -314,6 +329,9 @@ def server_values(launch: SglangLaunch, port: int, needs: SglangNeeds = NO_NEEDS
     own |= SAVER_FIELDS if launch.expects is not None else {}
     own |= {"context_length": launch.context_length} if launch.context_length else {}
     own |= {} if launch.num_devices else {"device": "cpu"}
+    own |= {"base_gpu_id": launch.first_device} if launch.first_device else {}
+    own |= {"disaggregation_mode": launch.kind} if launch.kind != "regular" else {}
+    own |= {"disaggregation_bootstrap_port": bootstrap_port} if bootstrap_port else {}
     values = {**DEFAULTS, **launch.table}
     if launch.expects is not None and guesses_by({**values, **own}) in ("layers", "model"):
         own["enable_draft_weights_cpu_backup"] = True  # no version brings all of them back

@@ -39,7 +39,9 @@ def _word(value: Any) -> str:
 SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size")
 
 
-def check_sizes(values: Mapping[str, Any], num_devices: int, num_experts: int | None = None) -> dict[str, Any]:
+def check_sizes(
+    values: Mapping[str, Any], num_devices: int, num_experts: int | None = None, place: str = "sglang"
+) -> dict[str, Any]:
     """The parallel sizes to start with: `tp_size` is filled up to the actor's GPUs when it is left out. `num_experts`:
     of each layer of the model, None: not known here. Raises ConfigError when the sizes do not need exactly the actor's
     GPUs, or divide what they cannot. Without GPUs nothing is checked; sizes that are no numbers are left to SGLang."""
@@ -51,21 +53,21 @@ def check_sizes(values: Mapping[str, Any], num_devices: int, num_experts: int | 
     needed = tp_size * shards * replicas
     if needed != num_devices:
         raise ConfigError(
-            f"[sglang]: tp_size {tp_size} x pp_size {shards} x {replicas} replicas need {needed} GPUs, each rollout "
+            f"[{place}]: tp_size {tp_size} x pp_size {shards} x {replicas} replicas need {needed} GPUs, each rollout "
             f"actor has {num_devices}",
             remedy="change the sizes, or roles.rollout.devices and roles.rollout.count",
         )
     if values.get("enable_dp_attention") and tp_size % max(values.get("dp_size", 1), 1):
         raise ConfigError(
-            f"[sglang]: dp_size {values['dp_size']} does not divide tp_size {tp_size}: with enable_dp_attention the "
+            f"[{place}]: dp_size {values['dp_size']} does not divide tp_size {tp_size}: with enable_dp_attention the "
             f"replicas of attention share the {tp_size} tensor-parallel ranks",
             remedy="make tp_size a multiple of dp_size",
         )
-    _check_experts(values, tp_size, num_experts)
+    _check_experts(values, tp_size, num_experts, place)
     return {"tp_size": tp_size}
 
 
-def _check_experts(values: Mapping[str, Any], tp_size: int, num_experts: int | None) -> None:
+def _check_experts(values: Mapping[str, Any], tp_size: int, num_experts: int | None, place: str) -> None:
     """Ranks that share experts are among the tensor-parallel ones. Raises ConfigError."""
     backend = str(values.get("moe_a2a_backend", "none"))
     spans_all = backend not in ("none", "ascend_tp")  # SGLang 0.5.17 sets ep_size to tp_size
@@ -79,15 +81,21 @@ def _check_experts(values: Mapping[str, Any], tp_size: int, num_experts: int | N
     elif num_experts and isinstance(spare, int) and (num_experts + spare) % ep_size:
         cause = f"it does not divide the {num_experts + spare} experts of a layer"
     if cause:
-        raise ConfigError(f"[sglang]: ep_size {ep_size}: {cause}", remedy=remedy)
+        raise ConfigError(f"[{place}]: ep_size {ep_size}: {cause}", remedy=remedy)
 
 
 BACKEND_MODULES: Mapping[str, Mapping[str, str]] = {
     "moe_a2a_backend": {
         "deepep": "deep_ep", "mooncake": "mooncake", "nixl": "nixl_ep", "mori": "mori", "pplx": "pplx_kernels",
     },
+    "disaggregation_transfer_backend": {
+        "nixl": "nixl", "mooncake": "mooncake", "mooncake_tcp": "mooncake", "mori": "mori",
+        "ascend": "memfabric_hybrid",
+    },
 }  # fmt: skip
 """ServerArgs field -> its value -> the module that it needs beside SGLang."""
+PAIR_DEFAULTS: Mapping[str, Any] = {"disaggregation_transfer_backend": "mooncake"}
+"""SGLang's own, of prefill and decode servers."""
 
 
 # -- tokens that are guessed ahead -------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ MAX_LINE_BYTES = 256 << 20
 ABORTED = 499
 """Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
 AT_REST = SamplingParams()
+EMPTY: Mapping[str, Any] = {}
 ALWAYS_SAID = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "ignore_eos")
 LEFT_OUT_AT_REST = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop")
 """Sampling parameters that are called alike on both sides, and said only where they mean something."""
@@ -83,6 +84,7 @@ class _Reason(msgspec.Struct, frozen=True):
     type: FinishReason
     matched: Any = None
     """Token or stop string that ended it."""
+    message: Any = ""
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -119,20 +121,29 @@ class HeldTokens:
     tokens wait for the end, with which those come."""
 
     def __init__(
-        self, place: str, sent_version: int, choices: ExpertChoices | None = None, unrouted: tuple[int, int] = (0, 0)
+        self,
+        place: str,
+        sent_version: int,
+        choices: ExpertChoices | None = None,
+        unrouted: tuple[int, int] = (0, 0),
+        *,
+        is_paired: bool = False,
     ) -> None:
         """`choices`: the experts of each token are told. `unrouted`: first and end of the request's own tokens whose
-        experts are asked for."""
+        experts are asked for. `is_paired`: another server drew the first token, not before `sent_version`."""
         self._place = place
         self._choices = choices
         self._unrouted = unrouted
         self._sent_version = sent_version
+        self._is_paired = is_paired
         self._rest = b""
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
         self._num_sent = 0
         self.usage = EngineUsage()
         """Once it has ended."""
+        self.finish, self.why = "", ""
+        """How it ended, and what the server said of that."""
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +152,13 @@ class HeldTokens:
     def feed(self, data: bytes) -> Iterator[Delta]:
         """What can be passed on after these bytes. Raises RequestRefused or EngineError for an error that the server
         reports inside the stream; EngineError when tokens, log-probs or stamps are missing."""
+        for chunk in self.chunks(data):
+            delta = self._add(chunk)
+            if delta is not None:
+                yield delta
+
+    def chunks(self, data: bytes) -> Iterator[_Chunk]:
+        """The objects that end in these bytes; raises as `feed`."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             raise EngineError(
@@ -150,9 +168,10 @@ class HeldTokens:
         for line in lines:
             payload = line[len(DATA) :].strip()
             if line.startswith(DATA) and payload != DONE:
-                delta = self._add(self._read(payload))
-                if delta is not None:
-                    yield delta
+                chunk = self._read(payload)
+                if reason := chunk.meta_info.finish_reason:
+                    self.finish, self.why = reason.type, str(reason.message)
+                yield chunk
 
     def _read(self, payload: bytes) -> _Chunk:
         if payload.startswith(b'{"error"'):
@@ -186,7 +205,10 @@ class HeldTokens:
         if reason is None and self._choices is not None:
             return None
         if meta.weight_versions is not None:
-            versions = versions_of(meta.weight_versions, len(self._ids), self._place)
+            first = [TokenSpan(version=str(self._sent_version), start=0, end=1)] if self._is_paired else []
+            versions = versions_of([*first, *meta.weight_versions], len(self._ids), self._place)
+            if self._is_paired:
+                versions[:1] = np.minimum(versions[:1], self._sent_version)
         elif reason is not None:
             version = min(self._sent_version, version_number(meta.weight_version))
             versions = np.full(len(self._ids), version, dtype=np.int32)
@@ -273,9 +295,12 @@ def _usage(meta: _Meta) -> EngineUsage:
     )
 
 
-def request_body(request: GenerateRequest, rid: str, version: int, *, tells_experts: bool = False) -> bytes:
-    """The request as SGLang wants it. `extra_key` parts the prefix cache by the version known when it is sent: what
-    older weights left in the cache is never taken up by a request that is to be answered by newer ones."""
+def request_body(
+    request: GenerateRequest, rid: str, version: int, *, tells_experts: bool = False, more: Mapping[str, Any] = EMPTY
+) -> bytes:
+    """The request as SGLang wants it; `more`: further fields. `extra_key` parts the prefix cache by the version known
+    when it is sent: what older weights left in the cache is never taken up by a request that is to be answered by newer
+    ones."""
     sampling = request.sampling
     params: dict[str, Any] = {name: getattr(sampling, name) for name in ALWAYS_SAID}
     for name in LEFT_OUT_AT_REST:
@@ -290,6 +315,7 @@ def request_body(request: GenerateRequest, rid: str, version: int, *, tells_expe
         "return_logprob": True,
         "stream": True,
         "extra_key": f"v{version}",
+        **more,
     }
     if tells_experts:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_routed}

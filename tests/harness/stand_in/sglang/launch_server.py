@@ -35,7 +35,9 @@ async def run_light(args: argparse.Namespace, stopped: asyncio.Event) -> None:
     from tests.harness.fake_sglang import FakeSglang, serving
 
     facts = {"context_length": args.context_length or 128, "max_running_requests": args.max_running_requests}
-    async with serving(FakeSglang(key=args.admin_api_key or "", facts=facts).handle, args.port):
+    mode = args.disaggregation_mode if args.disaggregation_mode != "null" else ""
+    fake = FakeSglang(key=args.admin_api_key or "", facts=facts, mode=mode)
+    async with serving(fake.handle, args.port), serving(fake.rooms, args.disaggregation_bootstrap_port or 0):
         print("the server is fired up", flush=True)
         await stopped.wait()
 

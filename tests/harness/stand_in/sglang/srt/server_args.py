@@ -17,8 +17,19 @@ class ServerArgs:
         parser.add_argument("--model-path", "--model", type=str, required=True)
         for name in ("host", "device", "api-key", "admin-api-key", "quantization", "config"):
             parser.add_argument(f"--{name}", type=str)
-        for name in ("port", "context-length", "max-running-requests", "random-seed", "pp-size", "dp-size", "ep-size"):
+        for name in (
+            "port",
+            "context-length",
+            "max-running-requests",
+            "random-seed",
+            "pp-size",
+            "dp-size",
+            "ep-size",
+            "disaggregation-bootstrap-port",
+        ):
             parser.add_argument(f"--{name}", type=int)
+        parser.add_argument("--disaggregation-mode", choices=["null", "prefill", "decode"], default="null")
+        parser.add_argument("--disaggregation-transfer-backend", type=str, default="mooncake")
         parser.add_argument("--stream-interval", type=int, default=1)
         parser.add_argument("--tensor-parallel-size", "--tp-size", dest="tp_size", type=int)
         parser.add_argument("--mem-fraction-static", type=float)
