@@ -18,6 +18,8 @@ Epoch = NewType("Epoch", int)
 
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]*(/[A-Za-z0-9_.-]+)*")
 MAX_NAME_LENGTH = 120
+POLICY = "policy"
+"""How requests name the model that is trained."""
 
 
 class PeerKey(NamedTuple):

@@ -553,6 +553,9 @@ LIGHT = ("actors.checkpoints.folder", "actors.models.tiny", "actors.models.token
 def test_the_package_face_is_light_and_light_processes_load_no_heavy_library():
     code = f"""import importlib, sys, myxa
 print(*(f"the face loads {{one}}" for one in ("zmq", "torch", "numpy", "asyncio") if one in sys.modules))
+for module in ("actors.gateway.clients", "actors.environments.worker"):
+    importlib.import_module(f"myxa.{{module}}")
+print("workers of users' code load pydantic" if "pydantic" in sys.modules else "", end="")
 for module in {LIGHT!r}:
     importlib.import_module(f"myxa.{{module}}")
     print(*(f"{{module}} loads {{heavy}}" for heavy in {HEAVY!r} if heavy in sys.modules))"""

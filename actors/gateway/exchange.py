@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
-from ...core.config.run import POLICY
+from ...core.ids import POLICY
 from ...core.samples import Message
 from .session import Answer, Asked, RequestFault
 

@@ -15,17 +15,19 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ...core.config import CriticConfig
 from ...core.errors import ConfigError, ModelError
 from ...core.files import read_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 from .model_config import ModelConfig, parse_model_config, token_ids
 from .safetensors_file import FP8, SCALE_SUFFIX, Dequantised, open_safetensors, parse_json, write_safetensors
+
+if TYPE_CHECKING:
+    from ...core.config import CriticConfig  # a tenth of a second and pydantic, which workers of users' code do without
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """owner/name."""

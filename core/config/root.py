@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, model_validator
 
+from ..ids import POLICY
 from ..suggestion import nearest
 from .data import DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
 from .learning import (
@@ -27,7 +28,6 @@ from .run import (
     KINDS_WITH_ROWS,
     LOCAL_HOSTS,
     OFF,
-    POLICY,
     WORKFLOW_BUILTINS,
     AgentSettings,
     ControlSettings,

@@ -140,8 +140,6 @@ class ControlSettings(Section, frozen=True):
 DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_DEVICES = 64
-POLICY = "policy"
-"""How requests name the model that is trained."""
 
 RoleName = Literal["coordinator", "buffer", "monitor", "memory", "gateway", "trainer", "rollout", "model"]
 
