@@ -1,8 +1,7 @@
 """HTTP sessions whose deadlines are the caller's `asyncio.timeout`.
 
-aiohttp's own `ClientTimeout(total=...)` is not used: a call enters its timer (3.14) twice, and when it goes off in the
-same turn of the loop in which the task is cancelled, it takes back both cancellations and raises TimeoutError. The task
-continues, and its waiters wait for ever. `asyncio.timeout` distinguishes the two.
+aiohttp's own `ClientTimeout(total=...)` enters its timer (3.14) twice a call: in the turn of the loop in which the task
+is cancelled it takes back both cancellations, and the task's waiters wait for ever.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Who may ask one of our HTTP doors for something: the metrics page, the dashboard. Pure: heads of requests
-in, a refusal or nothing out.
+"""Who may ask one of our HTTP doors for something: heads of requests in, a refusal or nothing out. Pure.
 
-A door listens on the loopback address, which every program and every web page of this machine can reach. Without a key
-it serves programs of this machine, and no page: a request must name this machine as its host (a page whose name was
-rebound to 127.0.0.1 does not), must not be sent by another site, and must not be of a type that pages may send without
-asking first. With a key, a request must carry it, which no page can; then its host may have any name.
+A door listens on the loopback address, which every program and web page of this machine can reach. Without a key it
+serves programs and no page: a request must name this machine as its host, must not be sent by another site, nor be of a
+type that pages may send without asking first. With a key, a request must carry it, and its host may have any name.
 """
 
 from __future__ import annotations

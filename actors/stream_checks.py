@@ -1,15 +1,13 @@
-"""Checks of what engines and workflows return, before a token of it is used.
-
-Every piece of every stream:
+"""Checks of what engines and workflows return, before a token of it is used. Every piece of every stream:
 
     as many log-probs and stamps as tokens; token ids of the vocabulary; log-probs that are such
     no more tokens than were asked for; nothing after the end; the token that stopped it is the last one
     stamps of versions that this engine had to serve since the request was sent, in their order
 
-The first piece that fails ends the stream with EngineLied; the tokens before it are sound. The checks know which
-versions the actor had the engine load (a trainer that went back makes numbers go down: order counts, not size). Tokens
-that are missing or doubled with plausible numbers are not seen here: the clients count tokens
-(`engines/sglang/wire.HeldTokens`), and the guard compares log-probs with the trainer's.
+The first piece that fails ends the stream with EngineLied; the tokens before it are sound. Order of versions counts,
+not size: a trainer that went back makes numbers go down. Tokens that are missing or doubled with plausible numbers are
+not seen here: the clients count tokens (`engines/sglang/wire.HeldTokens`), the guard compares log-probs with the
+trainer's.
 """
 
 from __future__ import annotations

@@ -4,17 +4,10 @@
 
     actor ── subreaper ── worker with user code, or inference server ── what it starts, in whatever session
 
-Orphans of the program become the subreaper's children. The subreaper ends on three occasions: the program ended,
-SIGTERM arrived, or the actor died (then after `grace` seconds, in which the program can clean up). It kills the program
-and every descendant, and then ends as the program did, so that its parent sees the program's exit code or signal. On
-SIGINT the program gets SIGTERM, so that it can end by itself. If the subreaper itself is killed with SIGKILL, the
-kernel ends the program too, but not what that started.
-
-A program that begins with `:` is a module of this package, whose `main` is called: the subreaper stays small, and the
-worker needs no second interpreter.
-
-A process group is not enough: a tool may start its own session, and a group has no owner once its leader is dead.
-PR_SET_PDEATHSIG reaches one process only. Cgroups need rights that a container rarely gives.
+Orphans of the program become the subreaper's children. It ends when the program ended, on SIGTERM, or when the actor
+died (then after `grace` seconds): it kills the program and every descendant, and then ends as the program did. On
+SIGINT the program gets SIGTERM. If the subreaper itself is killed with SIGKILL, the kernel ends the program too, but
+not what that started. A program that begins with `:` is a module of this package, whose `main` is called.
 """
 
 from __future__ import annotations

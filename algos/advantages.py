@@ -1,10 +1,7 @@
 """From one advantage per sample to one per token: broadcasting, KL in the reward, discounting, GAE, whitening.
 
-Sample-level advantages (`group_advantages`) live in `baselines.py`, which needs no torch. Samples are unpadded. Time
-counts the tokens that the model generated: others (tool replies) are not here, so they neither discount nor receive.
-
-Library: scipy.signal.lfilter and torchaudio.functional.lfilter do the same scan, one on the CPU only, the other in a
-package of 100 MB; torch's associative_scan is a prototype. The scan here is a few matrix products per 128 tokens.
+Samples are unpadded. Time counts the tokens that the model generated: others (tool replies) are not here, so they
+neither discount nor receive. The scan is a few matrix products per 128 tokens.
 """
 
 from __future__ import annotations

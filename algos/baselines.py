@@ -1,8 +1,7 @@
 """Sample-level advantages: rewards compared inside their group. numpy only, so the leader can plan without a device.
 
-It uses rewards and group ids, no tokens. Groups are distinguished by *id*, never by position or a fixed size,
-so groups of unequal size (a member was masked) are normalised rightly. A rollout counts once in all statistics,
-whatever number of samples or turns it has: their weights add up to 1.
+Groups are distinguished by *id*, so groups of unequal size (a member was masked) are normalised rightly. A rollout
+counts once in all statistics, whatever number of samples or turns it has: their weights add up to 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Filters: which finished groups are worth training on, and which of their members. Pure functions from a group to a
-reason or None, or to one for each member.
+"""Filters: which finished groups are worth training on, and which of their members. Pure functions of one group.
 
-A filter sees one group at a time. The caller that drops a group must release its slot.
-Users' own filters (`module:function`) are loaded by the roles.
+The caller that drops a group must release its slot.
 """
 
 from __future__ import annotations

@@ -2,13 +2,9 @@
 
     whole batch --groups, evenly--> mini-batches --samples, by tokens--> bins <= max_tokens --dealt--> ranks
 
-A mini-batch is an optimizer step, so groups stay whole in it; inside it any rank may train any sample, because
-advantages are made before and the loss has global denominators.
-
-Bins are filled by "longest first into the emptiest bin" (LPT, Graham 1969). Karmarkar-Karp differencing balances
-slightly better when there are only a few samples a bin, but knows no limit of a bin; LPT honours the limit as it
-goes, and its bins differ by at most one sample. Library: `binpacking` and `prtpy` fill either a given number of bins
-or bins of a given size; both at once (a multiple of the ranks, none over the limit) is needed here, in 40 lines.
+A mini-batch is an optimizer step, so groups stay whole in it; inside it any rank may train any sample. Bins are filled
+by "longest first into the emptiest bin" (LPT, Graham 1969), which honours the limit as it goes; bins differ by at most
+one sample. `binpacking` and `prtpy` do not fill a multiple of the ranks with none over the limit.
 """
 
 from __future__ import annotations

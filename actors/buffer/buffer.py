@@ -1,11 +1,8 @@
 """The buffer role: hands out prompts, takes finished groups, forms batches; the ledger behind it survives everything.
 
-`draw` and `claim` are long polls: they hold until something changes, until their own time is over or shortly before the
-caller's deadline. All other calls answer at once. `groups.py` decides and never waits.
-
-A disk that refuses to be written is a pause. All parts that were made from the ledger are dropped, and are made again,
-as by the next process of the buffer, once the file can be opened and written. Until then draws and claims find no work,
-and every other call that needs the ledger raises DiskRefused, which callers repeat.
+`draw` and `claim` are long polls: they hold until something changes, their own time is over or the caller's deadline is
+near. `groups.py` decides and never waits. While a disk refuses to be written, draws and claims find no work and other
+calls raise DiskRefused, which callers repeat; then all parts are made from the ledger again, as by the next process.
 """
 
 from __future__ import annotations

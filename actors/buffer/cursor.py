@@ -1,14 +1,8 @@
-"""Which prompt comes next: first those whose tokens grew too old, then the sources by their shares, each in the order
-of its draws.
+"""Which prompt comes next: those whose tokens grew too old, then the sources by their shares, in the order of draws.
 
-The cursor itself is derived from the ledger; this only asks the sources. A prompt that is passed over, because it is
-quarantined or outside the difficulty window, is drawn and given up in the same moment, so that every draw is in the
-ledger.
-
-What the window knows of a prompt is the mean reward of its newest group (the one drawn last) that was finished, whether
-it was kept then or left out by the filter, and in which pass that was. A prompt of which nothing is known is always
-drawn, and so is one that was passed over in `SKIPS` passes: a model that learns makes hard prompts easier. All of it is
-read from the ledger.
+All of it is derived from the ledger. A prompt that is passed over (quarantined, outside the difficulty window) is drawn
+and given up in the same moment, so that every draw is in the ledger. The window judges a prompt by the mean reward of
+its newest finished group; one that is not known, or was passed over in `SKIPS` passes, is drawn.
 """
 
 from __future__ import annotations

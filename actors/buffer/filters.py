@@ -1,8 +1,7 @@
 """The filters of a run: which groups are left out, and which members of a group nothing is learnt from.
 
-Each is a built-in one or a user's function: `keep(group) -> bool | str` for groups, `keep(group) ->
-Sequence[bool | str]` for members. Tokens of a member that is left out are masked; its reward still counts where rewards
-are compared.
+Built-in, or the user's: `keep(group) -> bool | str` for groups, `keep(group) -> Sequence[bool | str]` for members,
+whose rewards still count where rewards are compared.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Finished groups: whether they are what was asked for, the rewards of all of them, and the groups that people read.
 
-A batch's rewards cover only the groups that the filter kept; `FinishedGroups` covers the model's performance on all
-prompts, by step and over the newest groups. A lying engine or workflow costs its group and nothing else. The rollout
-actor compares token ids with the vocabulary.
-
-`SampleLog` goes by telemetry to the monitor, which writes files.
+`FinishedGroups` covers all prompts, by step and over the newest groups, and not only those that the filter kept. A
+lying engine or workflow costs its group and nothing else. `SampleLog` goes by telemetry to the monitor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints as folders: the manifest that makes one complete, listing them, finding the newest whole one.
+"""Checkpoints as folders: the manifest that makes one complete, listing them, finding the newest whole one. No torch.
 
     version_00000040/
         rank-00000.safetensors   weights, optimizer state and RNG state of rank 0 (its shards)
@@ -7,15 +7,9 @@
         ledger.sqlite, run.json  added by the run (`RunPart`)
     .partial-2.0-version_00000040/   grows: of life 2 of the run, attempt 0 of its gang
 
-A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has its own hidden names: a
-process of an earlier life may outlive its launcher for a while and still write. It never touches what a later one
-writes; the later one deletes its files, for what it writes is obsolete.
-
-A complete folder replaces an older one by two renames. Between them the older folder has the name `old_of(place)`, by
-which readers find it: a whole one exists at every instant. One that is deleted while it is read is torn to its reader.
-
-No torch here, so launcher and coordinator may import it. torch.distributed.checkpoint was considered: its metadata file
-is a pickle, which runs code of its writer, and has no digests.
+A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has hidden names of its own,
+so a process of an earlier life never touches what a later one writes; the later one deletes its files. A complete
+folder replaces an older one by two renames: between them the older one is found as `old_of(place)`.
 """
 
 from __future__ import annotations

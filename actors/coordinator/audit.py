@@ -1,13 +1,9 @@
-"""The audit log `audit.jsonl`: one line for everything that a person or a rule changed or tried to change. It is also
-the journal of live knobs: a decision that is in it is made.
+"""The audit log `audit.jsonl`: a line for all that a person or a rule changed or tried to; journal of live knobs.
 
 Append-only. Each line holds the digest of the line before it and its own, so that a changed, removed or exchanged line
-shows. Such a chain cannot show a tail that was cut off cleanly, or a file that was rewritten as a whole (any process
-that may write the file can do that). For the former, compare the newest digest with one that was noted elsewhere: the
-"knob" events of the run carry it.
-
-Several processes may append: each takes the file's lock, reads the last line, writes, and calls fsync. A line without
-its end was never acknowledged (its writer died): the next append removes it. Blocking; a loop calls it in a thread.
+shows; a tail that was cut off shows by the digests in the "knob" events of the run. Several processes may append: each
+takes the file's lock, reads the last line, writes, and calls fsync. A line without its end was never acknowledged: the
+next append removes it. Blocking; a loop calls it in a thread.
 """
 
 from __future__ import annotations

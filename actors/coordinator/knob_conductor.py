@@ -1,14 +1,11 @@
 """The coordinator's half of live knobs: one change at a time, decided, recorded, used by its owners.
 
-    request -> draft -> owners with own judgement are asked -> audit log (decided) -> owners hear of it, ask, use it
+    request -> draft -> run file and owners judge -> audit log (decided) -> owners hear of it, ask, use it
 
-The audit log is also the journal: a decision that is in it is made, whichever process dies, and a restarted coordinator
-reads them all. A change that has begun runs to its end, even if its caller has died. Values for the numbered boundaries
-are decided for the first number that no owner has passed: an owner that asks before it passes one waits while a change
-is undecided. Changes for a time go back by a change of their own; numbered ones when an owner asks for that number.
-
-`restore` decides the values of a checkpoint again, in one change, before a resumed run's first work. A value that was
-changed in the run file since wins over the checkpoint's.
+A decision that is in the audit log is made, whichever process dies. Values for numbered boundaries are decided for the
+first number that no owner has passed: an owner that asks before it passes one waits while a change is undecided.
+Changes for a time go back by a change of their own. `restore` decides the values of a checkpoint again, in one change,
+before a resumed run's first work; a value that was changed in the run file since wins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What operators do to a run beside knobs: pause, resume, step, write a checkpoint, evaluate; all recorded.
 
-A pause is a value of the buffer's knob `pause_at`, decided, recorded and brought to the buffer as any other: while it
-is paused, nothing is drawn or claimed, a claimed step is trained to its end, and the trainer waits before the next.
+A pause is a value of the buffer's knob `pause_at`: nothing is drawn or claimed, a claimed step is trained to its end.
 What the audit log does not take is not done. A deed that has begun completes, even if its caller is gone.
 """
 

@@ -5,9 +5,8 @@ running    every version made is adopted by the engines; evaluation on the side
 draining   the leader ended: last adoption, last evaluation
 finished / failed
 
-The journal is a small JSON file in the run directory: what a restarted coordinator must know and no other actor can
-report. It is replaced as a whole and made durable before its content takes effect. Knobs are in the audit log;
-everything else (the trainer's version, what engines serve) the actors report.
+The journal is a small JSON file: what no other actor can report to a restarted coordinator. It is replaced as a whole
+and durable before its content takes effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The prompts of a run: draw number in, prompt out, a pure function of data and seed. The cursor is the ledger's.
 
-`RowOrder` is the order in which a pass goes through the rows: a function of (seed, source, pass) alone, so nothing is
-saved. `PromptDataset` is one source, `Dataset` all of them by name (the buffer chooses the source of each draw).
-`open_data` opens what a run file names.
+`RowOrder`, the order of a pass, is a function of (seed, source, pass) alone, so nothing is saved. `PromptDataset` is
+one source, `Dataset` all of them by name; the buffer chooses the source of each draw.
 """
 
 from __future__ import annotations

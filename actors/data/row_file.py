@@ -1,9 +1,7 @@
 """A data file as rows, in any format; what can be wrong with one row; its bytes; JSON as it was written.
 
-Files are read forward, from the start. `FileBytes` reads a file's bytes, unpacked if they are packed. Libraries: gzip
-is Python's, zstd is pyarrow's, which is imported for it only. msgspec parses JSON, whole numbers of any size included:
-one object per line (JSONL), or one array of objects. `datasets` was considered and brings a cache, a download layer and
-fifty megabytes.
+Files are read forward, from the start; `FileBytes` unpacks them (gzip by Python, zstd by pyarrow). JSON is one object
+per line (JSONL), or one array of objects, with whole numbers of any size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The workflow `environment`: a rollout is what the policy does in an environment of the run file.
 
-Environments run in worker processes of their own interpreters (`worker.py`), as workflows do (`workflows/pool.py`):
-each phase has a limit, a session whose worker ends, falls silent or is late fails by its environment, so it is tried
-again elsewhere, then masked. Teardown runs in every case, also when this process is killed.
+Environments run in worker processes of their own interpreters (`worker.py`), as workflows do. A session whose worker
+ends, falls silent or is late fails by its environment: it is tried again elsewhere, then masked.
 """
 
 from __future__ import annotations

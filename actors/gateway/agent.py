@@ -1,9 +1,8 @@
 """The workflow `agent`: a rollout is what a program, or a service elsewhere, does with the policy through the gateway.
 
-A program is started for each rollout, with what SDKs look for in its environment; it has ended when its process has. A
-service gets each task by HTTP, or polls for tasks, and says when one is over; programs that poll may be started here,
-and are started again when they end. Either may say a reward, for single turns too; where neither does, the reward
-function of the run judges. What fails is tried again, then masked, as with any environment.
+A program is started for each rollout and has ended when its process has. A service gets each task by HTTP, or polls for
+tasks, and says when one is over; programs that poll may be started here. Where neither says a reward, the reward
+function of the run judges. What fails is tried again, then masked.
 
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    the policy
     MYXA_BASE_URL    of the gateway: /v1/session, /v1/session/reward, /v1/session/end

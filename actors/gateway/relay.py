@@ -1,9 +1,8 @@
 """The gateway role: one address of the run, in front of the gateways of all rollout actors.
 
-The key of a session begins with the number of the rollout actor that has it: its requests go there and nowhere else.
-Requests with the run's eval key go to each actor that serves in turn, and services that poll get tasks of all of them.
-Actors say by message where they listen. Nothing is kept here but address and keys, in a file: a gateway that is started
-again has the same ones, and what was under way is asked for again by its clients.
+The key of a session begins with the number of the rollout actor that has it. Requests with the run's eval key go to
+each actor in turn; services that poll get tasks of all. Address and keys are in a file: a gateway that is started again
+has the same ones, and its clients ask again for what was under way.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 A client sends its whole history with each request. As long as that is what was said here, the prompt of the next turn
 is the recorded tokens, verbatim, and the rest as the chat template writes it. A history that differs continues from the
-last turn of the model's that it still holds; one that holds none is a conversation of its own. Each line of turns is an
-`Episode`, so each is a sample, and tokens that lines share are learnt once.
+last turn of the model's that it still holds, or is a conversation of its own. Each line of turns is an `Episode`, so
+each is a sample, and tokens that lines share are learnt once.
 
-A turn is drawn to its end, whether or not its client waits for it. A client that asks the same again, because the
-connection broke, gets that turn. One that still waits for it, or has got it, gets another one.
+A turn is drawn to its end, whether or not its client waits. A client that asks the same again, because the connection
+broke, gets that turn; one that still waits for it, or has got it, gets another one.
 """
 
 from __future__ import annotations

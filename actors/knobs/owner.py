@@ -1,10 +1,8 @@
 """The owner's half of live knobs: what was decided comes into force at boundaries.
 
-An owner hears that there is something new (`knobs_decided`) and asks the coordinator for all that it does not have yet
-(`pull`). Knobs with the boundaries "now" and "request" are used at once. Before it passes a numbered boundary, an owner
-asks with that number: the answer holds every value that is meant for it. An owner that restarts asks for everything.
-
-Answers may come late, twice or out of turn: epochs order them. For the loop of one actor, not thread-safe.
+An owner hears that there is something new (`knobs_decided`) and asks for all that it does not have (`pull`). Boundaries
+"now" and "request" are at once; before a numbered one an owner asks with that number, and gets every value meant for
+it. Answers may come late, twice or out of turn: epochs order them. For the loop of one actor, not thread-safe.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The ledger's SQLite file: schema, lock, invariants, copies. Knows rows; knows no rules of the run.
 
-Crash safety: WAL with synchronous=NORMAL survives the death of the process at any moment; a power cut may lose the
-newest transactions, never the order of the older ones. The file must lie on a local disk (WAL needs shared memory).
-A run resumes with its own ledger, that of an earlier run, or the copy in a checkpoint. A copy is written beside its
-place and renamed: a crash leaves no copy or a whole one. The source stays unchanged, and may be in use: SQLite's own
-backup reads as of one moment while the buffer writes.
-
-Hand-written over the standard library's sqlite3: SQLAlchemy was considered and adds a layer to four statements.
+WAL with synchronous=NORMAL survives the death of the process at any moment; a power cut may lose the newest
+transactions, never the order of the older ones. The file must lie on a local disk (WAL needs shared memory). A copy is
+written beside its place and renamed; SQLite's own backup reads as of one moment while the buffer writes.
 """
 
 from __future__ import annotations

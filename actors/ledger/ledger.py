@@ -1,11 +1,8 @@
 """The ledger: the only truth about where every drawn prompt is, from draw to durable checkpoint.
 
-Each verb is one transaction that moves groups along the transition table (`states.py`); a verb that breaks the table
-raises LedgerError and changes nothing. Draw numbers, group ids, the next step and the newest version are derived from
-the rows. Unfinished groups are mirrored in memory; trained and dropped ones are in the file alone, since a run without
-checkpoints keeps all that it ever trained.
-
-`GroupTally` and `Draws` are counts derived from the rows and updated change by change.
+Each verb is one transaction that moves groups along the transition table; one that breaks the table raises LedgerError
+and changes nothing. Draw numbers, group ids, next step and newest version are derived from the rows. Unfinished groups
+are mirrored in memory. `GroupTally` and `Draws` are counts, updated change by change.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Low-rank adapters as PEFT has them: which matrices of a model get one, and the folder that they are kept in.
+"""Low-rank adapters as PEFT has them: which matrices of a model get one, and the folder with them. No torch.
 
     W x + alpha / rank * B (A x)         A [rank, columns of W], B [rows of W, rank]      (arXiv 2106.09685)
 
-A folder holds `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` reads. What
-of another's folder would compute something else is refused by name. No torch here.
+`peft.PeftModel.from_pretrained` reads such folders. What would compute something else is refused by name.
 """
 
 from __future__ import annotations

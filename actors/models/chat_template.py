@@ -1,12 +1,9 @@
 """The chat template of a model folder: finds it, compiles it, renders conversations as transformers does.
 
-Of a template it decides nothing: the same conversation, tools and arguments give the text of transformers'
-`apply_chat_template`, or a DataError. The date of `strftime_now` is the run file's, so that a run that is resumed on
-another day has the same prompts. Library considered: transformers, which takes seconds to import.
-
-A template is a program that came with the weights. It runs in jinja2's immutable sandbox, as transformers sets it up,
-sees no attribute that begins with an underscore, and has a budget for steps, for the length of a text and for the size
-of a number; a template beyond it raises `OverBudget`.
+The same conversation, tools and arguments give the text of transformers' `apply_chat_template`, or a DataError. The
+date of `strftime_now` is the run file's. A template is a program that came with the weights: it runs in jinja2's
+immutable sandbox, sees no attribute that begins with an underscore, and has a budget for steps, for the length of a
+text and for the size of a number (`OverBudget`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A model folder as HuggingFace lays it out: config, weights in one file or in shards, tokenizer files; and which one
-can be the reference model or a critic's beginning.
+"""A model folder as HuggingFace lays it out: config, weights in one file or in shards, tokenizer files. No torch.
 
-Second models have the policy's shape: one set of layers and one cut serve all of them. A critic has no vocabulary head,
-but its folder may have a value head.
-
-No torch: the launcher and engine-less rollouts read folders too. Every complaint is a ModelError that names the file.
+Second models (reference, critic) have the policy's shape; a critic has no vocabulary head, but its folder may have a
+value head. Every complaint is a ModelError that names the file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """What myxa needs to know of a model's `config.json`, which tensors such a model has, and which of them are trained.
 
-Covers the decoder families of `MODEL_TYPES`. Anything in the file that would change the mathematics and is not
-implemented is never ignored: `ModelConfig.foreign` names it, and only transformers' own code computes the model
-(`trainer.impl = "hf"`); ours refuses it.
-
-Library considered: transformers' AutoConfig. Not used: seconds of import, and it accepts what our engine cannot run.
+Covers the decoder families of `MODEL_TYPES`. What would change the mathematics and is not implemented is named by
+`ModelConfig.foreign`: only transformers' own code computes such a model (`trainer.impl = "hf"`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One safetensors file, read through a memory map and written from raw bytes; needs no torch.
 
 Format: 8 bytes little-endian header length, a JSON header `name -> {dtype, shape, data_offsets}`, the data. The library
-checks the header of a file that may be hostile. Its torch front imports torch and its numpy front knows no bfloat16, so
-the bytes are taken from the map here.
+checks the header; its numpy front knows no bfloat16, so the bytes are taken from the map here.
 """
 
 from __future__ import annotations

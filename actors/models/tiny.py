@@ -1,10 +1,8 @@
 """Tiny Qwen3 models from nothing, offline: byte-level tokenizer, chat template, random weights, all in one folder.
 
-Folders of this layout load in transformers, SGLang, vLLM and the embedded engine. No torch, so launchers make them.
-
-Choices: one special token per role (role names would cost 8-13 byte tokens a turn); every id of the padded vocabulary
-decodes, because engines sample from the whole head; head_dim 64, where the usual GPU attention kernels start; two
-key-value heads, so that tensor parallelism of 2 works.
+transformers, SGLang, vLLM and the embedded engine load it. One special token per role; every id of the padded
+vocabulary decodes, because engines sample from the whole head; head_dim 64 and two key-value heads, as kernels and TP 2
+want.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """transformers' own tokenizer of a model folder, and what is looked at before it is read.
 
-A prompt must have the ids of transformers' `AutoTokenizer`. Its class is chosen here, by the same rules, because
-`AutoTokenizer` imports torch; the class itself then reads the files. No code of the folder's own is run and nothing is
-downloaded.
+Its class is chosen here by the rules of `AutoTokenizer`, which imports torch. No code of the folder's own is run.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
     put(bundle) -> bounded queue of each sink -> its thread: write, flush at least every `flush_s`
 
-A sink that raises is switched off with one event; the others stay. One whose disk refuses (`core/files.py`) stays:
-what it could not take is counted, and it is flushed until that can be written. The threads are daemons: a sink that
-hangs in the kernel costs its data, never the end of the process. `concurrent.futures` was considered: its workers are
-joined at interpreter exit, so a hanging sink would hang the run.
+A sink that raises is switched off with one event. One whose disk refuses (`core/files.py`) stays: what it could not
+take is counted. The threads are daemons: a sink that hangs in the kernel costs its data, never the end of the process.
 """
 
 from __future__ import annotations

@@ -1,24 +1,15 @@
 """Servers of one reference model, over HTTP.
 
-A server's vocabulary is checked before its first answer is used. `ReferenceServers` asks the one with the fewest open
-calls among those that did not fail lately. If it fails, the others are asked once each; then all again after a pause,
-until the tries are used up.
-
-A server is asked as SGLang's /generate is:
+`ReferenceServers` asks the server with the fewest open calls among those that did not fail lately; if it fails, the
+others once each, then all again after a pause, until the tries are used up. As SGLang's /generate is asked:
 
     {"input_ids": prompt + answer, "logprob_start_len": s, "return_logprob": true,
      "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
     ->  {"meta_info": {"input_token_logprobs": [[null, id, text], [log-prob, id, text], ...]}, ...}
 
-The list begins with token s, which has no log-prob; those of the others are at temperature 1 in any case.
-
-`Probes` tests whether a server's model reads the policy's tokens: a few ids, spread over the vocabulary, must be known
-there, and mean the same text. Sizes are not compared: models of one family pad one vocabulary to different sizes. A
-server without a tokenizer returns no texts, and its ids are not checked.
-
-`ServedReference` gives finished samples their reference log-probs; failures are handled by the same policy as those of
-rewards. A sample whose servers fail loses its group; failures in a row are an outage, and samples wait (`[reward]` sets
-how many and for how long).
+The list begins with token s, which has no log-prob; those of the others are at temperature 1 in any case. Before a
+server's first answer is used, `Probes` tests that a few ids, spread over the vocabulary, mean the same text there; one
+without a tokenizer returns no texts, and is not tested. Failures are handled by the policy of rewards (`[reward]`).
 """
 
 from __future__ import annotations

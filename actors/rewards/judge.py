@@ -1,10 +1,9 @@
-"""The reward `judge`: a language model reads the answer and says a score, over OpenAI's API or as a model of the run's
-own.
+"""The reward `judge`: a language model says a score, over OpenAI's API or as a model of the run's own.
 
     {"model": ..., "messages": [{"role": "user", "content": template}], ...}  ->  "... Score: 0.5"  ->  0.5
 
-The policy writes a part of what the judge reads, and may try to talk it into a score. Its answer stands between marks
-that it cannot write, since they hold a digest of it; and only what the judge itself says is searched for a score.
+The policy may try to talk the judge into a score: its answer stands between marks that it cannot write, since they hold
+a digest of it; only what the judge itself says is searched for a score.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Worker processes for a reward function.
 
 A plain function gets a few workers with one call each at a time: one that hangs is killed, one that crashed is
-replaced. All calls of an async function share the loop of one worker; a call that blocks it is interrupted there and
-fails with its place. When that process ends because of a known call, that call fails and the others are
-repeated; otherwise each is repeated alone in a process, so that no call is blamed for another's crash.
-
-The worker's side is `main`; `actors/subreaper.py` calls it. What the function prints goes to the actor's log
-(standard error). A plain function runs in the main thread, where time limits by signals work.
+replaced. All calls of an async function share the loop of one worker. When that ends because of a known call, that call
+fails and the others are repeated; otherwise each is repeated alone in a process. What the function prints goes to the
+actor's log.
 """
 
 from __future__ import annotations

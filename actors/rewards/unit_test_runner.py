@@ -4,9 +4,8 @@
        |  a socket for each run of the answer
     starter ── answer: its code, in a process that was forked before the tests were read
 
-The answer's process gets inputs and arguments, never what is expected: it sends back output, or values of plain types,
-and they are compared here. Objects of other types stay there; a test gets a stand-in, whose attributes, calls and items
-are asked for, and which equals itself alone.
+The answer's process gets inputs and arguments, never what is expected: it sends back output, or values of plain types.
+Objects of other types stay there; a test gets a stand-in, which equals itself alone.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """The rollout role: pulls groups from the buffer, has them generated and rewarded, and returns them.
 
-An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first,
-so that what an engine calls version v is what the trainer calls version v, whatever folder it was started from. It
-reports to the coordinator when its engine is up, and again to one that restarted. Generation
-continues while weights are prepared and committed.
-
-Groups are drawn while there is room. The room may change while groups run: with less room what runs ends as usual, and
-work on its way is returned at once. Tokens outlive the engine: a group whose stream broke is returned with its tokens;
-all groups are returned before this actor drops its engine; and long groups are copied to the buffer from time to time,
-in case the actor is killed. Groups are handed over also while the buffer restarts; failures count against the budget of
-errors.
+An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first. It
+reports to the coordinator when its engine is up, and again to one that restarted. Generation continues while weights
+are prepared and committed. Tokens outlive the engine: a group whose stream broke is returned with its tokens, all
+groups before this actor drops its engine, and long groups are copied to the buffer from time to time.
 
 How the time of the actor is booked:
 

@@ -1,10 +1,8 @@
 """`metrics.jsonl`, `events.jsonl` and `samples.jsonl`: the source of truth; other views can be made again from them.
 
-One JSON object per line, appended, UTF-8. A process killed in mid-write leaves at most one torn last line; the next
-monitor of the same run ends that line first, so it can never swallow a good one. Readers skip what they cannot parse.
-On a full disk lines wait in memory, up to a bound, and are written once it takes them again (`LineFile`).
-
-Samples are bounded: when `samples.jsonl` has half of what both files may have, it becomes `samples.1.jsonl`.
+One JSON object per line, appended. A process killed in mid-write leaves at most one torn last line; the next monitor
+ends it first, and readers skip it. On a full disk lines wait in memory, up to a bound (`LineFile`). When
+`samples.jsonl` has half of what both files may have, it becomes `samples.1.jsonl`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The memory manager: one actor that decides who has the memory of all shared devices, and measures before it gives.
 
-Leases are `memory/leases`'s; here is what they act on: tenants are called by reference, devices are measured by an
-agent on each node (`NodeAgent`; the one of the manager's own node is local). The manager holds no device memory and no
-context, moves no bytes, and writes nothing down: each lease begins by asking the tenants.
+`memory/leases` acts on this: tenants called by reference, devices measured by an agent on each node (`NodeAgent`). The
+manager holds no device memory, moves no bytes, and writes nothing down: each lease begins by asking the tenants.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The tenant's side of leases, for any actor that holds device memory: one object that a role hands its commands to.
 
-    drain     the gate closes and what runs is waited for            (never the actor's own business to know why)
+    drain     the gate closes and what runs is waited for
     release   communicators first, then the stores' tags, in the thread that the role names
     restore   the stores' tags, then communicators
     commit    the gate opens
 
-Commands may come twice, late, or out of order. Three rules make that harmless: the same id is carried out once and gets
-the same reply every time; an epoch older than the newest one seen is answered but not obeyed; one command at a time.
-Tags that are planned but not loaded yet are leased like others: as room that is counted.
+Commands may come twice, late, or out of order: the same id is carried out once and gets the same reply every time; an
+epoch older than the newest one seen is answered but not obeyed; one command at a time. Tags that are planned but not
+loaded yet are leased as room that is counted.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
                ranks: the folder appears, then the run's part of it (`checkpoints/folder.py`), and only then does the
                buffer get "durable"
 
-One at a time: the next checkpoint first settles the one before. A checkpoint that lacks a later decision about knobs is
-written again in its place. A scheduled one that cannot be written is reported, with what is not covered, and tried
-again at a later boundary, without end: a full disk or an absent buffer is no reason to throw training back.
+One at a time. A checkpoint that lacks a later decision about knobs is written again in its place. A scheduled one that
+cannot be written is reported, and tried again at a later boundary, without end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """From a claimed batch to a shard per trainer rank (advantages, balance, micro-batches), and the metrics of the batch.
 
-A user's functions over a whole batch (rewards to rewards, rewards to advantages) run on the leader alone, so all ranks
-train on the same numbers. They may take long or hang, so they run in a thread with a deadline. A wrong function or
-answer raises a UserCodeError that names the function, the step and the group, and ends the run: a retry would end the
-same way.
+A user's functions over a whole batch run on the leader alone, in a thread with a deadline, so all ranks train on the
+same numbers. A wrong one raises a UserCodeError with function, step and group, and ends the run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The trainer role: a gang of ranks, each around one `TrainBackend`. Rank 0 also runs the loop (`train_loop.py`).
 
-A rank executes one call of the loop at a time in one worker thread: collectives need the same order on all ranks, and
-the event loop stays free to answer. Weights leave through the rank's end of the weight channel
-(`weights/publish.py`) in other threads, so an engine that takes weights never waits for a training step. Version v
-exists when all ranks finished the optimizer step that made it.
+A rank executes one call of the loop at a time in one worker thread: collectives need the same order on all ranks.
+Weights leave in other threads (`weights/publish.py`), so an engine that takes weights never waits for a step.
 """
 
 from __future__ import annotations

@@ -5,11 +5,9 @@
     actor ── confine ── confine, process 1 of namespaces of its own ── command and all that it starts
 
 With namespaces the command sees no process but its own, no network but a loopback of its own, and a root folder made of
-what is named in `visible`, read-only, and of its scratch folder, which is also /dev/shm. The kernel kills all of them
-when process 1 ends; that ends with the command, with SIGTERM to the first process, and with the actor. Without
-namespaces only limits and the user are set, and the command takes the place of this process.
-
-It stands for itself: it runs under interpreters that lack this package, and starts within milliseconds.
+what is named in `visible`, read-only, and of its scratch folder, which is also /dev/shm. All ends with process 1, which
+ends with the command, with SIGTERM to the first process, and with the actor. Without namespaces only limits and the
+user are set. It stands for itself: it runs under interpreters that lack this package, and starts within milliseconds.
 """
 
 import ctypes

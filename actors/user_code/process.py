@@ -1,15 +1,10 @@
-"""A process that runs a user's code beside an actor, and the pipes to it: length-prefixed frames of msgpack, typed on
-both sides.
+"""A process that runs a user's code beside an actor, and the pipes to it: length-prefixed frames of msgpack.
 
     actor ── subreaper ── worker    `python -m myxa.actors.subreaper <pid> <grace> :<module>`; `module.main()` is the
                                     worker
 
-`WorkerPool` is the actor's side: the workers of one function, a reward's or a workflow's, and which call has which
-worker. `SharedLoop` is the worker's side: an event loop that runs many calls side by side.
-
-A process that hangs is killed with all that it started; its exit is reported. Written by hand, small and typed, since
-`concurrent.futures.ProcessPoolExecutor` pickles, cannot kill one hung worker (the whole pool breaks), and cannot say
-which task a dead worker had; no pool has two-way traffic with a call.
+`WorkerPool` is the actor's side: the workers of one function, and which call has which worker. `SharedLoop` is the
+worker's side: an event loop that runs many calls side by side. A process that hangs is killed with all that it started.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Token ids of a conversation that the model did not write, and which of them are learnt.
+"""Token ids of a conversation that the model did not write, and which of them are learnt. Pure.
 
-The ids are those of the whole conversation as the chat template writes it. Nothing is put together from pieces, so a
-model is never shown what its template does not write: where the template begins the model's turn otherwise than it
-writes the demonstration (thinking switched off, and a demonstration that thinks), the row is refused. Earlier turns may
-lack the thinking that the template opens where the model begins: that is how it writes them. Pure.
+The ids are those of the whole conversation as the chat template writes it: where it begins the model's turn otherwise
+than it writes the demonstration (thinking switched off, and a demonstration that thinks), the row is refused. Earlier
+turns may lack the thinking that the template opens where the model begins.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """A rollout in the making: token in, token out, turn by turn.
 
 An `Episode` owns the token stream of a sample. `branch` and `session` open further streams of the same rollout. Model
-turns come from the engine with their log-probs and version stamps; replies (tools, environments) are rendered by the
-chat template and carry loss mask 0. Text is decoded for the workflow to look at and is never encoded back, so the
-trained ids are the generated ids.
+turns come from the engine with their log-probs and version stamps; replies are rendered by the chat template and carry
+loss mask 0. Text is decoded for the workflow to look at and never encoded back.
 
-Continuation: an episode may start with the tokens of an interrupted attempt. The workflow runs from its beginning.
-Recorded turns are replayed without the engine as long as the workflow repeats its steps; the first unfinished turn
-continues from its last token. With seeded sampling that turn is generated again from its beginning: the tokens are the
-same, and no log-prob comes from a prefill where an uninterrupted run would have decoded. A reply that differs from the
-recorded one ends the replay.
+Continuation: an episode may start with the tokens of an interrupted attempt. The workflow runs from its beginning, and
+recorded turns are replayed without the engine as long as it repeats its steps; the first unfinished turn continues from
+its last token (with seeded sampling: is generated again, with the same tokens). A reply that differs from the recorded
+one ends the replay.
 """
 
 from __future__ import annotations

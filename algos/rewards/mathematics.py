@@ -1,8 +1,7 @@
 """The reward `math`: whether answer and label are mathematically equal. math-verify judges.
 
-Before it, two plain numbers are compared exactly, with their units. It gets decimals as fractions, for it would round
-them, and no units, for it would drop them. math-verify and sympy are imported here, in reward worker processes only:
-`prepare` bounds the memory of its process; one long operation in C, such as 9**9**9, ends only with the process.
+Two plain numbers are compared exactly before, with their units. It gets decimals as fractions, for it would round them,
+and no units. `prepare` bounds the memory of its process; one long operation in C, such as 9**9**9, ends only with that.
 """
 
 from __future__ import annotations
