@@ -7,14 +7,7 @@ shortened per call with `with_deadline(ref, seconds)`.
 from __future__ import annotations
 
 from ..core.actor import Actor
-from ..core.device_memory import (
-    LeaseReply,
-    LeaseRequest,
-    MemoryCommand,
-    MemoryReply,
-    MemoryView,
-    TenantReport,
-)
+from ..core.device_memory import LeaseReply, LeaseRequest, MemoryCommand, MemoryReply, MemoryView, TenantReport
 from ..core.files import FileEntry
 from ..core.handlers import call
 from ..core.knobs import (

@@ -41,11 +41,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core.config.learning import (
-    TOKEN_REWARD_KINDS,
-    AlgoConfig,
-    resolve_correction,
-)
+from ..core.config.learning import TOKEN_REWARD_KINDS, AlgoConfig, resolve_correction
 from ..core.errors import TrainError
 from . import losses, ratios
 from .ratios import MAX_EXPONENT, Segments, TokenWeights, kl_terms

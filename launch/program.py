@@ -106,7 +106,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
                 sent_commit_s=sent_commit_s(config),
                 stall_s=config.weights.stall_s,
             ),
-        ),
+        )
     )
 
 

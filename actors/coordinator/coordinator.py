@@ -15,16 +15,7 @@ from dataclasses import replace
 
 from ...core.actor import PeerEvent
 from ...core.errors import CallError, LedgerError, MyxaError, NotReady
-from ...core.knobs import (
-    ChangeReply,
-    ChangeRequest,
-    KnobTable,
-    KnobValue,
-    KnobVerdict,
-    LiveKnobs,
-    Operator,
-    PauseVerb,
-)
+from ...core.knobs import ChangeReply, ChangeRequest, KnobTable, KnobValue, KnobVerdict, LiveKnobs, Operator, PauseVerb
 from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
 from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, TrainerContract
@@ -73,12 +64,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._phases = PhaseMoves(run, self._changed.set)
         self._make_parts(run)
         self.knob_owner = KnobOwner(
-            self.ctx.name,
-            (
-                *coordinator_knobs(self._options, self._use_knobs),
-                LOG_LEVEL,
-            ),
-            self._telemetry,
+            self.ctx.name, (*coordinator_knobs(self._options, self._use_knobs), LOG_LEVEL), self._telemetry
         )
         if is_anew:
             state = self._state

@@ -345,11 +345,7 @@ class Decisions:
                 f"no owner of {', '.join(missing)} answers", remedy=f"silent are: {', '.join(roster.silent) or 'none'}"
             )
         decision = Decision(
-            launch=self.launch,
-            values=dict.fromkeys(states),
-            first=first,
-            numbered=_numbered(states),
-            undoes=epoch,
+            launch=self.launch, values=dict.fromkeys(states), first=first, numbered=_numbered(states), undoes=epoch
         )
         return _draft(decision, states, self, roster)
 

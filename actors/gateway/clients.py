@@ -139,10 +139,7 @@ class SessionClients:
 
 
 def models_of_rollout(
-    episode: Episode,
-    models: Mapping[str, ReachedModel],
-    loop: asyncio.AbstractEventLoop,
-    ask: AskOther | None = None,
+    episode: Episode, models: Mapping[str, ReachedModel], loop: asyncio.AbstractEventLoop, ask: AskOther | None = None
 ) -> ModelsOfRollout:
     """`ctx.models`. `ask`: draws their turns, if `access` does not."""
 

@@ -30,14 +30,7 @@ from msgspec.structs import replace
 from ...core.activity import FlowSampler
 from ...core.actor import PeerEvent
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.errors import (
-    CallError,
-    DiskRefused,
-    EngineError,
-    EngineLied,
-    MyxaError,
-    UserCodeError,
-)
+from ...core.errors import CallError, DiskRefused, EngineError, EngineLied, MyxaError, UserCodeError
 from ...core.messages import (
     ActivityKind,
     Assignment,

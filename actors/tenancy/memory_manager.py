@@ -142,10 +142,7 @@ class MemoryManager(MemoryContract):
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         reply = await self._leases.lease(request)
         values = {f"memory/{phase}_s": seconds for phase, seconds in reply.seconds.items()}
-        values |= {
-            "memory/copied_bytes": float(reply.copied_bytes),
-            "memory/refused": float(not reply.granted),
-        }
+        values |= {"memory/copied_bytes": float(reply.copied_bytes), "memory/refused": float(not reply.granted)}
         self._telemetry.metric(-1, values)
         if not reply.granted:
             self.ctx.log.warning("%s: %s", request.request_id, reply.reason)

@@ -564,12 +564,7 @@ class Episode:
             reward = float(sum(turn_rewards))
         weights = None if loss_weight == 1.0 else np.full(len(sample.response_ids), loss_weight, np.float32)
         return replace(
-            sample,
-            reward=reward,
-            token_rewards=rewards,
-            loss=loss,
-            loss_weights=weights,
-            metadata=dict(metadata or {}),
+            sample, reward=reward, token_rewards=rewards, loss=loss, loss_weights=weights, metadata=dict(metadata or {})
         )
 
     def _token_rewards(self, turn_rewards: Sequence[float], size: int) -> F32 | None:

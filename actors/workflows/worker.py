@@ -32,15 +32,7 @@ from .failures import kind_of
 from .named import OwnWorkflow, load_workflow
 from .timeline import WaitKind, WaitNote, waiting
 from .turn_renderer import TurnRenderer
-from .worker_messages import (
-    AskModel,
-    DrawnTurn,
-    EpisodeDone,
-    EpisodeFailed,
-    StartEpisode,
-    spec_decoder,
-    to_worker,
-)
+from .worker_messages import AskModel, DrawnTurn, EpisodeDone, EpisodeFailed, StartEpisode, spec_decoder, to_worker
 
 T = TypeVar("T")
 

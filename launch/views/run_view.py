@@ -159,12 +159,7 @@ def run_view_of_files(run: RunFiles) -> RunView:
         snapshot={"metrics": metrics, **{f"time/{name}": kinds for name, kinds in shares.items()}},
         run_dir=str(run.run_dir),
         actors=tuple(
-            ActorFacts(
-                name,
-                name.partition("/")[0],
-                state="" if run.is_live else "ended",
-                doing=doing(shares[name]),
-            )
+            ActorFacts(name, name.partition("/")[0], state="" if run.is_live else "ended", doing=doing(shares[name]))
             for name in sorted(shares, key=name_order)
         ),
         why=reason.sentence,
