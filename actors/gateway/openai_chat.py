@@ -28,6 +28,7 @@ from .session import Answer, Asked, RequestFault
 _TYPES = {"auth": "authentication_error", "busy": "server_error", "engine": "server_error"}
 _CODES = {"auth": "invalid_api_key", "too-long": "context_length_exceeded", "too-large": "request_too_large"}
 DONE = "data: [DONE]\n\n"
+SAID = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
 
 
 def openai_fault(fault: RequestFault) -> dict[str, Any]:
@@ -65,16 +66,7 @@ class _Shared(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise RequestFault("invalid", "logit_bias would change what is learnt: leave it out", param="logit_bias")
         if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
             raise RequestFault("invalid", f"n is {self.n}: use 1 to {MAX_CHOICES}", param="n")
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-        )
-        said = {name: getattr(self, name) for name in (*names, "seed")}
+        said = {name: getattr(self, name) for name in SAID}
         return sampling_of(**said, stop=stops_of(self.stop), max_new_tokens=max_tokens)
 
 

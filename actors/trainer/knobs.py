@@ -30,7 +30,7 @@ STEP_TUNABLES: tuple[Tunable, ...] = (
     _knob("optimizer.weight_decay"),
     _knob("optimizer.max_grad_norm"),
     _knob("optimizer.min_lr_ratio"),
-    _knob("optimizer.decay_steps", unit="updates", is_judged=True),
+    _knob("optimizer.decay_steps", unit="updates"),
     *_algo("clip_low", "clip_high", "dual_clip", "sapo_tau_pos", "sapo_tau_neg", "tis_cap", "tis_floor", "mis_low",
            "mis_high", "reject_low", "reject_high", "veto"),
     *_algo("opsm_delta", unit="nats"),
@@ -45,7 +45,7 @@ STEP_TUNABLES: tuple[Tunable, ...] = (
 LEADER_TUNABLES: tuple[Tunable, ...] = (
     _knob("run.num_steps", "A schedule's end does not move with it: see decay_steps.", unit="steps", is_judged=True),
     _knob("trainer.max_tokens_per_microbatch", unit="tokens"),
-    _knob("trainer.checkpoint_every", unit="steps", is_judged=True),
+    _knob("trainer.checkpoint_every", unit="steps"),
     _knob("trainer.keep_last", unit="checkpoints"),
     _knob("weights_every",
           "Steps between two weight versions that engines are given; the last one, and one without which nothing is "

@@ -264,12 +264,10 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     def _refusal(self, values: dict[str, KnobValue], at: int) -> str:
         """Why values do not go together, or with what is in force or waits. `at`: the first step to use them."""
-        if reason := self._knobs.refuses_end(values, at):
+        reason = self._knobs.refuses_end(values, at)
+        if reason or not of_ranks(values):
             return reason
-        saves = bool(values.get("checkpoint_every"))
-        if not saves and not of_ranks(values):
-            return ""
-        return self._backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)), saves=saves)
+        return self._backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)), saves=False)
 
     async def checkpoint_at_boundary(self, export: bool) -> str:
         leader = self._require_leader()

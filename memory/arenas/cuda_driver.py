@@ -1,18 +1,13 @@
 """Memory of one NVIDIA GPU by its driver's virtual memory management: what an arena on a GPU is made of.
 
-It works in the primary context, so memory made here is usable by torch, NCCL and every kernel of this process. Copies
-out, copies in and fills have one stream each; none waits for the default stream or for another kind. A copy's ticket is
-an event, and waiting for it sleeps. torch's expandable segments make memory by the same calls, but cannot release a
-tensor's memory while the tensor exists.
+It works in the primary context, so torch, NCCL and every kernel of this process can use the memory. Copies out, copies
+in and fills have one stream each. A copy's ticket is an event, and waiting for it sleeps. libcuda is called by ctypes:
+the few dozen functions have kept their binary interface since CUDA 11, and calls release the interpreter lock.
 
-libcuda is called by ctypes. NVIDIA's `cuda-bindings` find libcuda themselves, so the tests' stand-in could not replace
-it, and each of their releases needs a certain CUDA release. The few dozen functions used have kept their binary
-interface since CUDA 11. Calls release the interpreter lock.
-
-Copy engines do the copies, except those in that a caller waits for: a kernel does these. The driver clears released
-memory with the copy engines before another process may have it, and a switch copies in at just that moment: 12 GiB took
-0.42 s on an H200 after another process had released 100 GiB, 0.24 s a second later, and 0.26 s at once by the kernel
-(`bench/gpu.sh memory_rates`). The kernel is PTX, which the driver compiles: no nvcc and no Triton at start.
+Copy engines do the copies, except those in that a caller waits for: a kernel (PTX, which the driver compiles) does
+these. The driver clears released memory with the copy engines before another process may have it, and a switch copies
+in at just that moment: 12 GiB took 0.42 s on an H200 after another process had released 100 GiB, 0.24 s a second later,
+and 0.26 s at once by the kernel (`bench/gpu.sh memory_rates`).
 """
 
 from __future__ import annotations

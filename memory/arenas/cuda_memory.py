@@ -1,16 +1,12 @@
 """An arena on a GPU that torch can allocate into: driver, pinned pool, arena, and one torch `MemPool` for each tag.
 
-Code without any notion of arenas (a model's constructor, Megatron's buffers, an optimizer's first step) runs inside
-`region`. The segments that torch's caching allocator asked for meanwhile then belong to the tag, each as a whole.
-Tensors never change their addresses, so captured graphs stay valid. Before a release, torch's caches and cuBLAS
-workspaces are trimmed.
+Code without any notion of arenas (a model's constructor, Megatron's buffers) runs inside `region`: the segments that
+torch's caching allocator asked for meanwhile belong to the tag, each as a whole. Tensors never change their addresses,
+so captured graphs stay valid. Before a release, torch's caches and cuBLAS workspaces are trimmed.
 
 Used of torch (2.11 to 2.13): `CUDAPluggableAllocator`, `MemPool`, `use_mem_pool`. torch routes by thread: what
-backward's threads allocate is in no region. torch-memory-saver's "torch" mode uses the same three, but ends the process
-when a segment is freed by another thread or while it is away.
-
-This memory cannot be shared by CUDA IPC, and memory that network cards or NCCL have registered must not leave: allocate
-buffers for either outside of regions.
+backward's threads allocate is in no region. This memory cannot be shared by CUDA IPC, and what network cards or NCCL
+have registered must not leave: allocate buffers for either outside of regions.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Memory of the host in place of a device: real pages that leave and return while their addresses stay.
 
 All physical memory is one anonymous file (memfd) per driver. A chunk is a range of it with pages, and releasing it
-punches a hole. So a process needs one file descriptor for any number of chunks, the pages of a dead process are freed
-with it, and another process can measure what is held: `device_bytes` counts the pages of the memfd through /proc.
-RssShmem would also count weight slabs that were never on the device, and the kernel keeps it only roughly on machines
-with many cores. A mapping replaces a part of a reservation that cannot be touched; unmapping restores that part in one
-step. Copies are done when the call returns.
-
-Python's `mmap` and `multiprocessing.shared_memory` were considered: they choose the addresses themselves.
+punches a hole: the pages of a dead process are freed with it, and `device_bytes` counts what is held through /proc. A
+mapping replaces a part of a reservation that cannot be touched. Copies are done when the call returns.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Transfers between a device and the host: how tags leave a device and come back.
 
-Release: tags without a copy are dropped, dirty ones are copied, and a chunk's memory goes back while the next chunk
-copies. A chunk loses its memory only after its own copy is done. Copies are strictly in order, so a failed copy splits
-at most one tag between device and host. That tag is poisoned: it is neither moved nor touched again. The tags behind it
-are still whole on the device.
+Release: tags without a copy are dropped, dirty ones are copied, and a chunk's memory goes back after its own copy,
+while the next one copies. Copies are strictly in order, so a failed copy splits at most one tag between device and
+host: it is poisoned, neither moved nor touched again.
 
 Restore: all or nothing is mapped. When a chunk gets no memory, or no copy into it can begin, the copies already begun
-are waited for and discarded, and the host keeps its copies. A copy that was begun and fails poisons its tag. What comes
-back empty (discarded, or rebuilt by its owner) needs no copy.
+are discarded, and the host keeps its copies. A copy that was begun and fails poisons its tag.
 """
 
 from __future__ import annotations

@@ -6,21 +6,13 @@
     comms.release(epoch=5, timeout_s=30)                # every member: no communicator is left on the device
     comms.restore(epoch=6, timeout_s=30)                # every member: those that were live are live again
 
-Groups are made through the public `torch.distributed.Backend.register_backend`; no function of torch is replaced. So
-the group object, its name, its place in every registry, meshes and functional collectives do not change. Callers see:
-`get_backend()` says "myxa_nccl" (torch keeps the requested name), the backend's `name()` "nccl".
+Groups are made through the public `torch.distributed.Backend.register_backend`; no function of torch is replaced, and
+the group object, its name, meshes and functional collectives stay. `get_backend()` says "myxa_nccl".
 
 A `ProxiedGroup` makes its inner backend at the first operation or at a restore, from the group's own store under a
-prefix of the epoch, so keys of an earlier epoch cannot be met. All members (two, for a send or a receive over NCCL)
-first pass the membership check, because NCCL's rendezvous has no deadline and gloo's does not name absent members.
-
-The proxy is C++, compiled against the torch that is installed: torch promises no binary interface for `c10d::Backend`
-(its virtual functions change with each version). `torch.utils.cpp_extension` was considered: it includes all of torch's
-headers (80 s instead of 15), wants ninja, and leaves its lock behind when it is killed.
-
-Considered: patching torch.distributed's functions (forty names, and code that had imported them earlier bypasses the
-patch); destroying and making groups again (identities change); a Python ProcessGroup (functional collectives refuse
-it).
+prefix of the epoch. All members (two, for a send or a receive over NCCL) first pass the membership check, because
+NCCL's rendezvous has no deadline and gloo's does not name absent members. The proxy is C++, compiled against the
+installed torch: torch promises no binary interface for `c10d::Backend`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """How the communicators of a process leave its devices and come back, and how the members of a gang agree on it.
 
 A release is collective in effect: every member of every group does the same under the same epoch, in one order. The
-control group (gloo) of a gang is never among them.
-
-`MembershipCheck`: members report that they reached a point, and absent members are named. It uses keys in the store of
-the process group: short requests and no wait in the store, because a wait would block every other thread's request. So
-each member can give up at its own deadline without disturbing the others. A barrier on a gloo group was considered: it
-is broken for good after one time-out, it names absent ranks to rank 0 only, and a member that died would break the
-control group of the survivors.
+control group (gloo) of a gang is never among them. `MembershipCheck`: members report that they reached a point, and
+absent members are named, by keys in the store of the process group: short requests and no wait in the store, so that
+each member can give up at its own deadline without disturbing the others.
 """
 
 from __future__ import annotations

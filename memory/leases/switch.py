@@ -1,21 +1,17 @@
-"""Leases of a run, one at a time: trainer and engines share all devices. Plans are the ledger's; here they are carried
-out, through a `Site`.
+"""Leases of a run, one at a time: trainer and engines share all devices. A `Site` carries the ledger's plans out.
 
     survey    every tenant is asked for a report, the devices are measured: a refusal here disturbs no tenant
     forward   a plan is carried out; if memory that should be free is not, more tags leave, if there are more
     back      tags restored for the lease leave again, tags that left for it come back, tenants that ran resume
 
-The survey is a command like any other. A tenant answers it once no earlier command is being carried out, and then obeys
-no command of an older epoch. So its answer is the truth, whatever was lost, repeated or late before, and whichever
-manager had sent it. Nothing has to be remembered between two leases. Epochs grow with every survey and every plan, and
-those of a restarted manager are above all that its predecessors can have used. A tenant that is there and does not
-answer gets no commands in this lease, and counts as holding all that it ever reported. One that is gone does not
-count: what its processes still hold is in the measurement.
+A tenant answers a survey once no earlier command is being carried out, and then obeys no command of an older epoch: its
+answer is the truth, and nothing has to be remembered between two leases. Epochs of a restarted manager are above all of
+its predecessors. A tenant that is there and does not answer gets no commands in this lease, and counts as holding all
+that it ever reported; what the processes of one that is gone still hold is in the measurement.
 
-A plan has the steps drain, release, verify, restore, commit. A step ends when all its tenants answered: none releases
-before all are quiet, and none restores before all have released and a measurement shows the memory free. Going forward,
-one refusal or one missed deadline ends the plan. Falling back, a tenant that does not answer is skipped, and the others
-continue. Forward work ends early enough to leave time for the way back before the lease's deadline.
+A plan has the steps drain, release, verify, restore, commit; each ends when all its tenants answered. Going forward,
+one refusal or missed deadline ends the plan, early enough to leave time for the way back; there, a tenant that does not
+answer is skipped.
 """
 
 from __future__ import annotations

@@ -19,6 +19,10 @@ REPLAYS = {
 }
 SERVED = {"algo": {"ref_urls": ("http://a:1",), "kl_coef": 0.1, "kl_kind": "k2"}}
 SFT = {"data": {"train": "d.jsonl", "preset": "chat"}, "algo": {"kind": "sft"}}
+DECAYS = {"schedule": "cosine", "decay_steps": 100, "warmup_steps": 10}
+OFFLOADS = {
+    "megatron": {"offload_optimizer": 0.5}, "trainer": {"dtype": "bfloat16"}, "roles": {"trainer": {"kind": "megatron"}},
+}  # fmt: skip
 HELD_OUT = {"eval": {"data": "e.jsonl", "every": 2}, "run": {"stop_reward": 0.9}}
 
 
@@ -45,6 +49,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"eval": {"temperature": 0.5}}, {"async.window": 1}, ""),
     (HELD_OUT, {"eval.every": 0}, ""),
     ({}, {"algo.reject_low": 2.0}, "algo.reject_low"),
+    (OFFLOADS, {"trainer.checkpoint_every": 5}, "megatron.offload_optimizer"),
+    ({"optimizer": DECAYS}, {"optimizer.decay_steps": 5}, "optimizer.decay_steps"),
+    ({"run": {"num_steps": 0, "max_wall_s": 60.0}}, {"run.max_wall_s": 0.0}, "run.num_steps"),
+    ({"optimizer": DECAYS, "run": {"num_steps": 0, "max_wall_s": 60.0}}, {"optimizer.decay_steps": 0}, "optimizer.decay_steps"),
 ]  # fmt: skip
 
 
