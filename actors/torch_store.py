@@ -15,9 +15,8 @@ _BACKLOG = 4096
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
-    """A store in this process that listens at `address`, and on no other interface; port 0: any free one. A host's name
-    may mean loopback here and an address on other hosts (/etc/hosts), or be that of a proxy. Then the store listens on
-    every interface, as torch does it. Raises OSError or RuntimeError."""
+    """A store in this process that listens at `address` alone; port 0: any free one. Where a host's name means loopback
+    here, or a proxy's address, it listens on every interface, as torch does. Raises OSError or RuntimeError."""
     listener = _listen(address, port)
     number = int(listener.getsockname()[1])
     return TCPStore(
@@ -39,9 +38,8 @@ def find_store(address: str, port: int, world_size: int, timeout_s: float) -> TC
 
 
 def keep_gloo_within(address: str) -> None:
-    """Process groups that meet on this host alone connect over loopback alone, unless the user named interfaces. gloo
-    takes the host's own address otherwise, or what its name means. All groups of a process read the variable, those
-    that Megatron makes too."""
+    """Process groups that meet on this host alone connect over loopback alone, unless the user named interfaces; gloo
+    takes the host's own address otherwise. All groups of a process read the variable."""
     if not address or address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback):
         os.environ.setdefault(_GLOO_INTERFACE, LOOPBACK_INTERFACE)  # noqa: TID251 -- gloo reads nothing else
 

@@ -186,9 +186,8 @@ class ActivityMeter:
 
 
 class TelemetryBuffer:
-    """Telemetry of an actor until the next bundle leaves. Bounded: the oldest records go first, counted. With a meter
-    it adds the meter's spans, and the meter's totals as metrics "time/<kind>" and "time/<kind>/<name>" in cumulative
-    seconds: a lost bundle then costs resolution, never truth."""
+    """Telemetry of an actor until the next bundle leaves; the oldest records go first, counted. With a meter its totals
+    are metrics "time/<kind>" and "time/<kind>/<name>" in cumulative seconds: a lost bundle costs resolution alone."""
 
     def __init__(
         self,

@@ -89,9 +89,8 @@ class ActorContext(Protocol):
         ...
 
     def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
-        """While inside, but for `limit_s` at most, this process may block its loop, or hold the interpreter lock,
-        without being taken for hung. Its watchers hear of it before the block begins. Call it on the node's loop;
-        ConfigError for a limit that is none."""
+        """While inside, for `limit_s` at most, this process may block its loop without being taken for hung. Its
+        watchers hear of it before. Call it on the node's loop; ConfigError for a limit that is none."""
         ...
 
 

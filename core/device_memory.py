@@ -166,9 +166,8 @@ class MemoryView(Record, frozen=True):
 
 
 class AssetStore(Protocol):
-    """Bytes of one tenant on one device, by tag. Both commands are idempotent: a tag that is gone already, or mapped
-    already, is passed over, and so is a tag this store does not have. After an exception `report` is still true, tag by
-    tag (`poisoned`: contents are lost)."""
+    """Bytes of one tenant on one device, by tag. Both commands are idempotent; a tag this store does not have is passed
+    over. After an exception `report` is still true, tag by tag (`poisoned`: contents are lost)."""
 
     def report(self) -> tuple[TagReport, ...]:
         """Every tag it has, mapped or not; quick, safe from any thread."""

@@ -38,9 +38,8 @@ _HAS_NONE = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def take_lock(path: Path, mode: Literal["r", "r+", "w"] = "w", *, is_shared: bool = False) -> IO[str] | None:
-    """Hold the file's lock until what is returned is closed; None: another process has it. `is_shared`: together with
-    others who share it. `mode`: how the file is opened ("w": made if it is missing). Raises OSError if it cannot be
-    opened, or the file system has no locks."""
+    """Hold the file's lock until what is returned is closed; None: another process has it. `is_shared`: with others who
+    share it. `mode`: of opening ("w": made if missing). Raises OSError: cannot be opened, no locks."""
     handle = path.open(mode)
     try:
         if lock_now(handle.fileno(), is_shared=is_shared):

@@ -52,9 +52,8 @@ _IS_LINUX = sys.platform.startswith("linux")
 
 
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `sig` when the thread that started it ends; call it first thing. `parent_pid`
-    is the id that the parent passed: if the parent is gone already, the kernel would never signal, so this process ends
-    here. Raises LaunchError where the kernel refuses."""
+    """Have the kernel send this process `sig` when the thread that started it ends; call it first. `parent_pid`: as the
+    parent passed it; if that is gone already, this process ends here. Raises LaunchError where the kernel refuses."""
     if not _IS_LINUX:
         raise LaunchError(f"myxa's processes run on Linux, this is {sys.platform}", remedy="use a Linux machine")
     if not _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(sig)):

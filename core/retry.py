@@ -27,9 +27,8 @@ async def until_answered(
     give_up_s: float = TIMEOUTS.wire.give_up_s,
     waits_for_disk: bool = True,
 ) -> T:
-    """The answer of `send()`, repeated while the callee is away, or waits for its disk (without end, unless
-    `waits_for_disk` is False: then that is an error as any other). Raises the callee's own error if the handler ran and
-    raised, and CallError naming `who` after `give_up_s` seconds without an answer."""
+    """The answer of `send()`, repeated while the callee is away, or waits for its disk (unless `waits_for_disk` is
+    False). Raises the handler's own error, and CallError naming `who` after `give_up_s` seconds without an answer."""
     started = clock.monotonic()
     reported = ""
     while True:

@@ -96,9 +96,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         limits: BufferLimits | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        """`num_samples`, `sampling`, `admission`, the chosen filter and the weights of sources are what the run file
-        says; knobs change them within `limits`. `resume_from`: ledger of an earlier run that this one continues; it is
-        copied to `ledger_path` unless that exists already."""
+        """What the run file says; knobs change it within `limits`. `resume_from`: ledger of an earlier run that this
+        one continues, copied to `ledger_path` unless that exists already."""
         self._source = source
         self._ledger_path = ledger_path
         self._run = run

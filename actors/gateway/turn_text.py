@@ -124,9 +124,8 @@ def form_of(written: str) -> ToolForm:
 
 
 def read_turn(text: str, form: ToolForm | None, *, begins_inside: bool = False, is_whole: bool = True) -> TurnText:
-    """`text`: without the token that ends the turn. `form`: None where no tool may be called: marks are words then.
-    `begins_inside`: the prompt ends inside a thought. `is_whole`: False while more of the turn comes; then its end is
-    held back as long as it may be the beginning of a mark."""
+    """`text`: without the token that ends the turn. `form` None: no tool may be called. `begins_inside`: of a thought.
+    `is_whole`: False while more comes; then an end that may begin a mark is held back."""
     reasoning, said = _thought(text, begins_inside=begins_inside, is_whole=is_whole)
     if form is None:
         return TurnText(reasoning, said if is_whole else without_begun(said, (THOUGHT_BEGINS,)))

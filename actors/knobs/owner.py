@@ -225,9 +225,8 @@ async def pull(
     *,
     give_up_s: float = TIMEOUTS.wire.give_up_s,
 ) -> dict[str, KnobValue]:
-    """Ask the coordinator for what was decided, and use it. `number`: of the numbered boundary that the actor is about
-    to pass; waits while a change is undecided that might be meant for it. Returns what came into force there. Raises
-    CallError naming the coordinator when it does not answer for long."""
+    """Ask the coordinator for what was decided, and use it. `number`: of the boundary that is about to be passed; waits
+    while a change is undecided. Returns what came into force there. Raises CallError without an answer for long."""
     if number >= 0:
         owner.reach(boundary, number)
     coordinator = ctx.ref(CoordinatorContract, "coordinator")
@@ -246,9 +245,7 @@ JOIN_GIVE_UP_S = 60.0
 
 
 async def catch_up(ctx: ActorContext, owner: KnobOwner, *, waits: bool = False) -> None:
-    """Bring `owner` to what the coordinator decided so far. Called in `on_start`, before the first message. Without a
-    coordinator, as at the start of a run, nothing was decided yet, and there is no wait: a coordinator that comes up
-    tells all owners to ask. `waits`: for the coordinator, where the run has begun. Raises CallError when it does not
-    answer."""
+    """Bring `owner` to what was decided so far, before the first message. Without a coordinator nothing was decided
+    yet: one that comes up tells all owners to ask. `waits`: for it, where the run has begun. Raises CallError."""
     if waits or "coordinator" in ctx.peers("coordinator"):
         await pull(ctx, owner, give_up_s=JOIN_GIVE_UP_S)

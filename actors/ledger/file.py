@@ -393,9 +393,8 @@ the first to begin must not be the last to replace the target."""
 
 
 def copy_ledger(path: Path, target: Path) -> FileEntry:
-    """Copy the ledger, which may be in use, to `target`; any thread, one after another. Returns what is durably there
-    then. A target belongs to one process, which finds what a crash left of a draft and replaces it. Raises LedgerError
-    naming both files if it cannot be read or written."""
+    """Copy the ledger, which may be in use, to `target`, durably; any thread, one after another. A target belongs to
+    one process, which replaces what a crash left of a draft. Raises LedgerError naming both files."""
     draft = target.with_name(f"{target.name}.part")
     with _one_at_a_time:
         try:

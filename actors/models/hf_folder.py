@@ -142,9 +142,8 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 def open_weights(
     folder: str | Path, config: ModelConfig, *, as_stored: bool = False
 ) -> Generator[Mapping[str, NamedArray], None, None]:
-    """All weights by HuggingFace name, as views of the mapped files, checked against `config`; FP8 in blocks is read as
-    bfloat16, unless `as_stored`. The bytes are valid inside the block only. Raises ModelError for a missing file, name
-    or a wrong shape."""
+    """All weights by HuggingFace name, as views of the mapped files, valid inside the block; FP8 in blocks is read as
+    bfloat16, unless `as_stored`. Raises ModelError for a missing file, name or a wrong shape."""
     root = Path(folder)
     with ExitStack() as stack:
         tensors: dict[str, NamedArray] = {}

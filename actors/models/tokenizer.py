@@ -225,8 +225,7 @@ def _beyond_embedding(
 
 def load_eos_token_ids(folder: Path, found: Any, known: Collection[str]) -> tuple[int, ...]:
     """All ids that end a generation: the end-of-turn token of transformers' tokenizer, then those of the configs.
-    `known`: tokens of `tokenizer.json`. Raises ModelError when there is none, or one that no file knows: generation
-    could only ever end by length."""
+    `known`: tokens of `tokenizer.json`. Raises ModelError for none, or one that no file knows."""
     settings, named = read_object(folder / TOKENIZER_CONFIG), str(found.eos_token or "")
     added = [token["content"] for token in settings.get("added_tokens_decoder", {}).values()]
     is_known = named in known or named in (*added, *read_object(folder / ADDED_TOKENS))

@@ -224,9 +224,8 @@ class ReferenceServers:
         self._is_closed = False
 
     async def logprobs(self, wanted: WantedScores) -> F32:
-        """float32 [wanted tokens]. Raises CallFailed that says what each server answered last, ConfigError for one that
-        no run of this file can use. Takes at most `timeout_s` and a pause for each try, once there is room: those
-        before take no longer each."""
+        """float32 [wanted tokens], within `timeout_s` and a pause for each try, once there is room. Raises CallFailed
+        that says what each server answered last, ConfigError for one that no run of this file can use."""
         failed: dict[str, str] = {}
         num_tries = max(MIN_TRIES, len(self._servers))
         pause_s, left = self.pause_s, list[ReferenceServer]()

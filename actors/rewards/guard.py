@@ -89,9 +89,8 @@ class ErrorBudget:
 
 
 class GroupBudget:
-    """Counts groups that were lost to a workflow, an engine, a row or the chat template. Rewards have a budget of their
-    own, and a prompt that does not fit is no failure of any of them. Environments may fail as often as they like, but
-    not all of them for ever."""
+    """Counts groups lost to a workflow, an engine, a row or the chat template; rewards have a budget of their own.
+    Environments may fail as often as they like, but not all of them for ever."""
 
     def __init__(self, max_rate: float, max_outage_s: float = math.inf) -> None:
         """`max_outage_s`: for so long all groups may be lost through their environments."""

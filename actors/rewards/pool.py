@@ -59,9 +59,8 @@ class RewardPool(WorkerPool):
         )
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
-        """Judge what belongs into one call. Raises CallFailed if the function fails, hangs or ends its process twice;
-        ConfigError or UserCodeError if a worker cannot load it. A worker's end is not always the answers' fault (memory
-        that earlier ones left, a SIGKILL from outside): a second worker tries before they are blamed."""
+        """Judge what belongs into one call. Raises CallFailed if the function fails, hangs or ends its process twice
+        (its end may be the fault of earlier answers), ConfigError or UserCodeError if a worker cannot load it."""
         is_alone = False
         while True:
             try:

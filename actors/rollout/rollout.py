@@ -566,9 +566,8 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._room.set()
 
     async def _hand_back(self, cause: EngineError | None = None) -> int:
-        """Return all groups with their tokens, since this actor is about to fail; returns how many. `cause`: the engine
-        failed, perhaps because of one of them. Takes `hand_back_s` at most: a group that does not get through
-        continues from the tokens saved before."""
+        """Return all groups with their tokens, since this actor is about to fail; how many. `cause`: the engine failed.
+        Takes `hand_back_s` at most: a group that does not get through continues from the tokens saved before."""
         self.is_draining = True
         num_groups = 0
         try:

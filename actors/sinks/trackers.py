@@ -170,8 +170,7 @@ _SEND_S = 2.0
 
 class MlflowSink(Tracker):
     """An MLflow run, by the client of `mlflow-skinny`. User and password of a server are in MLFLOW_TRACKING_USERNAME
-    and MLFLOW_TRACKING_PASSWORD, as MLflow itself reads them: an address that holds them would be quoted by its errors.
-    """
+    and MLFLOW_TRACKING_PASSWORD: errors would quote an address that holds them."""
 
     name = "mlflow"
     _context: SinkContext

@@ -216,8 +216,7 @@ COMMS: Tag = "nccl"
 
 class TenantAssets:
     """What a tenant holds, as one list of tags: stores, and communicators (tag "nccl"). `release` and `restore` block
-    and belong into the tenant's thread. The loop may ask for `tags` at any time: while a command works it answers with
-    the state before, because a store at work does not answer."""
+    and belong into the tenant's thread; meanwhile `tags` answers with the state before."""
 
     def __init__(self, stores: Sequence[AssetStore], comms: CommResidency | None) -> None:
         self._stores = tuple(stores)
@@ -280,9 +279,8 @@ WORKSPACE: Tag = "workspace"
 
 @dataclass(eq=False)
 class CountedRoom:
-    """Room on a device that is only counted. An `AssetStore` of what is going to be loaded; and, for a tenant's turn,
-    of what is not allocated ahead (activations, logits), so that the engine leaves as much as the trainer's step will
-    take. But torch keeps what a step took: `vacate` gives back the unused part when the room is given up."""
+    """Room on a device that is only counted: of what is going to be loaded; for a tenant's turn, of what is not
+    allocated ahead (activations, logits). torch keeps what a step took: `vacate` gives back the unused part."""
 
     sizes: Mapping[Tag, tuple[int, TagPolicy]]
     _: KW_ONLY

@@ -264,9 +264,8 @@ class Checkpoints:
             raise TrainError(f"{folder} cannot be completed: {error}", remedy="check disk and rights") from error
 
     def _prune(self, newest: Path) -> None:
-        """Of all others the oldest go: folders of a life before a resume may bear higher versions. A torn one is no
-        reason for a whole one to go; it goes once all that stay are newer. Never raises for the disk: the new one is
-        whole, and the next one finds again what should have gone."""
+        """Of all others the oldest go: folders of a life before a resume may bear higher versions. A torn one goes once
+        all that stay are newer. Never raises for the disk: the next one finds again what should have gone."""
         self._sweep()
         try:
             if look_at(newest).is_complete:

@@ -68,9 +68,8 @@ def shared_start(
 
 
 def restore(rank: int, finder: StartFinder, backend: TrainBackend) -> tuple[StartPoint, dict[str, Any]]:
-    """Where all ranks begin, and what was saved beside it; version 0 of the model folder where nothing was. Collective,
-    in the backend's thread. A checkpoint that turns out to be torn is passed over by all ranks, if there is another one
-    to begin from. Raises TrainError if there is none, or if one cannot be restored."""
+    """Where all ranks begin, and what was saved beside it; version 0 of the model folder where nothing was. Collective.
+    A checkpoint that turns out to be torn is passed over by all ranks. Raises TrainError if there is none."""
     torn: dict[str, str] = {}
     while True:
         start = shared_start(rank, finder, torn, backend.exchange)

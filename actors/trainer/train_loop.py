@@ -271,9 +271,8 @@ class TrainLoop:
         return made
 
     async def _guard(self, version: int, gap: float) -> None:
-        """`gap`: mean |log p(engine) - log p(trainer)| of tokens that `version` generated, under `version`. It measures
-        precision, kernels, a wrong layout of a tensor, a weight that never arrived. The largest difference does not:
-        one unlikely token in bf16 may be off by a nat. Raises TrainError above the bound if that is to fail the run."""
+        """`gap`: mean |log p(engine) - log p(trainer)| of tokens that `version` generated: precision, kernels, a weight
+        that never arrived. Raises TrainError above the bound if that is to fail the run."""
         bound = self.options.guard_bound
         if not bound or gap <= bound:
             return
@@ -389,8 +388,7 @@ class TrainLoop:
 @dataclass(eq=False)
 class TrainerGang:
     """Calls all ranks at once, with one deadline, and names a rank that does not answer. A rank that died ends the wait
-    at once, because the other ranks would wait for it in a collective. A rank that hangs ends the wait at the deadline.
-    Both fail the loop, and the gang restarts as one."""
+    at once, one that hangs at the deadline. Both fail the loop, and the gang restarts as one."""
 
     report: Reporter
     world_size: int
@@ -484,9 +482,8 @@ class CoordinatorLink:
 
 
 class GroupFetcher:
-    """Fetches the groups of a claimed batch in as few messages as the message limit allows. Only the buffer knows how
-    large texts and metadata are. The fetcher asks for all groups, and for half as many after a reply was too large; it
-    keeps that number for later batches."""
+    """Fetches the groups of a claimed batch in as few messages as the limit allows: all of them, half as many after a
+    reply was too large; it keeps that number for later batches."""
 
     def __init__(self, fetch: Callable[[tuple[int, ...]], Awaitable[tuple[Group, ...]]]) -> None:
         """`fetch`: asks the buffer; raises MessageTooLarge if the answer is."""

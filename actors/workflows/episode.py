@@ -208,9 +208,8 @@ async def drawn(
     under_way: list[Delta],
     on_tokens: Callable[[], None] | None = None,
 ) -> tuple[Delta, FinishReason]:
-    """Stream one turn from the engine: its tokens, up to the end of a stop string, and why they end. `under_way`: what
-    the turn has already; grows while it comes. `on_tokens`: called each time that it has grown. Raises EngineError for
-    a stream that breaks off."""
+    """Stream one turn: its tokens, up to the end of a stop string, and why they end. `under_way`: what the turn has;
+    grows. `on_tokens`: called each time. Raises EngineError for a stream that breaks off."""
     finish: FinishReason | None = None
     ids: list[int] = joined(under_way).output_ids.tolist() if stops else []
     stream = generate(request)
@@ -615,9 +614,8 @@ class Episode:
         )
 
     def demonstration(self, turns: Sequence[Message], *, loss_weight: float = 1.0) -> Sample:
-        """A sample made of given turns instead of generated ones, with the ids that the template writes of the whole
-        conversation: the assistant's turns get loss mask 1, all else 0. It is learnt as in supervised fine-tuning.
-        Raises PromptTooLong, DataError, TemplateError."""
+        """A sample of given turns, with the ids that the template writes of the whole: assistant's turns get loss mask
+        1, all else 0. Learnt as in supervised fine-tuning. Raises PromptTooLong, DataError, TemplateError."""
         shown = demonstrate(self._tokenizer, self._renderer, self._prompt.messages, turns, self._prompt.tools)
         if self._model.context_length < len(shown.ids):
             raise PromptTooLong(

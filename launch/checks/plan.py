@@ -63,8 +63,7 @@ def make_plan(
     is_here: bool = True,
 ) -> PlannedRun:
     """Look at everything. Never raises for what is wrong with the run. `device_gib`: size of a GPU; 0: as NVML says.
-    `is_here`: whether the run will start on this machine; else packages, devices, ports and disk are not looked at, and
-    files that are not here are no errors."""
+    `is_here`: the run will start on this machine; else packages, devices, ports and disk are not looked at."""
     inspected = inspect_config(files, overrides)
     config = inspected.config
     if config is None:

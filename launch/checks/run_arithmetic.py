@@ -107,9 +107,8 @@ def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
 
 
 def staleness_plan(run: CheckedRun) -> dict[str, Any] | None:
-    """Numbers of the bound; None: nothing is generated. `num_slots` (N): groups between dispatch and the end of their
-    step; `window` (W) of `pace`, 0 for the other policies; `concurrency`: groups that all rollout actors take at a
-    time."""
+    """Numbers of the bound; None: nothing is generated. `num_slots` (N), `window` (W) of `pace`, 0 for the other
+    policies; `concurrency`: groups that all rollout actors take at a time."""
     config, num_rollouts, settings = run.config, len(run.of("rollout")), run.config.asynchrony
     if not (run.config.generates and run.actors):
         return None

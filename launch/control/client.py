@@ -163,9 +163,8 @@ class ControlClient:
         return Path(self.note.run_dir)
 
     def ask(self, verb: str, timeout_s: float | None = None, **arguments: Any) -> Any:
-        """The verb's answer, as JSON types. Raises the error that the run answered, with its remedy and exit code;
-        DeadlineExceeded when it took longer than `timeout_s` (None: as long as the verb may take), PeerDied when the
-        run ended meanwhile."""
+        """The verb's answer, as JSON types. Raises the run's own error; DeadlineExceeded after `timeout_s` (None: as
+        long as the verb may take), PeerDied when the run ended meanwhile."""
         if timeout_s is None:
             timeout_s = BY_NAME[verb].patience_s(arguments) if verb in BY_NAME else SPARE_S
         with self._asked(verb, arguments, timeout_s) as response:

@@ -302,9 +302,8 @@ async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Chil
 
 
 def reap_orphans(is_known: Callable[[int], bool]) -> None:
-    """Reap processes that actors started and that outlived their parents: the launcher adopts those. Actors and what
-    they start have their own sessions; what `subprocess` starts here has ours. `is_known(pid)`: whether the process is
-    watched by its descriptor."""
+    """Reap processes that actors started and that outlived their parents: they have sessions of their own; what
+    `subprocess` starts here has ours. `is_known(pid)`: whether the process is watched by its descriptor."""
     try:
         pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
     except OSError:  # this kernel does not list them

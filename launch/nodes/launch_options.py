@@ -80,9 +80,8 @@ def _check_program(program: str) -> None:
 
 
 def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """For node 0: resolve `trainer.resume` to a checkpoint. The run that it names may be live and write newer ones, and
-    all actors have to begin from the same. This is quick, because the other nodes wait. Raises ConfigError if there is
-    no checkpoint."""
+    """For node 0: resolve `trainer.resume` to a checkpoint, for the run that it names may write newer ones, and all
+    actors have to begin from the same. Raises ConfigError if there is none."""
     if options.run_dir is not None or not config.trainer.resume:
         return config
     try:

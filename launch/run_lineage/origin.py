@@ -77,9 +77,8 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, run_dir: Path) -> RunOrigin:
-        """What `save` wrote; if the file is torn, its newest copy in a checkpoint; if there is neither, that of a first
-        life. Raises LaunchError if it cannot be read: a guess could start another program, or take an undone life for
-        the newest."""
+        """What `save` wrote; of a torn file its newest copy in a checkpoint; without either that of a first life.
+        Raises LaunchError if it cannot be read: a guess could take an undone life for the newest."""
         return cls.found(run_dir)[0]
 
     @classmethod

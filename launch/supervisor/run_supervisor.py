@@ -502,9 +502,8 @@ class RunSupervisor(SupervisorContract):
     # -- processes: ending ---------------------------------------------------------------------------------------
 
     async def _hand_back(self, actor: ActorSpec, reason: str) -> None:
-        """Before an operator ends an actor: the coordinator learns that it leaves, and it hands its work back. A
-        failure here is logged and delays nothing: work that was not handed back begins again elsewhere, from its
-        prompts."""
+        """The coordinator learns that an actor leaves, and it hands its work back. A failure is logged and delays
+        nothing: work that was not handed back begins again elsewhere, from its prompts."""
         if actor.role != "rollout":
             return
         log = self.ctx.log
@@ -577,9 +576,8 @@ class RunSupervisor(SupervisorContract):
         self._carry_out(self._rules.on_drained(actor.name))
 
     async def _watch_silence(self) -> None:
-        """Kill processes that do not register in time; the rules judge their end like any other. A process that does
-        not vanish is lost, and so is a silent node. Nothing here waits, because others may be silent at the same
-        time."""
+        """Kill processes that do not register in time. A process that does not vanish is lost, and so is a silent node.
+        Nothing here waits, because others may be silent at the same time."""
         while True:
             await asyncio.sleep(1.0)
             now = self._now()

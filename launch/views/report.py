@@ -31,9 +31,8 @@ _WEB = f"{__package__ or 'myxa.launch.views'}".rpartition(".")[0] + ".web"
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run and return where it is (`<run_dir>/report.html` unless `out` says otherwise). Raises
-    ConfigError when `run_dir` is not a run directory or `out` cannot be written. Damaged or missing files of the run
-    are no error: the page says what is missing."""
+    """Returns where it is (`<run_dir>/report.html`, or `out`). Raises ConfigError when `run_dir` is no run directory or
+    `out` cannot be written. Damaged or missing files of the run are no error."""
     return write_page([load_run(Path(run_dir))], Path(out) if out is not None else Path(run_dir) / REPORT_FILE)
 
 

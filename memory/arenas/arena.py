@@ -145,10 +145,9 @@ class Arena:
     # -- leaving and coming back -----------------------------------------------------------------------------------
 
     def release(self, tags: Collection[Tag]) -> int:
-        """Take tags off the device, each by its policy; those that are away already are left alone. Waits for all work
-        on the device first. Raises MemoryFault before anything moved when a tag is unknown, kept or poisoned, or when
-        the host pool has no room. When a copy fails its tag is poisoned; what had left before stays away, what had not
-        begun stays."""
+        """Take tags off the device, each by its policy, once all work on it is done. Raises MemoryFault before anything
+        moved: a tag is unknown, kept or poisoned, the host pool has no room. When a copy fails its tag is poisoned;
+        what had left stays away."""
         with self._lock:
             leaving = [m for m in self._chosen(tags) if m.backing not in AWAY]
             for memory in leaving:

@@ -102,9 +102,8 @@ class CudaMemory:
 
     @contextmanager
     def region(self, tag: Tag, policy: TagPolicy) -> Generator[None]:
-        """What this thread allocates by torch on this GPU belongs to `tag` (declared so, if it was not). Raises
-        MemoryFault when the tag is away: torch would hand out addresses without memory; OutOfDeviceMemory in the
-        driver's words instead of torch's error when a segment could not be had."""
+        """What this thread allocates by torch on this GPU belongs to `tag`. Raises MemoryFault when the tag is away,
+        OutOfDeviceMemory when a segment could not be had."""
         inside = getattr(self._here, "tag", None)
         if inside is not None:
             raise MemoryFault(

@@ -61,9 +61,8 @@ _CAPSULE_NAME = b"dltensor"  # kept alive here: the capsule points at it
 def tensor_at(
     address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A contiguous tensor of `shape` over the bytes at `address`, which must be mapped now. It must not be used while
-    its tag is away, nor after the region is freed: the first is a fault of the process (or of the GPU's context), the
-    second may be anybody's memory."""
+    """A contiguous tensor of `shape` over the bytes at `address`, which must be mapped now. Used while its tag is away
+    it is a fault of the process (or of the GPU's context); after the region is freed it may be anybody's memory."""
     where = torch.device(device)
     num_bytes = prod(shape) * dtype.itemsize
     if not num_bytes:
@@ -74,9 +73,8 @@ def tensor_at(
 def empty_tensors(
     arena: Arena, tag: Tag, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
-    """Tensors side by side in one region, so that small ones do not each take what a device hands out at least.
-    Contents are whatever is there. `arena.free` of the first one's address ends them all. `device` None: the current
-    GPU, or the CPU for an arena on the host's memory."""
+    """Tensors side by side in one region; contents are whatever is there. `arena.free` of the first one's address ends
+    them all. `device` None: the current GPU, or the CPU for an arena on the host's memory."""
     where = _device_of(arena) if device is None else torch.device(device)
     offsets: list[int] = []
     end = 0

@@ -97,9 +97,8 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def busy(self, who: str, limit_s: float, why: str) -> Generator[None]:
-        """While this lasts, but not longer than `limit_s`, peers do not expect to hear of this process. They get it
-        before this returns: what blocks right afterwards, even holding the interpreter lock, was announced. Raises
-        ConfigError for a limit that is none."""
+        """While this lasts, at most `limit_s`, peers do not expect to hear of this process. They get it before this
+        returns, so what blocks right afterwards was announced. Raises ConfigError for a limit that is none."""
         if not 0 < limit_s <= TIMEOUTS.wire.max_busy_s:
             remedy = f"a limit is more than 0 s, at most {TIMEOUTS.wire.max_busy_s:g} s"
             raise ConfigError(f"{who}: busy for {limit_s} s", remedy=remedy)
