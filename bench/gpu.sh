@@ -14,6 +14,7 @@
 #   weights_experts_fp8  into a server in FP8, quantised on the way  2 GPUs, SGLang, Megatron, 240 s
 #   fp8        a run with an FP8 server                   1 GPU, SGLang, 240 s
 #   fp8_speed  servers in bf16 and FP8: memory, tokens/s  1 GPU, SGLang, 240 s with their start
+#   speculative  tokens guessed ahead by n-grams and an MTP layer  1 GPU, SGLang, Megatron, 430 s
 #   logprobs   engine against trainer, token by token     1 GPU, SGLang, 180 s
 #   routing    the same of experts, with and without their replay  1 GPU, SGLang, Megatron, 240 s
 #   topologies  servers of several shapes on two GPUs     2 GPUs, SGLang, 240 s
@@ -94,7 +95,7 @@ start=150  # for servers of SGLang to load, which compile kernels on a fresh mac
 declare -A script=(
   [topologies]=topologies.py
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [lora]=train_speed.py [learn]=learn.py
-  [async20]=async20.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [layouts]=layouts.py
+  [async20]=async20.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [speculative]=speculative.py [layouts]=layouts.py
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py [reproducible]=repeats.py
   [repeats_probe]=repeats_probe.py [agents]=agents.py [peer_trl]=trl_step.py
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
@@ -105,7 +106,7 @@ declare -A script=(
 )
 declare -A limit=(
   [topologies]=300 [weights_experts_fp8]=240
-  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [layouts]=330
+  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [agents]=580 [peer_trl]=240
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
@@ -114,7 +115,7 @@ declare -A limit=(
 )
 declare -A gpus=(
   [topologies]=2 [weights_experts_fp8]=2
-  [facts]=1 [rollout]=1 [train]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [layouts]=2
+  [facts]=1 [rollout]=1 [train]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [speculative]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
   [memory_colocated_one]=2 [memory_colocated_tp]=2
@@ -122,7 +123,7 @@ declare -A gpus=(
 )
 declare -A modules=(
   [topologies]=sglang [weights_experts_fp8]="sglang megatron.core"
-  [facts]="" [rollout]=sglang [train]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core"
+  [facts]="" [rollout]=sglang [train]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
@@ -137,7 +138,7 @@ declare -A arguments=(
   [lora]="--part lora --checkpoint --limit 130 --cases torch:0.6b:16,torch:0.6b,megatron:0.6b:16,megatron:0.6b,torch:1.7b:16,torch:1.7b"
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"
-  [weights]="--placement $placement --backend $backend" [weights_experts]="" [weights_experts_fp8]="--fp8" [fp8]="--backend $backend" [fp8_speed]="" [logprobs]="--backends $backend" [routing]="" [layouts]="--ranks $ranks"
+  [weights]="--placement $placement --backend $backend" [weights_experts]="" [weights_experts_fp8]="--fp8" [fp8]="--backend $backend" [fp8_speed]="" [logprobs]="--backends $backend" [routing]="" [speculative]="" [layouts]="--ranks $ranks"
   [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
   [chaos]="--placement $dying --backend $backend --ranks $((num_gpus >= 2 ? 2 : 1))"
   [reproducible]="" [repeats_probe]="" [agents]="--backend $backend" [peer_trl]=""
@@ -154,7 +155,7 @@ declare -A dry_arguments=(
   [lora]="--part lora --checkpoint --cases torch:0.6b:4,torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
   [train4]="--part train4 --world 2 --cases torch:1.7b --packs 1 --per-pack 2 --length 64 --steps 1"
   [learn]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
-  [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [weights_experts]="--updates 2" [weights_experts_fp8]="--updates 2 --fp8" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [fp8_speed]="" [logprobs]="--prompts 8 --num-new 16" [routing]="--prompts 8 --num-new 16"
+  [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [weights_experts]="--updates 2" [weights_experts_fp8]="--updates 2 --fp8" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [fp8_speed]="" [logprobs]="--prompts 8 --num-new 16" [routing]="--prompts 8 --num-new 16" [speculative]="--engine attach --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
   [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
   [reproducible]="--steps 12" [repeats_probe]="--part trainer"
   [agents]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
