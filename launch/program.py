@@ -20,7 +20,8 @@ from ..actors.weights.receive import TrainerSenders
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
-from ..core.config.run import AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW, GroupKind
+from ..core.config.run import AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW
+from ..core.config.servers import GroupKind
 from ..core.errors import ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine

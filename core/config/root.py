@@ -27,7 +27,6 @@ from .run import (
     AGENT_WORKFLOW,
     KINDS_WITH_ROWS,
     LOCAL_HOSTS,
-    OFF,
     WORKFLOW_BUILTINS,
     AgentSettings,
     ControlSettings,
@@ -42,12 +41,10 @@ from .run import (
     RolesSettings,
     RolloutSettings,
     RunSettings,
-    ServerShape,
     WeightSettings,
-    owned_conflicts,
-    speculation_conflicts,
 )
 from .section import CONFLICTS, Conflict, Section, Table, TableName, Term, as_table, broken, clashes
+from .servers import OFF, ServerShape, owned_conflicts, speculation_conflicts
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
 ENGINE_RELATIONS = (

@@ -20,7 +20,7 @@ from tests.harness.waiting import until, until_gone
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
 from myxa.actors.engines.sglang.paired import PairedSglang
-from myxa.core.config.run import GroupKind
+from myxa.core.config.servers import GroupKind
 from myxa.core.errors import EngineError, RequestRefused
 
 DEADLINE_S = 60

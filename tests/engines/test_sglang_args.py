@@ -15,7 +15,7 @@ from tests.harness.fake_sglang import STAND_IN
 from myxa.actors.engines.sglang.engine import ServerSampling
 from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
 from myxa.actors.engines.sglang.server_args import SglangNeeds, check_sizes, command_line, stale_guesses
-from myxa.core.config.run import OWNED
+from myxa.core.config.servers import OWNED
 from myxa.core.errors import ConfigError, RequestRefused
 from myxa.launch.composition.trainer_parts import BOUNDS
 

@@ -30,7 +30,7 @@ from typing import Any
 import orjson
 import psutil
 
-from ....core.config.run import GroupKind
+from ....core.config.servers import GroupKind
 from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError
 from ....core.protocols import EngineInfo

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from ....core.config.run import guesser, speculation_conflicts
+from ....core.config.servers import guesser, speculation_conflicts
 from ....core.errors import ConfigError
 
 MODULE = "sglang.launch_server"
