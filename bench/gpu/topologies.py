@@ -37,7 +37,7 @@ from myxa.actors.models.model_config import ModelConfig
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.workflows.episode import joined
 from myxa.core.config import RunConfig, load_config
-from myxa.core.errors import MyxaError
+from myxa.core.errors import ConfigError, MyxaError
 from myxa.core.messages import SamplingParams
 from myxa.core.process import boot_id
 from myxa.core.protocols import Engine, GenerateRequest
@@ -47,7 +47,11 @@ from myxa.launch.supervisor.placement import place
 CASES: dict[str, dict[str, Any]] = {
     "regular": {"roles.rollout.count": 2},
     "dp_ep": {"sglang.tp_size": 2, "sglang.dp_size": 2, "sglang.enable_dp_attention": True, "sglang.ep_size": 2},
-}
+    "pd": {
+        "engine.groups.read.kind": "prefill", "engine.groups.write.kind": "decode",
+        "sglang.disaggregation_transfer_backend": "nixl",
+    },
+}  # fmt: skip
 """Keys of the run file that make each case; all have two GPUs."""
 SHARED = {
     "sglang.mem_fraction_static": 0.8, "sglang.max_total_tokens": 131072, "engine.max_running": 64,
@@ -178,6 +182,8 @@ async def measure(report: Report, options: argparse.Namespace, work: Path, model
 
         async def start(case: str) -> None:
             try:
+                if case == "pd" and not is_cpu and importlib.util.find_spec("nixl") is None:
+                    raise ConfigError("nixl is not here", remedy="unpack nixl.tar.xz beside SGLang")
                 config = config_of(case, work, is_cpu=is_cpu)
                 engines = engines_of(config, model, work / case, sent and sent.senders)
                 for engine in engines:
