@@ -35,6 +35,7 @@ train = "data/prompts.jsonl"
 num_samples = 4
 max_new_tokens = 12
 max_groups = 16
+workers = 2
 
 [algo]
 batch_size = 4
