@@ -364,7 +364,7 @@ def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> S
         admin_key=key_from(os.environ, engine.key_env, "engine.key_env"),
         generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),
-        needs=sglang_needs(config, "" if spec.model else choose_channel(config)),
+        needs=sglang_needs(config, model, "" if spec.model else choose_channel(config)),
         choices=model.expert_choices if config.replays_rollout else None,
         name=spec.name,
     )
@@ -484,8 +484,10 @@ def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOp
 
 def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) -> Routes:
     """Every channel by which a server can take weights."""
-    from ..actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
+    from ..actors.engines.sglang.weight_routes import DeviceRouteOptions, adapter_routes, device_routes
 
+    if config.lora.rollout == "adapter":
+        return adapter_routes
     weights = config.weights
     options = DeviceRouteOptions(
         host=boot_id(),

@@ -100,12 +100,16 @@ class Exporter:
         the live parameters: they hold until the next training step or load."""
         return self._arrays(self.types.host, self._buffers)
 
+    def adapters_on_host(self, dtype: torch.dtype) -> list[NamedArray]:
+        """The adapters alone, as PEFT names them, on rank 0 at least. Collective."""
+        return named_arrays((file_name(name), tensor.to("cpu", dtype)) for name, tensor in self.adapters())
+
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included, or an adapter folder. Collective; raises on every rank
         if rank 0 fails."""
         dtype, is_adapter = self.types.folder, self.lora.get("export") == "adapter"
         if is_adapter:
-            tensors = named_arrays((file_name(name), tensor.cpu()) for name, tensor in self.adapters())
+            tensors = self.adapters_on_host(torch.float32)
         else:
             tensors = self._arrays(dtype, {})
         failure: Exception | None = None
@@ -259,9 +263,11 @@ class RankBackend(Generic[C]):
         return ""
 
     def export_weights(self) -> list[NamedArray]:
-        """HF-named whole tensors on rank 0; see the exporter for how long the bytes hold."""
+        """HF-named whole tensors on rank 0, or adapters alone; see the exporter for how long the bytes hold."""
         parts = self._ready()
         with parts.world.phase("export weights"):
+            if self._config.lora.rollout == "adapter":
+                return parts.exporter.adapters_on_host(parts.exporter.types.host)
             return parts.exporter.on_host()
 
     def export_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -473,6 +473,9 @@ class LoraConfig(Section, frozen=True):
     nothing yet."""
     export: Literal["adapter", "merged"] = "adapter"
     """What an export is: an adapter folder for PEFT, or a whole model with the adapters merged into its weights."""
+    rollout: Literal["merged", "adapter"] = "merged"
+    """What engines get: whole weights with the adapters merged in, or the adapters alone (SGLang, by folders). Requests
+    then end with the adapter that they began with, and no update pauses them."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """What adapters cannot do."""

@@ -85,6 +85,12 @@ RELATIONS = (
     "optimizer.name=muon megatron.offload_optimizer needs !lora.rank: the optimizer of adapters is a small AdamW",
     "memory.share=switch needs !lora.rank: adapters do not take turns with an engine on a device yet",
     "megatron.model.moe_router_bias_update_rate needs !lora.rank: the model stays as it is",
+    "lora.rollout=adapter needs roles.rollout.kind=sglang: others take merged weights",
+    "lora.rollout=adapter needs weights.channel=auto,disk: an adapter is a small folder",
+    "lora.rollout=adapter needs weights.full_every=0,1: an adapter is sent whole",
+    "lora.rollout=adapter needs rollout.pause_mode=in_place: running requests keep their adapter, and nothing pauses",
+    "lora.rollout=adapter needs !engine.router: a request names an adapter of its own actor's server",
+    "lora.rollout=adapter needs !engine.groups: servers of groups get whole weights",
     "optimizer.decay_steps run.num_steps!=0 for optimizer.schedule!=constant: that is where it ends",
     "trainer.strategy needs roles.trainer.kind=torch: megatron.distributed_optimizer splits optimizer state",
     "trainer.impl trainer.freeze needs roles.trainer.kind=torch",
@@ -214,7 +220,7 @@ class RunConfig(Section, frozen=True):
             "engine": one.engine, "sglang": one.sglang, "rollout": sampling,
             "roles": self.roles.model_copy(update={"rollout": one}), "weights": WeightSettings(channel="disk"),
             "data": self.data.model_copy(update=template), "eval": EvalSettings(), "memory": MemorySettings(),
-            "megatron": self.megatron.model_copy(update={"routing_replay": False}),
+            "megatron": self.megatron.model_copy(update={"routing_replay": False}), "lora": LoraConfig(),
         })  # fmt: skip
 
     def of_server(self, shape: ServerShape) -> RunConfig:

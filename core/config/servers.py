@@ -74,11 +74,11 @@ OWNED: Mapping[str, str] = {
 
 _ALONE = "a launched server answers requests alone; start such servers yourself and name them in engine.attach"
 _GROUPS = 'make groups of servers, [engine.groups.NAME] with kind = "prefill" and kind = "decode"'
-_WHOLE = "the trainer publishes whole weights, never adapters"
+_ADAPTERS = 'set lora.rank and lora.rollout = "adapter"'
 CANNOT: Mapping[str, str] = {
     **dict.fromkeys(("encoder_", "language_only"), _ALONE),
     **dict.fromkeys(("disaggregation_mode", "disaggregation_bootstrap_port"), _GROUPS),
-    **dict.fromkeys(("enable_lora", "lora_", "max_lora"), _WHOLE),
+    **dict.fromkeys(("enable_lora", "lora_paths", "lora_target", "max_lora_rank", "max_loaded_loras"), _ADAPTERS),
     "is_embedding": "a run needs servers that generate",
     **dict.fromkeys(("grpc_mode", "smg_grpc_mode"), "requests and control go over HTTP"),
     **dict.fromkeys(("ssl_", "enable_ssl"), "a launched server speaks plain HTTP on loopback"),

@@ -370,6 +370,8 @@ def _check_served(config: RunConfig, model: ModelConfig) -> None:
 
 
 def _check_adapters(config: RunConfig, model: ModelConfig) -> None:
+    if config.lora.rollout == "adapter" and (cause := _why_not_served(config, model)):
+        raise ConfigError(f'lora.rollout = "adapter": {cause}', remedy='set it to "merged"')
     if model.foreign:  # transformers alone knows its matrices
         return
     matrices = adapted_matrices(config.lora, model.tensor_shapes())
@@ -377,6 +379,27 @@ def _check_adapters(config: RunConfig, model: ModelConfig) -> None:
         check_adapted(matrices, model)
     if config.lora.path:
         read_adapter(config.lora, matrices)
+
+
+SERVED = frozenset(f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "gate_up", "down"))
+"""Matrices whose adapters SGLang 0.5.17 holds as the trainer computes them."""
+
+
+def _why_not_served(config: RunConfig, model: ModelConfig) -> str:
+    """What SGLang 0.5.17 cannot do with these adapters; empty: it can."""
+    if model.foreign or model.kv_lora_rank:
+        return f"adapters of models of type {model.model_type} are not held by servers yet"
+    ends = {name.rpartition(".")[2] for name in adapted_matrices(config.lora, model.tensor_shapes())}
+    if others := ends - SERVED:
+        return f"SGLang holds no adapters of {', '.join(sorted(others))}"
+    if model.num_experts and ends & {"gate_proj", "up_proj", "down_proj"}:
+        return "adapters of experts are not held by servers yet"
+    if ends & {"q_proj", "k_proj", "v_proj"} and not {"q_proj", "v_proj"} <= ends:
+        return "SGLang puts those of q_proj, k_proj and v_proj together: both q_proj and v_proj need one"
+    sizes = config.sglang
+    if isinstance(number := sizes.get("dp_size", 1), int) and number > 1 and not sizes.get("enable_dp_attention"):
+        return "SGLang loads none while it runs with sglang.dp_size above 1"
+    return ""
 
 
 def _check_context(config: RunConfig, model_context: int) -> None:

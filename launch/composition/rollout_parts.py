@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...actors.engines.sglang.server_args import SglangNeeds
+from ...actors.models.adapters import adapted_matrices
 from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.config import RewardSettings, RunConfig
@@ -27,6 +28,7 @@ from ..actor_spec import ActorSpec
 if TYPE_CHECKING:
     from ...actors.gateway.agent import AgentWorkflow
     from ...actors.gateway.server import Gateway
+    from ...actors.models.model_config import ModelConfig
     from ...actors.rewards.guard import Reference
     from ...actors.rewards.judge import Judges
     from ...actors.rewards.rewarder import Rewarder
@@ -59,14 +61,17 @@ def _seed(config: RunConfig) -> int | None:
     return config.run.seed if config.rollout.deterministic else None
 
 
-def sglang_needs(config: RunConfig, channel: str) -> SglangNeeds:
+def sglang_needs(config: RunConfig, model: ModelConfig, channel: str) -> SglangNeeds:
     """What servers must have been started with, or without, for this sampling and this way of new weights."""
-    rollout = config.rollout
+    rollout, lora = config.rollout, config.lora
+    adapted = adapted_matrices(lora, model.tensor_shapes()) if lora.rollout == "adapter" else ()
     return SglangNeeds(
         tokenizer=bool(rollout.stop or rollout.min_new_tokens),
         seeds=rollout.deterministic,
         channel=channel,
         trains_layers=config.megatron.mtp > 0,
+        adapter_rank=lora.rank if adapted else 0,
+        adapted=tuple(sorted({name.rpartition(".")[2] for name in adapted})),
     )
 
 

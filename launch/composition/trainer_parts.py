@@ -281,7 +281,8 @@ def channel_end(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int)
     if rank:
         return ChannelEnd(channel)
     folder, every = run_dir / "weights", config.weights.full_every
-    writer = make_writer(cast(ReadChannel, channel), folder, Path(config.model.path), full_every=every)
+    lora = {"rank": config.lora.rank, "alpha": config.lora.alpha} if config.lora.rollout == "adapter" else {}
+    writer = make_writer(cast(ReadChannel, channel), folder, Path(config.model.path), full_every=every, lora=lora)
     return ChannelEnd(channel, writer=writer)
 
 

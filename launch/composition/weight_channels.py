@@ -16,7 +16,7 @@ MARGIN_S = 10.0
 def choose_channel(config: RunConfig) -> WeightChannel:
     """What `weights.channel` means here; see its description."""
     named = config.weights.channel
-    if config.data.is_recorded:  # no weights travel
+    if config.data.is_recorded or config.lora.rollout == "adapter":  # no weights travel, or small folders
         return "disk"
     if named != "auto":
         return named

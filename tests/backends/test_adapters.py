@@ -29,6 +29,7 @@ from tests.backends.test_ranks import TIMES
 
 from myxa.actors.backends.convert import convert
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.weights.channels.host import DiskWeightWriter, check_adapter
 from myxa.core.errors import ConfigError, ModelError, MyxaError, TrainError
 from myxa.launch.cli import main
 
@@ -87,6 +88,22 @@ def test_peft_reads_what_is_exported_and_computes_the_same(
         np.testing.assert_allclose(scores[sample.loss_mask == 1], logprobs.numpy(), rtol=0, atol=1e-5)
     merged = judge.merge_and_unload().state_dict()
     close(weights_of(backend), {name: merged[name].numpy() for name in weights_of(backend)}, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's use of transformers
+def test_engines_can_get_the_adapters_alone_in_folders_that_peft_reads(
+    backends: Backends, model: Path, tmp_path: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    backend = trained(backends, lora={**LORA, "rollout": "adapter"})
+    arrays = backend.export_weights()
+    assert len(arrays) == 2 * NUM_MATRICES
+    manifest = DiskWeightWriter(tmp_path, model, "here", lora={"rank": 4, "alpha": 8.0}).publish(3, arrays)
+    check_adapter(manifest)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = peft.PeftModel.from_pretrained(base, manifest.location).merge_and_unload().state_dict()
+    right = weights_of(trained(backends))
+    close(right, {name: found[name].numpy() for name in right}, 1e-6)
 
 
 def test_a_folder_of_pefts_is_where_training_can_start(backends: Backends, tmp_path: Path) -> None:

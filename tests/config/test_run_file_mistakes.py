@@ -196,6 +196,10 @@ MISTAKES: dict[str, str] = {
     '[algo]\nkind = "ppo"\n[critic]\nenabled = true\nwarmup_steps = 100\n': "9 critic.warmup_steps ! would never be trained",
     '[reward]\nfn = "exact"\nscope = "group"\n': "7 reward.scope ! judges one answer by itself",
     "[megatron]\ntp = 2\n": '- roles.trainer.kind ! needs roles.trainer.kind = "megatron"',
+    '[lora]\nrank = 8\nrollout = "adapter"\n': '7 lora.rollout ! needs roles.rollout.kind = "sglang"',
+    '[lora]\nrank = 8\nrollout = "adapter"\n[roles.rollout]\nkind = "sglang"\n[weights]\nchannel = "nccl"\n': "7 lora.rollout ! an adapter is a small folder",
+    '[lora]\nrank = 8\nrollout = "adapter"\n[roles.rollout]\nkind = "sglang"\n[engine]\nrouter = "http://r:1"\n'
+    'attach = ["http://a:1"]\n': "7 lora.rollout ! does not go with engine.router",
     '[weights]\nchannel = "nccl"\n': '6 weights.channel ! "shm" or "disk"',
 }
 
@@ -203,8 +207,8 @@ MISTAKES: dict[str, str] = {
 CANNOT = {
     'disaggregation_transfer_backend = "nixl"': "name them in engine.groups",
     "encoder_only = true": "engine.attach",
-    'lora_paths = ["a=b"]': "whole weights",
-    "max_loras_per_batch = 2": "whole weights",
+    'lora_paths = ["a=b"]': 'lora.rollout = "adapter"',
+    "max_lora_rank = 2": 'lora.rollout = "adapter"',
     "is_embedding = true": "generate",
     'ssl_keyfile = "k"': "plain HTTP",
     'chat_template = "x.jinja"': "data.chat_template",

@@ -69,7 +69,7 @@ class SglangRoutes:
             return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
         if request.path == "/generate":
             return await self._generate(request, body)
-        answer: Callable[[Any], Any] = getattr(self, f"_{request.path[1:]}", self._other)
+        answer: Callable[[Any], Any] = getattr(self, f"_{request.path[1:].replace('/', '_')}", self._other)
         found = answer(body)
         found = await found if asyncio.iscoroutine(found) else found
         return found if isinstance(found, web.Response) else web.json_response(found)
@@ -149,6 +149,10 @@ class FakeSglang(SglangRoutes):
         """Path that answers 500 once."""
         self.off: set[str] = set()
         """Tags of memory that are released."""
+        self.adapters: dict[str, str] = {}
+        """Name -> folder of those that it holds."""
+        self.named: list[str] = []
+        """The adapters of requests that it knows no end of: they run, or their reader left, or they were aborted."""
         self.absent: tuple[str, ...] = ()
         """Paths that it does not know."""
         self.died = ""
@@ -207,6 +211,25 @@ class FakeSglang(SglangRoutes):
         if answer.get("success") and not self.is_stubborn:
             self.version = body["weight_version"]
         return web.json_response(answer, status=status)
+
+    def _v1_models(self, body: Any) -> Any:
+        return {"data": [{"id": "/models/base"}, *({"id": name} for name in self.adapters)]}
+
+    def _load_lora_adapter(self, body: Any) -> Any:
+        name, is_there = body["lora_name"], Path(body["lora_path"], "adapter_config.json").exists()
+        if name in self.adapters or not is_there:
+            return web.json_response({"success": False, "error_message": f"Failed to load {name}"}, status=400)
+        self.adapters[name] = body["lora_path"]
+        return {"success": True, "loaded_adapters": self.adapters}
+
+    async def _unload_lora_adapter(self, body: Any) -> Any:
+        """As SGLang: it waits for the requests that name it, and meanwhile neither loads nor unloads."""
+        if body["lora_name"] not in self.adapters:
+            return web.json_response({"success": False, "error_message": "does not exist"}, status=400)
+        del self.adapters[body["lora_name"]]
+        while body["lora_name"] in self.named:
+            await asyncio.sleep(self.every_s)
+        return {"success": True}
 
     def _flush_cache(self, body: Any) -> Any:
         is_idle = not self.running and not self.num_lingering
@@ -301,6 +324,11 @@ class FakeSglang(SglangRoutes):
 
     async def _count_up(self, response: web.StreamResponse, body: dict[str, Any]) -> None:
         self._need_everything("a request")
+        if (adapter := body.get("lora_path", "")) and adapter not in self.adapters:
+            words = f"Got LoRA adapter that has never been loaded: {adapter}"
+            await response.write(b'data: {"error": {"message": "%s", "code": 400}}\n\n' % words.encode())
+            return
+        self.named.append(adapter)
         stop = self.running[body["rid"]] = asyncio.Event()
         first, limit = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         try:
@@ -322,6 +350,7 @@ class FakeSglang(SglangRoutes):
                     chunk(new, number, finish, weight_version=self.version, weight_versions=spans, **more)
                 )
                 if is_last:
+                    self.named = [one for one in self.named if stop.is_set() or one != adapter]
                     break
             await response.write(b"data: [DONE]\n\n")
         finally:

@@ -56,6 +56,10 @@ WRONG: dict[str, Wrong] = {
     ),
     # context
     "context longer than the model's": instead("context_length = 256", "context_length = 999999", "lower it"),
+    "adapters that SGLang would put together wrongly": end(
+        'kind = "sglang"\n[lora]\nrank = 4\nrollout = "adapter"\ntarget_modules = ["k_proj"]', 'rollout = "adapter"',
+        'set it to "merged"', "lora.rollout",
+    ),
     # model
     "model with experts for torch": instead('path = "model"', 'path = "moe_type"', "use one of type"),
     # data

@@ -38,14 +38,14 @@ from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError, RequestRefused, WeightsRefused
 from ....core.messages import NO_TOP_K, EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
-from ....core.samples import ExpertChoices
+from ....core.samples import NO_VERSION, ExpertChoices
 from ....core.tried_versions import UNTRIED_REMEDY, untried
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.slots import check_request
 from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory, refusal
 from .server_args import NO_NEEDS, SglangNeeds, guesses_by, stale_guesses
-from .weight_routes import Routes, WeightRoute, folder_routes
+from .weight_routes import AdapterRoute, Routes, WeightRoute, folder_routes
 from .wire import AT_REST, EMPTY, HeldTokens, request_body, version_number, whole_number
 
 RID_END = "~"
@@ -171,6 +171,7 @@ class SglangEngine:
         self.pause_mode: PauseMode = options.pause_mode
         self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
         self._routes = routes(self._http)
+        self._adapters = next((one for one in self._routes.values() if isinstance(one, AdapterRoute)), None)
         self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
         self._sampling = ServerSampling()
         self._has_begun = False
@@ -308,7 +309,8 @@ class SglangEngine:
         decode server, which prefill server sends the cache of the prompt, and as what."""
         place, choices = self._place_of(request), self._options.choices
         span = (request.num_routed, len(request.input_ids))
-        tokens = HeldTokens(place, version, choices, span, is_paired=bool(pair))
+        is_certain = self._adapters is not None
+        tokens = HeldTokens(place, version, choices, span, is_paired=bool(pair), is_certain=is_certain)
         async with self._asked(request, version, tokens, pair) as (mine, answer):
             async for data in answer.content.iter_any():
                 for delta in tokens.feed(data):
@@ -348,11 +350,13 @@ class SglangEngine:
         """The answer's stream, to be read until `tokens` know its end."""
         place, choices = self._place_of(request), self._options.choices
         asked = self._sampling.meant(request, place)
+        adapter = "" if self._adapters is None else self._adapters.begun()
+        more = {**pair, "lora_path": adapter} if adapter else pair
         try:
             with self._sent(request.request_id) as mine:
                 async with self._http.session.post(
                     f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
-                    data=request_body(asked, mine.rid, version, tells_experts=choices is not None, more=pair),
+                    data=request_body(asked, mine.rid, version, tells_experts=choices is not None, more=more),
                     headers=self._http.headers,
                     timeout=stream_timeout(self._options.call_s, self._options.stall_s),
                 ) as answer:
@@ -366,11 +370,21 @@ class SglangEngine:
                             f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
                             remedy="see the server's log; it may have been stopped",
                         )
+        except RequestRefused as err:
+            if adapter and await self._served_version() == NO_VERSION:
+                raise EngineError(
+                    f"{place}: the server does not have the adapter of its version any more",
+                    remedy="it was started again, and gets the next version",
+                ) from err
+            raise
         except (aiohttp.ClientError, TimeoutError) as err:
             raise EngineError(
                 f"{place}: the stream broke after {tokens.num_tokens} tokens ({type(err).__name__}: {err})",
                 remedy="see the server's log",
             ) from err
+        finally:
+            if self._adapters is not None and tokens.finish not in ("", "abort"):
+                self._adapters.ended(adapter)
 
     async def until_whole(self, request: GenerateRequest) -> None:
         """Wait for a version that is being loaded. Raises EngineError if the server's weights are of none, or
@@ -415,21 +429,33 @@ class SglangEngine:
         return route
 
     async def commit_weights(self, version: int) -> None:
-        """Have the server load the prepared version, and make sure that it announces it."""
-        await commit_together((self,), version)
+        """Have the server load the prepared version, and make sure that it announces it. An adapter was loaded before:
+        requests name it from now on, and nothing pauses."""
+        if self._adapters is None:
+            await commit_together((self,), version)
+            return
+        manifest = self._taken(version)
+        if self._torn:
+            raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server")
+        await self._adapters.load(manifest)
+        self.serve(version)
+
+    def _taken(self, version: int) -> WeightManifest:
+        """The prepared version's manifest, once. Raises EngineError for another one."""
+        manifest, self._prepared = self._prepared, None
+        if manifest is not None and manifest.version == version:
+            return manifest
+        has, self._prepared = "nothing" if manifest is None else f"version {manifest.version}", manifest
+        raise EngineError(
+            f"{self._place}: version {version} cannot be committed, {has} is prepared",
+            remedy="call prepare_weights with its manifest first",
+        )
 
     @asynccontextmanager
     async def paused(self, version: int) -> AsyncGenerator[WeightManifest]:
         """The prepared version's manifest, while the server is paused; it continues if its weights are of a version."""
         async with self._committing:
-            manifest = self._prepared
-            if manifest is None or manifest.version != version:
-                has = "nothing" if manifest is None else f"version {manifest.version}"
-                raise EngineError(
-                    f"{self._place}: version {version} cannot be committed, {has} is prepared",
-                    remedy="call prepare_weights with its manifest first",
-                )
-            self._prepared = None
+            manifest = self._taken(version)
             await self._arrived(list(self._open))
             await self._http.post("/pause_generation", {"mode": self.pause_mode})
             before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
@@ -506,6 +532,9 @@ class SglangEngine:
         )
 
     async def _served_version(self) -> int:
+        if self._adapters is not None:
+            self.version = self.version if await self._adapters.is_served() else NO_VERSION
+            return self.version
         self.version = version_number((await self._http.get("/model_info")).get("weight_version"))
         return self.version
 

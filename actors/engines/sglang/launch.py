@@ -320,11 +320,11 @@ def server_values(
         "model_path": launch.model_path,
         "host": LOOPBACK,
         "port": port,
-        "skip_tokenizer_init": not needs.tokenizer,
         "incremental_streaming_output": True,
         "dtype": launch.dtype,
         "random_seed": launch.seed,
         "max_running_requests": launch.max_running,
+        **needs.own_arguments(),
     }
     own |= SAVER_FIELDS if launch.expects is not None else {}
     own |= {"context_length": launch.context_length} if launch.context_length else {}

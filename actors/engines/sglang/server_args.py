@@ -159,6 +159,17 @@ class SglangNeeds:
     """Way of new weights; empty: none ever come."""
     trains_layers: bool = False
     """`megatron.mtp`."""
+    adapter_rank: int = 0
+    """It holds adapters of so many: `lora.rollout = "adapter"`; 0: none."""
+    adapted: tuple[str, ...] = ()
+    """Ends of the names of the matrices that they are of."""
+
+    def own_arguments(self) -> dict[str, Any]:
+        """ServerArgs of a launched server that are these needs."""
+        adapters = {
+            "enable_lora": True, "max_lora_rank": self.adapter_rank, "lora_target_modules": list(self.adapted)
+        }  # fmt: skip
+        return {"skip_tokenizer_init": not self.tokenizer, **(adapters if self.adapter_rank else {})}
 
     def check(self, facts: Mapping[str, Any], place: str) -> None:
         """`facts`: of `/server_info`. Raises ConfigError for a server that says that it cannot; one that says nothing
@@ -182,6 +193,16 @@ class SglangNeeds:
                 remedy="start it without --speculative-algorithm, or set rollout.deterministic = false",
             )
         check_guesses(facts, self.channel)
+        modules, rank = facts.get("lora_target_modules"), facts.get("max_lora_rank")
+        has_modules = modules is None or {"all", "all-linear"} & set(modules) or set(self.adapted) <= set(modules)
+        is_enough = has_modules and (not isinstance(rank, int) or rank >= self.adapter_rank)
+        if self.adapter_rank and not (facts.get("enable_lora") is True and is_enough):
+            wanted = " ".join(command_line({key: self.own_arguments()[key] for key in ADAPTER_ARGUMENTS}))
+            raise ConfigError(
+                f"{place}: cannot hold the run's adapters",
+                remedy=f'start it with {wanted}, or set lora.rollout = "merged"',
+            )
 
 
 NO_NEEDS = SglangNeeds()
+ADAPTER_ARGUMENTS = ("enable_lora", "max_lora_rank", "lora_target_modules")

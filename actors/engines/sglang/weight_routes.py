@@ -39,16 +39,17 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ....core.config.run import LOCAL_HOSTS
 from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused
 from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
+from ....core.samples import NO_VERSION
 from ....core.weight_channel import Bucket, JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
 from ...weights.beacon import Beacon
-from ...weights.channels.host import read_folder
+from ...weights.channels.host import check_adapter, read_folder
 from .http_client import SglangHttp
 from .server_args import guesses_by
 from .wire import version_number
@@ -104,10 +105,14 @@ class FolderRoute:
         if urlsplit(self._server.url).hostname in LOCAL_HOSTS:  # else the path means something on another host
             self.beacon.step(f"checks {folder}", is_counted=False)
             try:
-                await asyncio.to_thread(_check_folder, manifest, reads_all=bool(manifest.digest) and not self._has_read)
+                await asyncio.to_thread(self._check, manifest)
             except EngineError as err:
                 raise EngineError(f"{place}: {err.message}", remedy=err.remedy) from err
             self._has_read = True
+
+    def _check(self, manifest: WeightManifest) -> None:
+        with read_folder(manifest, reads_all=bool(manifest.digest) and not self._has_read):
+            return
 
     async def load(self, manifest: WeightManifest) -> bool:
         """Have the folder read. The cache is not flushed: that needs an idle server, and requests are separated by
@@ -132,9 +137,90 @@ class FolderRoute:
         """Nothing is held."""
 
 
-def _check_folder(manifest: WeightManifest, *, reads_all: bool) -> None:
-    with read_folder(manifest, reads_all=reads_all):
-        return
+class AdapterRoute(FolderRoute):
+    """Channel "disk" where versions are low-rank adapters (`lora.rollout = "adapter"`). Each is loaded, under a name of
+    its own, beside those that serve. A commit only says which one requests name from then on: SGLang cannot change that
+    of a running request, which so ends with the version that it began with. What no request names any more is unloaded
+    before the next one is loaded. SGLang waits for such requests, and loads nothing meanwhile; of those that were
+    aborted in its queue, or whose reader left, 0.5.17 waits for ever. So an adapter that one of these named is kept."""
+
+    def __init__(self, server: SglangHttp) -> None:
+        super().__init__(server)
+        self._self_id = uuid.uuid4().hex[:8]
+        self._num_requests: Counter[str] = Counter()
+        """Of every adapter that the server has, those that did not end well; "": of the model without any."""
+        self._prepared = self._current = ""
+        self._has_begun = False
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """Load it. Raises EngineError also for a server whose own weights are not those that it was started with."""
+        await super().prepare(manifest)
+        served = version_number((await self._server.get("/model_info")).get("weight_version"))
+        if served != NO_VERSION:
+            raise EngineError(
+                f"{self._server.place}: its own weights were changed (weight_version {served}), and adapters belong to "
+                "those of model.path",
+                remedy="restart the server",
+            )
+        left = () if self._has_begun else await self._names()
+        self._num_requests.update(dict.fromkeys((name for name in left if name.startswith(ADAPTER_NAME)), 0))
+        self._has_begun = True
+        if len(self._num_requests) > MAX_ADAPTERS:
+            raise EngineError(
+                f"{self._server.place}: holds {len(self._num_requests)} adapters, which it cannot unload: requests "
+                "that named them run, were aborted, or lost their reader",
+                remedy="restart the server",
+            )
+        for name in [one for one, count in self._num_requests.items() if one and not count and one != self._current]:
+            self.beacon.step(f"unloads {name}", is_counted=False)
+            with suppress(RequestRefused):  # a server that was started again has none
+                await self._server.post("/unload_lora_adapter", {"lora_name": name})
+            del self._num_requests[name]
+        self._prepared = f"{ADAPTER_NAME}{self._self_id}.{manifest.lineage}.{manifest.version}.{uuid.uuid4().hex[:8]}"
+        self.beacon.step(f"the server reads {manifest.location}", is_counted=False)
+        try:
+            body = {"lora_name": self._prepared, "lora_path": manifest.location}
+            answer = await self._server.post("/load_lora_adapter", body)
+        except RequestRefused as err:
+            raise self._refused(manifest, err.message) from err
+        if not answer.get("success"):
+            raise self._refused(manifest, str(answer.get("error_message")))
+        self._num_requests[self._prepared] = 0
+
+    async def load(self, manifest: WeightManifest) -> bool:
+        """Requests name it from now on."""
+        self._current = self._prepared
+        return True
+
+    def begun(self) -> str:
+        """What a request is to name, which begins."""
+        self._num_requests[self._current] += 1
+        return self._current
+
+    def ended(self, name: str) -> None:
+        """A request that named it has ended, and the server knows."""
+        self._num_requests[name] -= 1
+
+    async def is_served(self) -> bool:
+        """Whether the server has what requests name: one that was started again has nothing."""
+        return bool(self._current) and self._current in await self._names()
+
+    async def _names(self) -> list[str]:
+        models = (await self._server.get("/v1/models")).get("data")
+        return [str(one.get("id")) for one in cast("list[dict[str, Any]]", models or [])]
+
+    def _check(self, manifest: WeightManifest) -> None:
+        check_adapter(manifest)
+
+
+ADAPTER_NAME = "myxa."
+"""Begins the names of adapters."""
+MAX_ADAPTERS = 256
+"""Held by a server at the same time, in its host's memory."""
+
+
+def adapter_routes(server: SglangHttp) -> Mapping[str, WeightRoute]:
+    return {"disk": AdapterRoute(server)}
 
 
 def folder_routes(server: SglangHttp) -> Mapping[str, WeightRoute]:

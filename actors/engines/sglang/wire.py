@@ -128,14 +128,18 @@ class HeldTokens:
         unrouted: tuple[int, int] = (0, 0),
         *,
         is_paired: bool = False,
+        is_certain: bool = False,
     ) -> None:
         """`choices`: the experts of each token are told. `unrouted`: first and end of the request's own tokens whose
-        experts are asked for. `is_paired`: another server drew the first token, not before `sent_version`."""
+        experts are asked for. `is_paired`: another server drew the first token, not before `sent_version`.
+        `is_certain`: the request names an adapter, so all its tokens are of that version, whatever the server says of
+        its own weights."""
         self._place = place
         self._choices = choices
         self._unrouted = unrouted
         self._sent_version = sent_version
         self._is_paired = is_paired
+        self._is_certain = is_certain
         self._rest = b""
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
@@ -204,7 +208,9 @@ class HeldTokens:
         reason = meta.finish_reason
         if reason is None and self._choices is not None:
             return None
-        if meta.weight_versions is not None:
+        if self._is_certain:
+            versions = np.full(len(self._ids), self._sent_version, dtype=np.int32)
+        elif meta.weight_versions is not None:
             first = [TokenSpan(version=str(self._sent_version), start=0, end=1)] if self._is_paired else []
             versions = versions_of([*first, *meta.weight_versions], len(self._ids), self._place)
             if self._is_paired:

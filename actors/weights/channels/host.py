@@ -27,7 +27,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -38,16 +38,22 @@ from ....core.host_memory import available_bytes
 from ....core.messages import TensorSpec, WeightDelta, WeightManifest
 from ....core.process import boot_id
 from ....core.protocols import NamedArray, WeightWriter
+from ...models.adapters import WEIGHTS, write_adapter
 from ...models.hf_folder import open_weights, read_config, write_folder
+from ...models.safetensors_file import open_safetensors
 from .delta import Bytes, patch_folder, write_delta
 
 ReadChannel = Literal["shm", "disk"]
+NO_FACTS: Mapping[str, Any] = {}
 
 
-def make_writer(channel: ReadChannel, folder: Path, model_folder: Path, *, full_every: int = 1) -> WeightWriter:
-    """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer."""
+def make_writer(
+    channel: ReadChannel, folder: Path, model_folder: Path, *, full_every: int = 1, lora: Mapping[str, Any] = NO_FACTS
+) -> WeightWriter:
+    """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer;
+    `lora`: rank and alpha of adapters, which then are what a version is."""
     if channel == "disk":
-        return DiskWeightWriter(folder, model_folder, boot_id(), full_every)
+        return DiskWeightWriter(folder, model_folder, boot_id(), full_every, lora)
     clear_folders(folder)  # the run wrote folders before it was resumed
     return ShmWeightWriter(boot_id())
 
@@ -203,6 +209,8 @@ class DiskWeightWriter:
     full_every: int = 1
     """One version of so many is whole, the others are deltas; 0 as 1: all are. A version that is published again, or
     has other tensors, is whole, and so is one whose base has gone."""
+    lora: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Rank and alpha: each version is an adapter folder. Empty: a model folder."""
     _folders: set[Path] = field(default_factory=set[Path])
     _unreleased: dict[int, WeightManifest] = field(default_factory=dict[int, WeightManifest])
     _last: WeightManifest | None = None
@@ -222,7 +230,10 @@ class DiskWeightWriter:
         self._folders.add(folder)
         try:
             manifest = self._write_delta(whole, tensors)
-            if manifest is None:
+            if self.lora:
+                write_adapter(folder, str(self.model_folder.absolute()), self.lora, tensors)
+                manifest = whole
+            elif manifest is None:
                 config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
                 write_folder(folder, config, tensors, tokenizer_from=self.model_folder)
                 manifest = whole
@@ -323,6 +334,22 @@ def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generato
             f"cannot read weight version {manifest.version} from {folder}: {err.message}",
             remedy="the folder must be reachable from this host (a shared file system) and left as it was written",
         ) from err
+
+
+def check_adapter(manifest: WeightManifest) -> None:
+    """Raises EngineError unless the version's folder holds the adapters that were published."""
+    path = Path(manifest.location) / WEIGHTS
+    try:
+        with open_safetensors(path) as tensors:
+            if [*map(_shape, manifest.tensors)] != [
+                _shape(tensors[s.name].spec) for s in manifest.tensors if s.name in tensors
+            ]:
+                raise EngineError(f"{path} holds other adapters than were published", remedy="do not write there")
+            _check(manifest, tensors)
+    except MyxaError as err:
+        if isinstance(err, EngineError):
+            raise
+        raise EngineError(f"cannot read {path}: {err.message}", remedy=err.remedy) from err
 
 
 SCRATCH = "myxa-weights-"
