@@ -173,7 +173,8 @@ class Sent:
         self._sender.release(version)
 
 
-async def measure(report: Report, options: argparse.Namespace, work: Path, model: ModelConfig) -> None:
+async def measure(report: Report, options: argparse.Namespace, work: Path, model: ModelConfig) -> dict[str, str]:
+    """Cases that failed, and why."""
     is_cpu = options.device == "cpu"
     sent = None if is_cpu else Sent(model)
     stage(work, "async20.toml", "spread_reward.py", launches=not is_cpu)
@@ -201,8 +202,7 @@ async def measure(report: Report, options: argparse.Namespace, work: Path, model
         rows = [await row_of(report, case, started, sent, told, options, model) for case in cases]
     head = ("case", "tokens/s", "first token, median s", "95 %", "update s", "log-prob gap", "the same, older weights")
     report.table(f"{options.requests} requests of {options.num_new} tokens, two GPUs", head, rows)
-    if told:
-        report.failed("; ".join(f"{case} {why}" for case, why in told.items()))
+    return told
 
 
 async def row_of(
@@ -259,7 +259,7 @@ def refused(report: Report, work: Path) -> None:
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--cases", default=",".join(CASES), type=some_of(CASES))
-    args.add_argument("--requests", type=int, default=96)
+    args.add_argument("--requests", type=int, default=256)
     args.add_argument("--prompt-tokens", type=int, default=1024)
     args.add_argument("--num-new", type=int, default=256)
     options = args.parse_args()
@@ -273,9 +273,12 @@ def main() -> None:
     (work / "data").mkdir(exist_ok=True)
     (work / "data/prompts.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     model = read_config(work / "model")
-    asyncio.run(measure(report, options, work, model))
+    told = asyncio.run(measure(report, options, work, model))
     if not is_cpu:
         refused(report, work)
+    if told:
+        report.tell_goals()
+        report.failed("; ".join(f"{case} {why}" for case, why in told.items()))
     report.end()
 
 
