@@ -38,7 +38,7 @@ from ..models.model_config import ModelConfig
 from ..models.safetensors_file import open_safetensors
 from ..weights.channels.sender import Fp8Rule
 from .adapters import merged
-from .megatron.families import HEAD, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
+from .megatron.families import HEAD, MTP, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
 from .rank_backend import named_arrays, sent_type
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
@@ -55,6 +55,7 @@ def convert(
     something."""
     target, config = _empty(folder), read_config(model)
     path, manifest = _described(checkpoint, config)
+    config = config.with_mtp() if manifest.model.get("has_mtp") else config
     if adapter and not manifest.lora:
         raise TrainError(f"checkpoint {path} has no adapters: it holds all weights", remedy="leave --adapter out")
     if manifest.lora:
@@ -207,19 +208,24 @@ _LAYERS = re.compile(r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<name>.+)")
 """Layers that are alike lie in one tensor; a mixture of experts has each by itself."""
 
 
+_AFTER_NEXT = re.compile(r"after_next\.(transformer_layer\.)?")
+"""The MTP layer, which is the layer behind the last one in a folder."""
+
+
 def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, whole CPU tensor), one Megatron parameter of the file read at a time; no order is promised.
     Raises TrainError naming the parameter that is missing or that no rule knows."""
     shapes, family = config.tensor_shapes(), family_of(config.model_type)
+    kept = ("embedding.", "decoder.", "output_layer.", *(("after_next.",) if config.has_mtp else ()))
 
     def rule_of(key: str) -> tuple[re.Match[str] | None, Rule]:
-        match = _LAYERS.fullmatch(key)
+        match = _LAYERS.fullmatch(_AFTER_NEXT.sub(f"decoder.layers.{config.num_layers}.", key))
         return match, find_rule(
-            (*family.layer, *family.expert) if match else family.model, match["name"] if match else key
+            (*family.layer, *family.expert, *MTP) if match else family.model, match["name"] if match else key
         )
 
     def is_weight(key: str) -> bool:
-        if not key.startswith(("embedding.", "decoder.", "output_layer.")) or key.endswith(COUNTERS):
+        if not key.startswith(kept) or key.endswith(COUNTERS):
             return False
         return not (rule_of(key)[1].names == (HEAD,) and config.tie_word_embeddings)
 

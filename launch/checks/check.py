@@ -100,7 +100,7 @@ class CheckedRun:
 
 def model_of(run: CheckedRun) -> ModelConfig | None:
     try:
-        return read_config(run.config.model.path)
+        return read_config(run.config.model.path, has_mtp=run.config.megatron.mtp > 0)
     except MyxaError:
         return None
 

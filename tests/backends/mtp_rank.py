@@ -85,6 +85,7 @@ def run_case(steps: ModuleType, spec: dict[str, Any], case: dict[str, Any], rank
         place.mkdir(parents=True, exist_ok=True)
         save_file(weights, place / "weights.safetensors")
         save_file(grads, place / "grads.safetensors")
+        save_file(later, place / "later.safetensors")
         (place / "rest.json").write_text(json.dumps({"metrics": metrics, "moved": moved, "restored": restored}))
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.backends.test_megatron_model import SIZES, as_in_the_folder, make_folder
 from torch.nn import functional
 
+from myxa.actors.backends.convert import convert
 from myxa.actors.models.hf_folder import read_config
 from myxa.core.errors import ConfigError
 from myxa.launch.host import quiet_port
@@ -43,6 +44,7 @@ def name_of(model: str, layout: dict[str, Any], mode: str) -> str:
 def with_mtp(place: Path, name: str) -> Path:
     """A folder of the family with one more layer behind its last one."""
     folder = make_folder(place, name)
+    (folder / "tokenizer.json").write_text("{}")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}))
     config, generator = read_config(folder), torch.Generator().manual_seed(SEED)
@@ -144,7 +146,12 @@ def outcomes(
 
 @pytest.mark.parametrize(("model", "layout", "chosen"), CUTS)
 def test_the_layer_is_that_of_its_folder_and_its_loss_is_added_where_it_is_asked_for(
-    model: str, layout: dict[str, Any], chosen: tuple[str, ...], outcomes: Path, folders: dict[str, Path]
+    model: str,
+    layout: dict[str, Any],
+    chosen: tuple[str, ...],
+    outcomes: Path,
+    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     found = {mode: outcomes / name_of(model, layout, mode) for mode in ("off", *chosen)}
     stored = load_file(folders[model] / "model.safetensors")
@@ -160,6 +167,12 @@ def test_the_layer_is_that_of_its_folder_and_its_loss_is_added_where_it_is_asked
         rest = json.loads((found[mode] / "rest.json").read_text())
         assert rest["metrics"]["train/mtp_loss"] == pytest.approx(loss / num_tokens, rel=1e-5)
         assert rest["restored"], "a checkpoint holds it"
+        convert(outcomes / f"{found[mode].name}-saved", folders[model], tmp_path / mode)
+        converted, later = (
+            load_file(file) for file in (tmp_path / mode / "model.safetensors", found[mode] / "later.safetensors")
+        )
+        assert converted.keys() == later.keys()
+        assert all(torch.equal(converted[key], later[key]) for key in later), "and a folder made of it"
         for key, own in grads[mode].items():
             if "correction" in key:
                 continue

@@ -142,7 +142,7 @@ def stale_guesses(values: Mapping[str, Any], channel: str, *, trains_layers: boo
     if by == "layers":
         why = "MTP layers are not trained"
     if by == "layers" and trains_layers:
-        why = 'SGLang takes broadcasts (weights.channel = "nccl") into the model alone'
+        why = 'weights.channel = "nccl" brings weights into the model alone ("cuda_ipc" and "disk" into MTP layers too)'
     return f"{why}: the more the policy learns, the fewer guesses are taken; what is drawn stays right"
 
 
