@@ -70,6 +70,7 @@ MISTAKES: dict[str, str] = {
     '[rollout]\nreplay_sampling = true\n[roles.trainer]\nkind = "megatron"\n': "6 rollout.replay_sampling",
     '[megatron]\nmtp = 0.2\npp = 2\n[roles.trainer]\nkind = "megatron"\ncount = 2\n': "6 megatron.mtp ! needs pp = 1",
     '[megatron]\nmtp_reaches_trunk = true\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.mtp_reaches_trunk ! mtp",
+    '[lora]\nrank = 4\nrollout = "adapter"\n[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[sglang]\nspeculative_algorithm = "NGRAM"\n': "7 lora.rollout ! sglang.speculative_algorithm",
     '[megatron]\nmtp = 0.2\n[lora]\nrank = 4\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.mtp ! lora.rank",
     '[megatron]\nrouting_replay = "rolout"\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.routing_replay",
     '[megatron]\nrouting_replay = "rollout"\n[roles.trainer]\nkind = "megatron"\n': "6 megatron.routing_replay ! roles.rollout.kind",
