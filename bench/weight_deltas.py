@@ -6,6 +6,8 @@
     0.6B      the shape of Qwen3-0.6B with its vocabulary of 151,936 and `--layers` of its 28 layers, float32 masters,
               AdamW at lr 1e-6, published in bfloat16
 
+tcp: what a rollout actor fetches of the same, by calls of this process.
+
 The gradients are those of the loss on random tokens. Every version is published whole and as a delta, read from both,
 and compared to the bit. `write` is the trainer's side, `read` the rollout actor's: the check of a whole folder, or
 making it of what is held. Both are with the digest. The first delta copies the whole folder and is told apart.
@@ -14,6 +16,7 @@ making it of what is held. Both are with the digest. The first delta copies the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import tempfile
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from myxa.actors.backends.rank_backend import named_arrays
@@ -63,31 +67,53 @@ def content(location: str) -> list[bytes]:
     return [path.read_bytes() for path in sorted(Path(location).glob("*.safetensors"))]
 
 
+class Calls:
+    """The trainer's rank, as a rollout actor asks it."""
+
+    def __init__(self, writer: DiskWeightWriter) -> None:
+        self.writer, self.num_bytes = writer, 0
+
+    async def ask(self, sender: str, order: Any) -> Any:
+        reply = await asyncio.to_thread(self.writer.answer, order)
+        self.num_bytes += reply.data.nbytes
+        return reply
+
+
 def measure(name: str, folder: Path, lr: float, dtype: torch.dtype, steps: int, scratch: Path) -> None:
     whole = DiskWeightWriter(scratch / "whole", folder, "here")
     changed = DiskWeightWriter(scratch / "deltas", folder, "here", steps + 1)
+    joined = (0, 0.0)
     rebuilt, rows = RebuiltFolder(), list[tuple[float, ...]]()
-    first_s = 0.0
+    first_s, calls = 0.0, Calls(changed)
+    far = RebuiltFolder(calls)
     for version, arrays in enumerate(versions(folder, lr, dtype, steps)):
         full, write_full_s = timed(lambda version=version, arrays=arrays: whole.publish(version, arrays))
         delta, write_s = timed(lambda version=version, arrays=arrays: changed.publish(version, arrays))
         _, read_full_s = timed(lambda full=full: check(full))
+        before = calls.num_bytes
+        (fetched, _), fetch_s = timed(lambda delta=delta: asyncio.run(far.whole(replace(delta, channel="tcp"))))
+        assert content(fetched.location) == content(full.location), "equal to the bit"
         if not delta.deltas:
             rebuilt.seen(delta)
+            joined = (calls.num_bytes, fetch_s)
             continue
         (made, why), read_s = timed(lambda delta=delta: rebuilt.rebuild(delta))
         assert not why
         assert content(made.location) == content(full.location), "equal to the bit"
         first_s = first_s or read_s
-        rows.append((full.num_bytes, delta.deltas[-1].num_bytes, write_full_s, write_s, read_full_s, read_s))
+        sizes = (full.num_bytes, delta.deltas[-1].num_bytes, calls.num_bytes - before)
+        rows.append((*sizes, write_full_s, write_s, fetch_s, read_full_s, read_s))
         whole.release(version)
-    for end in (whole, changed, rebuilt):
+    for end in (rebuilt, far):
+        asyncio.run(end.close())
+    for end in (whole, changed):
         end.close()
-    size, part, write_full_s, write_s, _, _ = (statistics.median(column) for column in zip(*rows, strict=True))
-    read_full_s, read_s = (statistics.median(column) for column in list(zip(*rows[1:], strict=True))[4:])
+    size, part, fetched_bytes, write_full_s, write_s, fetch_s, _, _ = map(statistics.median, zip(*rows, strict=True))
+    read_full_s, read_s = (statistics.median(column) for column in list(zip(*rows[1:], strict=True))[6:])
     print(
         f"{name:34} {size / 1e6:9.1f} MB full {part / 1e6:9.2f} MB delta = {100 * part / size:5.2f} %   write "
-        f"{write_full_s:6.2f} / {write_s:6.2f} s   read {read_full_s:6.2f} / {read_s:6.2f} s, first {first_s:.2f} s",
+        f"{write_full_s:6.2f} / {write_s:6.2f} s   read {read_full_s:6.2f} / {read_s:6.2f} s, first {first_s:.2f} s   "
+        f"tcp {joined[0] / 1e6:.1f} MB, {joined[1]:.2f} s to join, then {fetched_bytes / 1e6:.2f} MB, {fetch_s:.2f} s",
         flush=True,
     )
 

@@ -46,7 +46,7 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 ActivityKind = Literal[
     "compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "wait-env", "paused", "other"
 ]
-WeightChannel = Literal["shm", "disk", "nccl", "cuda_ipc"]
+WeightChannel = Literal["shm", "disk", "tcp", "nccl", "cuda_ipc"]
 RunPhase = Literal["starting", "running", "draining", "finished", "failed"]
 
 
@@ -187,7 +187,7 @@ class WeightManifest(Record, frozen=True):
     version: int
     channel: WeightChannel
     location: str
-    """shm: /proc/<pid>/fd/<n>; disk: folder with safetensors files; nccl, cuda_ipc: sending ranks' actor names."""
+    """shm: /proc/<pid>/fd/<n>; disk, tcp: folder with safetensors files; nccl, cuda_ipc: sending ranks' actor names."""
     num_bytes: int
     tensors: tuple[TensorSpec, ...]
     """Empty for nccl and cuda_ipc: the senders' plans say it (`weight_channel.py`)."""
@@ -198,7 +198,7 @@ class WeightManifest(Record, frozen=True):
     lineage: int = 0
     """Epoch of the trainer's leader that published it: a restarted one makes the same numbers of other weights."""
     deltas: tuple[WeightDelta, ...] = ()
-    """disk: the folder holds the base of the first; these, in order, make this version of it. Empty: it is whole."""
+    """Of a folder, which holds the base of the first; these, in order, make this version of it. Empty: it is whole."""
 
 
 class StepReport(Record, frozen=True):

@@ -255,25 +255,27 @@ class WeightWriter(Protocol):
 
     def release(self, version: int) -> None: ...
 
+    def answer(self, order: SenderOrder[A]) -> A:
+        """A FetchRequest. Raises TrainError, for all others too."""
+        ...
+
     def close(self) -> None:
         """Free everything; never raises."""
         ...
 
 
 class WeightRebuilder(Protocol):
-    """Rollout actor's end of versions that are published as deltas. Every method blocks."""
+    """Rollout actor's end of versions that its engine cannot read as they were published."""
 
     at: str
     """What it does now; empty: nothing."""
 
-    def seen(self, manifest: WeightManifest) -> None:
-        """The engine is handed a whole version, which later deltas may change."""
-
-    def rebuild(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
-        """The same version, whole and checked, and why what was held did not do, if it did not. Raises EngineError."""
+    async def whole(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
+        """What the engine can read: the same version, fetched, made of deltas and checked where that has to be; and why
+        what was held did not do, if it did not. Raises EngineError."""
         ...
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class WeightSender(Protocol):

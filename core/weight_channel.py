@@ -8,6 +8,8 @@ engine. Order of events:
     send    the sender broadcasts every bucket of one version into the channel; the engine is called for each in turn
     share   instead of join and send, on one GPU: handles of the buckets' memory
     leave   the channel is given up, by either side, for a reason
+
+    fetch   over tcp alone: a piece of a file that rank 0 has written
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from typing import Generic, Literal, TypeVar
 
 from .messages import Record, TensorSpec, WeightChannel
+from .samples import U8
 
 A = TypeVar("A")
 
@@ -22,6 +25,9 @@ CollectiveBackend = Literal["nccl", "gloo"]
 
 SENT_CHANNELS: frozenset[WeightChannel] = frozenset({"nccl", "cuda_ipc"})
 """Between devices, from every rank that holds whole tensors; over the others rank 0 writes what engines read."""
+
+WRITTEN_CHANNELS: frozenset[WeightChannel] = frozenset({"disk", "tcp"})
+"""By folders that rank 0 writes."""
 
 SHARED_CHANNELS: frozenset[WeightChannel] = frozenset({"cuda_ipc"})
 """Of these: memory is opened by processes on the GPU that it lies on, and by no others. So every sender has the whole
@@ -128,8 +134,28 @@ class LeaveOrder(SenderOrder[None], frozen=True, tag="leave"):
         return ANSWER_S
 
 
-AnyOrder = PlanRequest | JoinRequest | SendOrder | LeaveOrder | ShareRequest
-AnyAnswer = PlanReply | JoinOffer | ShareReply | None
+class FetchReply(Record, frozen=True, tag="fetch"):
+    """What was asked for."""
+
+    data: U8
+    files: dict[str, int]
+    """Name -> bytes."""
+
+
+class FetchRequest(SenderOrder[FetchReply], frozen=True, tag="fetch"):
+    """A piece of a file of a version's folder; without a name: which files it has."""
+
+    version: int
+    file: str = ""
+    offset: int = 0
+    num_bytes: int = 0
+    """FETCH_BYTES at most."""
+
+
+FETCH_BYTES = 8 << 20
+
+AnyOrder = PlanRequest | JoinRequest | SendOrder | LeaveOrder | ShareRequest | FetchRequest
+AnyAnswer = PlanReply | JoinOffer | ShareReply | FetchReply | None
 
 
 class WeightProgress(Record, frozen=True):

@@ -288,7 +288,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         tenancy=rollout_tenancy(spec, config, engine),
         evaluation=Evaluation(eval_rewarders(config, judges), num_shown=config.monitor.samples_per_step),
         reference=served_reference(config, tokenizer, clock),
-        rebuilder=RebuiltFolder(),
+        rebuilder=RebuiltFolder(senders),
         options=RolloutOptions(
             concurrency=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,

@@ -26,7 +26,7 @@ from ...core.messages import WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainShard
 from ...core.timeouts import TIMEOUTS
-from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
+from ...core.weight_channel import WRITTEN_CHANNELS, AnyAnswer, AnyOrder, SenderOrder
 from ..checkpoints.folder import version_in
 from ..contracts import TrainerContract
 from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
@@ -182,7 +182,7 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def publish(self, version: int, unreleased: tuple[int, ...]) -> WeightManifest | None:
         await self._is_set_up.wait()
         leader = self._options.leader
-        on_disk = naming_disk(Path(leader.run_dir)) if leader.channel == "disk" else nullcontext()
+        on_disk = naming_disk(Path(leader.run_dir)) if leader.channel in WRITTEN_CHANNELS else nullcontext()
         with self._meter.during("compute", f"publish {version}", makes_version=version), on_disk:
             return await self._end.publish(version, self._backend, self._in_thread, unreleased)
 
@@ -226,9 +226,8 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def ask_sender(self, order: AnyOrder) -> AnyAnswer:
         """Each in its own thread: an engine that takes weights never waits for a training step."""
-        sender = self._end.sender
         asked = cast("SenderOrder[AnyAnswer]", order)
-        return await in_daemon_thread(lambda: sender.answer(asked), f"{type(order).__name__} of an engine")
+        return await in_daemon_thread(lambda: self._end.answer(asked), f"{type(order).__name__} of an engine")
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
         if self._tenant is None:

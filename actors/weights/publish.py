@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,10 +23,11 @@ from ...core.messages import WeightChannel, WeightManifest
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
 from ...core.refs import together
 from ...core.timeouts import TIMEOUTS
-from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
+from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS, SenderOrder
 from ..contracts import TrainerContract
 from ..telemetry import Reporter
 
+A = TypeVar("A")
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs blocking work in the backend's thread."""
 
@@ -34,7 +35,7 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 class ChannelEnd:
     """A trainer rank's end. For the rank's loop, not thread-safe.
 
-    shm, disk         rank 0 has a `writer`; it works in its own thread, beside training
+    shm, disk, tcp    rank 0 has a `writer`; it works in its own thread, beside training
     nccl, cuda_ipc    every rank has a `sender`; it takes tensors in the backend's thread, and answers in any
     """
 
@@ -49,12 +50,12 @@ class ChannelEnd:
         self._held: set[int] = set()
         """Versions that were not released."""
 
-    @property
-    def sender(self) -> WeightSender:
-        """Raises TrainError if this channel has none."""
-        if self._sender is None:
-            raise TrainError("this run's weights are read, not sent", remedy="see weights.channel")
-        return self._sender
+    def answer(self, order: SenderOrder[A]) -> A:
+        """In any thread. Raises TrainError for what this channel does not do."""
+        end = self._sender or self._writer
+        if end is None:
+            raise TrainError("this rank publishes no weights", remedy="see weights.channel")
+        return end.answer(order)
 
     async def publish(
         self, version: int, backend: TrainBackend, in_thread: InThread, unreleased: tuple[int, ...] = ()

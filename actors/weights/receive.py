@@ -8,7 +8,6 @@ The coordinator calls both (`coordinator`), the engine fetches bytes through `Tr
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -37,7 +36,6 @@ class EngineWeights:
     lineage: int = 0
     """Of the weights that serve (`WeightManifest.lineage`)."""
     _prepared: WeightManifest | None = None
-    _has_rebuilt: bool = False
 
     async def prepare(self, manifest: WeightManifest) -> WeightAck:
         """Bytes beside the weights that serve, which stay whole whatever happens."""
@@ -53,19 +51,16 @@ class EngineWeights:
 
     async def _whole(self, manifest: WeightManifest) -> WeightManifest:
         """What the engine can read. Raises EngineError."""
-        if self.rebuilder is None or not manifest.deltas:
-            if self.rebuilder is not None:
-                self.rebuilder.seen(manifest)
+        if self.rebuilder is None:
             return manifest
-        self._has_rebuilt = True
-        whole, why = await asyncio.to_thread(self.rebuilder.rebuild, manifest)
+        whole, why = await self.rebuilder.whole(manifest)
         if why:
             self.report.tell("weights-from-full", f"{self.report.ctx.name}: {why}", version=manifest.version)
         return whole
 
     async def close(self) -> None:
-        if self.rebuilder is not None and self._has_rebuilt:  # else no thread is left in an embedding program
-            await asyncio.to_thread(self.rebuilder.close)
+        if self.rebuilder is not None:
+            await self.rebuilder.close()
 
     async def commit(self, version: int) -> WeightAck:
         if self.engine is None:

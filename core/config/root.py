@@ -130,7 +130,7 @@ RELATIONS = (
     # Weights and evaluation
     'weights.channel=nccl,cuda_ipc needs roles.rollout.kind=sglang: others take "shm" or "disk"',
     'weights.channel=shm needs roles.rollout.kind!=sglang: it takes "nccl", "cuda_ipc" or "disk"',
-    "weights.full_every!=0,1 needs weights.channel=disk: only folders have deltas",
+    "weights.full_every!=0,1 needs weights.channel=disk,tcp: only folders have deltas",
     "eval.every needs eval.data eval.sets: the held-out prompts",
 )
 FIRST_RELATIONS = (
@@ -503,8 +503,9 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (channel == "shm" and not are_beside, "weights.channel", "needs both roles on the same nodes"),
         (channel == "nccl" and shared and rollout.nodes == trainer.nodes, "weights.channel",
          f'cannot join two processes on GPU {", ".join(map(str, shared[:1]))}; use "cuda_ipc"'),
-        *((config.weights.full_every > 1 and urlsplit(url).hostname not in LOCAL_HOSTS, "weights.full_every",
-           f"must be 1 with engine.attach = {url}: a server on another host does not see what its actor rebuilds")
+        *(((config.weights.full_every > 1 or channel == "tcp") and urlsplit(url).hostname not in LOCAL_HOSTS,
+           "weights.channel" if channel == "tcp" else "weights.full_every",
+           f"cannot be so with engine.attach = {url}: a server on another host does not see its actor's folders")
           for url in config.engine.attach),
     )  # fmt: skip
     yield from handle_conflicts(config) if channel == "cuda_ipc" else ()

@@ -637,7 +637,7 @@ class FrozenModelSettings(RolloutRole, frozen=True):
     """Seconds that a request may take, deaths of its actor included; then its sample's environment has failed."""
 
 
-ChannelName = Literal["auto", "shm", "disk", "nccl", "cuda_ipc"]
+ChannelName = Literal["auto", "shm", "disk", "tcp", "nccl", "cuda_ipc"]
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Of a server's address: paths mean the same to it."""
 
@@ -646,17 +646,18 @@ class WeightSettings(Section, frozen=True):
     """How new weights get from the trainer to the engines."""
 
     channel: ChannelName = "auto"
-    """shm (shared memory, for embedded engines on the trainer's nodes), disk (folders), nccl (broadcast from the
-    trainer's GPU into the servers'; by gloo where the trainer is on CPUs), cuda_ipc (servers on the
-    trainer's nodes read the memory of the rank on their GPU, or of the node's first; with many experts several times as
-    fast as nccl). "auto": cuda_ipc where both roles name a same GPU (disk where servers are attached or take turns and
-    some GPU has no rank), nccl where the roles' GPUs are others, else shm or disk."""
+    """shm (shared memory, for embedded engines on the trainer's nodes), disk (folders), tcp (folders that each rollout
+    actor fetches from the trainer, without a common file system), nccl (broadcast from the trainer's GPU into the
+    servers'; by gloo where the trainer is on CPUs), cuda_ipc (servers on the trainer's nodes read the memory of the
+    rank on their GPU, or of the node's first; with many experts several times as fast as nccl). "auto": cuda_ipc where
+    both roles name a same GPU (disk where servers are attached or take turns and some GPU has no rank), nccl where the
+    roles' GPUs are others, else shm or disk."""
     bucket_mb: Annotated[int, Field(ge=1, le=65536)] = 2048
     """MiB of weights sent at once. A server needs up to twice that beside its weights while it loads."""
     join_s: PositiveFloat = 30.0
     """Seconds a server may take to join the trainer's process group."""
     transfer_s: PositiveFloat = 30.0
-    """Seconds one transfer may take; a failed one is repeated once through a new group."""
+    """Seconds one transfer may take; a failed one is repeated once through a new group. tcp: to fetch a version."""
     adopt_at_once: PositiveInt = 1
     """Engines that bring a new version in at the same time; the others serve meanwhile. More: all have it sooner, and
     fewer generate while they wait for it."""
@@ -664,9 +665,9 @@ class WeightSettings(Section, frozen=True):
     """Seconds without any progress after which an engine's update is given up and the engine rebuilt, before the
     deadline of the whole phase; 0 = the deadlines only."""
     full_every: Annotated[int, Field(ge=0, le=1000)] = 1
-    """disk: one version of so many is a whole folder, the others are what changed since the version before; 0 or 1: all
-    are whole. Rollout actors rebuild versions in a folder of their host (below TMPDIR), as large as the model; the
-    trainer's rank 0 keeps a copy of the weights in memory."""
+    """disk, tcp: one version of so many is a whole folder, the others are what changed since the version before; 0 or
+    1: all are whole. Rollout actors rebuild versions in a folder of their host (below TMPDIR), as large as the model;
+    the trainer's rank 0 keeps a copy of the weights in memory."""
     served_folder: PathText = ""
     """Model folder that the servers were started with, if it is not `model.path`; if its weights are FP8 in blocks,
     weights are quantised likewise on the way (nccl, cuda_ipc)."""

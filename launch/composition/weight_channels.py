@@ -63,7 +63,8 @@ def is_between_devices(channel: WeightChannel) -> bool:
 
 def prepare_s(config: RunConfig) -> float:
     """How long one engine may prepare a version."""
-    return max(60.0, config.weights.join_s + MARGIN_S)
+    fetch_s = config.weights.transfer_s if config.weights.channel == "tcp" else 0.0
+    return max(60.0, config.weights.join_s + MARGIN_S, fetch_s + MARGIN_S)
 
 
 COMMIT_S = 30.0

@@ -272,8 +272,8 @@ def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
         why = {"shm": "memory of the trainer's machine", "cuda_ipc": "memory of the trainer's GPUs"}[channel]
         return (
             f"weights travel by {channel} in this run: engines read {why}, which another machine cannot -- start the "
-            'run with weights.channel = "disk" (its directory must be on a shared file system), or "nccl" for servers '
-            "on GPUs"
+            'run with weights.channel = "disk" (its directory must be on a shared file system), "tcp", or "nccl" '
+            "for servers on GPUs"
         )
     return ""
 

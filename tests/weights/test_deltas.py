@@ -3,6 +3,7 @@ files; actors that restart in the middle of a chain; versions that are released;
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,9 +27,10 @@ from myxa.actors.models.safetensors_file import write_safetensors
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
 from myxa.actors.weights.channels.delta import decode, encode
 from myxa.actors.weights.channels.host import DiskWeightWriter, RebuiltFolder, read_version
-from myxa.core.errors import EngineError
+from myxa.core.errors import EngineError, MyxaError, PeerDied, RemoteError, TrainError
 from myxa.core.messages import TensorSpec, WeightManifest
 from myxa.core.protocols import NamedArray
+from myxa.core.weight_channel import FETCH_BYTES, FetchReply, FetchRequest
 
 SEED = int.from_bytes(os.urandom(4), "little")
 CONFIG = tiny_config("0p5m")
@@ -81,7 +84,7 @@ def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rebuilt
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     made = RebuiltFolder()
     yield made
-    made.close()
+    asyncio.run(made.close())
     assert not os.listdir(tmp_path / "scratch"), "nothing is left of it"
 
 
@@ -155,7 +158,7 @@ def test_an_engine_skips_versions_and_one_that_comes_late_begins_with_the_full_f
     made, why = take(late, model.publish())
     assert model.is_in(made)
     assert "version 3 is made from" in why and "version_00000000" in why and "(nothing)" in why
-    late.close()
+    asyncio.run(late.close())
     assert not list(Path(made.location).parent.glob("*"))
 
 
@@ -180,7 +183,7 @@ def test_what_is_damaged_is_told_and_never_served(model: Model, rebuilt: Rebuilt
     again = model.writer.publish(2, model.arrays())
     assert not again.deltas, "what is published again is whole"
     assert model.is_in(take(rebuilt, again)[0]) and model.is_in(take(rebuilt, model.publish())[0])
-    rebuilt.close()
+    asyncio.run(rebuilt.close())
 
 
 def flip(file: Path) -> None:
@@ -239,6 +242,125 @@ def test_a_manifest_with_deltas_is_never_read_as_its_folder(model: Model) -> Non
         pass
 
 
+class Far:
+    """The trainer's rank as a rollout actor of another host reaches it."""
+
+    def __init__(self, writer: DiskWeightWriter) -> None:
+        self.writer, self.num_bytes, self.fails_at = writer, 0, -1
+
+    async def ask(self, sender: str, order: Any) -> Any:
+        assert sender == "trainer/0"
+        if self.fails_at == 0:
+            raise PeerDied("trainer/0 died")
+        self.fails_at -= 1
+        try:
+            reply = await asyncio.to_thread(self.writer.answer, order)
+        except MyxaError as err:
+            raise RemoteError(err.message, remote_type="TrainError") from err
+        self.num_bytes += reply.data.nbytes
+        return reply
+
+
+@pytest.fixture
+def far(model: Model) -> Far:
+    model.writer.channel = "tcp"
+    return Far(model.writer)
+
+
+async def test_over_tcp_deltas_are_fetched_and_the_whole_folder_only_once(
+    model: Model, far: Far, rebuilt: RebuiltFolder
+) -> None:
+    rebuilt._senders = far
+    manifest = model.publish()
+    for number in range(8):
+        manifest = model.publish() if number else manifest
+        before = far.num_bytes
+        made, why = await rebuilt.whole(manifest)
+        assert model.is_in(made) and not why and made.location.startswith(tempfile.gettempdir())
+        fetched = far.num_bytes - before
+        if manifest.deltas:
+            assert fetched == manifest.deltas[-1].num_bytes < manifest.num_bytes / 4
+        else:
+            assert number in (0, 4) and fetched > manifest.num_bytes
+        before = far.num_bytes
+        assert model.is_in((await rebuilt.whole(manifest))[0]) and far.num_bytes == before, "asked again"
+        model.writer.release(model.version - 1)
+    late = RebuiltFolder(far)
+    made, why = await late.whole(manifest)
+    assert model.is_in(made) and "version 7 is made from" in why, "a joiner begins with the whole folder"
+    await late.close()
+    await rebuilt.close()
+
+
+async def test_over_tcp_a_trainer_that_dies_costs_nothing_that_was_held(
+    model: Model, far: Far, rebuilt: RebuiltFolder
+) -> None:
+    rebuilt._senders = far
+    manifest = model.publish()
+    for fails_at in (0, 1, 2):
+        far.fails_at = fails_at
+        with pytest.raises(MyxaError, match=r"trainer/0 died"):
+            await rebuilt.whole(manifest)
+    far.fails_at = -1
+    assert model.is_in((await rebuilt.whole(manifest))[0])
+    manifest = model.publish()
+    for fails_at in (0, 1):
+        far.fails_at = fails_at
+        with pytest.raises(MyxaError, match="trainer/0 died"):
+            await rebuilt.whole(manifest)
+    far.fails_at, before = -1, far.num_bytes
+    made, why = await rebuilt.whole(manifest)
+    assert model.is_in(made) and not why and far.num_bytes - before == manifest.deltas[0].num_bytes
+    held = Path(made.location)
+    manifest = model.publish()
+    model.writer.close()
+    with pytest.raises(MyxaError, match="it was released, or never written"):
+        await rebuilt.whole(manifest)
+    assert held.exists(), "what is held is not given up for what cannot come"
+    await rebuilt.close()
+
+
+@pytest.mark.parametrize(
+    "files", [{"../x": 4}, {"/etc/x": 4}, {"a/b": 4}, {"model.safetensors": 1 << 50}, {}, {"..": 1}]
+)
+async def test_over_tcp_what_a_strange_trainer_says_is_refused(
+    model: Model, far: Far, rebuilt: RebuiltFolder, files: dict[str, int], tmp_path: Path
+) -> None:
+    rebuilt._senders = far
+    manifest = model.publish()
+    told = FetchReply(data=np.zeros(3, np.uint8), files=files)
+
+    async def ask(sender: str, order: Any) -> Any:
+        return told
+
+    far.ask = ask
+    with pytest.raises(MyxaError):
+        await rebuilt.whole(manifest)
+    assert not list(tmp_path.rglob("x")) and not Path("/etc/x").exists()
+    await rebuilt.close()
+
+
+def test_files_of_versions_alone_are_handed_out(model: Model, far: Far, tmp_path: Path) -> None:
+    manifest = model.publish()
+    (tmp_path / "secret").write_text("s")
+    listed = model.writer.answer(FetchRequest(version=0))
+    assert "model.safetensors" in listed.files and not listed.data.size
+    for file in ("../../secret", str(tmp_path / "secret"), "..", "nothing"):
+        assert not model.writer.answer(FetchRequest(version=0, file=file, num_bytes=9)).data.size
+    for order in (
+        FetchRequest(version=7),
+        FetchRequest(version=-1),
+        FetchRequest(version=0, file="config.json", offset=-1),
+    ):
+        with pytest.raises(TrainError, match="cannot be read"):
+            model.writer.answer(order)
+    most = model.writer.answer(FetchRequest(version=0, file="model.safetensors", num_bytes=1 << 60)).data
+    assert most.nbytes == min(FETCH_BYTES, listed.files["model.safetensors"])
+    assert not model.writer.answer(FetchRequest(version=0, file="model.safetensors", num_bytes=-1)).data.size
+    with pytest.raises(EngineError), read_version(manifest):
+        pass
+
+
 REBUILD = """
 import sys, time
 from pathlib import Path
@@ -264,7 +386,7 @@ def test_what_a_killed_actor_left_is_removed_by_the_next(model: Model, tmp_path:
         os.utime(left, (1, 1))
         take(rebuilt, manifest)
         assert left.exists(), "it lives"
-        rebuilt.close()
+        asyncio.run(rebuilt.close())
         actor.send_signal(signal.SIGKILL)
         actor.wait()
     assert model.is_in(take(rebuilt, manifest)[0])
@@ -274,11 +396,12 @@ def test_what_a_killed_actor_left_is_removed_by_the_next(model: Model, tmp_path:
 @pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_a_run_with_deltas_makes_the_weights_of_the_same_run_without(tmp_path: Path) -> None:
-    ends: dict[int, tuple[bytes, list[str]]] = {}
-    for every in (1, 3):
-        job = make_job(tmp_path / str(every))
+    ends: dict[str, tuple[bytes, list[str]]] = {}
+    for channel, every in (("disk", 1), ("disk", 3), ("tcp", 3)):
+        job = make_job(tmp_path / f"{channel}{every}")
         status, said, run_dir = job.run(
-            "weights.channel=disk", f"weights.full_every={every}", "rollout.deterministic=true", "async.max_staleness=0",
+            f"weights.channel={channel}", f"weights.full_every={every}", "rollout.deterministic=true",
+            "async.max_staleness=0",
             "run.num_steps=6", "rollout.max_groups=4", "optimizer.lr=1e-4", "reward.fn=regex", 'reward.pattern="[1-4]"',
         )  # fmt: skip
         assert status == 0, said
@@ -288,12 +411,14 @@ def test_a_run_with_deltas_makes_the_weights_of_the_same_run_without(tmp_path: P
         assert not (run_dir / "weights").exists()
         log = "".join(path.read_text() for path in run_dir.rglob("*.log"))
         published = [
-            *dict.fromkeys(re.findall(r"version \d is published over disk(, delta of \d+ bytes)?, digest (\S+)", log))
+            *dict.fromkeys(re.findall(r"version \d is published over \w+(, delta of \d+ bytes)?, digest (\S+)", log))
         ]
         assert [bool(delta) for delta, _ in published] == [every > 1 and version % 3 > 0 for version in range(7)]
-        ends[every] = (run_dir / "export" / "model.safetensors").read_bytes(), [digest for _, digest in published]
-        assert len(set(ends[every][1])) == 7, "the weights changed"
-    assert ends[1] == ends[3]
+        end = ends[channel + str(every)] = (
+            (run_dir / "export" / "model.safetensors").read_bytes(), [digest for _, digest in published]
+        )  # fmt: skip
+        assert len(set(end[1])) == 7, "the weights changed"
+    assert ends["disk1"] == ends["disk3"] == ends["tcp3"]
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from ....core.config.servers import guesser, speculation_conflicts
 from ....core.errors import ConfigError
+from ....core.weight_channel import WRITTEN_CHANNELS
 
 MODULE = "sglang.launch_server"
 
@@ -124,11 +125,11 @@ def guesses_by(values: Mapping[str, Any]) -> Guesses:
 def check_guesses(values: Mapping[str, Any], channel: str) -> None:
     """Raises ConfigError where new weights cannot come by this channel (`weights.channel`; empty: none come)."""
     by = guesses_by(values)
-    if channel == "disk" and by in ("ngram", "model"):
+    if channel in WRITTEN_CHANNELS and by in ("ngram", "model"):
         what = "overwrites its draft with the policy" if by == "model" else "ends"
         raise ConfigError(
             f"sglang.speculative_algorithm = {guesser(values)}: SGLang {what} when new weights come as folders "
-            '(weights.channel = "disk")',
+            f'(weights.channel = "{channel}")',
             remedy='use weights.channel "nccl" or "cuda_ipc" (name the GPUs of both roles), or guess with NEXTN',
         )
 

@@ -6,6 +6,8 @@
     disk    each version is a HuggingFace folder, so any server that takes a model path can load it:
             `models/hf_folder.py` writes and reads it. With `weights.full_every` the versions between are what changed
             (`delta.py`); a folder stays while the newest version, or one that was not released, needs it
+    tcp     the same folders. A rollout actor fetches their files by calls to rank 0, piece by piece, into a folder of
+            its host; of versions that are deltas only those that it lacks
 
 The digest is zlib's CRC-32: 3.9 GiB/s where BLAKE2b does 0.9 and SHA-256 1.7. It guards against mistakes, not against
 malice: a process that can write the bytes could also write the manifest. `multiprocessing.shared_memory` was
@@ -14,6 +16,7 @@ considered: on 3.11 the resource tracker of any reader unlinks it under the othe
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import mmap
@@ -23,11 +26,14 @@ import shutil
 import tempfile
 import threading
 import zlib
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -37,13 +43,17 @@ from ....core.files import locked_folder, remove_unlocked
 from ....core.host_memory import available_bytes
 from ....core.messages import TensorSpec, WeightDelta, WeightManifest
 from ....core.process import boot_id
-from ....core.protocols import NamedArray, WeightWriter
+from ....core.protocols import NamedArray, WeightSenders, WeightWriter
+from ....core.weight_channel import FETCH_BYTES, FetchReply, FetchRequest, SenderOrder
 from ...models.adapters import WEIGHTS, write_adapter
 from ...models.hf_folder import open_weights, read_config, write_folder
 from ...models.safetensors_file import open_safetensors
-from .delta import Bytes, patch_folder, write_delta
+from .delta import FILE, Bytes, patch_folder, write_delta
 
-ReadChannel = Literal["shm", "disk"]
+A = TypeVar("A")
+ReadChannel = Literal["shm", "disk", "tcp"]
+LEADER = "trainer/0"
+"""Who writes."""
 NO_FACTS: Mapping[str, Any] = {}
 
 
@@ -52,8 +62,8 @@ def make_writer(
 ) -> WeightWriter:
     """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer;
     `lora`: rank and alpha of adapters, which then are what a version is."""
-    if channel == "disk":
-        return DiskWeightWriter(folder, model_folder, boot_id(), full_every, lora)
+    if channel != "shm":
+        return DiskWeightWriter(folder, model_folder, boot_id(), full_every, lora, channel)
     clear_folders(folder)  # the run wrote folders before it was resumed
     return ShmWeightWriter(boot_id())
 
@@ -63,7 +73,7 @@ def read_version(manifest: WeightManifest) -> AbstractContextManager[Mapping[str
     the block only, and checked on entry. Raises EngineError; shared memory of another host is refused by name."""
     if manifest.channel == "disk":
         return read_folder(manifest)
-    if manifest.host != boot_id():
+    if manifest.channel != "shm" or manifest.host != boot_id():
         raise EngineError(
             f"weight version {manifest.version} lies in the shared memory of another host ({manifest.host})",
             remedy="let trainer and rollout share their nodes, or name different nodes so that folders are used",
@@ -150,6 +160,9 @@ class ShmWeightWriter:
         if descriptor is not None:
             os.close(descriptor)
 
+    def answer(self, order: SenderOrder[A]) -> A:
+        raise TrainError("weights lie in shared memory", remedy='fetch them with weights.channel = "tcp"')
+
     def close(self) -> None:
         for version in list(self._files):
             self.release(version)
@@ -211,6 +224,7 @@ class DiskWeightWriter:
     has other tensors, is whole, and so is one whose base has gone."""
     lora: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Rank and alpha: each version is an adapter folder. Empty: a model folder."""
+    channel: Literal["disk", "tcp"] = "disk"
     _folders: set[Path] = field(default_factory=set[Path])
     _unreleased: dict[int, WeightManifest] = field(default_factory=dict[int, WeightManifest])
     _last: WeightManifest | None = None
@@ -225,8 +239,8 @@ class DiskWeightWriter:
         if not self._is_clear:
             clear_folders(self.root)
             self._is_clear = True
-        folder = self.root / f"version_{version:08d}"
-        whole = _manifest(version, "disk", str(folder), tuple(t.spec for t in tensors), tensors, self.host)
+        folder = self._folder(version)
+        whole = _manifest(version, self.channel, str(folder), tuple(t.spec for t in tensors), tensors, self.host)
         self._folders.add(folder)
         try:
             manifest = self._write_delta(whole, tensors)
@@ -269,6 +283,30 @@ class DiskWeightWriter:
             base_digest=last.digest,
         )  # fmt: skip
         return replace(whole, location=last.location, deltas=(*last.deltas, delta))
+
+    def _folder(self, version: int) -> Path:
+        return self.root / f"version_{version:08d}"
+
+    def answer(self, order: SenderOrder[A]) -> A:
+        """Of a FetchRequest, beside a version that is being written."""
+        if not isinstance(order, FetchRequest):
+            raise TrainError("weights are written, not sent", remedy="see weights.channel")
+        folder = self._folder(order.version)
+        try:
+            if folder not in self._folders:
+                raise FileNotFoundError("it was released, or never written")
+            files = {path.name: path.stat().st_size for path in folder.iterdir()}
+            data = b""
+            if order.file in files:
+                with (folder / order.file).open("rb") as file:
+                    file.seek(order.offset)
+                    data = file.read(max(0, min(order.num_bytes, FETCH_BYTES)))
+        except (OSError, ValueError) as err:
+            raise TrainError(
+                f"weight version {order.version}: {order.file} in {folder} cannot be read: {err}",
+                remedy="the newest version will be offered next",
+            ) from err
+        return cast(A, FetchReply(data=np.frombuffer(data, np.uint8), files=files))
 
     def release(self, version: int) -> None:
         self._unreleased.pop(version, None)
@@ -353,21 +391,39 @@ def check_adapter(manifest: WeightManifest) -> None:
 
 
 SCRATCH = "myxa-weights-"
+FETCHED = "fetched"
+"""Folder of deltas that were fetched."""
+NUM_ASKED = 4
+"""Pieces that are on their way at a time."""
+FETCH_S = 60.0
+"""For one piece; the call itself has a shorter deadline."""
 
 
 class RebuiltFolder:
-    """Whole versions of deltas, in a temporary folder of this host. One per engine; it goes with the process that has
-    its lock."""
+    """Whole versions of deltas, or of what was fetched, in a temporary folder of this host. One per engine; it goes
+    with the process that has its lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, senders: WeightSenders | None = None) -> None:
+        """`senders`: whose files are fetched; None: none are."""
         self.at = ""
         """What it does now."""
+        self._senders = senders
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """In which they are asked."""
         self._turn = threading.Lock()
         """A call that was given up runs on in its thread."""
         self._root: Path | None = None
         self._lock = ExitStack()
         self._held: tuple[str, Path] = "", Path()
         """Digest of a version, and the folder that has it."""
+
+    async def whole(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
+        """What the engine can read: as it is, or rebuilt."""
+        if manifest.channel != "tcp" and not manifest.deltas:
+            self.seen(manifest)
+            return manifest, ""
+        self._loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(self.rebuild, manifest)
 
     def seen(self, manifest: WeightManifest) -> None:
         """The engine is handed a whole version, which later deltas may change."""
@@ -376,56 +432,110 @@ class RebuiltFolder:
             self._turn.release()
 
     def rebuild(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
-        """The same version, whole and checked, and why it was made from the full folder, if it was. Blocks. Raises
-        EngineError."""
+        """The same version, whole and checked, and why it was made from the full folder, if it was though it has
+        deltas. Blocks. Raises EngineError, CallError where files cannot be fetched: what is held stays."""
         with self._turn:
             try:
                 self.at = f"rebuilds weight version {manifest.version}"
-                return self._rebuild(manifest)
+                if self._root is None:
+                    remove_unlocked(SCRATCH)
+                    self._root = Path(tempfile.mkdtemp(prefix=SCRATCH))
+                    self._lock.enter_context(locked_folder(self._root, 0.0))
+                return self._rebuild(self._root, manifest)
+            except OSError as err:
+                raise EngineError(
+                    f"weight version {manifest.version} cannot be fetched: {err!r}", remedy="has TMPDIR room?"
+                ) from err
             finally:
                 self.at = ""
 
-    def _rebuild(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
+    def _rebuild(self, root: Path, manifest: WeightManifest) -> tuple[WeightManifest, str]:
         (digest, folder), deltas = self._held, manifest.deltas
-        digests = [deltas[0].base_digest, *(delta.digest for delta in deltas)]
+        digests = [deltas[0].base_digest if deltas else manifest.digest, *(delta.digest for delta in deltas)]
         why = f"what is held ({digest or 'nothing'}) is the base of none of its deltas"
         if digest in digests:
+            begin = digests.index(digest)
+            near = self._near(root, deltas[begin:], manifest)
             try:
-                return self._make(folder, manifest, digests.index(digest)), ""
+                return self._make(root, folder, manifest, near), ""
             except (OSError, ValueError, MyxaError) as err:
                 why = str(err)
-        full = Path(manifest.location)
+        full, near = Path(manifest.location), self._near(root, deltas, manifest)
         try:
-            return self._make(full, manifest, 0), f"version {manifest.version} is made from {full}: {why}"
+            made = self._make(root, full, manifest, near)
         except (OSError, ValueError, MyxaError) as err:
             raise EngineError(
                 f"weight version {manifest.version} cannot be made from {full} and {len(deltas)} deltas: {err}; "
                 f"at first: {why}",
-                remedy="the folders must be reachable from this host (a shared file system), and TMPDIR have room",
+                remedy="the folders must be reachable from this host (a shared file system, or weights.channel = "
+                '"tcp"), and TMPDIR have room',
             ) from err
+        return made, f"version {manifest.version} is made from {full}: {why}" if deltas else ""
 
-    def _make(self, base: Path, manifest: WeightManifest, begin: int) -> WeightManifest:
-        """From `base`, which is the version before `manifest.deltas[begin]`. What is held goes, whatever happens."""
-        if self._root is None:
-            remove_unlocked(SCRATCH)
-            self._root = Path(tempfile.mkdtemp(prefix=SCRATCH))
-            self._lock.enter_context(locked_folder(self._root, 0.0))
+    def _make(self, root: Path, base: Path, manifest: WeightManifest, deltas: Sequence[WeightDelta]) -> WeightManifest:
+        """From `base`, which is the version before the first of `deltas`. What is held goes, whatever happens."""
         # A server that fails to load goes back to the path that it loaded before: that must not be these bytes.
-        folder = self._root / f"version_{manifest.version:08d}-{manifest.digest.rpartition(':')[2]}"
+        folder = root / f"version_{manifest.version:08d}-{manifest.digest.rpartition(':')[2]}"
         self._held = "", Path()
-        if base.parent == self._root:
+        if base.parent == root:
             base.rename(folder)
         else:
-            for old in self._root.iterdir():
+            for old in root.glob("version_*"):
                 shutil.rmtree(old, ignore_errors=True)
-            shutil.copytree(base, folder)
-        patch_folder(folder, manifest.deltas[begin:])
-        made = replace(manifest, location=str(folder), deltas=())
+            if manifest.channel == "tcp":
+                version = manifest.deltas[0].base if manifest.deltas else manifest.version
+                self._fetch(version, folder)
+            else:
+                shutil.copytree(base, folder)
+        patch_folder(folder, deltas)
+        shutil.rmtree(root / FETCHED, ignore_errors=True)
+        made = replace(manifest, channel="disk", location=str(folder), deltas=())
         with read_folder(made):
             self._held = manifest.digest, folder
         return made
 
-    def close(self) -> None:
+    def _near(self, root: Path, deltas: Sequence[WeightDelta], manifest: WeightManifest) -> Sequence[WeightDelta]:
+        """As files of this host."""
+        if manifest.channel != "tcp":
+            return deltas
+        near = [replace(delta, path=str(root / FETCHED / delta.digest / FILE)) for delta in deltas]
+        for delta in near:
+            self._fetch(delta.version, Path(delta.path).parent)
+        return near
+
+    def _fetch(self, version: int, folder: Path) -> None:
+        """All files of a version's folder; one that is complete stays. Raises CallError, EngineError, OSError."""
+        if folder.exists():
+            return
+        draft = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for name, size in self._ask(FetchRequest(version=version)).result(FETCH_S).files.items():
+            if Path(name).name != name:
+                raise EngineError(f"weight version {version} has a file {name!r:.200}", remedy="this is a bug")
+            offsets, asked = iter(range(0, size, FETCH_BYTES)), deque[Future[FetchReply]]()
+            with (draft / name).open("wb") as file:
+                while file.tell() < size:
+                    for offset in islice(offsets, NUM_ASKED - len(asked)):
+                        piece = FetchRequest(version=version, file=name, offset=offset, num_bytes=FETCH_BYTES)
+                        asked.append(self._ask(piece))
+                    data = asked.popleft().result(FETCH_S).data
+                    if data.nbytes != min(FETCH_BYTES, size - file.tell()):
+                        raise EngineError(f"weight version {version}: {name} ends at {file.tell() + data.nbytes}")
+                    file.write(data.data)
+                    self.at = f"fetches weight version {version}: {name}, {file.tell()} of {size} bytes"
+        draft.rename(folder)
+
+    def _ask(self, request: FetchRequest) -> Future[FetchReply]:
+        if self._senders is None or self._loop is None:
+            raise EngineError("there is nobody to fetch weights from", remedy="this is a bug: name the senders")
+        return asyncio.run_coroutine_threadsafe(self._senders.ask(LEADER, request), self._loop)
+
+    async def close(self) -> None:
+        if self._root is not None:  # else no thread is left in an embedding program
+            await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
         """Blocks while files are deleted. Never raises."""
         with self._turn:
             if self._root is not None:

@@ -154,7 +154,11 @@ class DeviceWeightSender:
             ShareRequest: self._share,
             LeaveOrder: lambda order: self._leave(order.channel, order.reason),
         }
-        return verbs[type(order)](order)
+        if (verb := verbs.get(type(order))) is None:
+            raise TrainError(
+                f"{self.name} sends weights and has no {type(order).__name__}", remedy="see weights.channel"
+            )
+        return verb(order)
 
     def _plan(self, request: PlanRequest) -> PlanReply:
         staged = self._staging.read(request.version)
