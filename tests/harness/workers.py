@@ -15,6 +15,7 @@ import traceback
 from collections import deque
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.harness import commands
 from tests.harness.own_segments import WORKER
 
 NO_FILE = -1
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -182,6 +184,14 @@ class Crew:
         """Its exit status."""
         link.close()
         return os.waitstatus_to_exitcode(os.waitpid(self._pids.pop(link), 0)[1])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Servers that the whole suite needs import while this process does."""
+    if session.config.getoption("workers") and TESTS in (Path(path).resolve() for path in session.config.args):
+        for server in (commands.COMMANDS, commands.MEGATRON):
+            commands.begin(server)
 
 
 @pytest.hookimpl(tryfirst=True)
