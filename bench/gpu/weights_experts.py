@@ -141,7 +141,7 @@ async def measure(
     work: Path,
 ) -> None:  # fmt: skip
     device = next(chunks[0].parameters()).device
-    quantise = rule_of(config).apply if options.fp8 and device.type != "cpu" else None
+    quantise = rule_of(config) if options.fp8 and device.type != "cpu" else None
     held_bytes = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
     senders, sums = Senders(), dict[str, list[dict[str, str]]]()
     routes = device_routes(senders, DeviceRouteOptions(host=boot_id(), same_gpu=(SENDER,)))

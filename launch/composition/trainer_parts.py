@@ -296,7 +296,7 @@ def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local
         channel=cast(SentChannel, channel),
         bucket_bytes=config.weights.bucket_mb * MIB,
         host=boot_id(),
-        quantise=None if rule is None else rule.apply,
+        quantise=rule,
         keeps_buffers=not takes_turns(config),
         is_needed=channel not in SHARED_CHANNELS or has_reader(config, local_rank),
         joins=channel in SHARED_CHANNELS and joins_parameters(read_config(config.model.path)),

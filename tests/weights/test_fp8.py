@@ -70,6 +70,8 @@ def test_what_is_no_number_is_never_handed_on(bad: float):
     rule = Fp8Rule(names=frozenset({"v", "w"}), block=(128, 128))
     with pytest.raises(ModelError, match="weight w cannot be quantised"):
         list(rule.apply(iter([("v", torch.ones(4, 4)), ("w", weight)])))
+    with pytest.raises(ModelError, match="weight w cannot be quantised"):
+        list(rule.batches(iter([("v", torch.ones(4, 4)), ("w", weight)])))
     with pytest.raises(ValueError, match="a matrix is needed"):
         quantise_blocks(torch.ones(3))
 
@@ -137,7 +139,7 @@ def test_matrices_quantised_together_are_those_quantised_alone():
             ("c", (3,), None),
         )
     ]
-    named.insert(9, ("big.a", torch.ones(4096, 1 << 14).bfloat16()))  # fills a batch
+    named.insert(9, ("big.a", torch.ones(1 << 13, 1 << 14).bfloat16()))  # fills a batch
     rule = Fp8Rule(names=frozenset(name for name, _ in named if not name.endswith("c")), block=(128, 64))
     expected = list[tuple[str, torch.Tensor]]()
     for name, tensor in named:
@@ -149,6 +151,11 @@ def test_matrices_quantised_together_are_those_quantised_alone():
     found = list(rule.apply(iter(named)))
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(torch.equal(got.float(), wanted.float()) for (_, got), (_, wanted) in zip(found, expected, strict=True))
+    together = dict[str, torch.Tensor]()
+    for names, tensor in rule.batches(iter(named)):
+        together |= {names: tensor} if isinstance(names, str) else dict(zip(names, tensor, strict=True))
+    assert together.keys() == dict(expected).keys()
+    assert all(torch.equal(together[name].float(), wanted.float()) for name, wanted in expected)
 
 
 def test_folders_that_are_not_fp8_or_broken(tmp_path: Path):
@@ -168,7 +175,7 @@ def test_folders_that_are_not_fp8_or_broken(tmp_path: Path):
 
 def test_quantised_weights_travel_in_aligned_buckets(tmp_path: Path):
     rule = Fp8Rule(names=frozenset({"m.0.mlp.up_proj.weight"}), block=(128, 128))
-    sender = DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 20, host="", quantise=rule.apply)
+    sender = DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 20, host="", quantise=rule)
     tensors = [
         ("m.0.mlp.up_proj.weight", torch.randn(3, 5)),
         ("m.0.mlp.gate_proj.weight", torch.randn(3, 5).bfloat16()),

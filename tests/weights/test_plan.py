@@ -171,7 +171,7 @@ def test_fp8_weights_are_joined_with_their_scales():
     values = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     rule = Fp8Rule(names=frozenset(shapes), block=(128, 128))
     staging = Staging(1 << 20, joins=True)
-    staged = staging.publish(1, lambda: rule.apply(iter(values.items())))
+    staged = staging.publish(1, lambda: rule.apply(iter(values.items())), lambda: rule.batches(iter(values.items())))
     assert staged is not None
     (bucket,) = staged.buffers.plan.buckets
     found = {spec.name: place(staged.buffers.bucket(0), spec) for spec in bucket.parameters}

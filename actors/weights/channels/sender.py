@@ -20,7 +20,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -101,7 +101,7 @@ class DeviceWeightSender:
     bucket_bytes: int
     host: str
     """Boot id of this host."""
-    quantise: Callable[[Tensors], Tensors] | None = None
+    quantise: Fp8Rule | None = None
     """Turns exported tensors into those that the engines hold."""
     keeps_buffers: bool = True
     """See `Staging`."""
@@ -119,7 +119,9 @@ class DeviceWeightSender:
         """Of the buckets, which are those of every version."""
 
     def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
-        staged = self._staging.publish(version, lambda: self._wanted(export()))
+        rule = self.quantise if self.is_needed else None
+        batches = None if rule is None else lambda: rule.batches(export())
+        staged = self._staging.publish(version, lambda: self._wanted(export()), batches)
         if staged is None:
             return None
         self._close_idle()
@@ -141,7 +143,7 @@ class DeviceWeightSender:
         elif self.quantise is None:
             yield from tensors
         else:
-            yield from self.quantise(tensors)
+            yield from self.quantise.apply(tensors)
 
     def release(self, version: int) -> None:
         self._staging.release(version)
@@ -337,7 +339,7 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 
 
-WAITING_BYTES = 1 << 27
+WAITING_BYTES = 1 << 28
 """Quantised together at most, plus one tensor."""
 
 
@@ -394,47 +396,44 @@ class Fp8Rule:
         names = {name.removesuffix(SCALE_SUFFIX) for name in _tensor_names(folder) if name.endswith(SCALE_SUFFIX)}
         return Fp8Rule(names=frozenset(names), block=block, scale_fmt=fp8_scale_fmt(config))
 
-    def apply(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream with its matrices quantised, each followed by its scales. Raises ModelError at its end if one held
-        NaN or infinity: an engine must never be handed those, but to look at each would stop the device each time."""
-        waiting, num_bytes = list[tuple[str, Tensor]](), 0
-        judged = list[tuple[list[str], Tensor]]()
+    def apply(self, tensors: Tensors) -> Tensors:
+        """The stream with its matrices quantised, each followed by its scales. Raises as `batches`."""
+        for names, tensor in self.batches(tensors, 0):
+            yield (names, tensor) if isinstance(names, str) else (names[0], tensor[0])
+
+    def batches(self, tensors: Tensors, most_bytes: int = WAITING_BYTES) -> Iterator[tuple[str | tuple[str, ...], Any]]:
+        """What stays as it is as (name, tensor); matrices of one shape together as (their names, Q stacked), then (the
+        names of their scales, S stacked). Raises ModelError at its end if one held NaN or infinity: engines must never
+        be handed those, but to look at each would stop the device each time."""
+        waiting, num_bytes = dict[tuple[Any, ...], tuple[list[str], list[Tensor]]](), 0
+        judged = list[tuple[tuple[str, ...], Tensor]]()
         for name, tensor in tensors:
-            waiting.append((name, tensor))
+            if name not in self.names:
+                yield name, tensor
+                continue
+            names, alike = waiting.setdefault((tensor.dtype, tensor.shape), ([], []))
+            names.append(name)
+            alike.append(tensor)
             num_bytes += tensor.nbytes
-            if num_bytes >= WAITING_BYTES:
-                yield from self._quantised(waiting, judged)
-                waiting, num_bytes = [], 0
-        yield from self._quantised(waiting, judged)
-        for names, are_finite in judged:
-            for name, is_finite in zip(names, cast(Any, are_finite).tolist(), strict=True):
+            if num_bytes >= most_bytes:
+                yield from self._quantised(waiting.values(), judged)
+                waiting, num_bytes = {}, 0
+        yield from self._quantised(waiting.values(), judged)
+        for of_batch, are_finite in judged:
+            for name, is_finite in zip(of_batch, cast(Any, are_finite).tolist(), strict=True):
                 if not is_finite:
                     raise _unfit(name, "it holds NaN or infinity")
 
     def _quantised(
-        self, named: list[tuple[str, Tensor]], judged: list[tuple[list[str], Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        alike = dict[tuple[Any, ...], list[tuple[str, Tensor]]]()
-        for name, tensor in named:
-            if name in self.names:
-                alike.setdefault((tensor.dtype, *tensor.shape), []).append((name, tensor))
-        made = dict[str, tuple[Tensor, Tensor]]()
-        for members in alike.values():
-            names = [name for name, _ in members]
-            try:
-                values, of_each = quantise_blocks(
-                    torch.stack([tensor for _, tensor in members]), self.block, scale_fmt=self.scale_fmt
-                )
-            except ValueError as err:
-                raise _unfit(names[0], str(err)) from err
-            made |= zip(names, zip(values.unbind(), of_each.unbind(), strict=True), strict=True)
-            judged.append((names, torch.isfinite(of_each).flatten(1).all(1)))
-        for name, tensor in named:
-            if name in made:
-                yield name, made[name][0]
-                yield name + SCALE_SUFFIX, made[name][1]
-            else:
-                yield name, tensor
+        self, waiting: Iterable[tuple[list[str], list[Tensor]]], judged: list[tuple[tuple[str, ...], Tensor]]
+    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        for names, alike in waiting:
+            if alike[0].dim() != 2:
+                raise _unfit(names[0], f"a matrix is needed, not {list(alike[0].shape)}")
+            values, scales = quantise_blocks(torch.stack(alike), self.block, scale_fmt=self.scale_fmt)
+            judged.append((tuple(names), torch.isfinite(scales).flatten(1).all(1)))
+            yield tuple(names), values
+            yield tuple(name + SCALE_SUFFIX for name in names), scales
 
 
 def _unfit(name: str, why: str) -> ModelError:

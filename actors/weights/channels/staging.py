@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -37,7 +37,7 @@ TRAVEL = (*(name for name, _ in DTYPES.values()), "float8_e4m3fn", "float8_e5m2"
 
 WAITING_BYTES = 1 << 28
 """Copied together at most, plus one tensor."""
-COPIED_TOGETHER = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.uint8})
+COPIED_TOGETHER = frozenset({torch.bfloat16, torch.float16, torch.float32})
 """What torch's kernel for many tensors takes, of one type at a time."""
 
 
@@ -50,6 +50,8 @@ class Buffers:
     flat: tuple[Tensor, ...]
     """Padded to what a digest wants; the padding is zero for ever."""
     views: dict[str, Tensor]
+    batches: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict[tuple[str, ...], list[Tensor]])
+    """Names that come together -> their views, as `_Copies` takes them."""
     num_readers: int = 0
     is_released: bool = False
 
@@ -82,8 +84,6 @@ class _Copies:
 
     def add(self, target: Tensor, source: Tensor) -> None:
         """Copied now or with a later one; sources may be temporary tensors, so not too many are kept waiting."""
-        if target.itemsize == 1:
-            target, source = target.view(torch.uint8), source.view(torch.uint8)
         if target.dtype not in COPIED_TOGETHER or not source.is_contiguous():
             target.copy_(source)
             return
@@ -98,6 +98,21 @@ class _Copies:
         for targets, sources in self._waiting.values():
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self._waiting, self._num_bytes = {}, 0
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Of a type that torch's kernel for many tensors takes."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _check_target(version: int, target: Tensor | None, name: str, tensor: Tensor) -> Tensor:
+    if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+        raise TrainError(
+            f"weight version {version}: {name} came as {tensor.dtype} {list(tensor.shape)}, which is not what the "
+            "first version had",
+            remedy="a model keeps its tensors for a whole run",
+        )
+    return target
 
 
 class Staging:
@@ -117,10 +132,14 @@ class Staging:
         self._free: list[Buffers] = []
         self._staged: dict[int, Staged] = {}
 
-    def publish(self, version: int, export: Callable[[], Iterator[tuple[str, Tensor]]]) -> Staged | None:
+    def publish(
+        self, version: int, export: Callable[[], Iterator[tuple[str, Tensor]]],
+        batches: Callable[[], Iterator[tuple[str | tuple[str, ...], Tensor]]] | None = None,
+    ) -> Staged | None:  # fmt: skip
         """Copy all tensors; None if this rank hands none over. Returns when the copies are done on the device. The
-        first time `export` is gone through twice, on every rank: once to see the shapes, so that nothing has to be kept
-        while the buckets are cut. Later versions must have the same names, types and shapes, else TrainError."""
+        first time `export` is gone through once more, on every rank: to see the shapes, so that nothing has to be kept
+        while the buckets are cut. Later versions must have the same names, types and shapes, else TrainError.
+        `batches`: the same tensors; those that are alike may come stacked, as (names, tensors)."""
         self.release(version)
         if not self._is_cut:
             specs = [self._spec(name, tensor) for name, tensor in export()]
@@ -132,7 +151,7 @@ class Staging:
                 pass
             return None
         with torch.no_grad():
-            self._copy(version, buffers, export())
+            self._copy(version, buffers, (batches or export)())
             digest = join_marks([buffer_mark(flat) for flat in buffers.flat])  # waits for the copies too
         staged = Staged(version=version, buffers=buffers, digest=digest)
         with self._lock:
@@ -148,18 +167,22 @@ class Staging:
             )
         return TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=0, num_bytes=tensor.nbytes)
 
-    def _copy(self, version: int, buffers: Buffers, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _copy(self, version: int, buffers: Buffers, tensors: Iterator[tuple[str | tuple[str, ...], Tensor]]) -> None:
         num_copied = 0
         copies = _Copies()
         for name, tensor in tensors:
-            target = buffers.views.get(name)
-            if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-                raise TrainError(
-                    f"weight version {version}: {name} came as {tensor.dtype} {list(tensor.shape)}, which is not "
-                    "what the first version had",
-                    remedy="a model keeps its tensors for a whole run",
-                )
-            copies.add(target, tensor)
+            if isinstance(name, tuple):
+                views = buffers.batches.get(name)
+                if views is None:
+                    for one, of_it in zip(name, tensor, strict=True):
+                        _check_target(version, buffers.views.get(one), one, of_it)
+                    views = buffers.batches[name] = [_as_bytes(buffers.views[one]) for one in name]
+                else:
+                    _check_target(version, buffers.views[name[0]], name[0], tensor[0])
+                torch._foreach_copy_(views, _as_bytes(tensor).unbind())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                num_copied += len(name)
+                continue
+            copies.add(_check_target(version, buffers.views.get(name), name, tensor), tensor)
             num_copied += 1
         copies.flush()
         if num_copied != len(buffers.views):
