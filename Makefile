@@ -44,7 +44,7 @@ demo: $(DEMO_STAMP)
 
 # More workers than cores: most tests wait for processes most of the time. The longest files begin first, and beside
 # them those that only compute.
-WORKERS ?= 5
+WORKERS ?= 6
 test: $(STAMP)
 	@$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
 

@@ -30,7 +30,7 @@ from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.samples import NO_VERSION, Group
 
 pytestmark = pytest.mark.timeout(180)
-NUM_STEPS = 200
+NUM_STEPS = 80
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 NUM_GROUPS = 12
 
