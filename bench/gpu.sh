@@ -7,6 +7,7 @@
 #   rollout    rollout actor against a bare client        1 GPU, SGLang, 180 s
 #   train      speed, MFU, memory of the backends         1 GPU, 120 s (with four: also DP4)
 #   lora       the same with adapters, beside all weights  1 GPU, Megatron, 330 s
+#   lora_rollout  adapters that SGLang holds, beside merged weights  1 GPU, SGLang, 420 s
 #   learn      a model from nothing learns a task         1 GPU (colocated) or 2, SGLang, 240 s
 #   async20    20 asynchronous steps of a 0.6B shape      1 GPU (colocated) or 2, SGLang, 180 s
 #   weights    trainer to engine, first token, stall      1 GPU (same GPU) or 2, SGLang, 240 s
@@ -93,6 +94,7 @@ dying=$placement
 start=150  # for servers of SGLang to load, which compile kernels on a fresh machine: a part's own limit counts after it
 
 declare -A script=(
+  [lora_rollout]=lora_rollout.py
   [topologies]=topologies.py
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [lora]=train_speed.py [learn]=learn.py
   [async20]=async20.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [speculative]=speculative.py [layouts]=layouts.py
@@ -105,6 +107,7 @@ declare -A script=(
   [memory_gang_training]=memory_gang_training.py
 )
 declare -A limit=(
+  [lora_rollout]=430
   [topologies]=300 [weights_experts_fp8]=240
   [facts]=60 [rollout]=270 [train]=270 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
@@ -114,6 +117,7 @@ declare -A limit=(
   [memory_gang]=170 [memory_gang_training]=270
 )
 declare -A gpus=(
+  [lora_rollout]=1
   [topologies]=2 [weights_experts_fp8]=2
   [facts]=1 [rollout]=1 [train]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [speculative]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1
@@ -122,6 +126,7 @@ declare -A gpus=(
   [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
 )
 declare -A modules=(
+  [lora_rollout]=sglang
   [topologies]=sglang [weights_experts_fp8]="sglang megatron.core"
   [facts]="" [rollout]=sglang [train]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
@@ -133,6 +138,7 @@ declare -A modules=(
   [memory_communicators]="" [memory_gang]="" [memory_gang_training]=megatron.core
 )
 declare -A arguments=(
+  [lora_rollout]="--engine attach --backend $backend"
   [topologies]=""
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
   [lora]="--part lora --checkpoint --limit 130 --cases torch:0.6b:16,torch:0.6b,megatron:0.6b:16,megatron:0.6b,torch:1.7b:16,torch:1.7b"
@@ -149,6 +155,7 @@ declare -A arguments=(
   [memory_gang]="--num-devices $ranks" [memory_gang_training]="--ranks $ranks"
 )
 declare -A dry_arguments=(
+  [lora_rollout]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
   [topologies]="--requests 8 --prompt-tokens 32 --num-new 16"
   [facts]="" [rollout]="--groups 4 --in-flight 2 --longest 12 --rounds 1"
   [train]="--cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,13 +32,17 @@ ROUNDS_S, MEASURING_S = 14.0, 60.0
 """For a server's rounds, after which none begins; for all servers together, once they serve."""
 
 
-async def generated(url: str, vocab_size: int, num_requests: int, num_new: int) -> list[float]:
-    """Tokens a second of all requests at once, a round each."""
+async def generated(
+    url: str, vocab_size: int, num_requests: int, num_new: int, *, adapters: Sequence[str] = ()
+) -> list[float]:
+    """Tokens a second of all requests at once, a round each. `adapters`: names, which the requests take in turn."""
     params = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
 
     async def one(session: aiohttp.ClientSession, number: int) -> int:
         ids = [(number * 131 + place * 7) % vocab_size for place in range(64)]
-        async with session.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": params}) as reply:
+        named = {"lora_path": adapters[number % len(adapters)]} if adapters else {}
+        body = {"input_ids": ids, "sampling_params": params, **named}
+        async with session.post(f"{url}/generate", json=body) as reply:
             reply.raise_for_status()
             return int((await reply.json())["meta_info"]["completion_tokens"])
 

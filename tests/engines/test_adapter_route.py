@@ -48,7 +48,8 @@ def writer(tmp_path: Path) -> DiskWeightWriter:
 
 @asynccontextmanager
 async def connected(**habits: Any) -> AsyncIterator[tuple[SglangEngine, FakeSglang]]:
-    habits = {"facts": {"context_length": 1024, "max_running_requests": 8, **FACTS}} | habits
+    facts = {"context_length": 1024, "max_running_requests": 8, "model_path": str(habits.pop("folder", "/m")), **FACTS}
+    habits = {"facts": facts} | habits
     async with fake_sglang(**habits) as server, asyncio.timeout(60), client_of(server) as engine:
         yield engine, server
 
@@ -70,7 +71,7 @@ async def give(engine: SglangEngine, manifest: WeightManifest) -> None:
 
 
 async def test_requests_end_with_the_adapter_that_they_began_with_and_nothing_pauses(writer: DiskWeightWriter):
-    async with connected() as (engine, server):
+    async with connected(folder=writer.model_folder) as (engine, server):
         await give(engine, writer.publish(3, adapters(3)))
         (third,) = server.adapters
         old = later(engine, endless("old", 3, max_new_tokens=400))
@@ -94,7 +95,7 @@ async def test_requests_end_with_the_adapter_that_they_began_with_and_nothing_pa
 
 async def test_nothing_waits_for_requests_whose_end_the_server_never_hears_of(writer: DiskWeightWriter):
     """SGLang 0.5.17 would wait for them before it unloads, and load nothing meanwhile."""
-    async with connected() as (engine, server):
+    async with connected(folder=writer.model_folder) as (engine, server):
         for version, is_aborted in ((1, True), (2, False)):
             await give(engine, writer.publish(version, adapters(version)))
             stream = later(engine, endless("left", 3, max_new_tokens=900))
@@ -112,7 +113,7 @@ async def test_nothing_waits_for_requests_whose_end_the_server_never_hears_of(wr
 
 
 async def test_a_version_whose_number_comes_again_has_other_weights_and_another_name(writer: DiskWeightWriter):
-    async with connected() as (engine, server):
+    async with connected(folder=writer.model_folder) as (engine, server):
         for _ in range(2):
             await give(engine, writer.publish(1, adapters(1)))
         loaded = [body["lora_name"] for path, body in server.calls if path == "/load_lora_adapter"]
@@ -120,7 +121,7 @@ async def test_a_version_whose_number_comes_again_has_other_weights_and_another_
 
 
 async def test_what_an_earlier_client_left_is_unloaded_and_what_is_not_the_runs_stays(writer: DiskWeightWriter):
-    async with connected(adapters={"theirs": "/a"}) as (engine, server):
+    async with connected(folder=writer.model_folder, adapters={"theirs": "/a"}) as (engine, server):
         await give(engine, writer.publish(1, adapters(1)))
         async with client_of(server) as heir:
             await give(heir, writer.publish(2, adapters(2)))
@@ -128,7 +129,7 @@ async def test_what_an_earlier_client_left_is_unloaded_and_what_is_not_the_runs_
 
 
 async def test_a_server_that_was_started_again_serves_no_version_until_it_gets_one(writer: DiskWeightWriter):
-    async with connected() as (engine, server):
+    async with connected(folder=writer.model_folder) as (engine, server):
         await give(engine, writer.publish(1, adapters(1)))
         server.adapters.clear()
         assert (await engine.info()).version == -1
@@ -139,7 +140,7 @@ async def test_a_server_that_was_started_again_serves_no_version_until_it_gets_o
 
 
 async def test_what_cannot_be_told_apart_or_is_torn_is_refused_and_the_old_one_serves(writer: DiskWeightWriter):
-    async with connected() as (engine, server):
+    async with connected(folder=writer.model_folder) as (engine, server):
         await give(engine, writer.publish(1, adapters(1)))
         torn = writer.publish(2, adapters(2))
         path = Path(torn.location) / WEIGHTS
@@ -149,10 +150,11 @@ async def test_what_cannot_be_told_apart_or_is_torn_is_refused_and_the_old_one_s
             with pytest.raises(EngineError, match="weight version 2"):
                 await give(engine, torn)
         path.write_bytes(whole)
-        server.version = "7"
-        with pytest.raises(EngineError, match="its own weights were changed"):
-            await give(engine, torn)
-        server.version = "default"
+        for server.version, folder in (("7", writer.model_folder), ("default", Path("/another/model"))):
+            server.facts["model_path"] = str(folder)
+            with pytest.raises(EngineError, match=f"serves {folder} with weight_version {server.version}, and the ad"):
+                await give(engine, torn)
+        server.facts["model_path"] = str(writer.model_folder)
         server.fails_next = "/load_lora_adapter"
         with pytest.raises(EngineError, match="answered 500"):
             await give(engine, torn)

@@ -151,16 +151,19 @@ class AdapterRoute(FolderRoute):
         """Of every adapter that the server has, those that did not end well; "": of the model without any."""
         self._prepared = self._current = ""
         self._has_begun = False
+        self._base = ""
+        """Model folder that they belong to, where its path means the same here and there."""
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Load it. Raises EngineError also for a server whose own weights are not those that it was started with."""
         await super().prepare(manifest)
-        served = version_number((await self._server.get("/model_info")).get("weight_version"))
-        if served != NO_VERSION:
+        facts = await self._server.get("/model_info")
+        folder, version = str(facts.get("model_path")), facts.get("weight_version")
+        if version_number(version) != NO_VERSION or (self._base and Path(folder).resolve() != Path(self._base)):
             raise EngineError(
-                f"{self._server.place}: its own weights were changed (weight_version {served}), and adapters belong to "
-                "those of model.path",
-                remedy="restart the server",
+                f"{self._server.place}: serves {folder} with weight_version {version}, and the adapters belong to "
+                f"{self._base or 'model.path'} as it is",
+                remedy="start the server with that folder, and without a weight_version",
             )
         left = () if self._has_begun else await self._names()
         self._num_requests.update(dict.fromkeys((name for name in left if name.startswith(ADAPTER_NAME)), 0))
@@ -210,7 +213,7 @@ class AdapterRoute(FolderRoute):
         return [str(one.get("id")) for one in cast("list[dict[str, Any]]", models or [])]
 
     def _check(self, manifest: WeightManifest) -> None:
-        check_adapter(manifest)
+        self._base = str(Path(check_adapter(manifest)).resolve())
 
 
 ADAPTER_NAME = "myxa."

@@ -45,8 +45,8 @@ from ....core.messages import TensorSpec, WeightDelta, WeightManifest
 from ....core.process import boot_id
 from ....core.protocols import NamedArray, WeightSenders, WeightWriter
 from ....core.weight_channel import FETCH_BYTES, FetchReply, FetchRequest, SenderOrder
-from ...models.adapters import WEIGHTS, write_adapter
-from ...models.hf_folder import open_weights, read_config, write_folder
+from ...models.adapters import CONFIG, WEIGHTS, write_adapter
+from ...models.hf_folder import open_weights, read_config, read_json, write_folder
 from ...models.safetensors_file import open_safetensors
 from .delta import FILE, Bytes, patch_folder, write_delta
 
@@ -374,8 +374,9 @@ def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generato
         ) from err
 
 
-def check_adapter(manifest: WeightManifest) -> None:
-    """Raises EngineError unless the version's folder holds the adapters that were published."""
+def check_adapter(manifest: WeightManifest) -> str:
+    """The model folder that the adapters of the version's folder belong to. Raises EngineError unless they are those
+    that were published."""
     path = Path(manifest.location) / WEIGHTS
     try:
         with open_safetensors(path) as tensors:
@@ -384,6 +385,7 @@ def check_adapter(manifest: WeightManifest) -> None:
             ]:
                 raise EngineError(f"{path} holds other adapters than were published", remedy="do not write there")
             _check(manifest, tensors)
+        return str(read_json(path.with_name(CONFIG), remedy="do not write there").get("base_model_name_or_path"))
     except MyxaError as err:
         if isinstance(err, EngineError):
             raise
