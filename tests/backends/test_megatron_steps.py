@@ -52,6 +52,7 @@ OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"
 ADAPTED = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
 LORA = {"rank": 4, "alpha": 8}
 QV = {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+LATENT = {**LORA, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
 SEEDS = (11, 12)
@@ -83,6 +84,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "alone", "loses_a_folder": True},
         {"name": "experts", "is_moe": True, "algo": PLAIN},
         {"name": "lora-experts", "is_moe": True, "algo": PLAIN, "lora": QV},
+        {"name": "lora-latent", "is_latent": True, "algo": PLAIN, "lora": LATENT},
         {"name": "routed-anew", **ROUTED},
         {"name": "routing-replayed", **ROUTED, "megatron": {"routing_replay": True}},
         {"name": "muon", **MUON, "is_refused": not HAS_MUON},
@@ -106,6 +108,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "lora": LORA,
         },
         {"name": "lora-dp2", "algo": ADAPTED, "lora": QV, "export_hf": True},
+        {
+            "name": "lora-latent-tp2-sp",
+            "is_latent": True,
+            "megatron": {"tp": 2, "sequence_parallel": True},
+            "algo": PLAIN,
+            "lora": LATENT,
+        },
         {"name": "lora-ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "lora": QV},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
         {
@@ -173,6 +182,27 @@ def experts(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
+    """DeepSeek-V3 in small: latent attention, then a dense layer and one of experts."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24,
+        "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 4,
+        "first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2, "n_shared_experts": 1,
+        "initializer_range": 0.15, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(6)
+    folder = tmp_path_factory.mktemp("latent")
+    transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        if (dense / name).exists():
+            (folder / name).write_bytes((dense / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights of its own to keep close to."""
     folder = tmp_path_factory.mktemp("reference")
@@ -205,6 +235,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Callable[[
 def gangs(
     dense: Path,
     experts: Path,
+    latent: Path,
     reference: Path,
     adapter: Callable[[dict[str, Any], Path], str],
     tmp_path_factory: pytest.TempPathFactory,
@@ -216,10 +247,11 @@ def gangs(
     def run(num_ranks: int) -> Path:
         if num_ranks not in done:
             out = tmp_path_factory.mktemp(f"gang{num_ranks}")
-            cases = [
-                {**case, "port": quiet_port(), "seeds": SEEDS, "model": str(experts if case.get("is_moe") else dense)}
-                for case in CASES[num_ranks]
-            ]
+            folders = {"is_moe": experts, "is_latent": latent}
+            cases: list[dict[str, Any]] = []
+            for case in CASES[num_ranks]:
+                model = next((folder for name, folder in folders.items() if name in case), dense)
+                cases.append({**case, "port": quiet_port(), "seeds": SEEDS, "model": str(model)})
             for case in cases:
                 if "lora" in case:
                     case["lora"] = {**case["lora"], "path": adapter(case["lora"], Path(case["model"]))}
@@ -246,13 +278,18 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
     known: dict[str, dict[str, Any]] = {}
 
     def judged(
-        algo: dict[str, Any], temperatures: tuple[float, ...] = (), lora: dict[str, Any] | None = None
+        algo: dict[str, Any],
+        temperatures: tuple[float, ...] = (),
+        lora: dict[str, Any] | None = None,
+        foreign: str = "",
     ) -> dict[str, Any]:
         kind = algo["kind"]
         temperatures = temperatures or TEMPERATURES.get(kind, COOL)
         place = f"{algo} at {temperatures} by {lora}"
         if place not in known:
-            backend = gang_rank.make_backend(dense, algo=algo, optimizer=OPTIMIZER, lora=lora, num_steps=9)
+            more: dict[str, Any] = {"trainer": {"impl": "hf"}} if foreign else {}
+            folder = Path(foreign) if foreign else dense
+            backend = gang_rank.make_backend(folder, algo=algo, optimizer=OPTIMIZER, lora=lora, num_steps=9, **more)
             backend.setup()
             drawn: dict[str, Any] = {
                 "kind": kind, "minibatches": algo["minibatches"], "temperatures": temperatures,
@@ -287,9 +324,12 @@ def arrays(out: Path, name: str, what: str) -> dict[str, np.ndarray]:
 
 
 def expected(num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """The torch trainer's numbers; for experts, which it does not know, those of one Megatron rank."""
+    """The torch trainer's numbers, by transformers' model where its own does not know the attention; for experts those
+    of one Megatron rank."""
     spec = json.loads((gangs(num_ranks) / "spec.json").read_text())
     case = next(case for case in spec["cases"] if case["name"] == name)
+    if case.get("is_latent"):
+        return judge(case["algo"], lora=case["lora"], foreign=case["model"])
     if not case.get("is_moe"):
         return judge(case.get("algo", spec["algo"]), lora=case.get("lora"))
     other = "lora-experts" if "lora" in case else "experts"

@@ -287,11 +287,11 @@ def find_rule(rules: Iterable[Rule], parameter: str) -> Rule:
 
 def check_adapted(matrices: Iterable[str], config: ModelConfig) -> None:
     """Raise ConfigError for a matrix of a layer that gets no low-rank adapter here: `megatron/adapters.py` knows the
-    cuts of attention by heads and of a dense MLP."""
+    cuts of attention, by heads or of latents, and of a dense MLP."""
     rules = {name: rule for rule in family_of(config.model_type).layer for name in rule.names}
     for matrix in matrices:
         rule = rules.get(f"{matrix.split('.', 3)[-1]}.weight")
-        if rule is None or rule.cut not in (heads, gate_and_up, columns):
+        if rule is None or rule.cut not in (heads, rows, gate_and_up, columns):
             raise ConfigError(
                 f"lora.target_modules: {matrix} gets no adapter in the Megatron trainer",
                 remedy="name other matrices, or train by the torch trainer",
