@@ -16,6 +16,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +63,9 @@ NEXTN = (
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 )
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
-CASES = {"MTP layer": NEXTN, "n-grams": NGRAM, "no guesses": ()}
+if find_spec("deep_gemm") is None:  # which SGLang imports to capture graphs of the layer's passes
+    NEXTN += ("--cuda-graph-backend-decode", "disabled")
+CASES = {"n-grams": NGRAM, "MTP layer": NEXTN, "no guesses": ()}
 NUM_STEPS, MTP = 12, 0.3
 AT_ONCE = 32
 BOUND = 0.01
@@ -216,7 +219,8 @@ def main() -> None:
             (work / "sft/export").symlink_to(work / "model")
         watch.lap("supervised run")
         of_shape += shape_rows(report, "no guesses", plain, shape.vocab_size)
-    report.say(f"- toy of {read_config(work / 'model').num_parameters:,} parameters")
+    graphs = "without graphs: deep_gemm is not there" if "--cuda-graph-backend-decode" in NEXTN else "with graphs"
+    report.say(f"- toy of {read_config(work / 'model').num_parameters:,} parameters; its layer guesses {graphs}")
     for name in ("no guesses",) if choice.is_cpu else CASES:
         try:
             rows.append(one_case(name, report, choice, work, seed, prompts))

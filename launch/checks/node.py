@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
-from ...actors.engines.sglang.server_args import BACKEND_MODULES, PAIR_DEFAULTS
+from ...actors.engines.sglang.server_args import BACKEND_MODULES, PAIR_DEFAULTS, needed_modules
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.rewards.call import UNIT_TESTS
 from ...actors.rewards.unit_tests import unit_test_options
@@ -36,6 +36,7 @@ from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.loading import Finding, Severity
 from ...core.config.run import SandboxName
+from ...core.config.servers import guesser
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.suggestion import suggest
 from ...core.tried_versions import TRIED, UNTRIED_REMEDY, untried
@@ -301,8 +302,8 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
 
 def _backends(table: Mapping[str, Any], key: str, there: Mapping[str, str]) -> Iterator[Finding]:
     """Libraries that the values of a table of arguments need and the servers' interpreter lacks."""
-    for name, modules in BACKEND_MODULES.items():
-        value = str(table.get(name, ""))
+    for name, modules in needed_modules(table).items():
+        value = guesser(table) if name == "speculative_algorithm" else str(table.get(name, ""))
         if modules.get(value, "sglang") not in there:
             has = " and ".join(f'"{one}"' for one, module in modules.items() if module in there) or "none of its kind"
             text = (

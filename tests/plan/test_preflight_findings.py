@@ -209,7 +209,8 @@ def test_the_interpreter_of_servers(tmp_path: Path) -> None:
 
     def servers(table: dict[str, Any] | None = None, **engine: Any) -> list[Finding]:
         table = {} if "attach" in engine else table or {"mem_fraction_statik": 0.8}
-        config = run(roles={"rollout": {"kind": "sglang"}}, engine=engine, sglang=table)
+        devices = "0" if "speculative_algorithm" in table else "cpu"
+        config = run(roles={"rollout": {"kind": "sglang", "devices": devices}}, engine=engine, sglang=table)
         return list(launched_servers(CheckedRun(config, place(config, 1))))
 
     assert servers(python=str(python)) == [], "nothing is known of this SGLang's arguments"
@@ -227,6 +228,13 @@ def test_the_interpreter_of_servers(tmp_path: Path) -> None:
     assert '"deep_ep", which the servers\' interpreter lacks' in str(lacks.error)
     (site / "deep_ep.py").write_text("raise RuntimeError('imported')\n")
     assert not [one for one in servers(experts, python=str(python)) if "module" in str(one.error)]
+    for table, is_lacking in (
+        ({"speculative_algorithm": "nextn"}, True),
+        ({"speculative_algorithm": "NEXTN", "cuda_graph_backend_decode": "disabled"}, False),
+        ({"speculative_algorithm": "NGRAM"}, False),
+    ):
+        found = [str(one.error) for one in servers(table, python=str(python)) if "module" in str(one.error)]
+        assert ['"deep_gemm"' in text and '"NGRAM"' in text for text in found] == [True] * is_lacking
     (found,) = servers(python=str(tmp_path / "none"))
     assert found.key == "engine.python"
     assert servers(attach=["http://h:1"]) == []

@@ -93,8 +93,21 @@ BACKEND_MODULES: Mapping[str, Mapping[str, str]] = {
         "nixl": "nixl", "mooncake": "mooncake", "mooncake_tcp": "mooncake", "mori": "mori",
         "ascend": "memfabric_hybrid",
     },
+    # To capture graphs of a draft's passes it imports the sparse attention of another family, and that imports this.
+    "speculative_algorithm": {
+        "NGRAM": "sglang", **dict.fromkeys(("NEXTN", "EAGLE", "EAGLE3", "STANDALONE"), "deep_gemm"),
+    },
 }  # fmt: skip
 """ServerArgs field -> its value -> the module that it needs beside SGLang."""
+NO_GRAPHS = ("disable_cuda_graph", "disable_decode_cuda_graph", "cuda_graph_backend_decode")
+
+
+def needed_modules(values: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
+    """Those of `BACKEND_MODULES` that servers with these arguments look for."""
+    has_graphs = not any(values.get(name) in (True, "disabled") for name in NO_GRAPHS)
+    return {name: known for name, known in BACKEND_MODULES.items() if has_graphs or name != "speculative_algorithm"}
+
+
 PAIR_DEFAULTS: Mapping[str, Any] = {"disaggregation_transfer_backend": "mooncake"}
 """SGLang's own, of prefill and decode servers."""
 
