@@ -23,6 +23,7 @@ megatron_on_cpu.install()
 import torch  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron_rank import Gang  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -95,7 +96,7 @@ class CoreAttention(torch.nn.Module):
 def write(folder: Path, out: Path, rank: int) -> None:
     config, weights = read_config(folder), load_file(folder / "model.safetensors")
     settings = transformer_config(config, ParallelLayout(ep=2), torch.float32, {})
-    settings.qk_layernorm = settings.qk_layernorm or bool(config.kv_lora_rank)
+    settings.qk_layernorm = settings.qk_layernorm or bool(config.q_lora_rank)
     spec: Any = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
     for layer in spec.layer_specs:
         submodules_of(layer.submodules.self_attention).core_attention = CoreAttention
@@ -107,6 +108,9 @@ def write(folder: Path, out: Path, rank: int) -> None:
         share_embeddings_and_output_weights=False,
         position_embedding_type="none",
     )
+    if config.kv_lora_rank and not config.q_lora_rank:  # 0.19 has no spec for that without Transformer Engine
+        for layer in model.decoder.layers:
+            layer.self_attention.kv_layernorm = WrappedTorchNorm(settings, config.kv_lora_rank, config.rms_norm_eps)
     with torch.no_grad():
         named = [*model.named_parameters(), *(pair for pair in model.named_buffers() if "expert_bias" in pair[0])]
         for name, parameter in named:
