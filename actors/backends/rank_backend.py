@@ -245,6 +245,9 @@ class RankBackend(Generic[C]):
     def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         parts = self._ready()
         settings = parts.stepper.settings_for(knobs)
+        if self._config.trainer.impl == "own":
+            longest = max((len(one.prompt_ids) + len(one.response_ids) for one in shard.samples), default=0)
+            parts.exporter.config.require_window(f"trainer rank {self._config.gang.rank}", max(longest, 1))
         with parts.world.phase(f"train step {shard.step}"):
             return parts.stepper.train(shard, settings)
 

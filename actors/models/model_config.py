@@ -71,6 +71,9 @@ class ModelConfig:
     context_length: int
     """`max_position_embeddings`: longest sequence in tokens."""
     tie_word_embeddings: bool
+    window: int = 0
+    """Tokens that the narrowest attention sees, the token itself included (Mistral, Qwen2); 0: it sees all. Our own
+    code computes whole attention, which is the same for samples that are no longer."""
     attention_bias: bool
     """Whether q, k and v have a bias (Qwen2, some GLM-4 and GLM-4.5); the output projection never has one."""
     has_qk_norm: bool
@@ -233,6 +236,17 @@ class ModelConfig:
                 'trainer.impl = "hf", and served by SGLang',
             )
 
+    def require_window(self, who: str, context_length: int) -> None:
+        """Raise ModelError if samples of `who`, one of our own, may be longer than the window. `context_length`: the
+        longest; 0: the model's own."""
+        if self.window and (context_length or self.context_length) > self.window:
+            raise ModelError(
+                f"{who} does not cut attention to a sliding window: this model's is {self.window} tokens, a sample may "
+                f"have {context_length or self.context_length}",
+                remedy=f"set engine.context_length to {self.window} or less; or train with the torch trainer with "
+                'trainer.impl = "hf" and serve by SGLang, which cut it',
+            )
+
     def require_plain(self, who: str) -> None:
         """Raise ModelError unless this is a dense decoder of Qwen3's kind, all that `who` runs."""
         self.require_own(who)
@@ -338,6 +352,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", fields.get("rms_norm_eps") or 1e-6),
         rope_theta=_rope_theta(fields),
         context_length=fields.size("max_position_embeddings"),
+        window=_window(fields, model_type),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention_bias=_has_attention_bias(fields, model_type),
         has_qk_norm=model_type in ("qwen3", "qwen3_moe")
@@ -552,25 +567,34 @@ def _obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
         yield f"partial_rotary_factor {share}"
 
 
-MISTRAL_WINDOW = 4096
-"""What transformers takes where a Mistral's file has no `sliding_window`; null says that there is none."""
+DEFAULT_WINDOW = 4096
+"""What transformers takes where a file has no `sliding_window`; null says that there is none."""
+
+
+def _has_window(fields: _Fields, model_type: str) -> bool:
+    if model_type == "mistral":
+        return fields.whole.get("sliding_window", DEFAULT_WINDOW) is not None
+    return model_type.startswith("qwen") and fields.get("use_sliding_window") is True
+
+
+def _window(fields: _Fields, model_type: str) -> int:
+    """0 where it is as long as the context."""
+    window = fields.whole.get("sliding_window", DEFAULT_WINDOW) if _has_window(fields, model_type) else 0
+    return window if window < fields.size("max_position_embeddings") else 0
 
 
 def _window_obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
-    """Attention that does not see the whole context."""
-    if fields.get("use_sliding_window"):
+    """Attention that does not see the whole context, but a window by one of the families' rules."""
+    has_window, window = _has_window(fields, model_type), fields.whole.get("sliding_window", DEFAULT_WINDOW)
+    if fields.get("use_sliding_window") and not has_window:
         yield "use_sliding_window is true"
-    window, context = fields.whole.get("sliding_window", MISTRAL_WINDOW), fields.get("max_position_embeddings")
-    if (
-        model_type == "mistral"
-        and window is not None
-        and not (isinstance(window, int) and isinstance(context, int) and window >= context)
-    ):
-        yield f"sliding_window {window!r} in a context of {context!r}"
+    if has_window and (type(window) is not int or window < 2):
+        yield f"sliding_window {window!r} (use_sliding_window)"
     kinds: Any = fields.get("layer_types")
+    known = {"full_attention", "sliding_attention"} if has_window else {"full_attention"}
     if kinds is not None and not isinstance(kinds, list):
         yield f"layer_types is {kinds!r}"
-    elif other := sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - {"full_attention"}):
+    elif other := sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - known):
         yield f"layer_types has {other[0]!r}"
 
 

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -306,6 +306,14 @@ def _first_bad(
 # -- whether the parts fit ---------------------------------------------------------------------------------------------
 
 
+COMPUTE = {
+    ("trainer", "torch"): "the torch trainer",
+    ("rollout", "embedded"): "the embedded engine",
+    ("trainer", "megatron"): "the Megatron trainer",
+}
+"""Role and kind of what computes a model by our own code."""
+
+
 def fit(run: CheckedRun) -> Iterator[Finding]:
     """Whether trainer and engine can run a model of this kind, cut like this."""
     config, model = run.config, run.model
@@ -320,12 +328,8 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         yield from looked("weights.channel", _check_served, config, model)
     if config.lora.rank and run.of("trainer"):
         yield from looked("lora", _check_adapters, config, model)
-    if ("trainer", "torch") in kinds and config.trainer.impl == "own":
-        yield from looked("model.path", model.require_plain, "the torch trainer")
-    if ("rollout", "embedded") in kinds and config.generates:
-        yield from looked("model.path", model.require_plain, "the embedded engine")
+    yield from _own_code(config, model, kinds)
     if ("trainer", "megatron") in kinds:
-        yield from looked("model.path", model.require_own, "the Megatron trainer")
         layout = ParallelLayout.of(config.megatron)
         yield from looked("megatron", layout.check_model, model, config.megatron.model)
         if config.megatron.routing_replay:
@@ -340,6 +344,19 @@ def _servers_fit(config: RunConfig, model: ModelConfig, num_gpus: int) -> Iterat
         num_experts = None if model.foreign else model.num_experts
         yield from looked(shape.key, check_sizes, shape.table, own, num_experts, shape.key)
         yield from _guesses(config.of_server(shape), model, f"{shape.key}.speculative_algorithm")
+
+
+def _own_code(config: RunConfig, model: ModelConfig, kinds: Collection[tuple[str, str]]) -> Iterator[Finding]:
+    """Whether our own code computes the model, and samples so long."""
+    own = {place: who for place, who in COMPUTE.items() if place in kinds}
+    if config.trainer.impl == "hf":
+        own.pop(("trainer", "torch"), None)
+    if not config.generates:
+        own.pop(("rollout", "embedded"), None)
+    for place, who in own.items():
+        require = model.require_own if "megatron" in place else model.require_plain
+        yield from looked("model.path", require, who)
+        yield from looked("engine.context_length", model.require_window, who, config.engine.context_length)
 
 
 def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Finding]:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.backends.gang_rank import make_shards, token_ids
+from tests.backends.gang_rank import make_backend, make_shards, token_ids
 
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
 from myxa.actors.models.hf_folder import read_config
+from myxa.core.errors import ModelError
 from myxa.core.samples import TrainSample
 
 SHARING = 1e6
@@ -67,6 +68,33 @@ def test_g_stretched_rotary_positions_are_those_of_transformers(kind: str, tmp_p
     found = load(tmp_path)(layout, True).logprobs_M
     wanted = torch.cat([judged(written.eval(), samples[i], samples[i].temperature)[0] for i in layout.members])
     assert torch.allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_a_window_changes_nothing_for_samples_within_it_and_longer_ones_are_not_trained(kind: str, tmp_path: Path):
+    (shard,) = make_shards(4)
+    longest = max(len(one.prompt_ids) + len(one.response_ids) for one in shard.samples)
+    layout = plan_layout(shard.samples, range(len(shard.samples)), linear_cost=ALONE)
+    for window in (longest, longest // 2):
+        torch.manual_seed(6)
+        more: Any = {"use_sliding_window": True, "max_window_layers": 1} if kind == "qwen2" else {"head_dim": 16}
+        made: Any = {"mistral": transformers.MistralConfig, "qwen2": transformers.Qwen2Config}[kind]
+        written = transformers.AutoModelForCausalLM.from_config(made(**SIZES, **more, sliding_window=window))
+        with torch.no_grad():
+            for parameter in written.parameters():
+                parameter.mul_(4.0)
+        written.save_pretrained(folder := tmp_path / str(window))
+        found = load(folder)(layout, True).logprobs_M
+        samples = [shard.samples[i] for i in layout.members]
+        wanted = torch.cat([judged(written.eval(), one, one.temperature)[0] for one in samples])
+        assert torch.allclose(found, wanted, atol=2e-5) is (window == longest)
+    backend = make_backend(tmp_path / str(longest // 2))
+    try:
+        backend.setup()
+        with pytest.raises(ModelError, match=f"sliding window.* {longest // 2} tokens, .* have {longest}"):
+            backend.train(shard, {})
+    finally:
+        backend.close()
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen3", "qwen2", "llama", "mistral"])

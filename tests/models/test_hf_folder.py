@@ -238,7 +238,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (EXPERTS | {"moe_intermediate_size": ...}, "moe_intermediate_size"),
     (EXPERTS | {"num_experts": 1 << 24, "num_experts_per_tok": 1}, "experts"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    *(({"model_type": "mistral", "sliding_window": window}, "sliding_window") for window in (64, "no", True)),
+    *(({"model_type": "mistral", "sliding_window": window}, "sliding_window") for window in (1, "no", True)),
+    ({"model_type": "llama", "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding_attention"),
     (EXPERTS | {"model_type": "qwen2_moe"}, "shared_expert_intermediate_size"),
     *(
         (CORRECTED | {key: value}, key)
@@ -283,6 +285,34 @@ def test_a_config_that_is_wrong_or_not_implemented_is_refused_by_key(changes, na
     assert named in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
     assert len(str(caught.value)) < 1000, "in few words"
     assert caught.value.remedy
+
+
+MISTRAL = {"model_type": "mistral"}
+SLIDES = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        (MISTRAL | {"sliding_window": 64}, 64), (MISTRAL | {"sliding_window": None}, 0), (MISTRAL, 0),
+        (MISTRAL | {"sliding_window": 1 << 16}, 0), ({"sliding_window": 64, "use_sliding_window": False}, 0),
+        (SLIDES | {"sliding_window": 64}, 64), (SLIDES | {"model_type": "qwen2", "sliding_window": 32}, 32),
+        ({"model_type": "llama", "sliding_window": 64}, 0),
+    ],
+)  # fmt: skip
+def test_a_window_counts_where_the_family_uses_it_and_a_sample_can_be_longer(changes, window, folder: Path, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    edit(tmp_path / "config.json", **changes)
+    if "sliding_window" not in changes:
+        edit(tmp_path / "config.json", sliding_window=..., max_position_embeddings=4096)
+    config = read_config(tmp_path)
+    config.require_own("the trainer")
+    assert config.window == window
+    if window:
+        config.require_window("the trainer", window)
+        for length in (0, window + 1):
+            with pytest.raises(ModelError, match=f"is {window} tokens.*engine.context_length to {window} or less"):
+                config.require_window("the trainer", length)
 
 
 def test_a_missing_folder_or_config_says_what_to_do(tmp_path: Path):

@@ -3,6 +3,7 @@ devices, names of SGLang's arguments. `myxa up` and `myxa plan` look at the same
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from myxa.core.config import RunConfig
 from myxa.core.config.loading import Finding
 from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.checks.check import CheckedRun
-from myxa.launch.checks.files import ReadRows, function_findings, read_tokenizer, train_rows
+from myxa.launch.checks.files import ReadRows, fit, function_findings, read_tokenizer, train_rows
 from myxa.launch.checks.node import (
     Installed,
     ask_interpreters,
@@ -299,3 +300,20 @@ def test_a_chat_template_that_cannot_do_what_the_run_needs(
     assert all(isinstance(one.error, ModelError) and one.error.remedy for one in found)
     assert all(words.format(file=file) in str(one.error) for one in found)
     assert seen(model={"path": str(tmp_path)}, data={"train": "t", "apply_chat_template": False}) == []
+
+
+def test_samples_longer_than_a_window_are_refused_where_our_own_code_computes_them(tmp_path: Path) -> None:
+    source = dict(tiny_config("0p5m", vocab_size=320, context_length=256).source)
+    (tmp_path / "config.json").write_text(json.dumps(source | {"use_sliding_window": True, "sliding_window": 64}))
+
+    def told(length: int, **trainer: Any) -> list[str]:
+        config = run(
+            model={"path": str(tmp_path)}, engine={"context_length": length}, rollout={"max_new_tokens": 8},
+            trainer=trainer, roles={"rollout": {"kind": "embedded" if not trainer else "sglang"}},
+        )  # fmt: skip
+        return [str(one.error) for one in fit(CheckedRun(config, place(config, 1))) if one.severity == "error"]
+
+    assert told(64) == []
+    for length in (0, 65):
+        assert [text.split(" does not")[0] for text in told(length)] == ["the torch trainer", "the embedded engine"]
+    assert told(0, impl="hf") == [], "transformers and SGLang cut it"

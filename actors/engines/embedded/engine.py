@@ -278,6 +278,7 @@ class EmbeddedEngine:
     def _plan(self) -> tuple[ModelConfig, EngineBudget]:
         config = read_config(self._folder)
         config.require_plain(self._place)
+        config.require_window(self._place, self._options.context_length)
         room = available_bytes()
         budget = plan_engine(
             config,
