@@ -28,15 +28,13 @@ from ...actors.engines.sglang.server_args import check_guesses, check_sizes, gue
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.adapters import adapted_matrices, adapter_facts, check_facts, read_adapter
 from ...actors.models.hf_folder import (
-    CONFIG,
     check_critic,
     check_second_model,
     check_values,
     open_weights,
     read_config,
-    read_json,
 )
-from ...actors.models.model_config import ModelConfig, served_fp8
+from ...actors.models.model_config import ModelConfig
 from ...actors.models.safetensors_file import SCALE_SUFFIX
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from ...actors.rewards.call import ALONE, RewardKeys
@@ -67,7 +65,7 @@ from ...core.config.loading import Finding
 from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
 from ...core.samples import Message, Prompt
 from ..composition.rollout_parts import eval_rewards
-from ..composition.weight_channels import choose_channel, is_between_devices
+from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
 from ..run_lineage.resume_point import named_checkpoint
 from .check import CheckedRun, key_of, looked
 from .node import has_module
@@ -375,10 +373,7 @@ def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Findin
 
 def _check_served(config: RunConfig, model: ModelConfig) -> None:
     folder, channel = config.weights.served_folder or config.model.path, choose_channel(config)
-    block, place = model.fp8_block, Path(folder) / CONFIG
-    if config.weights.served_folder:
-        block = served_fp8(read_json(place, remedy="see weights.served_folder"), str(place)) if place.exists() else None
-    if block and not is_between_devices(channel):
+    if held_fp8(config, model) and not is_between_devices(channel):
         raise ConfigError(
             f'weights.channel = "{channel}" brings weights as they are trained; engines that hold FP8 ({folder}) get '
             "theirs only between devices",

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +21,10 @@ from ...actors.models.hf_folder import critic_parameters
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
 from ...core.config import RunConfig
 from ...core.config.loading import Finding
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, MyxaError
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
-from ..composition.weight_channels import choose_channel, is_between_devices
+from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
 from .check import CheckedRun, looked
 from .node import gpus
@@ -287,7 +288,9 @@ def token_bytes(model: ModelConfig, dtype: str, num_gpus: int = 1) -> int:
 
 def _held(config: RunConfig, model: ModelConfig) -> tuple[int, str]:
     """Bytes and name of the number type in which engines hold most weights."""
-    is_fp8 = model.fp8_block and not config.weights.served_folder
+    is_fp8 = False
+    with suppress(MyxaError):  # a finding of `fit`
+        is_fp8 = held_fp8(config, model) is not None
     return (1, "fp8") if is_fp8 else (ITEM_BYTES[config.engine.dtype], config.engine.dtype)
 
 
@@ -377,12 +380,23 @@ def memory(run: CheckedRun) -> tuple[tuple[DeviceLoad, ...], tuple[Finding, ...]
             for shape, size in zip(shapes, sizes, strict=True)
         ]
         engine = max(servers, key=total)  # of the fullest kind
-    loads = tuple(_gpu_loads(config, trainers, rollouts, trainer, engine, capacity))
+    loads = (*_gpu_loads(config, trainers, rollouts, trainer, engine, capacity), *_written_loads(config, model))
     return loads, tuple(finding for load in loads for finding in _too_full(load))
 
 
 def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
     return run.once(memory)[1]
+
+
+def _written_loads(config: RunConfig, model: ModelConfig) -> Iterator[DeviceLoad]:
+    """What rebuilt versions take beside devices."""
+    has_deltas = config.weights.full_every > 1
+    if not config.generates or not (has_deltas or config.weights.channel == "tcp"):
+        return
+    whole = _of_each("weights", ITEM_BYTES[config.engine.dtype], model.num_parameters, config.engine.dtype)
+    if has_deltas:
+        yield DeviceLoad.of("host of trainer/0", "memory", [replace(whole, name="base of deltas")], None)
+    yield DeviceLoad.of("host of each rollout actor", "disk of TMPDIR", [whole], None)
 
 
 def _gpu_loads(

@@ -170,7 +170,8 @@ def _memory(loads: Sequence[DeviceLoad], num_parameters: int | None) -> Iterator
 
 def _load(load: DeviceLoad) -> Iterator[str]:
     known = load.capacity_bytes
-    size = f" of {size_text(known)}" if known is not None else " (size of the device: --device-gib)"
+    size = f" of {size_text(known)}" if known is not None else ""
+    size = size or (" (size of the device: --device-gib)" if "GPU" in load.devices else "")
     yield f"{load.devices}, {load.phase}: {size_text(load.num_bytes)}{size}{'' if load.fits else f'  {OVER}'}"
     for part in load.parts:
         yield f"  {f'{part.owner} {part.name}'.strip():<26} {size_text(part.num_bytes):>10}  {part.how}"

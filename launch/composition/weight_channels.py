@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...core.config import RunConfig
 from ...core.config.root import handle_conflicts, rank_conflicts
 from ...core.messages import WeightChannel
 from ...core.weight_channel import SENT_CHANNELS
+
+if TYPE_CHECKING:
+    from ...actors.models.model_config import ModelConfig
 
 MARGIN_S = 10.0
 """For everything around the phases that have their own deadlines."""
@@ -54,6 +59,18 @@ def seen_by_servers(config: RunConfig, env: Mapping[str, str], devices: Sequence
     if choose_channel(config) != "cuda_ipc" or set(devices) <= set(ranks):
         return dict(env)
     return {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, dict.fromkeys((*devices, *ranks[:1]))))}
+
+
+def held_fp8(config: RunConfig, model: ModelConfig) -> tuple[int, int] | None:
+    """The blocks in which engines hold FP8 weights; None: they hold others, or their folder is not here. Raises
+    ConfigError, ModelError for a folder that nothing can be sent for."""
+    from ...actors.models.hf_folder import CONFIG, read_json
+    from ...actors.models.model_config import served_fp8
+
+    if not config.weights.served_folder:
+        return model.fp8_block
+    place = Path(config.weights.served_folder) / CONFIG
+    return served_fp8(read_json(place, remedy="see weights.served_folder"), str(place)) if place.exists() else None
 
 
 def is_between_devices(channel: WeightChannel) -> bool:

@@ -297,3 +297,18 @@ def test_engines_that_hold_fp8_get_their_weights_between_devices_only(tmp_path: 
         assert len(refused(channel="disk", served_folder=str(tmp_path))) == disk
         assert len(found := refused(channel="cuda_ipc", served_folder=str(tmp_path))) == between
         assert not found or "scale_fmt 'ue4m3'" in found[0]
+
+
+def test_what_rebuilt_versions_take_is_told() -> None:
+    def taken(**weights: Any) -> dict[str, tuple[str, int]]:
+        config = run("megatron", 1, **SHARED, weights=weights)
+        model = SHAPES["0.6B"]
+        loads, _ = memory(CheckedRun(config, place(config, 1), is_here=False, known={model_of: model}))
+        return {one.devices: (one.phase, one.num_bytes) for one in loads if "host" in one.devices}
+
+    whole = 2 * SHAPES["0.6B"].num_parameters
+    engine = {"host of each rollout actor": ("disk of TMPDIR", whole)}
+    assert taken(channel="disk") == {} == taken(channel="cuda_ipc")
+    assert taken(channel="tcp") == engine
+    for channel in ("disk", "tcp"):
+        assert taken(channel=channel, full_every=4) == engine | {"host of trainer/0": ("memory", whole)}
