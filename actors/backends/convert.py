@@ -34,7 +34,7 @@ from ...core.files import read_regular
 from ..checkpoints.folder import Manifest, check_digest, check_model, find_checkpoint, read_manifest
 from ..models.adapters import ADAPTERS, PARTS, adapter_facts, check_facts, file_name, write_adapter
 from ..models.hf_folder import open_weights, read_config, write_folder
-from ..models.model_config import ModelConfig
+from ..models.model_config import MTP_FAMILIES, ModelConfig
 from ..models.safetensors_file import open_safetensors
 from ..weights.channels.sender import Fp8Rule
 from .adapters import merged
@@ -110,8 +110,12 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
     bfloat16, for `weights.served_folder`. Raises ModelError for a bad model folder, for a target that holds something.
     """
     target, config = _empty(folder), read_config(model)
-    rule = Fp8Rule(frozenset(name for name in config.tensor_shapes() if name.endswith("_proj.weight")), FP8_BLOCK)
     with open_weights(model, config) as arrays:
+        is_one = config.model_type in MTP_FAMILIES and config.source.get("num_nextn_predict_layers") == 1
+        if is_one and f"model.layers.{config.num_layers}.eh_proj.weight" in arrays:
+            config = config.with_mtp()
+        names = (name for name in config.tensor_shapes() if name.endswith("_proj.weight"))
+        rule = Fp8Rule(frozenset(name for name in names if not name.endswith(".eh_proj.weight")), FP8_BLOCK)
         tensors = ((name, from_bytes(arrays[name])) for name in config.tensor_shapes())
         found = list(rule.apply((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16))) for n, t in tensors))
     said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.backends.test_megatron_model import SIZES, as_in_the_folder, make_folder
 from torch.nn import functional
 
-from myxa.actors.backends.convert import convert
+from myxa.actors.backends.convert import convert, quantise_folder
 from myxa.actors.models.hf_folder import read_config
 from myxa.core.errors import ConfigError
 from myxa.launch.host import quiet_port
@@ -199,3 +199,13 @@ def test_a_model_without_one_such_layer_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(source))
     with pytest.raises(ConfigError, match=says):
         read_config(tmp_path).with_mtp()
+
+
+def test_a_folder_in_fp8_keeps_the_layer(folders: dict[str, Path], tmp_path: Path) -> None:
+    quantise_folder(folders["deepseek"], tmp_path / "fp8")
+    stored, found = load_file(folders["deepseek"] / "model.safetensors"), load_file(tmp_path / "fp8/model.safetensors")
+    assert stored.keys() == {key for key in found if not key.endswith("_scale_inv")}
+    prefix = f"model.layers.{read_config(folders['deepseek']).num_layers}."
+    kinds = {key.removeprefix(prefix): tensor.dtype for key, tensor in found.items() if key.startswith(prefix)}
+    assert kinds["eh_proj.weight"] == kinds["enorm.weight"] == torch.bfloat16, "as DeepSeek-V3's own folder has it"
+    assert kinds["self_attn.o_proj.weight"] == kinds["mlp.experts.0.down_proj.weight"] == torch.float8_e4m3fn
