@@ -22,6 +22,12 @@ SOFTMAX_MOE_TYPES = ("qwen2_moe", "qwen3_moe")
 SIGMOID_MOE_TYPES = ("glm4_moe", "deepseek_v3")
 """Their routers score each expert by itself, and choose after adding a correction to the scores."""
 MODEL_TYPES = (*PLAIN_TYPES, "glm4", *SOFTMAX_MOE_TYPES, *SIGMOID_MOE_TYPES)
+GATED_DELTA = ("qwen3_next", "qwen3_5")
+"""Types that begin so have gated delta nets."""
+NO_GATED_DELTA = (
+    ", whose gated delta nets megatron-core builds only with flash-linear-attention (module fla), for GPUs; its way "
+    "without mixes the samples of a pack"
+)
 SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Types that are another's by a name of their own."""
 KNOWN_CODE = {
@@ -550,8 +556,10 @@ def _rotary_share(fields: _Fields, *, default: float) -> float:
 
 def _obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
     """What our own code does not compute of it."""
+    kinds: Any = fields.get("layer_types")
+    has_delta = model_type.startswith(GATED_DELTA) or (isinstance(kinds, list) and "linear_attention" in kinds)
     if model_type not in MODEL_TYPES:
-        yield f"model_type {model_type!r}"
+        yield f"model_type {model_type!r}{NO_GATED_DELTA if has_delta else ''}"
     if not isinstance(kind := _rope_kind(fields), str) or kind not in ROPE_KINDS:
         yield f"rotary positions of type {kind!r}"
     if (activation := fields.get("hidden_act")) not in (None, "silu"):

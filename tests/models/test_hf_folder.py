@@ -239,6 +239,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (EXPERTS | {"num_experts": 1 << 24, "num_experts_per_tok": 1}, "experts"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     *(({"model_type": "mistral", "sliding_window": window}, "sliding_window") for window in (1, "no", True)),
+    ({"model_type": "qwen3_next"}, "flash-linear-attention (module fla)"),
+    ({"model_type": "qwen3_5_moe"}, "model_type 'qwen3_5_moe', whose gated delta nets"),
     ({"model_type": "llama", "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
     ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding_attention"),
     (EXPERTS | {"model_type": "qwen2_moe"}, "shared_expert_intermediate_size"),
