@@ -107,6 +107,21 @@ def chunk(ids: list[int], total: int, finish: Any = None, **meta: Any) -> bytes:
     return b"data: " + json.dumps({"output_ids": ids, "meta_info": told | meta}).encode() + b"\n\n"
 
 
+async def fetch_prompt(body: dict[str, Any], stop: asyncio.Event, every_s: float = 0.005) -> tuple[str, str]:
+    """The version that read the prompt, and why it cannot be had, as a decode server learns it."""
+    url = f"http://{body['bootstrap_host']}:{body['bootstrap_port']}/{body['bootstrap_room']}"
+    async with aiohttp.ClientSession() as session:
+        while not stop.is_set():
+            try:
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return await answer.text(), ""
+            except aiohttp.ClientError:
+                return "", "KVTransferError: the prefill server is gone"
+            await asyncio.sleep(every_s)
+    return "", "Aborted"
+
+
 class FakeSglang(SglangRoutes):
     """A server whose every answer the test decides."""
 
@@ -309,18 +324,10 @@ class FakeSglang(SglangRoutes):
     async def _fetch(self, body: dict[str, Any], stop: asyncio.Event) -> str:
         """Have the cache of the prompt; why not, if it cannot be had."""
         await self._unpaused(stop)
-        url = f"http://{body['bootstrap_host']}:{body['bootstrap_port']}/{body['bootstrap_room']}"
-        async with aiohttp.ClientSession() as session:
-            while not stop.is_set():
-                try:
-                    async with session.get(url) as answer:
-                        if answer.status == 200:
-                            self.met.append((await answer.text(), self.version))
-                            return ""
-                except aiohttp.ClientError:
-                    return "KVTransferError: the prefill server is gone"
-                await asyncio.sleep(self.every_s)
-        return "Aborted"
+        version, why = await fetch_prompt(body, stop, self.every_s)
+        if not why:
+            self.met.append((version, self.version))
+        return why
 
     async def _count_up(self, response: web.StreamResponse, body: dict[str, Any]) -> None:
         self._need_everything("a request")

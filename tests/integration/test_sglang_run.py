@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 from tests.harness.commands import Command
 from tests.harness.fake_sglang import stand_in_environment
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import Job, events, metrics
 from tests.harness.waiting import wait_until
 
@@ -36,8 +39,21 @@ def steps_done(run_dir: Path) -> int:
     return sum("leader/step_wall_s" in line for line in lines)
 
 
-def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job: Job) -> None:
-    words = job.words(*LAUNCHES, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
+def losses(run_dir: Path) -> list[dict[str, Any]]:
+    """Noticed by the actor's end, or because it did not bring a version in."""
+    return [*events(run_dir, "engine-gone"), *events(run_dir, "engine-left")]
+
+
+PAIRS = (
+    'engine.groups.p.kind="prefill"', 'engine.groups.d.kind="decode"', 'sglang.disaggregation_transfer_backend="nixl"',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("victim_kind", ["", "prefill", pytest.param("decode", marks=pytest.mark.soak)])
+def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job: Job, victim_kind: str) -> None:
+    """One server for each of two rollout actors, or a prefill and a decode server."""
+    groups = PAIRS if victim_kind else ()
+    words = job.words(*LAUNCHES, *groups, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
     run = Command(words, job.folder, env=stand_in_environment())
     try:
         wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
@@ -45,10 +61,11 @@ def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job
         wait_until(
             lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "two engines at work"
         )
-        victim = servers_of(run_dir)[0]
+        mode = f"--disaggregation-mode={victim_kind}"
+        victim = next(one for one in servers_of(run_dir) if not victim_kind or mode in one.cmdline())
         victim.kill()
-        wait_until(lambda: len(events(run_dir, "engine-gone")) == 1, "the loss is noticed")
-        (gone,) = events(run_dir, "engine-gone")
+        wait_until(lambda: len(losses(run_dir)) == 1, "the loss is noticed")
+        (gone,) = losses(run_dir)
         name = gone["text"].split()[0]
         at_loss = steps_done(run_dir)
         wait_until(lambda: len(events(run_dir, "engine-joined")) == 3, "the server is replaced")
@@ -63,5 +80,7 @@ def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job
     assert max(compared(run_dir).values()) < 1e-4
     assert events(run_dir, "run-paused") == []
     assert servers_of(run_dir) == []
-    assert "fired up" in (run_dir / "logs" / "rollout.0.sglang.log").read_text()
+    logs = [f"rollout.0.{kind}.0.sglang.log" for kind in ("prefill", "decode")] if groups else ["rollout.0.sglang.log"]
+    assert all("fired up" in (run_dir / "logs" / log).read_text() for log in logs)
+    assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
     assert not re.search(r"api.key.*[\w-]{32}", (run_dir / "logs" / "rollout.0.0.log").read_text())

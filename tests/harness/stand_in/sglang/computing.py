@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 from tests.harness.engine_server import EngineServer, serve
+from tests.harness.fake_sglang import ABORTED, chunk, fetch_prompt
 
 from myxa.actors.engines.embedded.core import EmbeddedOptions
 
@@ -21,6 +22,19 @@ class SilentWhilePaused(EngineServer):
         while self._is_paused:
             await asyncio.sleep(0.05)
         return await super()._health(body)
+
+
+class Decoding(SilentWhilePaused):
+    """It generates once a prefill server has read the prompt, which it reads itself again."""
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        _, why = await fetch_prompt(body, asyncio.Event())
+        if not why:
+            return await super()._generate(request, {k: v for k, v in body.items() if not k.startswith("bootstrap_")})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(chunk([], 0, ABORTED | {"message": why}))
+        return response
 
 
 async def run_computing(args: argparse.Namespace, stopped: asyncio.Event) -> None:
@@ -39,7 +53,7 @@ async def run_computing(args: argparse.Namespace, stopped: asyncio.Event) -> Non
         is_incremental=True,
         key=args.admin_api_key,
         access_log=log,
-        kind=SilentWhilePaused,
+        kind=Decoding if args.disaggregation_mode == "decode" else SilentWhilePaused,
     ) as served:
         print(f"the server is fired up on {served.url}", flush=True)
         await stopped.wait()

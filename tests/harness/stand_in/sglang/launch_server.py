@@ -50,7 +50,7 @@ async def run(argv: list[str]) -> None:
     sys.path.append(str(ROOT))
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    if os.environ.get("STAND_IN_LIGHT"):
+    if os.environ.get("STAND_IN_LIGHT") or args.disaggregation_mode == "prefill":  # which draws what nobody looks at
         await run_light(args, stopped)
     else:
         from sglang.computing import run_computing

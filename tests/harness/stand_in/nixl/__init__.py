@@ -1,0 +1,1 @@
+"""What prefill and decode servers are checked for; the stand-ins send no cache."""
