@@ -217,8 +217,8 @@ class LaunchedSglang(SglangEngine):
         super().__init__("", options, routes, saves_memory=launch.expects is not None)
         self._launch = launch
         self._env = server_env(launch.env, has_gpus=bool(launch.num_devices))
-        if launch.kind != "regular":  # by their own choice caches are offered to the network
-            self._env.setdefault("SGLANG_HOST_IP", LOOPBACK)
+        if launch.kind != "regular":
+            self._env = {**PAIR_ENV, **self._env}
         if launch.expects is not None:
             self._env = saver_env(self._env)
         self._server: ServerProcess | None = None
@@ -361,6 +361,13 @@ def _write_keys(key: str, place: Path) -> Path:
     return path
 
 
+PAIR_ENV: Mapping[str, str] = {
+    "SGLANG_HOST_IP": LOOPBACK,
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "3600",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "3600",
+}
+"""Of prefill and decode servers, unless set otherwise. By itself SGLang offers caches to the network, and gives up
+requests that wait for five minutes: for room in a decode server, or through a pause. A server's end is noticed here."""
 SAVER_FIELDS: Mapping[str, Any] = {"enable_memory_saver": True}
 """ServerArgs of servers whose memory can be taken back."""
 SAVER_ENV: Mapping[str, str] = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
