@@ -322,6 +322,7 @@ def measure(options: argparse.Namespace) -> None:
         figures = derive(options, config, found)
         name = f"{backend} {shape}, adapters of rank {rank[0]}" if rank else f"{backend} {shape}"
         rows.append(row(name, options.world, figures))
+        report.say(f"  {', '.join(f'{head} {cell}' for head, cell in zip(HEAD, rows[-1], strict=True))}")
         report.keep(case, {"figures": figures, "found": found})
         for _, name, _, _ in () if rank else GOALS.get(shape, ()):
             lower = name == "memory_gib"

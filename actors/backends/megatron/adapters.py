@@ -59,12 +59,12 @@ class Adapted:
     """int64 [rows here]: which row of all pieces, one behind the other, belongs to a row of the weight; a number beyond
     them: none does. None: they lie so already."""
 
-    def delta(self, x: Tensor) -> Tensor:
-        """What the adapters add to the layer's output for x [tokens, 1, columns], by megatron-core's rules of what is
-        split."""
-        is_split, rank = bool(self.module.sequence_parallel), self.pairs[0][0].parameter.shape[0]
+    def added(self, x: Tensor, output: Tensor) -> Tensor:
+        """The layer's output [tokens, 1, rows] for x [tokens, 1, columns] with what the adapters add to it, by
+        megatron-core's rules of what is split."""
+        is_split = bool(self.module.sequence_parallel)
         # In two dimensions: with more, torch chooses the product by who wants a gradient, and scores lose their bits.
-        low = functional.linear(x.squeeze(1), torch.cat([a.parameter for a, _ in self.pairs]))
+        low = functional.linear(x.flatten(0, -2), torch.cat([a.parameter for a, _ in self.pairs]))
         if not self.is_cut_by_rows:
             way = "reduce_scatter_to_sequence_parallel" if is_split else "reduce_from_tensor_model_parallel"
             low = getattr(tensor_parallel, f"{way}_region")(low)
@@ -72,24 +72,30 @@ class Adapted:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         else:
             low = tensor_parallel.copy_to_tensor_model_parallel_region(low)
+        # All in one product that adds to the output itself: what is as large as that is read and written once.
+        return torch.addmm(output.flatten(0, -2), low, self._rows().t(), alpha=self.scale).view_as(output)
+
+    def _rows(self) -> Tensor:
+        """B of all matrices, [rows of the weight here, matrices * rank]: each beside the others' zeros."""
+        if self.order is None and [len(pieces) for _, pieces in self.pairs] == [1]:
+            return self.pairs[0][1][0].parameter
+        rank, last = self.pairs[0][0].parameter.shape[0], len(self.pairs) - 1
         parts = [
-            functional.linear(one, piece.parameter)
-            for one, (_, pieces) in zip(low.split(rank, dim=-1), self.pairs, strict=True)
+            functional.pad(piece.parameter, (number * rank, (last - number) * rank))
+            for number, (_, pieces) in enumerate(self.pairs)
             for piece in pieces
         ]
-        rows = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        return (self._ordered(rows, -1) * self.scale).unsqueeze(1)
+        return self._ordered(torch.cat(parts))
 
     def merged(self, weight: Tensor) -> Tensor:
         parts = [(p.parameter.detach(), a.parameter.detach()) for a, pieces in self.pairs for p in pieces]
         product = torch.cat([b.float() @ a.float() for b, a in parts])
-        return (weight.float() + self._ordered(product, 0) * self.scale).to(weight.dtype)
+        return (weight.float() + self._ordered(product) * self.scale).to(weight.dtype)
 
-    def _ordered(self, rows: Tensor, dim: int) -> Tensor:
+    def _ordered(self, rows: Tensor) -> Tensor:
         if self.order is None:
             return rows
-        none = rows.new_zeros(*(1 if axis == dim % rows.dim() else size for axis, size in enumerate(rows.shape)))
-        return torch.cat([rows, none], dim=dim).index_select(dim, self.order)
+        return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).index_select(0, self.order)
 
 
 class MegatronAdapters(Adapters):
@@ -176,11 +182,11 @@ class MegatronAdapters(Adapters):
             layer.order = order.to(weight.parameter.device)
         self._layers[id(weight.parameter)] = layer
 
-        def added(x: Tensor) -> Tensor | float:
-            return layer.delta(x) if self.is_on else 0.0
+        def added(x: Tensor, output: Tensor) -> Tensor:
+            return layer.added(x, output) if self.is_on else output
 
         def hook(_: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-            return output[0] + added(args[0]), output[1]
+            return added(args[0], output[0]), output[1]
 
         if isinstance(module, NormedRowParallelLinear):
             cast(Any, module).adapter = added

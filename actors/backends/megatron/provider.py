@@ -265,8 +265,8 @@ RowParallelLinear: Any = mcore.module("tensor_parallel").RowParallelLinear
 class NormedRowParallelLinear(RowParallelLinear):
     """A projection back to the stream whose result is normalised before it is added (GLM-4)."""
 
-    adapter: Callable[[Tensor], Tensor | float] | None = None
-    """What is added before."""
+    adapter: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What it makes of input and output before."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         base: Any = super()
@@ -276,7 +276,7 @@ class NormedRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         base: Any = super()
         output, bias = cast("tuple[Tensor, Tensor | None]", base.forward(input_))
-        return self.post_norm(output if self.adapter is None else output + self.adapter(input_)), bias
+        return self.post_norm(output if self.adapter is None else self.adapter(input_, output)), bias
 
 
 def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | None) -> Any:
