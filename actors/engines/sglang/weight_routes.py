@@ -180,6 +180,7 @@ class AdapterRoute(FolderRoute):
                 await self._server.post("/unload_lora_adapter", {"lora_name": name})
             del self._num_requests[name]
         self._prepared = f"{ADAPTER_NAME}{self._self_id}.{manifest.lineage}.{manifest.version}.{uuid.uuid4().hex[:8]}"
+        self._num_requests[self._prepared] = 0  # also where it is not known whether it arrived
         self.beacon.step(f"the server reads {manifest.location}", is_counted=False)
         try:
             body = {"lora_name": self._prepared, "lora_path": manifest.location}
@@ -188,7 +189,6 @@ class AdapterRoute(FolderRoute):
             raise self._refused(manifest, err.message) from err
         if not answer.get("success"):
             raise self._refused(manifest, str(answer.get("error_message")))
-        self._num_requests[self._prepared] = 0
 
     async def load(self, manifest: WeightManifest) -> bool:
         """Requests name it from now on."""
