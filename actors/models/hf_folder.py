@@ -246,10 +246,14 @@ def write_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a folder that transformers, SGLang, vLLM and myxa load: config, weights, tokenizer files. `config` is the
-    JSON object of `config.json` (`ModelConfig.source`). Files are mode 0644; the weights appear under their names only
-    when complete. Raises ModelError naming the file when the disk refuses."""
+    JSON object of `config.json` (`ModelConfig.source`); MTP layers that are not among the weights leave it. Files are
+    mode 0644; the weights appear under their names only when complete. Raises ModelError naming the file when the disk
+    refuses."""
     root = Path(folder)
     shards = _shards(tensors, max_shard_bytes)
+    behind = f"model.layers.{config.get('num_hidden_layers')}."
+    if config.get("num_nextn_predict_layers") and not any(one.spec.name.startswith(behind) for one in tensors):
+        config = {**config, "num_nextn_predict_layers": 0}  # a server would guess with weights that nobody wrote
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

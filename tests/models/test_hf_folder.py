@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.models.deepseek import DEEPSEEK_V3, FP8, KIMI_K2, MOONLIGHT
@@ -79,6 +80,17 @@ def test_a_written_folder_reads_back_equal(folder: Path, tmp_path: Path, max_sha
     assert arrays(tmp_path, read_config(tmp_path)) == {w.spec.name: bytes(w.data) for w in weights}
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes < 10**9)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_folder_tells_of_the_mtp_layer_that_it_holds_and_of_no_other(folder: Path, tmp_path: Path):
+    config = read_config(folder)
+    weights, source = init_weights(config, 9), {**config.source, "num_nextn_predict_layers": 1}
+    write_folder(tmp_path / "without", source, weights)
+    assert json.loads((tmp_path / "without/config.json").read_text())["num_nextn_predict_layers"] == 0
+    name = f"model.layers.{config.num_layers}.enorm.weight"
+    layer = msgspec.structs.replace(weights[0], spec=msgspec.structs.replace(weights[0].spec, name=name))
+    write_folder(tmp_path / "with", source, [*weights, layer])
+    assert json.loads((tmp_path / "with/config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 def test_a_sharded_folder_loads_in_transformers(folder: Path, tmp_path: Path):
