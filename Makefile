@@ -64,6 +64,7 @@ sglang-cpu: $(STAMP) $(SGLANG_STAMP)
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --disable-overlap-schedule
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --incremental-streaming-output --skip-tokenizer-init --stream-interval 32
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python --only contract_sampling
+	@$(BIN)/python tests/engines/run_paired.py --python $(SGLANG_VENV)/bin/python
 
 $(SGLANG_PINS):
 	@echo "make: no pins for SGLang $(SGLANG) at $@; there are: $(notdir $(basename $(wildcard $(dir $@)[0-9]*.txt)))" >&2; exit 2

@@ -70,4 +70,35 @@ class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run."""
 
 
+class OnTheHost(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """NIXL is told that caches are memory of the host, which they are here; SGLang 0.5.17 says device memory."""
+
+    name = "sglang.srt.disaggregation.nixl.conn"
+    found: importlib.machinery.ModuleSpec | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        self.found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        return self.found and importlib.machinery.ModuleSpec(fullname, self, origin=self.found.origin)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """As usual."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        assert self.found is not None and isinstance(self.found.loader, importlib.machinery.SourceFileLoader)
+        source = self.found.loader.get_source(self.name) or ""
+        for kinds, instead in (
+            ('("VRAM", "DRAM")', '("DRAM",)'),
+            ('"VRAM": [], ', ""),
+            ('"VRAM"', '"DRAM"'),
+            ("[str(kind) for kind in kinds]", '["DRAM" for kind in kinds]'),
+        ):
+            source = source.replace(kinds, instead)
+        exec(compile(source, self.found.origin or self.name, "exec"), module.__dict__)
+
+
 sys.meta_path.append(AbsentFinder())
+sys.meta_path.insert(0, OnTheHost())
