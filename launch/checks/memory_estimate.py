@@ -396,6 +396,8 @@ def _written_loads(config: RunConfig, model: ModelConfig) -> Iterator[DeviceLoad
     whole = _of_each("weights", ITEM_BYTES[config.engine.dtype], model.num_parameters, config.engine.dtype)
     if has_deltas:
         yield DeviceLoad.of("host of trainer/0", "memory", [replace(whole, name="base of deltas")], None)
+    if config.weights.channel == "tcp":
+        whole = replace(whole, num_bytes=2 * whole.num_bytes, how=f"2 x {whole.how}, while one is fetched")
     yield DeviceLoad.of("host of each rollout actor", "disk of TMPDIR", [whole], None)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.harness.commands import Command
 
 LOOK_S = 0.01
+MAX_LINE = 1 << 26
 
 
 class Program:
@@ -19,7 +20,7 @@ class Program:
         self.pid = command.pid
         self.send_signal, self.kill = command.send_signal, command.kill
         self.stdin: asyncio.StreamWriter
-        self.stdout = asyncio.StreamReader()
+        self.stdout = asyncio.StreamReader(limit=MAX_LINE)
 
     @property
     def returncode(self) -> int | None:

@@ -307,8 +307,9 @@ def test_what_rebuilt_versions_take_is_told() -> None:
         return {one.devices: (one.phase, one.num_bytes) for one in loads if "host" in one.devices}
 
     whole = 2 * SHAPES["0.6B"].num_parameters
-    engine = {"host of each rollout actor": ("disk of TMPDIR", whole)}
+    host = "host of each rollout actor"
     assert taken(channel="disk") == {} == taken(channel="cuda_ipc")
-    assert taken(channel="tcp") == engine
-    for channel in ("disk", "tcp"):
-        assert taken(channel=channel, full_every=4) == engine | {"host of trainer/0": ("memory", whole)}
+    assert taken(channel="tcp") == {host: ("disk of TMPDIR", 2 * whole)}
+    for channel, num in (("disk", 1), ("tcp", 2)):
+        expected = {"host of trainer/0": ("memory", whole), host: ("disk of TMPDIR", num * whole)}
+        assert taken(channel=channel, full_every=4) == expected

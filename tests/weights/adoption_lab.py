@@ -3,9 +3,10 @@
 The engine that is hurt is `rollout/0`, which adopts first; `rollout/1` shows that the others go on. A fault strikes once,
 at a named moment of the adoption of one version:
 
+    fetch         a file of the version is asked for                                                     tcp only
     plan, join    the engine asks the sender for its cut; a new engine is about to join its channel      nccl only
     prepare       before the first byte is looked at
-    transfer      in the middle of the bytes: the fifth tensor (shm, disk), the third bucket (nccl)
+    transfer      in the middle of the bytes: the fifth tensor (shm, disk, tcp), the third bucket (nccl)
     before commit, commit, after commit
 """
 
@@ -32,6 +33,7 @@ from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
 from myxa.actors.stream_checks import StreamChecks
 from myxa.actors.telemetry import Reporter
+from myxa.actors.weights.channels.host import RebuiltFolder
 from myxa.actors.weights.receive import EngineWeights
 from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
@@ -164,6 +166,21 @@ class HurtSenders:
             raise DeadlineExceeded("the sender does not answer") from err
 
 
+class FarSenders:
+    """The writer as a rollout actor of another host reaches it."""
+
+    def __init__(self, engine: LabEngine, inner: Callable[[], SenderProcess]) -> None:
+        self._engine, self._inner = engine, inner
+
+    async def ask(self, sender: str, order: Any) -> Any:
+        await self._engine.hook("fetch")
+        try:
+            async with asyncio.timeout(ROUTES.send_s):
+                return await self._inner().ask(sender, order)
+        except TimeoutError as err:
+            raise DeadlineExceeded("rollout/0: trainer/0 does not answer") from err
+
+
 class ServerEngine(LabEngine):
     """An engine server and SGLang's client: takes broadcasts."""
 
@@ -222,8 +239,8 @@ class ServerEngine(LabEngine):
 class LabRollout(RolloutContract):
     """As much of a rollout actor as an adoption needs."""
 
-    def __init__(self, engine: LabEngine, telemetry: TelemetryBuffer) -> None:
-        self.engine = engine
+    def __init__(self, engine: LabEngine, telemetry: TelemetryBuffer, rebuilder: RebuiltFolder | None) -> None:
+        self.engine, self._rebuilder = engine, rebuilder
         self.version = -1
         self.fenced: list[str] = []
         self.refused: list[str] = []
@@ -234,7 +251,7 @@ class LabRollout(RolloutContract):
         checks = StreamChecks(self.ctx.name, may_be_older=False, on_lie=lambda lie: None)
         engine: Any = self.engine
         nothing: Any = None
-        self._weights = EngineWeights(Reporter(self.ctx, nothing, self._telemetry), engine, checks)
+        self._weights = EngineWeights(Reporter(self.ctx, nothing, self._telemetry), engine, checks, self._rebuilder)
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
         return self._noted(await self._weights.prepare(manifest))
@@ -336,7 +353,11 @@ class FaultLab:
             await self.leave(name)
             await self.rollouts[name].engine.close()
         engine = await self._engine(name)
-        rollout = self.rollouts[name] = LabRollout(engine, self.telemetry)
+        rebuilder = None
+        if self.channel == "tcp":
+            rebuilder = RebuiltFolder(FarSenders(engine, lambda: self.sender))
+            self._stack.push_async_callback(rebuilder.close)
+        rollout = self.rollouts[name] = LabRollout(engine, self.telemetry, rebuilder)
         await self.node.start(rollout, name=name)
         self._epoch += 1
         join(self.adoption, name, self._epoch)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Channel = Literal["shm", "disk", "nccl"]
+Channel = Literal["shm", "disk", "tcp", "nccl"]
 
 OUTCOMES = {
     "adopted": "the engine adopts the version as if nothing had been",
@@ -27,6 +27,8 @@ BY_SIGNAL: dict[tuple[Channel, str], tuple[str, str, str, str]] = {
     ("shm", "commit"): (A, A, R, F),
     ("shm", "after commit"): (A, A, R, A),
     ("disk", "transfer"): (A, A, R, F),
+    ("tcp", "fetch"): (Q, Q, R, F),
+    ("tcp", "transfer"): (A, A, R, F),
     ("nccl", "plan"): (Q, Q, R, F),
     ("nccl", "join"): (Q, Q, R, F),
     ("nccl", "transfer"): (F, F, R, F),
@@ -34,7 +36,12 @@ BY_SIGNAL: dict[tuple[Channel, str], tuple[str, str, str, str]] = {
     ("nccl", "commit"): (F, F, R, F),
     ("nccl", "after commit"): (A, A, R, A),
 }
-BY_BYTES: dict[Channel, tuple[str, str, str]] = {"shm": (Q, Q, A), "disk": (Q, Q, A), "nccl": (F, A, A)}
+BY_BYTES: dict[Channel, tuple[str, str, str]] = {
+    "shm": (Q, Q, A),
+    "disk": (Q, Q, A),
+    "tcp": (Q, Q, A),
+    "nccl": (F, A, A),
+}
 CHEAP = frozenset(
     {
         ("shm", "transfer", "kill engine"),

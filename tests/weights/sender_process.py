@@ -2,7 +2,7 @@
 
 python sender_process.py NAME BUCKET_BYTES [CHANNEL FOLDER MODEL_FOLDER]
 
-CHANNEL nccl (the default) sends; shm and disk write. Beside what senders do it can damage what it has published.
+CHANNEL nccl (the default) sends; shm, disk and tcp write. Beside what senders do it can damage what it has published.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.weights.model_tensors import arrays_of, tensors_of
 
-from myxa.actors.weights.channels.host import NAME, ShmWeightWriter, clear_folders, make_writer
+from myxa.actors.weights.channels.host import NAME, ReadChannel, ShmWeightWriter, clear_folders, make_writer
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import MyxaError
 from myxa.core.messages import WeightManifest
@@ -54,7 +55,7 @@ class Writing:
 
     def __init__(self, channel: str, folder: str, model_folder: str) -> None:
         self.channel, self.folder = channel, Path(folder)
-        self.writer = make_writer("disk" if channel == "disk" else "shm", Path(folder), Path(model_folder))
+        self.writer = make_writer(cast(ReadChannel, channel), Path(folder), Path(model_folder))
         self.published: dict[int, WeightManifest] = {}
 
     def publish(self, version: int, folder: str) -> WeightManifest | None:
@@ -96,10 +97,6 @@ def main() -> None:
     made = Writing(*rest) if rest and rest[0] != "nccl" else Sending(name, int(bucket_bytes))
     lock = threading.Lock()
 
-    def sender() -> DeviceWeightSender:
-        assert isinstance(made, Sending)
-        return made.sender
-
     def do(method: str, argument: object) -> object:
         if method == "publish":
             return made.publish(*msgspec.convert(argument, tuple[int, str]))
@@ -110,11 +107,12 @@ def main() -> None:
         if method == "progress":
             channels = made.sender._channels if isinstance(made, Sending) else {}
             return {name: channel.at for name, channel in channels.items()}
-        return sender().answer(msgspec.convert(argument, AnyOrder))
+        order = cast(Any, msgspec.convert(argument, AnyOrder))
+        return (made.writer if isinstance(made, Writing) else made.sender).answer(order)
 
     def answer(number: int, method: str, argument: object) -> None:
         try:
-            line = msgspec.json.encode({"number": number, "reply": do(method, argument)})
+            line = msgspec.json.encode({"number": number, "reply": do(method, argument)}, enc_hook=bytes)
         except MyxaError as err:
             line = msgspec.json.encode({"number": number, "error": err.message})
         with lock:

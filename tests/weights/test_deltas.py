@@ -312,7 +312,15 @@ async def test_over_tcp_a_trainer_that_dies_costs_nothing_that_was_held(
     made, why = await rebuilt.whole(manifest)
     assert model.is_in(made) and not why and far.num_bytes - before == manifest.deltas[0].num_bytes
     held = Path(made.location)
+    model.writer.full_every = 1
     manifest = model.publish()
+    assert not manifest.deltas
+    for fails_at in (0, 1, 2):
+        far.fails_at = fails_at
+        with pytest.raises(MyxaError, match="trainer/0 died"):
+            await rebuilt.whole(manifest)
+        assert held.exists(), "what is held goes when all of the next whole version has come"
+    far.fails_at = -1
     model.writer.close()
     with pytest.raises(MyxaError, match="it was released, or never written"):
         await rebuilt.whole(manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import subprocess
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 from tests.harness import engine_server
 from tests.harness.commands import Command
 from tests.harness.programs import Program, start_program
@@ -80,6 +82,10 @@ REPLIES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def array_of(kind: Any, text: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), np.uint8)
+
+
 @dataclass
 class SenderProcess:
     """A sender in a process of its own, as a `WeightSenders` of one."""
@@ -99,7 +105,7 @@ class SenderProcess:
         reply = await answer
         if "error" in reply:
             raise RemoteError(reply["error"], remote_type="TrainError")
-        return msgspec.convert(reply["reply"], REPLIES[method])
+        return msgspec.convert(reply["reply"], REPLIES[method], dec_hook=array_of)
 
     async def read(self) -> None:
         async for line in self.process.stdout:

@@ -475,19 +475,21 @@ class RebuiltFolder:
         return made, f"version {manifest.version} is made from {full}: {why}" if deltas else ""
 
     def _make(self, root: Path, base: Path, manifest: WeightManifest, deltas: Sequence[WeightDelta]) -> WeightManifest:
-        """From `base`, which is the version before the first of `deltas`. What is held goes, whatever happens."""
+        """From `base`, which is the version before the first of `deltas`. What is held goes once all is here."""
         # A server that fails to load goes back to the path that it loaded before: that must not be these bytes.
         folder = root / f"version_{manifest.version:08d}-{manifest.digest.rpartition(':')[2]}"
-        self._held = "", Path()
         if base.parent == root:
+            self._held = "", Path()
             base.rename(folder)
         else:
-            for old in root.glob("version_*"):
-                shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             if manifest.channel == "tcp":
-                version = manifest.deltas[0].base if manifest.deltas else manifest.version
-                self._fetch(version, folder)
-            else:
+                self._fetch(manifest.deltas[0].base if manifest.deltas else manifest.version, folder)
+            self._held = "", Path()
+            for old in root.glob("version_*"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+            if manifest.channel != "tcp":
                 shutil.copytree(base, folder)
         patch_folder(folder, deltas)
         shutil.rmtree(root / FETCHED, ignore_errors=True)
