@@ -503,9 +503,10 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (channel == "shm" and not are_beside, "weights.channel", "needs both roles on the same nodes"),
         (channel == "nccl" and shared and rollout.nodes == trainer.nodes, "weights.channel",
          f'cannot join two processes on GPU {", ".join(map(str, shared[:1]))}; use "cuda_ipc"'),
-        *(((config.weights.full_every > 1 or channel == "tcp") and urlsplit(url).hostname not in LOCAL_HOSTS,
-           "weights.channel" if channel == "tcp" else "weights.full_every",
-           f"cannot be so with engine.attach = {url}: a server on another host does not see its actor's folders")
+        *((is_so and urlsplit(url).hostname not in LOCAL_HOSTS, f"weights.{key}",
+           f"must be {wanted} with engine.attach = {url}: a server on another host does not see its actor's folders")
+          for key, is_so, wanted in (("full_every", config.weights.full_every > 1, "1"),
+                                     ("channel", channel == "tcp", 'another than "tcp"'))
           for url in config.engine.attach),
     )  # fmt: skip
     yield from handle_conflicts(config) if channel == "cuda_ipc" else ()

@@ -83,6 +83,7 @@ MISTAKES: dict[str, str] = {
     "[weights]\nfull_every = 5\n": '6 weights.full_every ! needs weights.channel = "disk"',
     "[weights]\nfull_evry = 5\n": "6 weights.full_evry ? full_every",
     '[weights]\nchannel = "disk"\nfull_every = 5\n[roles.rollout]\nkind = "sglang"\n[engine]\nattach = ["http://10.0.0.1:1"]\n': "7 weights.full_every ! another host",
+    '[weights]\nchannel = "tcp"\n[roles.rollout]\nkind = "sglang"\n[engine]\nattach = ["http://10.0.0.1:1"]\n': "6 weights.channel ! another host",
     "[algo]\nclip_high = -0.5\n": "6 algo.clip_high",
     "[algo]\nveto = 1.5\n": "6 algo.veto",
     "[algo]\nref_update_every = 5\n": "6 algo.ref_update_every",
