@@ -31,6 +31,8 @@ ADAPTERS = "adapters."
 OTHER_KINDS = ("alpha_pattern", "alora_invocation_tokens", "bias", "fan_in_fan_out", "modules_to_save", "rank_pattern",
                "use_dora", "use_qalora", "use_rslora")  # fmt: skip
 """Keys of PEFT's that change what is computed, where they say more than "none"."""
+KEEP_WEIGHTS = (None, False, True, "eva", "gaussian", "orthogonal")
+"""Of PEFT's `init_lora_weights`: the others (pissa, olora, corda, loftq, ...) change the model's own weights too."""
 IN_LAYERS = re.compile(r"\.\d+\.")
 EXPERTS = re.compile(r"\.experts\.|\.mlp\.gate\.weight$")
 
@@ -50,7 +52,7 @@ def adapted_matrices(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) ->
                 remedy=suggest(target, {name.rpartition(".")[2] for name in known}),
             )
         chosen |= {name: (shape[0], shape[1]) for name, shape in mine.items()}
-    experts = EXPERTS.search(" ".join(f"{name}.weight" for name in chosen)) if chosen else None
+    experts = any(EXPERTS.search(f"{name}.weight") for name in chosen)
     if experts or (takes_all and any(".experts." in name for name in shapes)):
         raise ConfigError(
             "lora.target_modules: experts and their routers get no adapters yet",
@@ -90,7 +92,8 @@ def read_adapter(lora: LoraConfig, matrices: Matrices) -> dict[str, NamedArray]:
                 f"lora.{own}: the adapter in {folder} has {key} = {said.get(key)!r}, not {value!r}",
                 remedy="set rank and alpha as the adapter has them, or name another adapter",
             )
-    for key in OTHER_KINDS:
+    changed = ("init_lora_weights",) if said.get("init_lora_weights") not in KEEP_WEIGHTS else ()
+    for key in (*OTHER_KINDS, *changed):
         if said.get(key) not in (None, False, "none", [], {}):
             raise ConfigError(
                 f"lora.path: {folder} has {key} = {said[key]!r}, which is not computed here",

@@ -68,7 +68,7 @@ def test_only_adapters_are_trained_and_the_model_without_them_is_the_reference(
     reference = backend._parts.stepper.reference.model
     layouts = policy.layouts(shard.samples, [[i] for i in range(len(shard.samples))])
     for sample, scores, found in zip(shard.samples, right, reference.score(layouts), strict=True):
-        np.testing.assert_allclose(found.logprobs_M.numpy(), scores[sample.loss_mask != 0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found.logprobs_M.numpy(), scores[sample.loss_mask != 0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's use of transformers
@@ -141,6 +141,7 @@ def broken(folder: Path, change: str) -> None:
         ("lora_alpha=16", "lora.alpha: .* has lora_alpha = 16, not 8"),
         ("peft_type=\"IA3\"", "lora.path: .* has peft_type = 'IA3'"),
         ("use_dora=true", "lora.path: .* has use_dora = True, which is not computed here"),
+        ("init_lora_weights=\"pissa_niter_4\"", "init_lora_weights = 'pissa_niter_4', which is not computed here"),
         ("rank_pattern={\"q_proj\": 2}", "rank_pattern = .*, which is not computed here"),
         ("modules_to_save=[\"lm_head\"]", "modules_to_save = .*, which is not computed here"),
         ("missing", "lora.target_modules: base_model.model.model.layers.0.mlp.down_proj.lora_A.* is absent"),
