@@ -33,7 +33,7 @@ from ...core.errors import ModelError, TrainError
 from ...core.files import read_regular
 from ..checkpoints.folder import Manifest, check_digest, check_model, find_checkpoint, read_manifest
 from ..models.adapters import ADAPTERS, PARTS, adapter_facts, check_facts, file_name, write_adapter
-from ..models.hf_folder import open_weights, read_config, write_folder
+from ..models.hf_folder import check_tensors, open_weights, read_config, write_folder
 from ..models.model_config import MTP_FAMILIES, ModelConfig
 from ..models.safetensors_file import open_safetensors
 from ..weights.channels.sender import Fp8Rule
@@ -103,6 +103,8 @@ def _empty(folder: str | Path) -> Path:
 
 
 FP8_BLOCK = (128, 128)
+IN_FP8 = re.compile(r"(?<!\.eh)_proj(_with_mqa)?\.weight$")
+"""Matrices that servers hold in FP8 where their folder is: SGLang casts one that comes in bfloat16, without a scale."""
 
 
 def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
@@ -114,8 +116,8 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
         is_one = config.model_type in MTP_FAMILIES and config.source.get("num_nextn_predict_layers") == 1
         if is_one and f"model.layers.{config.num_layers}.eh_proj.weight" in arrays:
             config = config.with_mtp()
-        names = (name for name in config.tensor_shapes() if name.endswith("_proj.weight"))
-        rule = Fp8Rule(frozenset(name for name in names if not name.endswith(".eh_proj.weight")), FP8_BLOCK)
+            check_tensors(config, arrays, str(model))
+        rule = Fp8Rule(frozenset(filter(IN_FP8.search, config.tensor_shapes())), FP8_BLOCK)
         tensors = ((name, from_bytes(arrays[name])) for name in config.tensor_shapes())
         found = list(rule.apply((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16))) for n, t in tensors))
     said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}

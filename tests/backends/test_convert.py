@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tests.backends.gang_rank import Backends, make_shards, save
+from tests.models.deepseek import DEEPSEEK_V3
 
 from myxa.actors.backends.convert import convert, quantise_folder
 from myxa.actors.backends.torch_backend.tensors import from_bytes
 from myxa.actors.models.hf_folder import open_weights, read_config
+from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ModelError, TrainError
 from myxa.launch.cli import main
@@ -101,3 +104,28 @@ def test_a_model_folder_becomes_fp8_in_blocks_that_our_reader_takes(model: Path,
             assert float((found - value).abs().max()) <= bound * float(value.abs().max()) * 1.01, name
     with pytest.raises(ModelError, match="holds something already"):
         quantise_folder(model, target)
+
+
+@pytest.mark.parametrize("has_layer", [False, True])
+def test_latent_attention_and_the_mtp_layer_become_fp8_where_servers_hold_fp8(tmp_path: Path, has_layer: bool) -> None:
+    """SGLang holds both low-rank inputs of MLA as one FP8 matrix, and `eh_proj`, routers and head in bfloat16."""
+    small = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4, "v_head_dim": 4, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 32,
+    }  # fmt: skip
+    source = {key: value for key, value in (DEEPSEEK_V3 | small).items() if key != "quantization_config"}
+    config = parse_model_config(source, "small")
+    shapes = (config.with_mtp() if has_layer else config).tensor_shapes()
+    folder, target = tmp_path / "model", tmp_path / "fp8"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(source))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    quantise_folder(folder, target)
+    with open_weights(target, read_config(target, has_mtp=has_layer), as_stored=True) as stored:
+        kinds = {name: stored[name].spec.dtype for name in shapes}
+        assert {name.removesuffix("_scale_inv") for name in stored} == shapes.keys()
+    whole = {name.split(".")[-2] for name, kind in kinds.items() if len(shapes[name]) == 2 and kind == "bfloat16"}
+    assert whole == {"embed_tokens", "lm_head", "gate", *(["eh_proj"] if has_layer else [])}
