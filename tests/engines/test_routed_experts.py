@@ -274,6 +274,27 @@ async def test_a_server_that_does_not_tell_experts_is_refused_before_it_serves(f
             await engine.start()
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "it guesses tokens ahead"),
+        ({"enable_hierarchical_cache": True}, "its cache comes back without experts"),
+        ({"pp_size": 2}, "only the experts of its own layers"),
+    ],
+)
+def test_a_server_that_tells_experts_of_some_tokens_only_is_refused(more: dict[str, Any], why: str) -> None:
+    model = ServerAnswer("/model_info", 200, b'{"model_path": "m"}')
+    told = {"model_path": "m", "enable_return_routed_experts": True, "speculative_algorithm": None, "pp_size": 1}
+    whole, partial = (
+        ServerAnswer("/server_info", 200, msgspec.json.encode(facts)) for facts in (told, {**told, **more})
+    )
+    assert attach_fault(model, whole, tells_experts=True) == ("", "")
+    assert attach_fault(model, partial) == ("", "")
+    fault, remedy = attach_fault(model, partial, tells_experts=True)
+    assert why in fault
+    assert "megatron.routing_replay = true" in remedy
+
+
 async def test_a_server_that_forgets_them_is_an_error_of_that_request():
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
         engine, server = await server_of(stack, 0)

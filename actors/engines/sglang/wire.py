@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from ....core.config.servers import guesser
 from ....core.errors import EngineError, RequestRefused
 from ....core.messages import EngineUsage, SamplingParams
 from ....core.protocols import Delta, GenerateRequest
@@ -336,6 +337,13 @@ FIRST_VERSION = (0, 5)
 MAX_QUOTED = 120
 ATTACH_REMEDY = "mend engine.attach, or start an SGLang server there"
 KEY_REMEDY = "set engine.key_env to the variable that holds the server's --admin-api-key"
+LOSES_EXPERTS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (lambda facts: bool(guesser(facts)), "it guesses tokens ahead, and SGLang keeps no experts of those"),
+    (lambda facts: facts.get("enable_hierarchical_cache") is True, "its cache comes back without experts"),
+    (lambda facts: facts.get("pp_size", 1) not in (0, 1), "a pipeline stage tells only the experts of its own layers"),
+)
+"""Facts of servers that do not tell the experts of all tokens, and why."""
+LOSES_REMEDY = "start it otherwise, or set megatron.routing_replay = true"
 LOADING = (500, 502, 503, 504)
 """A server that is loading, or a gateway in front of one."""
 
@@ -409,4 +417,5 @@ def attach_fault(
             'it does not tell the experts of tokens, which megatron.routing_replay = "rollout" replays',
             "start SGLang (0.5.17 or later) with --enable-return-routed-experts, or set megatron.routing_replay = true",
         )
-    return "", ""
+    why = next((cause for is_so, cause in LOSES_EXPERTS if is_so(facts.value)), "") if tells_experts else ""
+    return (f'{why}, which megatron.routing_replay = "rollout" replays', LOSES_REMEDY) if why else ("", "")
