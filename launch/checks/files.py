@@ -28,6 +28,7 @@ from ...actors.engines.sglang.server_args import check_guesses, check_sizes, gue
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.adapters import adapted_matrices, adapter_facts, check_facts, read_adapter
 from ...actors.models.hf_folder import (
+    CONFIG,
     check_critic,
     check_second_model,
     check_values,
@@ -62,6 +63,7 @@ from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.loading import Finding
+from ...core.config.servers import OFF, ServerShape
 from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
 from ...core.samples import Message, Prompt
 from ..composition.rollout_parts import eval_rewards
@@ -372,12 +374,43 @@ def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Findin
 
 
 def _check_served(config: RunConfig, model: ModelConfig) -> None:
-    folder, channel = config.weights.served_folder or config.model.path, choose_channel(config)
-    if held_fp8(config, model) and not is_between_devices(channel):
+    named, channel = config.weights.served_folder, choose_channel(config)
+    folder, block, is_sent = named or config.model.path, held_fp8(config, model), is_between_devices(channel)
+    if named and is_sent and not config.engine.attach:
+        raise ConfigError(
+            "weights.served_folder: servers that the run launches are started with model.path",
+            remedy="leave it out and name the FP8 folder in model.path (it is read as bfloat16), or start the servers "
+            "with it yourself and name them in engine.attach",
+        )
+    if named and is_sent and not (Path(named) / CONFIG).exists():
+        raise ConfigError(
+            f"weights.served_folder = {named}: holds no {CONFIG}", remedy="name the servers' model folder"
+        )
+    if block and config.lora.rollout == "adapter":
+        raise ConfigError(
+            f'lora.rollout = "adapter": adapters on servers that hold FP8 ({folder}) were not tried yet',
+            remedy='serve a folder in bfloat16, or set lora.rollout = "merged"',
+        )
+    if block and not is_sent:
         raise ConfigError(
             f'weights.channel = "{channel}" brings weights as they are trained; engines that hold FP8 ({folder}) get '
             "theirs only between devices",
             remedy='use "nccl", on one GPU "cuda_ipc"; or serve a folder in bfloat16',
+        )
+    if not block and not config.engine.attach and config.lora.rollout != "adapter":
+        for shape in config.engine.shapes(config.sglang):
+            _check_quantisation(shape)
+
+
+def _check_quantisation(shape: ServerShape) -> None:
+    """Of a server that gets new weights, and whose folder is not quantised. Raises ConfigError."""
+    kind = shape.table.get("quantization")
+    if kind not in (None, "unquant", *OFF) and shape.table.get("load_format") != "flash_rl":
+        raise ConfigError(
+            f"{shape.key}.quantization = {kind}: SGLang quantises the folder once, when it loads it, and has no place "
+            "for weights that come later",
+            remedy="leave it out, and name a folder in FP8 blocks in model.path (`myxa convert MODEL FOLDER "
+            "--dtype fp8` writes one)",
         )
 
 

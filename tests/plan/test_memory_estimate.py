@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models.deepseek import DEEPSEEK_V3
+from tests.models.deepseek import DEEPSEEK_V3, FP8, MOONLIGHT
 from tests.plan.memory_cases import BENCHMARKS, CASES, NOT_BY_TORCH, SHAPES, measured, qwen3, run
 
 from myxa.actors.backends import vocab_scores
@@ -280,13 +280,51 @@ def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
     assert list(findings) == []
 
 
+def unfit(config: RunConfig, model: ModelConfig) -> list[Finding]:
+    return list(fit(CheckedRun(config, place(config, 1), is_here=False, known={model_of: model})))
+
+
+ADAPTER = {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"], "rollout": "adapter"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"weights": {"served_folder": "m"}}, "servers that the run launches are started with model.path"),
+        ({"sglang": {"quantization": "fp8"}}, "sglang.quantization = fp8: SGLang quantises the folder once"),
+        ({"sglang": {"quantization": "fp8", "load_format": "flash_rl"}}, ""),
+        (
+            {"engine": {"groups": {"a": {"sglang": {"quantization": "fp8"}}}}},
+            "engine.groups.a.sglang.quantization = fp8",
+        ),
+        (ADAPTER, ""),
+    ],
+)
+def test_servers_that_cannot_take_new_weights_as_they_were_started_are_refused(
+    sections: dict[str, Any], says: str
+) -> None:
+    config = run("megatron", 1, **{key: value for key, value in SHARED.items() if key != "sglang"}, **sections)
+    found = [str(one.error) for one in unfit(config, SHAPES["0.6B"])]
+    assert [says in text for text in found] == ([True] if says else [])
+
+
+def test_adapters_on_fp8_servers_and_a_served_folder_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    model = parse_model_config(MOONLIGHT | {"quantization_config": FP8}, "Moonlight")
+    found = [str(one.error) for one in unfit(run("megatron", 1, **SHARED, **ADAPTER), model)]
+    assert any("adapters on servers that hold FP8 (m) were not tried" in text for text in found)
+    attached = {"roles": SHARED["roles"], "engine": {"attach": ["http://127.0.0.1:30000"]}}
+    config = run("megatron", 1, **attached, weights={"served_folder": str(tmp_path / "none")})
+    (said,) = [str(one.error) for one in unfit(config, SHAPES["0.6B"])]
+    assert "holds no config.json" in said
+
+
 def test_engines_that_hold_fp8_get_their_weights_between_devices_only(tmp_path: Path) -> None:
     model = parse_model_config(DEEPSEEK_V3, "DeepSeek-V3")
 
     def refused(**weights: str) -> list[str]:
-        config = run("megatron", 1, **SHARED, weights=weights)
-        checked = CheckedRun(config, place(config, 1), is_here=False, known={model_of: model})
-        return [str(one.error) for one in fit(checked) if one.key == "weights.channel"]
+        attached: dict[str, Any] = {"engine": {"attach": ["http://127.0.0.1:30000"]}, "roles": SHARED["roles"]}
+        config = run("megatron", 1, **(attached if "served_folder" in weights else SHARED), weights=weights)
+        return [str(one.error) for one in unfit(config, model) if one.key == "weights.channel"]
 
     (said,) = refused(channel="disk")
     assert 'weights.channel = "disk"' in said and '"cuda_ipc"' in said
