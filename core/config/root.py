@@ -346,6 +346,7 @@ def _turn_conflicts(config: RunConfig) -> Iterator[Conflict]:
     nodes = config.roles.memory.nodes
     are_apart = nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout))
     is_on_gpus, launches = bool(trainer.device_ids), rollout.kind == "sglang" and not config.engine.attach
+    says_share = all("mem_fraction_static" in shape.table for shape in config.engine.shapes(config.sglang))
     yield from clashes(
         (not are_shared, "memory.share",
          (f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '
@@ -360,7 +361,7 @@ def _turn_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (is_on_gpus and not config.memory.workspace_mb, "memory.workspace_mb",
          ("must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
           "trainer.max_tokens_per_microbatch (1.7B, no recomputation)")),
-        (is_on_gpus and launches and "mem_fraction_static" not in config.sglang, "sglang.mem_fraction_static",
+        (is_on_gpus and launches and not says_share, "sglang.mem_fraction_static",
          "must be set, e.g. 0.85: the share of the GPU that weights and cache take in the engine's turn"),
     )  # fmt: skip
 

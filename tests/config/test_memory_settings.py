@@ -99,3 +99,16 @@ def test_what_does_not_go_with_taking_turns(
     tmp_path: Path, text: str, overrides: tuple[str, ...], expected: str
 ) -> None:
     assert expected in failure(tmp_path, text, *overrides)
+
+
+def test_each_server_says_its_share_of_the_device_in_its_group_or_for_all(tmp_path: Path) -> None:
+    bare = ON_GPU.replace("[sglang]\nmem_fraction_static = 0.8\n", "").replace('devices = "0"', 'devices = "0,1"')
+    trainer, rollout = bare.split("[roles.rollout]\n")
+    text = f"{trainer}count = 2\n[roles.rollout]\ncount = 2\n{rollout}"
+    groups = (
+        "[engine.groups.a.sglang]\nmem_fraction_static = 0.8\n[engine.groups.b.sglang]\nmem_fraction_static = 0.6\n"
+    )
+    assert takes_turns(load(tmp_path, text + groups))
+    assert "sglang.mem_fraction_static: must be set" in failure(
+        tmp_path, text + groups.replace("mem_fraction_static = 0.6", "")
+    )
