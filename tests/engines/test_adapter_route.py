@@ -120,12 +120,23 @@ async def test_a_version_whose_number_comes_again_has_other_weights_and_another_
         assert len(set(loaded)) == 2
 
 
-async def test_what_an_earlier_client_left_is_unloaded_and_what_is_not_the_runs_stays(writer: DiskWeightWriter):
+async def test_what_an_earlier_client_left_is_waited_for_by_no_one(writer: DiskWeightWriter):
+    """Its actor was killed with requests under way: unloading their adapter would hold up all loads."""
     async with connected(folder=writer.model_folder, adapters={"theirs": "/a"}) as (engine, server):
         await give(engine, writer.publish(1, adapters(1)))
+        (left,) = set(server.adapters) - {"theirs"}
+        stream = later(engine, endless("left", 3, max_new_tokens=900))
+        await until(lambda: bool(server.running))
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        await engine.close()
         async with client_of(server) as heir:
-            await give(heir, writer.publish(2, adapters(2)))
-        assert len(server.adapters) == 2 and "theirs" in server.adapters
+            for version in (2, 3, 4):
+                await give(heir, writer.publish(version, adapters(version)))
+            assert set((await collect(heir, ask("new", 3, max_new_tokens=5, ignore_eos=True))).versions.tolist()) == {4}
+        unloaded = {body["lora_name"] for path, body in server.calls if path == "/unload_lora_adapter"}
+        assert {"theirs", left} <= set(server.adapters) and len(server.adapters) == 4
+        assert left not in unloaded and len(unloaded) == 1, "its own are unloaded"
 
 
 async def test_a_server_that_was_started_again_serves_no_version_until_it_gets_one(writer: DiskWeightWriter):

@@ -142,7 +142,8 @@ class AdapterRoute(FolderRoute):
     its own, beside those that serve. A commit only says which one requests name from then on: SGLang cannot change that
     of a running request, which so ends with the version that it began with. What no request names any more is unloaded
     before the next one is loaded. SGLang waits for such requests, and loads nothing meanwhile; of those that were
-    aborted in its queue, or whose reader left, 0.5.17 waits for ever. So an adapter that one of these named is kept."""
+    aborted in its queue, or whose reader left, 0.5.17 waits for ever. So an adapter that one of these named is kept,
+    and so are those that an earlier client left: nothing tells which requests named them."""
 
     def __init__(self, server: SglangHttp) -> None:
         super().__init__(server)
@@ -166,7 +167,7 @@ class AdapterRoute(FolderRoute):
                 remedy="start the server with that folder, and without a weight_version",
             )
         left = () if self._has_begun else await self._names()
-        self._num_requests.update(dict.fromkeys((name for name in left if name.startswith(ADAPTER_NAME)), 0))
+        self._num_requests.update(dict.fromkeys((name for name in left if name.startswith(ADAPTER_NAME)), 1))
         self._has_begun = True
         if len(self._num_requests) > MAX_ADAPTERS:
             raise EngineError(
