@@ -185,6 +185,18 @@ async def test_servers_that_cannot_hold_them_are_refused_with_the_arguments_they
             pass
 
 
+@pytest.mark.parametrize("said", ["myxa.", 5, [5, "myxa."], [{"id": ["myxa."]}], {}])
+async def test_a_server_that_does_not_say_what_it_holds_serves_no_version(
+    said: Any, writer: DiskWeightWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"context_length": 1024, "model_path": str(writer.model_folder), **FACTS, "lora_target_modules": 5}
+    async with connected(facts=facts) as (engine, server):
+        await give(engine, writer.publish(1, adapters(1)))
+        assert (await engine.info()).version == 1
+        monkeypatch.setattr(server, "_v1_models", lambda _: {"data": said})
+        assert (await engine.info()).version == -1
+
+
 def test_launched_servers_are_started_for_them():
     launch = SglangLaunch(
         python="python3", model_path="/m", table={"max_loras_per_batch": 4}, env={}, log_path=Path("/l"),

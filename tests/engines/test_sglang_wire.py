@@ -100,6 +100,7 @@ def test_stop_by_an_id_is_told():
     ([chunk([1, 2]), chunk([1, 2], 1)], "2 output_ids after 2 tokens and counts 1"),
     ([chunk([1, 2], spans=[["4", 0, 1]])], "cover 1 of 2"),
     ([chunk([1, 2], spans=[["4", 0, 0], ["5", 1, 2]])], "leave a gap"),
+    ([chunk([1, 2], spans=[["4", -1, 2]])], "leave a gap"),
 ])  # fmt: skip
 def test_missing_logprobs_tokens_or_stamps_are_errors(chunks, says):
     with pytest.raises(EngineError, match=says):
@@ -170,3 +171,5 @@ def test_only_an_answer_that_names_the_version_saves_the_question(answer: dict[s
 
 def test_unknown_versions_are_not_numbers():
     assert [version_number(v) for v in ("7", 7, "default", None, "")] == [7, 7, NO_VERSION, NO_VERSION, NO_VERSION]
+    beyond = ("-7", str(1 << 31), "9" * 30, "9" * 10_000)
+    assert {version_number(v) for v in beyond} == {NO_VERSION}, "no stamp of a token"

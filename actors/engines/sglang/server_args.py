@@ -208,7 +208,8 @@ class SglangNeeds:
             )
         check_guesses(facts, self.channel)
         modules, rank = facts.get("lora_target_modules"), facts.get("max_lora_rank")
-        has_modules = modules is None or {"all", "all-linear"} & set(modules) or set(self.adapted) <= set(modules)
+        names = {*map(str, cast("list[Any]", modules))} if isinstance(modules, list) else {"all"}
+        has_modules = {"all", "all-linear"} & names or set(self.adapted) <= names
         is_enough = has_modules and (not isinstance(rank, int) or rank >= self.adapter_rank)
         if self.adapter_rank and not (facts.get("enable_lora") is True and is_enough):
             wanted = " ".join(command_line({key: self.own_arguments()[key] for key in ADAPTER_ARGUMENTS}))

@@ -210,8 +210,9 @@ class AdapterRoute(FolderRoute):
         return bool(self._current) and self._current in await self._names()
 
     async def _names(self) -> list[str]:
-        models = (await self._server.get("/v1/models")).get("data")
-        return [str(one.get("id")) for one in cast("list[dict[str, Any]]", models or [])]
+        models: Any = (await self._server.get("/v1/models")).get("data")
+        found = cast("list[Any]", models) if isinstance(models, list) else []
+        return [str(cast("dict[str, Any]", one).get("id")) for one in found if isinstance(one, dict)]
 
     def _check(self, manifest: WeightManifest) -> None:
         self._base = str(Path(check_adapter(manifest)).resolve())

@@ -37,6 +37,8 @@ DATA = b"data:"
 MAX_LINE_BYTES = 256 << 20
 ABORTED = 499
 """Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
+MAX_VERSION = (1 << 31) - 1
+"""Tokens are stamped with int32."""
 AT_REST = SamplingParams()
 EMPTY: Mapping[str, Any] = {}
 ALWAYS_SAID = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "ignore_eos")
@@ -45,11 +47,12 @@ LEFT_OUT_AT_REST = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_
 
 
 def version_number(text: object) -> int:
-    """The version a label means; NO_VERSION for a label that is no number ("default")."""
+    """The version a label means; NO_VERSION for a label that is no number of a version ("default")."""
     try:
-        return int(str(text))
+        number = int(str(text))
     except ValueError:
         return NO_VERSION
+    return number if 0 <= number <= MAX_VERSION else NO_VERSION
 
 
 def whole_number(facts: Mapping[str, Any], *names: str) -> int:
@@ -70,7 +73,7 @@ def versions_of(spans: Sequence[TokenSpan], num_tokens: int, place: str) -> I32:
     versions = np.full(num_tokens, NO_VERSION, dtype=np.int32)
     covered = 0
     for span in spans:
-        if span.start > covered or span.end < span.start:
+        if not 0 <= span.start <= min(covered, span.end):
             raise EngineError(f"{place}: weight_versions {list(spans)} leave a gap", remedy="the server is not SGLang")
         versions[span.start : span.end] = version_number(span.version)
         covered = max(covered, span.end)
