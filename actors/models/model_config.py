@@ -421,6 +421,8 @@ def _latent_attention(fields: _Fields) -> dict[str, Any]:
     }
 
 
+MAX_FP8_BLOCK = 1 << 12
+"""Rows or columns; matrices are filled up to whole blocks while they are quantised."""
 SCALE_FORMATS = ("", "ue8m0")
 """Of FP8 in blocks, as float32: any number; a power of two (DeepSeek-V3.1)."""
 
@@ -430,7 +432,7 @@ def fp8_block(source: Mapping[str, Any]) -> tuple[int, int] | None:
     facts = _quantisation(source)
     block: Any = facts.get("weight_block_size")
     sizes = cast("list[Any]", block) if isinstance(block, list) else []
-    is_pair = [type(size) for size in sizes] == [int, int] and min(sizes) > 0
+    is_pair = [type(size) for size in sizes] == [int, int] and 0 < min(sizes) <= max(sizes) <= MAX_FP8_BLOCK
     is_known = facts.get("quant_method") == "fp8" and fp8_scale_fmt(source) in SCALE_FORMATS
     return (sizes[0], sizes[1]) if is_pair and is_known else None
 
@@ -452,7 +454,7 @@ def _not_read(source: Mapping[str, Any]) -> str:
 
 def served_fp8(source: Mapping[str, Any], place: str) -> tuple[int, int] | None:
     """The blocks of FP8 weights of a folder; None: not quantised. Raises ConfigError for another quantisation."""
-    if not isinstance(source.get("quantization_config"), dict):
+    if source.get("quantization_config") is None:
         return None
     block, facts = fp8_block(source), _quantisation(source)
     if block is None:

@@ -162,6 +162,9 @@ def test_folders_that_are_not_fp8_or_broken(tmp_path: Path):
     assert Fp8Rule.of_folder(folder_of(tmp_path, None)) is None
     with pytest.raises(ConfigError, match="'awq' with blocks None"):
         Fp8Rule.of_folder(folder_of(tmp_path, {"quant_method": "awq"}))
+    for wrong in ({"quant_method": "fp8", "weight_block_size": [1 << 40, 128]}, "fp8"):  # the first would fill memory
+        with pytest.raises(ConfigError, match="quantization_config is"):
+            Fp8Rule.of_folder(folder_of(tmp_path, wrong))
     folder_of(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ModelError, match="cannot read"):
