@@ -333,8 +333,7 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         layout = ParallelLayout.of(config.megatron)
         yield from looked("megatron", layout.check_model, model, config.megatron.model)
         if config.megatron.routing_replay:
-            replay = (model.num_experts, config.megatron.recompute)
-            yield from looked("megatron.routing_replay", check_routing, *replay)
+            yield from looked("megatron.routing_replay", check_routing, model.num_experts, config.megatron)
 
 
 def _servers_fit(config: RunConfig, model: ModelConfig, num_gpus: int) -> Iterator[Finding]:

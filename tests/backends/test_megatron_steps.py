@@ -25,6 +25,7 @@ from myxa.actors.models.adapters import adapted_matrices, adapter_shapes, file_n
 from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import LoraConfig
+from myxa.core.config.learning import MegatronSettings
 from myxa.core.errors import ConfigError, TrainError
 from myxa.launch.host import quiet_port
 
@@ -571,10 +572,18 @@ def test_replayed_routing_is_that_of_the_scoring_pass_though_the_weights_have_mo
     assert replayed["share_routed_alike"] == 1.0
 
 
-@pytest.mark.parametrize(("num_experts", "recompute", "said"), [(0, "none", "no experts"), (8, "full", "recompute")])
-def test_routing_cannot_be_replayed_everywhere(num_experts: int, recompute: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("num_experts", "table", "said"),
+    [
+        (0, {}, "no experts"),
+        (8, {"recompute": "full"}, "megatron.recompute = "),
+        (8, {"model": {"recompute_granularity": "selective"}}, "megatron.model.recompute_granularity = "),
+    ],
+)
+def test_routing_cannot_be_replayed_everywhere(num_experts: int, table: dict[str, Any], said: str) -> None:
+    check_routing(8, MegatronSettings())
     with pytest.raises(ConfigError, match=said):
-        check_routing(num_experts, recompute)
+        check_routing(num_experts, MegatronSettings.model_validate(table))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         model.require_own("the Megatron trainer")
         check_second_model("algo.ref_path", config.algo.ref_path, trunk)
         if config.megatron.routing_replay:
-            check_routing(model.num_experts, config.megatron.recompute)
+            check_routing(model.num_experts, config.megatron)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
         _check_tables(config.megatron)
         if config.num_threads:

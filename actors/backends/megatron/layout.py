@@ -169,12 +169,14 @@ def _wrong(key: str, value: object, why: str, remedy: str) -> ConfigError:
     return ConfigError(f"megatron.{key} = {str(value).lower()}: {why}", remedy=remedy)
 
 
-def check_routing(num_experts: int, recompute: str) -> None:
+def check_routing(num_experts: int, megatron: MegatronSettings) -> None:
     """Raise ConfigError where choices of experts cannot be replayed."""
     if not num_experts:
         raise ConfigError("megatron.routing_replay: the model has no experts", remedy="leave it out")
+    own = megatron.model.get("recompute_granularity")
+    key, recompute = ("recompute", megatron.recompute) if own is None else ("model.recompute_granularity", own)
     if recompute != "none":
         raise ConfigError(
-            f'megatron.recompute = "{recompute}" would choose experts a second time, against megatron.routing_replay',
+            f'megatron.{key} = "{recompute}" would choose experts a second time, against megatron.routing_replay',
             remedy='set megatron.recompute = "none", or leave routing_replay out',
         )
