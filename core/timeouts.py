@@ -90,8 +90,10 @@ class CoordinatorTimeouts:
     progress_s: float = 1.0
     """Between two questions how far an engine is, and two looks for engines that may begin."""
     first_repeat_s: float = 1.0
-    """Before an engine that refused is asked again, doubled up to `longest_repeat_s`, or a lost message is resent."""
+    """Before an engine that refused is asked again, growing up to `longest_repeat_s`, or a lost message is resent."""
     longest_repeat_s: float = 4.0
+    refuses_s: float = 45.0
+    """For how long an engine may refuse what a living trainer published, then it is fenced."""
     release_s: float = 10.0
     """For the trainer to hear that a version may go."""
 

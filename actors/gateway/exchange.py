@@ -94,10 +94,13 @@ def fingerprint(path: str, body: bytes, retry_key: str) -> bytes:
     return blake2b(b"\0".join((path.encode(), retry_key.encode(), body)), digest_size=16).digest()
 
 
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+
+
 def event(data: Mapping[str, Any], name: str = "") -> str:
-    """A server-sent event."""
+    """A server-sent event. What some clients take for ends of lines inside its text is escaped."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {msgspec.json.encode(data).decode()}\n\n"
+    return f"{head}data: {msgspec.json.encode(data).decode().translate(_LINE_ENDS)}\n\n"
 
 
 def text_of(content: object, param: str, kinds: tuple[str, ...] = ("text",)) -> str:

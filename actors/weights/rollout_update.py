@@ -59,8 +59,8 @@ class _Engine:
     target: int = -1
     """Version that it is adopting."""
     target_lineage: int = _UNKNOWN_LINEAGE
-    num_refusals: int = 0
-    """Since it adopted last."""
+    refuses_since_s: float | None = None
+    """Moment of its first refusal since it adopted last, and since a trainer ended."""
     is_put_off: bool = False
     """It refused its target and is not asked for that one just now."""
 
@@ -200,23 +200,28 @@ class Adoption:
         known = self._alive(engine, epoch)
         if known is not None:
             known.move(engine, "serving")
-            known.version, known.lineage, known.num_refusals = version, known.target_lineage, 0
+            known.version, known.lineage, known.refuses_since_s = version, known.target_lineage, None
         return known is not None
 
     def trainer_ended(self, epoch: int) -> None:
         """The leader with that epoch is gone, so no engine is at fault that cannot take what it published."""
         self._ended_trainer = max(self._ended_trainer, epoch)
+        for known in self._engines.values():
+            known.refuses_since_s = None
 
-    def put_off(self, instruction: Adopt) -> int:
+    def put_off(self, instruction: Adopt, now_s: float) -> float:
         """The engine refused and keeps what it served; it gets nothing until `ask_again` or a newer version. Returns
-        how often it refused since it adopted last; 0 for a dead or fenced incarnation."""
+        for how many seconds it has refused; 0 for a dead or fenced incarnation, or what an ended trainer published."""
         known = self._alive(instruction.engine, instruction.epoch)
         if known is None:
-            return 0
+            return 0.0
         known.move(instruction.engine, "serving" if known.version >= 0 else "joined")
         known.is_put_off = True
-        known.num_refusals += instruction.manifest.lineage > self._ended_trainer
-        return known.num_refusals
+        if instruction.manifest.lineage <= self._ended_trainer:
+            return 0.0
+        if known.refuses_since_s is None:
+            known.refuses_since_s = now_s
+        return now_s - known.refuses_since_s
 
     def ask_again(self, engine: str, epoch: int) -> None:
         """An engine that was put off may be given what it refused."""
@@ -257,9 +262,6 @@ class Adoption:
     def _waits(self, engine: _Engine) -> bool:
         return engine.is_put_off and (engine.target_lineage, engine.target) == (self.lineage, self.newest)
 
-
-MAX_REFUSALS = 15
-"""In a row, which take a minute; at the next one the engine is fenced. Those of a trainer that ended do not count."""
 
 LEADER = "trainer/0"
 
@@ -396,15 +398,14 @@ class Adopter:
                 raise NoProgress(f"no progress for {self.limits.stall_s:g} s: {stall.at}")
 
     async def _put_off(self, instruction: Adopt, reason: str) -> None:
-        """Ask again after a while. An engine that refuses too often is fenced."""
-        name, epoch = instruction.engine, instruction.epoch
-        num_refusals = self.adoption.put_off(instruction)
+        """Ask again after a while. An engine that refuses for too long is fenced."""
+        name, epoch, limits = instruction.engine, instruction.epoch, TIMEOUTS.coordinator
+        refuses_s = self.adoption.put_off(instruction, self.report.clock.monotonic())
         self.report.warn("weights-refused", f"{name}: {reason}")
-        if num_refusals > MAX_REFUSALS:
-            self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
+        if refuses_s >= limits.refuses_s:
+            self.fence(name, epoch, f"{reason} (it has refused for {refuses_s:.0f} s)")
             return
-        first_s, longest_s = TIMEOUTS.coordinator.first_repeat_s, TIMEOUTS.coordinator.longest_repeat_s
-        await asyncio.sleep(min(longest_s, first_s * 2 ** max(num_refusals - 1, 0)))
+        await asyncio.sleep(min(limits.longest_repeat_s, max(limits.first_repeat_s, refuses_s)))
         self.adoption.ask_again(name, epoch)
 
     def fence(self, name: str, epoch: int, reason: str) -> None:

@@ -29,9 +29,8 @@ from myxa.transport.node import Node
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"progress_s": 0.05, "first_repeat_s": 0.02, "longest_repeat_s": 0.05}
+    times = {"progress_s": 0.05, "first_repeat_s": 0.02, "longest_repeat_s": 0.05, "refuses_s": 0.2}
     monkeypatch.setattr(module, "TIMEOUTS", waits(coordinator=times))
-    monkeypatch.setattr(module, "MAX_REFUSALS", 3)
 
 
 class ToyRollout(RolloutContract):
@@ -225,12 +224,12 @@ async def test_one_that_refuses_and_is_whole_serves_on_and_is_asked_again(*, at_
 async def test_one_that_refuses_for_ever_or_is_torn_is_fenced() -> None:
     async with floor_of(3) as floor:
         stubborn, torn = floor.rollouts[:2]
-        stubborn.refusals = [stubborn.ack(0, "no room", is_whole=True) for _ in range(9)]
+        stubborn.refusals = [stubborn.ack(0, "no room", is_whole=True) for _ in range(99)]
         torn.refusals = [torn.ack(0, "bucket 3 did not arrive")]
         await floor.adopt(0)
         assert floor.adoption.serving == {"rollout/2": 0}
         await until(lambda: bool(stubborn.fenced and torn.fenced), "both are told")
-        assert "no room (4 refusals in a row)" in stubborn.fenced[0]
+        assert "no room (it has refused for " in stubborn.fenced[0] and len(stubborn.refusals) < 96
         assert "prepare of version 0 refused: bucket 3 did not arrive" in torn.fenced[0]
 
 
@@ -242,7 +241,7 @@ async def test_what_a_trainer_offered_that_has_ended_is_not_held_against_an_engi
         engine.refusals = [engine.ack(0, "the slab is gone", is_whole=True) for _ in range(9999)]
         floor.publish(0, lineage=4)
         adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
-        await until(lambda: len(engine.refusals) < 9990, "asked more often than a refusal is borne")
+        await asyncio.sleep(0.4)  # for longer than refusals are borne
         assert not engine.fenced
         engine.refusals.clear()
         floor.publish(0, lineage=5)

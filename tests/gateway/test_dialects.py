@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from tests.gateway.scripted import CALL, Says, serving, talk
 
+from myxa.actors.gateway.exchange import event
 from myxa.actors.gateway.server import Gateway, OpenSession
 
 TOOL = {"name": "weather", "description": "of a city", "parameters": {"type": "object", "properties": {"city": {}}}}
@@ -101,6 +102,13 @@ async def test_openai_several_choices(door: Door) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == {0: "Hello there.", 1: "Hello there."}
     assert door.num_samples() == 5
+
+
+def test_a_line_separator_in_a_text_ends_no_line_of_a_stream() -> None:
+    """httpx, and with it LiteLLM, splits lines as `str.splitlines` does."""
+    said = {"text": "a\u2028b\u2029c\x85d\ne"}
+    (line,) = filter(None, event(said).splitlines())
+    assert json.loads(line.removeprefix("data: ")) == said
 
 
 async def test_openai_completions(door: Door) -> None:

@@ -155,7 +155,7 @@ async def run(lab: FaultLab, cell: Cell, fingerprints: dict[Path, Answer]) -> tu
             while not victim.refused:
                 await asyncio.sleep(0.02)
         await lab.publish(before + 2)  # the next training step's
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         await adopting
         await lab.adopter.adopt_pending()
     if cell.fault == "kill engine":
