@@ -30,7 +30,7 @@ from ..actor_spec import ActorSpec
 from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away, start_keeper
 from ..run_lineage.resume_point import named_checkpoint
 from .memory_parts import MIB, MakeComms, megatron_offload, takes_turns, torch_offload
-from .weight_channels import choose_channel, has_reader
+from .weight_channels import choose_channel, has_reader, held_fp8
 
 REPEATABLE_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -263,8 +263,9 @@ def guard_bound(config: RunConfig) -> float:
         return 0.0
     if bound != "auto":
         return bound
-    named = f"{config.sglang.get('quantization', '')} {config.sglang.get('kv_cache_dtype', '')}".lower()
-    if any(word in named for word in COARSE_WORDS):
+    tables = [shape.table for shape in config.engine.shapes(config.sglang)]
+    named = " ".join(str(one.get(key, "")) for one in tables for key in ("quantization", "kv_cache_dtype")).lower()
+    if any(word in named for word in COARSE_WORDS) or held_fp8(config, read_config(config.model.path)):
         return BOUNDS["fp8"]
     return max(BOUNDS[config.trainer.dtype], BOUNDS[config.engine.dtype])
 

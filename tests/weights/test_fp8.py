@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from myxa.actors.models.hf_folder import check_values, open_weights, read_config, write_folder
 from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.safetensors_file import SCALE_SUFFIX
-from myxa.actors.models.tiny import tiny_config
+from myxa.actors.models.tiny import make_tiny_model, tiny_config
 from myxa.actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, quantise_blocks
+from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.weight_channel import PlanRequest
+from myxa.launch.composition.trainer_parts import guard_bound
 
 
 def dequantise_blocks(
@@ -252,3 +254,25 @@ def test_nan_in_fp8_is_found(tmp_path: Path) -> None:
         pytest.raises(ModelError, match=f"{WEIGHT} holds NaN"),
     ):
         check_values(config.tensor_shapes(), tensors, "x")
+
+
+def test_the_guard_leaves_room_for_engines_that_hold_fp8(tmp_path: Path) -> None:
+    """SGLang sees by the folder that it is FP8: the run file need not say so."""
+    model, served = tmp_path / "model", tmp_path / "served"
+    source = dict(make_tiny_model(model, preset="0p5m", seed=0).source)
+    served.mkdir()
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (served / "config.json").write_text(json.dumps(source | said))
+    roles = {"rollout": {"kind": "sglang"}}
+    bf16 = {"data": {"train": "t"}, "roles": roles, "engine": {"dtype": "bfloat16"}, "trainer": {"dtype": "bfloat16"}}
+    group = {"a": {"sglang": {"kv_cache_dtype": "fp8_e4m3"}}}
+    bounds = [
+        guard_bound(RunConfig.model_validate({"model": {"path": str(path)}, **bf16, **more}))
+        for path, more in (
+            (model, {}),
+            (served, {}),
+            (model, {"weights": {"served_folder": str(served)}}),
+            (model, {"engine": {"dtype": "bfloat16", "groups": group}}),
+        )
+    ]
+    assert bounds[0] < bounds[1] == bounds[2] == bounds[3]
