@@ -379,7 +379,7 @@ def _launched(
     engine = config.engine
     launch = SglangLaunch(
         python=engine.python or sys.executable,
-        model_path=config.model.path,
+        model_path=config.served_path,
         table=config.sglang,
         log_path=run_dir / "logs" / f"{spec.name.replace('/', '.')}.sglang.log",
         dtype=engine.dtype,

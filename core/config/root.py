@@ -207,6 +207,11 @@ class RunConfig(Section, frozen=True):
             yield self.data.key_of(name), part.train
         yield from self.eval.files().values()
 
+    @property
+    def served_path(self) -> str:
+        """Model folder that servers start from."""
+        return self.weights.served_folder or self.model.path
+
     def of_model(self, name: str) -> RunConfig:
         """A run whose policy is that of `[models.NAME]`: for what serves it, and for checks."""
         one, rollout = self.models[name], self.rollout

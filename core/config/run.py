@@ -669,5 +669,5 @@ class WeightSettings(Section, frozen=True):
     1: all are whole. Rollout actors rebuild versions in a folder of their host (below TMPDIR), as large as the model;
     the trainer's rank 0 keeps a copy of the weights in memory."""
     served_folder: PathText = ""
-    """Model folder that the servers were started with, if it is not `model.path`; if its weights are FP8 in blocks,
-    weights are quantised likewise on the way (nccl, cuda_ipc)."""
+    """Model folder that servers start with, if it is not `model.path`; if its weights are FP8 in blocks, weights are
+    quantised likewise on the way (nccl, cuda_ipc)."""

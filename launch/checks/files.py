@@ -361,7 +361,7 @@ def _own_code(config: RunConfig, model: ModelConfig, kinds: Collection[tuple[str
 def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Finding]:
     """Of tokens that the server guesses ahead: by what, and whether that follows the policy."""
     channel = choose_channel(config)
-    values = config.sglang | {"model_path": config.model.path}
+    values = config.sglang | {"model_path": config.served_path}
     yield from looked(key, check_guesses, values, channel)
     has_layers = model.source.get("num_nextn_predict_layers") == 1
     if guesses_by(values) == "layers" and not (has_layers or values.get("speculative_draft_model_path")):
@@ -373,15 +373,12 @@ def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Findin
 
 
 def _check_served(config: RunConfig, model: ModelConfig) -> None:
-    named, channel = config.weights.served_folder, choose_channel(config)
-    folder, block, is_sent = named or config.model.path, held_fp8(config, model), is_between_devices(channel)
-    if named and is_sent and not config.engine.attach:
-        raise ConfigError(
-            "weights.served_folder: servers that the run launches are started with model.path",
-            remedy="leave it out and name the FP8 folder in model.path (it is read as bfloat16), or start the servers "
-            "with it yourself and name them in engine.attach",
-        )
-    if named and is_sent and not (Path(named) / CONFIG).exists():
+    folder, channel = config.served_path, choose_channel(config)
+    block, is_sent = held_fp8(config, model), is_between_devices(channel)
+    named = config.weights.served_folder
+    if not config.engine.attach:
+        check_second_model("weights.served_folder", named, model)
+    elif named and is_sent and not (Path(named) / CONFIG).exists():
         raise ConfigError(
             f"weights.served_folder = {named}: holds no {CONFIG}", remedy="name the servers' model folder"
         )

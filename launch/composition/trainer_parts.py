@@ -291,7 +291,7 @@ def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local
     from ...actors.weights.channels.plan import joins_parameters
     from ...actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, SentChannel
 
-    rule = Fp8Rule.of_folder(Path(config.weights.served_folder or config.model.path))
+    rule = Fp8Rule.of_folder(Path(config.served_path))
     return DeviceWeightSender(
         f"trainer/{rank}",
         channel=cast(SentChannel, channel),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from tests.harness.waiting import wait_until
 LAUNCHES = ('roles.rollout.kind="sglang"', "sglang.stream_interval=4", "async.max_staleness=0")
 
 
-def servers_of(run_dir: Path) -> list[psutil.Process]:
+def servers_of(run_dir: Path, folder: str = "model") -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "sglang.launch_server" in words and f"--model-path={run_dir.parents[1] / 'model'}" in words:
+        if "sglang.launch_server" in words and f"--model-path={run_dir.parents[1] / folder}" in words:
             found.append(process)
     return found
 
@@ -51,8 +52,11 @@ PAIRS = (
 
 @pytest.mark.parametrize("victim_kind", ["", "prefill", pytest.param("decode", marks=pytest.mark.soak)])
 def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job: Job, victim_kind: str) -> None:
-    """One server for each of two rollout actors, or a prefill and a decode server."""
-    groups = PAIRS if victim_kind else ()
+    """One server for each of two rollout actors, from a folder of its own, or a prefill and a decode server."""
+    folder = "model" if victim_kind else "served"
+    if folder == "served":
+        shutil.copytree(job.folder / "model", job.folder / folder)
+    groups = PAIRS if victim_kind else (f'weights.served_folder="{job.folder / folder}"',)
     words = job.words(*LAUNCHES, *groups, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
     run = Command(words, job.folder, env=stand_in_environment())
     try:
@@ -62,7 +66,7 @@ def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job
             lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "two engines at work"
         )
         mode = f"--disaggregation-mode={victim_kind}"
-        victim = next(one for one in servers_of(run_dir) if not victim_kind or mode in one.cmdline())
+        victim = next(one for one in servers_of(run_dir, folder) if not victim_kind or mode in one.cmdline())
         victim.kill()
         wait_until(lambda: len(losses(run_dir)) == 1, "the loss is noticed")
         (gone,) = losses(run_dir)
@@ -79,8 +83,12 @@ def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job
     assert len(compared(run_dir)) > 5
     assert max(compared(run_dir).values()) < 1e-4
     assert events(run_dir, "run-paused") == []
-    assert servers_of(run_dir) == []
-    logs = [f"rollout.0.{kind}.0.sglang.log" for kind in ("prefill", "decode")] if groups else ["rollout.0.sglang.log"]
+    assert servers_of(run_dir, folder) == []
+    logs = (
+        [f"rollout.0.{kind}.0.sglang.log" for kind in ("prefill", "decode")]
+        if victim_kind
+        else ["rollout.0.sglang.log"]
+    )
     assert all("fired up" in (run_dir / "logs" / log).read_text() for log in logs)
     assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
     assert not re.search(r"api.key.*[\w-]{32}", (run_dir / "logs" / "rollout.0.0.log").read_text())

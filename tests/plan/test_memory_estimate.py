@@ -290,7 +290,7 @@ ADAPTER = {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"], "rollout"
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"weights": {"served_folder": "m"}}, "servers that the run launches are started with model.path"),
+        ({"weights": {"served_folder": "nowhere"}}, "weights.served_folder: "),
         ({"sglang": {"quantization": "fp8"}}, "sglang.quantization = fp8: SGLang quantises the folder once"),
         ({"sglang": {"quantization": "fp8", "load_format": "flash_rl"}}, ""),
         (
