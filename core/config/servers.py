@@ -92,6 +92,8 @@ CANNOT: Mapping[str, str] = {
 """Beginning of a ServerArgs field -> why a run cannot do what it asks for, and what to do instead. The empty value, or
 what switches it off, says nothing and is allowed."""
 OFF = (False, "", "null", 0)
+SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size")
+"""Numbers of ranks of a server."""
 
 
 def owned_conflicts(table: Mapping[str, Any], place: str = "sglang") -> Iterator[Conflict]:
@@ -102,6 +104,8 @@ def owned_conflicts(table: Mapping[str, Any], place: str = "sglang") -> Iterator
             yield Conflict(f"{place}.{key}", f"is myxa's own; {OWNED[key]}")
         elif value not in OFF and (why := next((why for start, why in CANNOT.items() if key.startswith(start)), "")):
             yield Conflict(f"{place}.{key}", f"is nothing that a run can do: {why}")
+        elif key in SIZES and not isinstance(value, int):
+            yield Conflict(f"{place}.{key}", f"must be a whole number, is {value!r:.40}: GPUs are counted by it")
         elif not _is_argument(value):
             yield Conflict(f"{place}.{key}", "must be text, a number, a boolean, or an array or table of those")
 

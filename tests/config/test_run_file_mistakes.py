@@ -54,6 +54,7 @@ MISTAKES: dict[str, str] = {
         f'[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[rollout]\n{line}\n[sglang]\nspeculative_algorithm = "NGRAM"\n': f"9 rollout.{line.split()[0]} ! sglang.speculative_algorithm"
         for line in ("min_p = 0.1", "min_new_tokens = 3", "repetition_penalty = 1.1", "presence_penalty = 0.5")
     },
+    '[roles.rollout]\nkind = "sglang"\n[sglang]\ntp_size = "2"\n': "8 sglang.tp_size ! whole number",
     '[roles.rollout]\nkind = "sglang"\n[sglang]\nspeculative_algorithm = "NGRAM"\n': "8 sglang.speculative_algorithm ! GPU",
     **{
         f'[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[sglang]\nspeculative_algorithm = {value}\n': said

@@ -37,16 +37,13 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | dict | list | tuple) else str(value)
 
 
-SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size")
-
-
 def check_sizes(
     values: Mapping[str, Any], num_devices: int, num_experts: int | None = None, place: str = "sglang"
 ) -> dict[str, Any]:
     """The parallel sizes to start with: `tp_size` is filled up to the actor's GPUs when it is left out. `num_experts`:
     of each layer of the model, None: not known here. Raises ConfigError when the sizes do not need exactly the actor's
-    GPUs, or divide what they cannot. Without GPUs nothing is checked; sizes that are no numbers are left to SGLang."""
-    if not num_devices or not all(isinstance(values.get(size, 1), int) for size in SIZES):
+    GPUs, or divide what they cannot. Without GPUs nothing is checked."""
+    if not num_devices:
         return {}
     shards = max(values.get("pp_size", 1), 1)
     replicas = 1 if values.get("enable_dp_attention") else max(values.get("dp_size", 1), 1)

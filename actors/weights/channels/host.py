@@ -401,6 +401,17 @@ FETCH_S = 60.0
 """For one piece; the call itself has a shorter deadline."""
 
 
+def _come(asked: Future[FetchReply]) -> FetchReply:
+    """Blocks. Raises EngineError where nothing comes, and what the call raises."""
+    try:
+        return asked.result(FETCH_S)
+    except TimeoutError as err:
+        raise EngineError(
+            f"{LEADER} sent no piece of a weight version in {FETCH_S:g} s",
+            remedy="see that actor's log, and the network between the nodes",
+        ) from err
+
+
 class RebuiltFolder:
     """Whole versions of deltas, or of what was fetched, in a temporary folder of this host. One per engine; it goes
     with the process that has its lock."""
@@ -514,7 +525,7 @@ class RebuiltFolder:
         draft = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        for name, size in self._ask(FetchRequest(version=version)).result(FETCH_S).files.items():
+        for name, size in _come(self._ask(FetchRequest(version=version))).files.items():
             if Path(name).name != name:
                 raise EngineError(f"weight version {version} has a file {name!r:.200}", remedy="this is a bug")
             offsets, asked = iter(range(0, size, FETCH_BYTES)), deque[Future[FetchReply]]()
@@ -523,7 +534,7 @@ class RebuiltFolder:
                     for offset in islice(offsets, NUM_ASKED - len(asked)):
                         piece = FetchRequest(version=version, file=name, offset=offset, num_bytes=FETCH_BYTES)
                         asked.append(self._ask(piece))
-                    data = asked.popleft().result(FETCH_S).data
+                    data = _come(asked.popleft()).data
                     if data.nbytes != min(FETCH_BYTES, size - file.tell()):
                         raise EngineError(f"weight version {version}: {name} ends at {file.tell() + data.nbytes}")
                     file.write(data.data)
