@@ -79,7 +79,7 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
 
 
 _UNHEARD: set[asyncio.Task[Any]] = set()
-"""Calls whose answers nobody waits for any more."""
+"""Calls whose answers are not waited for any more."""
 
 
 async def together(calls: Mapping[str, Coroutine[Any, Any, T]], *, fails_fast: bool = False) -> dict[str, T]:

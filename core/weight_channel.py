@@ -110,7 +110,7 @@ class ShareReply(Record, frozen=True, tag="share"):
 
     payloads: tuple[tuple[str, ...], ...]
     load_format: str = "flattened_bucket"
-    """What SGLang is told that they are; "direct": a bucket's parameters."""
+    """What SGLang is said to get; "direct": a bucket's parameters."""
 
 
 class ShareRequest(SenderOrder[ShareReply], frozen=True, tag="share"):

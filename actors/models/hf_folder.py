@@ -253,7 +253,7 @@ def write_folder(
     shards = _shards(tensors, max_shard_bytes)
     behind = f"model.layers.{config.get('num_hidden_layers')}."
     if config.get("num_nextn_predict_layers") and not any(one.spec.name.startswith(behind) for one in tensors):
-        config = {**config, "num_nextn_predict_layers": 0}  # a server would guess with weights that nobody wrote
+        config = {**config, "num_nextn_predict_layers": 0}  # a server would guess with weights that were not written
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

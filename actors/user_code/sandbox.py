@@ -49,7 +49,7 @@ FIRST_USER, NUM_USERS = 61184, 4096
 has such a limit gets one of these."""
 SYSTEM = ("/bin", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/usr")
 HIDDEN = frozenset({"dev", "proc", "run", "sys", "tmp"})
-"""Of the root folder. In /run are sockets of daemons, docker's and systemd's, that start what they are told outside."""
+"""Of the root folder. In /run are sockets of daemons, docker's and systemd's, that start programs outside."""
 NAMES = "/etc/resolv.conf"
 """Often a link to a file in /run."""
 CONFINE = str(Path(__file__).with_name("confine.py"))

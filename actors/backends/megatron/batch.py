@@ -144,7 +144,7 @@ def _after_next(
     earlier_M = np.concatenate(rows) - 1
     local_M = np.where(earlier_M >= firsts, where_T[earlier_M], -1)
     is_here = local_M >= 0
-    next_T = np.append(tokens_T[1:], 0)  # what follows a sequence's last token is of another, and nobody's to see
+    next_T = np.append(tokens_T[1:], 0)  # the token after a sequence's last one is of another sequence
     return AfterNext(
         next_ids_1t=from_array(next_T[here_t]).unsqueeze(0).to(device),
         rows_A=from_array(local_M[is_here]).to(device),

@@ -134,7 +134,7 @@ class HeldTokens:
         is_paired: bool = False,
         is_certain: bool = False,
     ) -> None:
-        """`choices`: the experts of each token are told. `unrouted`: first and end of the request's own tokens whose
+        """`choices`: it has the experts of tokens. `unrouted`: first and end of the request's own tokens whose
         experts are asked for. `is_paired`: another server drew the first token, not before `sent_version`.
         `is_certain`: the request names an adapter, so all its tokens are of that version, whatever the server says of
         its own weights."""

@@ -11,7 +11,7 @@ numbers under zlib has 2.8 %, a bitmap of the changed ones 1.6 %, plain position
 0.95 % of it, at half to three quarters of the speed. Where all numbers change (float32, large steps) it has 41 to 75 %,
 at most 4 more than the best of the others. Python has zstd from 3.14 on.
 
-XOR has no direction or order, so whether the result is right is told by its digest alone: nothing is served before that
+XOR has no direction or order, so only the digest says whether the result is right: nothing is served before that
 was checked.
 """
 

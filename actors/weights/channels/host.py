@@ -543,7 +543,7 @@ class RebuiltFolder:
 
     def _ask(self, request: FetchRequest) -> Future[FetchReply]:
         if self._senders is None or self._loop is None:
-            raise EngineError("there is nobody to fetch weights from", remedy="this is a bug: name the senders")
+            raise EngineError("there is no sender of weights", remedy="this is a bug: name the senders")
         return asyncio.run_coroutine_threadsafe(self._senders.ask(LEADER, request), self._loop)
 
     async def close(self) -> None:

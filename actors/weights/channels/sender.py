@@ -309,7 +309,7 @@ class DeviceWeightSender:
 
 def keeps_layout(device: torch.device, is_fp8: bool) -> bool:
     """Whether SGLang's own choice of kernels leaves parameters as they were loaded: on Blackwell (10) and later experts
-    and scales are laid out anew, before Ada (8.9) weights in FP8."""
+    and scales are laid out again, before Ada (8.9) weights in FP8."""
     if device.type != "cuda":
         return False
     return ((8, 9) if is_fp8 else (0, 0)) <= torch.cuda.get_device_capability(device) < (10, 0)
