@@ -18,6 +18,8 @@ Epoch = NewType("Epoch", int)
 
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]*(/[A-Za-z0-9_.-]+)*")
 MAX_NAME_LENGTH = 120
+LEADER = "trainer/0"
+"""The trainer's first rank, which takes steps and publishes weights."""
 POLICY = "policy"
 """How requests name the model that is trained."""
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ...core.actor import PeerEvent
 from ...core.errors import CallError, LedgerError, MyxaError, NotReady
+from ...core.ids import LEADER
 from ...core.knobs import ChangeReply, ChangeRequest, KnobTable, KnobValue, KnobVerdict, LiveKnobs, Operator, PauseVerb
 from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
 from ...core.timeouts import TIMEOUTS
@@ -28,8 +29,7 @@ from .options import CoordinatorOptions, coordinator_knobs
 from .run_control import RunControl
 from .run_state import CoordinatorJournal, PhaseMoves, RunContext, RunState
 
-LEADER = "trainer/0"
-OTHER_OWNERS = ("buffer", "trainer/0")
+OTHER_OWNERS = ("buffer", LEADER)
 """Owners of knobs beside the rollout actors, which report in."""
 
 
@@ -146,7 +146,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             missing = "no rollout actor had an engine that serves" if is_up else "it was not ready"
             usual = "see its log; a model that does not load or a missing package is the usual cause"
             why = f"{missing} within {self._options.start_timeout_s:g} s -- {usual}"
-            await self._actor_failed("rollout" if is_up else "trainer/0", why)
+            await self._actor_failed("rollout" if is_up else LEADER, why)
             return
         self.meter.switch("wait-data", "orders")
         if self._options.eval.at_start and self._state.phase == "starting":

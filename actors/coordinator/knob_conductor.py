@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError, NoSuchActor, PeerDied, RemoteError
+from ...core.ids import LEADER
 from ...core.knobs import (
     AuditRecord,
     ChangeReply,
@@ -134,7 +135,7 @@ class KnobConductor:
 
     def _others(self) -> list[str]:
         """Owners that are there beside coordinator and rollout actors."""
-        return [*self._ctx.peers("buffer"), *self._ctx.peers("trainer/0")]
+        return [*self._ctx.peers("buffer"), *self._ctx.peers(LEADER)]
 
     async def _sheet(self, name: str) -> KnobSheet | str:
         try:
@@ -368,7 +369,7 @@ def _refusal(why: str) -> ChangeReply:
     return ChangeReply(epoch=0, at=0, moves=(), refused=why)
 
 
-SURE = ("buffer", "trainer/0")
+SURE = ("buffer", LEADER)
 """Owners that are up by then in every run."""
 
 

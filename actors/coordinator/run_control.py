@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from ...core.errors import CallError, LedgerError, MyxaError
+from ...core.ids import LEADER
 from ...core.knobs import AuditRecord, ChangeRequest, KnobMove, KnobSheet, KnobState, Operator, PauseVerb
 from ...core.messages import EvalResult
 from ..contracts import BufferContract, TrainerContract
@@ -48,7 +49,7 @@ class RunControl:
         self._version, self._tell, self._record, self._ask = run.version, run.tell, run.record, run.ask
         self._conductor, self._evaluate = conductor, evaluate
         self._buffer = run.ctx.ref(BufferContract, "buffer")
-        self._leader = run.ctx.ref(TrainerContract, "trainer/0")
+        self._leader = run.ctx.ref(TrainerContract, LEADER)
         self._seen: tuple[int, str] | None = None
         """`pause_at` and `paused` at the last look; None: before the first."""
 

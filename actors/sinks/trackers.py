@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
+from ...core.ids import LEADER
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
 
-_ALONE = frozenset({"trainer/0", "coordinator", "buffer", "monitor"})
+_ALONE = frozenset({LEADER, "coordinator", "buffer", "monitor"})
 """Actors whose metrics keep their names: there is one of each, or it speaks for the others."""
 
 

@@ -31,6 +31,7 @@ from ...core.errors import (
     UserCodeError,
 )
 from ...core.files import until_written
+from ...core.ids import LEADER
 from ...core.knobs import KnobValue, LiveKnobs, Operator
 from ...core.messages import ActivityKind, Claim, StepReport, WeightChannel, WeightManifest
 from ...core.protocols import StepStats
@@ -418,7 +419,7 @@ class TrainerGang:
         self.report.telemetry.hop(
             "train", group_ids, started, self.report.clock.monotonic() - began, step=shards[0].step
         )
-        return stats["trainer/0"]
+        return stats[LEADER]
 
     def _failed(self, step: int, error: GatherError) -> MyxaError:
         name, cause = next(iter(error.errors.items()))

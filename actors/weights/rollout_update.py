@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
+from ...core.ids import LEADER
 from ...core.messages import EngineStatus, WeightAck, WeightChannel, WeightManifest
 from ...core.refs import with_deadline
 from ...core.timeouts import TIMEOUTS
@@ -262,8 +263,6 @@ class Adoption:
     def _waits(self, engine: _Engine) -> bool:
         return engine.is_put_off and (engine.target_lineage, engine.target) == (self.lineage, self.newest)
 
-
-LEADER = "trainer/0"
 
 Phase = Literal["prepare", "commit"]
 

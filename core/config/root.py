@@ -522,9 +522,11 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What is in the way of weights that are sent: processes of a server beside its tensor-parallel ranks."""
     for shape in config.engine.shapes(config.sglang):
-        sizes = ("pp_size",) if shape.table.get("enable_dp_attention") else ("pp_size", "dp_size")
         cause = f"reaches each tensor-parallel rank of a server, and {shape.key}.{{}} makes others"
-        others = ((shape.table.get(size, 1) not in (0, 1), "weights.channel", cause.format(size)) for size in sizes)
+        others = (
+            (shape.table.get(size, 1) not in (0, 1), "weights.channel", cause.format(size))
+            for size in shape.outer_sizes
+        )
         yield from clashes(*others)
 
 

@@ -41,10 +41,14 @@ class ServerShape:
     """ServerArgs field -> value."""
 
     @property
+    def outer_sizes(self) -> tuple[str, ...]:
+        """Those that make processes beside the tensor-parallel ranks."""
+        return ("pp_size",) if self.table.get("enable_dp_attention") else ("pp_size", "dp_size")
+
+    @property
     def num_gpus(self) -> int:
         """By its sizes; one that is left out, or no number, is 1."""
-        sizes = ("tp_size", "pp_size") if self.table.get("enable_dp_attention") else ("tp_size", "pp_size", "dp_size")
-        found = [self.table.get(size, 1) for size in sizes]
+        found = [self.table.get(size, 1) for size in ("tp_size", *self.outer_sizes)]
         return math.prod(max(size, 1) for size in found if isinstance(size, int))
 
 

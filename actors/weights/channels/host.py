@@ -41,6 +41,7 @@ from msgspec.structs import replace
 from ....core.errors import EngineError, MyxaError, TrainError
 from ....core.files import locked_folder, remove_unlocked
 from ....core.host_memory import available_bytes
+from ....core.ids import LEADER
 from ....core.messages import TensorSpec, WeightDelta, WeightManifest
 from ....core.process import boot_id
 from ....core.protocols import NamedArray, WeightSenders, WeightWriter
@@ -52,8 +53,6 @@ from .delta import FILE, Bytes, patch_folder, write_delta
 
 A = TypeVar("A")
 ReadChannel = Literal["shm", "disk", "tcp"]
-LEADER = "trainer/0"
-"""Who writes."""
 NO_FACTS: Mapping[str, Any] = {}
 
 
