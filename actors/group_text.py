@@ -79,8 +79,7 @@ def _answer(group: Group, sample: Sample, reward: float, parts: Mapping[str, flo
 
 def _given(group: Group, sample: Sample) -> tuple[int, int]:
     """How many turns of the model a sample has from another one of its rollout, and which one; -1: none."""
-    num_given = len(sample.turns) - len(sample.model_runs())
-    if not sample.branch or num_given <= 0:
+    if not sample.branch or (num_given := len(sample.turns) - len(sample.model_runs())) <= 0:
         return 0, -1
     size = len(sample.prompt_ids)
     others = (one for one in group.samples if one.index == sample.index and one.branch < sample.branch)

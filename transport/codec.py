@@ -172,18 +172,17 @@ class ArrayReader:
         if math.prod(shape) * carrier.itemsize != frame.nbytes:
             raise ValueError(f"{name}{list(shape)} does not fit {frame.nbytes} bytes")
         self.claimed.add(index)
-        array: AnyArray = np.frombuffer(frame, dtype=carrier).reshape(shape)
+        array: AnyArray = np.ndarray(shape, carrier, frame)
         if not (array.flags.aligned and array.flags.writeable):
             array = array.copy()
         return array.view(BFloat16Array) if name == "bfloat16" else array
 
 
 def _descriptor(item: Any) -> tuple[str, tuple[int, ...], int]:
-    match item:
-        case [str() as name, [*shape], int() as index] if all(type(n) is int for n in shape):
-            return name, tuple(typing.cast("list[int]", shape)), index
-        case _:
-            pass
+    if type(item) is list and list(map(type, item := typing.cast("list[Any]", item))) == [str, list, int]:
+        name, shape, index = item
+        if set(map(type, shape)) <= {int}:
+            return name, tuple(shape), index
     raise ValueError(f"{str(item)[:80]!r} does not describe an array")
 
 

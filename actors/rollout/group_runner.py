@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +47,7 @@ from ..stream_checks import checked_rollout
 from ..workflows.episode import Episode, Interrupted, Lasting, ModelAccess, Workflow, WorkflowContext
 from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import TokensSoFar, WorkflowPool
-from ..workflows.timeline import DOINGS, OUTSIDE, Doing, RolloutSpan, Timeline
+from ..workflows.timeline import DOINGS, Doing, RolloutSpan, Timeline
 from ..workflows.turn_renderer import MARK_IDS, TurnRenderer, begins_in_thought
 from ..workflows.worker_messages import StartEpisode
 
@@ -117,25 +116,15 @@ class RolloutOptions:
 class GroupLoad:
     """What an actor's groups are doing, for the time accounting: who is waited for."""
 
-    kinds: Counter[Doing] = field(default_factory=Counter[Doing])
-    """Rollouts by what they do."""
+    generating: int = 0
+    """Rollouts that do so, or wait for the engine."""
+    rewarding: int = 0
+    waiting: int = 0
+    """For an environment, a tool, an agent, a judge or the workflow's code."""
     labels: Counter[str] = field(default_factory=Counter[str])
-    """Those outside of the engine, by what they wait for."""
+    """These, by what they wait for."""
     function: str = ""
     """The workflow; function and file where one of them waits, once it is known."""
-
-    @property
-    def generating(self) -> int:
-        return self.kinds["generate"] + self.kinds["engine"]
-
-    @property
-    def rewarding(self) -> int:
-        return self.kinds["reward"]
-
-    @property
-    def waiting(self) -> int:
-        """For an environment, a tool, an agent, a judge or the workflow's code."""
-        return sum(self.kinds[kind] for kind in OUTSIDE)
 
     @property
     def place(self) -> str:
@@ -146,12 +135,17 @@ class GroupLoad:
     def move(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
         """A rollout does something else."""
         for one, count in ((before, -1), (after, 1)):
-            if one is not None:
-                self.kinds[one.kind] += count
-                if one.kind in OUTSIDE:
-                    self.labels[one.label] += count
-                    if not self.labels[one.label]:
-                        del self.labels[one.label]
+            if one is None:
+                continue
+            if one.is_at_engine:
+                self.generating += count
+            elif one.kind == "reward":
+                self.rewarding += count
+            else:
+                self.waiting += count
+                self.labels[one.label] += count
+                if not self.labels[one.label]:
+                    del self.labels[one.label]
 
 
 @dataclass(slots=True)
@@ -167,7 +161,9 @@ class Partial(Exception):
 class GroupMember:
     """One rollout of a running group, as far as it is."""
 
-    group: RunningGroup
+    assignment: Assignment
+    """Of its group, and so are the ids of the prompt."""
+    prompt_ids: I32
     index: int
     timeline: Timeline
     recorded: Rollout
@@ -193,8 +189,12 @@ class GroupMember:
         self.num_before += 1
 
     @property
+    def prompt(self) -> Prompt:
+        return self.assignment.prompt
+
+    @property
     def where(self) -> str:
-        prompt = self.group.prompt
+        prompt = self.prompt
         return f"(group {prompt.group_id}, sample {self.index}, row {prompt.row} of {prompt.source})"
 
 
@@ -213,9 +213,10 @@ class RunningGroup:
         recorded = defaultdict[int, list[Sample]](list)
         for sample in self.assignment.partial:
             recorded[sample.index].append(sample)
+        timelines = [Timeline(self.clock.monotonic, self.on_change) for _ in range(self.assignment.num_samples)]
         self.members = [
-            GroupMember(self, index, Timeline(self.clock.monotonic, self.on_change), tuple(recorded[index]))
-            for index in range(self.assignment.num_samples)
+            GroupMember(self.assignment, self.prompt_ids, index, timeline, tuple(recorded[index]))
+            for index, timeline in enumerate(timelines)
         ]
 
     @property
@@ -261,7 +262,7 @@ class GroupRunner:
         names = (*(f"failures/{kind}" for kind in FAILURE_KINDS), "num_retried", "num_masked")
         self.failures = Counter[str]({f"rollout/{name}": 0 for name in names})
         """Of workflows, since the actor began, by the names of their gauges."""
-        self._renderer = TurnRenderer(self.tokenizer)
+        self._renderer, self._run_name = TurnRenderer(self.tokenizer), Path(self.options.run_dir).name
         self._running: dict[int, RunningGroup] = {}
         self.sums = defaultdict[str, float](float)
         """Since they were cleared last: tokens, samples, truncated."""
@@ -347,7 +348,7 @@ class GroupRunner:
         if self.reference is not None:
             member.finished = await self._referenced(self.reference, member)
         if not self.scorer.judges_groups and member.outcome is None:
-            completion = self._completion(member.group.prompt, member.finished[-1])
+            completion = self._completion(member.prompt, member.finished[-1])
             try:
                 member.outcome = await self._rewarded(self.scorer.score(completion), [member])
             except MemberFailed as failed:  # its judge gave no score
@@ -402,7 +403,7 @@ class GroupRunner:
     async def _referenced(self, reference: Reference, member: GroupMember) -> Rollout:
         """With the log-probs of the reference model."""
         with member.timeline.during("reward", "reference"):
-            asking = [reference.judged(member.group.prompt, one) for one in member.finished]
+            asking = [reference.judged(member.prompt, one) for one in member.finished]
             return tuple(await all_or_first_error(asking))
 
     async def _judge_together(self, group: RunningGroup, members: Sequence[GroupMember]) -> None:
@@ -412,7 +413,7 @@ class GroupRunner:
                 member.outcome = member.outcome or outcome
 
     async def _produce(self, member: GroupMember) -> Rollout:
-        assignment, number = member.group.assignment, member.num_before
+        assignment, number = member.assignment, member.num_before
         model = replace(
             self.model,
             generate=partial(member.timeline.watched, self.model.generate),
@@ -428,14 +429,14 @@ class GroupRunner:
             member.timeline.forget_waits()
 
     async def _in_loop(self, workflow: Workflow, member: GroupMember, model: ModelAccess) -> Rollout:
-        prompt = member.group.prompt
+        prompt = member.prompt
         episode = Episode(
             prompt=prompt,
             index=member.index,
             tokenizer=self.tokenizer,
             model=model,
             renderer=self._renderer,
-            prompt_ids=member.group.prompt_ids,
+            prompt_ids=member.prompt_ids,
             recorded=member.recorded,
         )
         member.so_far = episode.so_far
@@ -459,18 +460,18 @@ class GroupRunner:
             ) from late
 
     def _session_id(self, member: GroupMember) -> str:
-        assignment = member.group.assignment
+        assignment = member.assignment
         kind = "" if assignment.attempt >= 0 else f"eval{-assignment.attempt}."
-        return f"{Path(self.options.run_dir).name}.{kind}{assignment.prompt.group_id}.{member.index}"
+        return f"{self._run_name}.{kind}{assignment.prompt.group_id}.{member.index}"
 
     async def _in_worker(self, pool: Pool, member: GroupMember, model: ModelAccess) -> Rollout:
         record = TokensSoFar(member.recorded)
         member.so_far = record.so_far
-        prompt = member.group.prompt
+        prompt = member.prompt
         start = StartEpisode(
             prompt=prompt,
             index=member.index,
-            prompt_ids=member.group.prompt_ids,
+            prompt_ids=member.prompt_ids,
             sampling=model.sampling,
             context_length=model.context_length,
             request_prefix=model.request_prefix,
@@ -503,8 +504,9 @@ class GroupRunner:
         self.on_load(self.load)
 
     def _moved(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
-        self.load.move(before, after)
-        self.on_load(self.load)
+        if before is None or after is None or not (before.is_at_engine and after.is_at_engine):
+            self.load.move(before, after)
+            self.on_load(self.load)
 
     def _count_time(self, group: RunningGroup) -> None:
         for member in group.members:
@@ -534,7 +536,7 @@ class GroupRunner:
                     is_held_out=is_held_out, turn=timeline.turn, doing="" if doing is None else doing.label,
                     since_s=since_s, began_s=now_s - timeline.began_s,
                 )  # fmt: skip
-                is_outside = doing is not None and doing.kind not in ("engine", "generate")
+                is_outside = doing is not None and not doing.is_at_engine
                 found.append(((is_outside, since_s), now))
         found.sort(key=lambda one: one[0], reverse=True)
         return tuple(now for _, now in found[:MAX_TOLD])
@@ -575,19 +577,20 @@ class GroupRunner:
         return begins_in_thought(self.tokenizer, given.tolist())
 
     async def _rewarded(self, scoring: Awaitable[T], members: Sequence[GroupMember]) -> T:
+        waits = [(member.timeline, member.timeline.begin("reward")) for member in members]
         try:
-            with ExitStack() as waiting:
-                for member in members:
-                    waiting.enter_context(member.timeline.during("reward"))
-                return await scoring
+            return await scoring
         except RewardError:
             raise
         except UserCodeError as err:
             raise RewardError(err.message, remedy=err.remedy) from err
+        finally:
+            for timeline, number in waits:
+                timeline.end(number)
 
 
 def _attempt(member: GroupMember) -> int:
-    return max(member.group.assignment.attempt - 1, 0) + member.num_before
+    return max(member.assignment.attempt - 1, 0) + member.num_before
 
 
 async def all_or_first_error(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -253,8 +253,10 @@ class Episode:
         """`renderer`, `prompt_ids`: for callers that make several episodes with one tokenizer, or of one prompt.
         `recorded`: of the whole rollout. `of`: an episode of the rollout that this one belongs to. `draw`: in place of
         the engine's stream."""
-        self._rollout: list[Episode] = [] if of is None else of._rollout
-        self._branch = len(self._rollout)
+        self._first = None if of is None else of._first or of
+        self._others: list[Episode] = []
+        """All of its rollout, in the first one; an episode alone is in no cycle and goes with its last user."""
+        self._branch = 0 if self._first is None else 1 + len(self._first._others)
         self._prompt = prompt
         self._index = index
         self._tokenizer = tokenizer
@@ -285,7 +287,13 @@ class Episode:
             self._replay = split(mine)
         self.on_tokens: Callable[[], None] | None = None
         """Called each time that the turn under way has grown, if it comes from the engine."""
-        self._rollout.append(self)
+        if self._first is not None:
+            self._first._others.append(self)
+
+    @property
+    def _rollout(self) -> list[Episode]:
+        first = self._first or self
+        return [first, *first._others]
 
     def __copy__(self) -> Episode:
         raise UserCodeError(

@@ -10,6 +10,7 @@ engine if any of its samples does, else it waits for what began last.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def waiting(tell: Callable[[WaitNote], None], kind: WaitKind, name: str, branch:
         tell(WaitNote(number=number))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RolloutSpan:
     """One thing that a sample did for some time."""
 
@@ -95,6 +96,10 @@ class RolloutSpan:
     def label(self) -> str:
         return f"{self.kind} {self.name}".strip()
 
+    @property
+    def is_at_engine(self) -> bool:
+        return self.kind in _RANKS
+
 
 class Timeline:
     """Of one rollout. Used by one loop."""
@@ -106,11 +111,14 @@ class Timeline:
         self._now = now
         self._on_change = on_change
         self._open: dict[int, RolloutSpan] = {}
+        self._stacks: dict[int, list[RolloutSpan]] = {}
+        """Of each sample what is open, the newest last; the sample that began or ended something last is last."""
+        self._num_agents = 0
         self._turns: dict[int, int] = {}
         self._numbers = itertools.count(-1, -1)
         self._doing: RolloutSpan | None = None
         self._settled_s = self.began_s = now()
-        self._seconds = dict[Doing, float].fromkeys(DOINGS, 0.0)
+        self._seconds = defaultdict[Doing, float](float)
         self.stretches: list[RolloutSpan] = []
         """Those that are over, in the order of their ends."""
 
@@ -125,7 +133,7 @@ class Timeline:
         return max(self._turns.values(), default=0)
 
     def seconds(self) -> dict[Doing, float]:
-        """By what it did, up to now."""
+        """By what it did, up to now; nothing of what it never did."""
         now_s = self._now()
         if self._doing is not None:
             self._seconds[self._doing.kind] += now_s - self._settled_s
@@ -146,22 +154,33 @@ class Timeline:
         for number in [number for number in self._open if number > 0]:
             self._end(number, self._now())
 
-    @contextmanager
-    def during(self, kind: Doing, name: str = "") -> Generator[None]:
+    def begin(self, kind: Doing, name: str = "") -> int:
+        """Its first sample does that, until `end` of the number that is returned."""
         number = next(self._numbers)
         self._begin(number, kind, name, 0, self._now())
+        return number
+
+    def end(self, number: int) -> None:
+        self._end(number, self._now())
+
+    @contextmanager
+    def during(self, kind: Doing, name: str = "") -> Generator[None]:
+        number = self.begin(kind, name)
         try:
             yield
         finally:
-            self._end(number, self._now())
+            self.end(number)
 
     async def watched(
         self, generate: Callable[[GenerateRequest], AsyncIterator[Delta]], request: GenerateRequest
     ) -> AsyncIterator[Delta]:
         """The engine's stream, its wait and its generation noted."""
-        number, deltas = next(self._numbers), generate(request)
+        number, deltas, stack = next(self._numbers), generate(request), self._stacks.get(request.branch)
         self._turns[request.branch] = request.turn
-        self._begin(number, "engine", "", request.branch, self._now())
+        if stack and stack[-1].kind == "engine":  # it waits for it already
+            stack[-1].turn = request.turn
+        else:
+            self._begin(number, "engine", "", request.branch, self._now())
         has_begun = False
         try:
             async for delta in deltas:
@@ -177,38 +196,42 @@ class Timeline:
 
     def _begin(self, number: int, kind: Doing, name: str, branch: int, at_s: float) -> None:
         """In place of what had that number."""
-        if (last := self._last(branch)) is not None:
-            at_s = max(at_s, last.began_s)
-            self._cut(last, at_s)
-        if kind == "engine":
+        stack = self._stacks[branch] = self._stacks.pop(branch, [])
+        if stack:
+            at_s = max(at_s, stack[-1].began_s)
+            self._cut(stack[-1], at_s)
+        if kind == "engine" and self._num_agents:
             self._hold_agents(at_s, is_end=False)
-        self._open.pop(number, None)
-        self._open[number] = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), at_s)
+        if (replaced := self._open.pop(number, None)) is not None:
+            self._stacks[replaced.branch].remove(replaced)
+            self._num_agents -= replaced.kind == "agent"
+        self._num_agents += kind == "agent"
+        self._open[number] = one = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), at_s)
+        stack.append(one)
         self._changed()
 
     def _end(self, number: int, at_s: float) -> None:
-        if (one := self._open.get(number)) is None:
+        if (one := self._open.pop(number, None)) is None:
             return
-        was_last = self._last(one.branch) is one
-        del self._open[number]
-        if was_last:
+        stack = self._stacks[one.branch] = self._stacks.pop(one.branch)
+        if stack[-1] is one:
             at_s = max(at_s, one.began_s)
             self._cut(one, at_s)
-            if (before := self._last(one.branch)) is not None:
-                before.began_s, before.turn = at_s, self._turns.get(one.branch, 0)
-        if one.kind in _RANKS:
+            if len(stack) > 1:  # that goes on
+                stack[-2].began_s, stack[-2].turn = at_s, self._turns.get(one.branch, 0)
+        stack.remove(one)
+        self._num_agents -= one.kind == "agent"
+        if one.is_at_engine and self._num_agents:
             self._hold_agents(at_s, is_end=True)
         self._changed()
 
-    def _last(self, branch: int) -> RolloutSpan | None:
-        return next((one for one in reversed(self._open.values()) if one.branch == branch), None)
-
     def _hold_agents(self, at_s: float, *, is_end: bool) -> None:
         """What an agent does ends with a turn of any of its samples, and begins behind it."""
-        for one in (one for one in self._open.values() if one.kind == "agent"):
-            if not is_end:
-                self._cut(one, at_s)
-            one.began_s, one.turn = max(at_s, one.began_s), self.turn
+        for one in self._open.values():
+            if one.kind == "agent":
+                if not is_end:
+                    self._cut(one, at_s)
+                one.began_s, one.turn = max(at_s, one.began_s), self.turn
 
     def _cut(self, one: RolloutSpan, now_s: float) -> None:
         """What it was doing up to now is one stretch."""
@@ -217,13 +240,16 @@ class Timeline:
             self.stretches.append(RolloutSpan(one.kind, one.name, one.branch, one.turn, began_s, now_s))
 
     def _changed(self) -> None:
-        newest = {one.branch: one for one in self._open.values()}
-        of_each = (one for one in reversed(self._open.values()) if newest[one.branch] is one)
-        doing = max(of_each, key=lambda one: _RANKS.get(one.kind, 0), default=None)
-        if doing is not self._doing:
-            before, _ = self._doing, self.seconds()
-            self._doing = doing
+        before, doing = self._doing, None
+        for stack in self._stacks.values():
+            if stack and (doing is None or _RANKS.get(stack[-1].kind, 0) >= _RANKS.get(doing.kind, 0)):
+                doing = stack[-1]
+        if doing is before:
+            return
+        if before is None or doing is None or (before.kind, before.name) != (doing.kind, doing.name):
+            self.seconds()
             self._on_change(before, doing)
+        self._doing = doing
 
 
 def rows(stretches: Sequence[RolloutSpan]) -> list[list[RolloutSpan]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,13 @@ MARK_IDS = 16
 
 def begins_in_thought(tokenizer: Tokenizer, given: Sequence[int]) -> bool:
     """Whether the last of the ids that the model was given open a thought."""
-    return opens_thought(tokenizer.decode(given[-MARK_IDS:], skip_special=False))
+    return _open_thought(tokenizer, tuple(given[-MARK_IDS:]))
+
+
+@lru_cache(maxsize=256)
+def _open_thought(tokenizer: Tokenizer, last: tuple[int, ...]) -> bool:
+    """Kept, since all samples of a prompt ask the same."""
+    return opens_thought(tokenizer.decode(last, skip_special=False))
 
 
 class TurnRenderer:

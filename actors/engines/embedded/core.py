@@ -91,10 +91,10 @@ class EmbeddedOptions:
     memory_share: float = MEMORY_SHARE
     """Part of the host's available memory to plan with, divided by the number of engines on the host."""
     is_invariant: bool = False
-    tells_kept: bool = False
-    """Whether tokens come with those that they were drawn from, where `top_p`, `top_k` or `min_p` cut some."""
     """Tokens and log-probs of a request depend on its tokens, its seed and the weights alone, to the bit: whatever
     shares its batch, and wherever it was continued. Slower: docs/benchmarks.md."""
+    tells_kept: bool = False
+    """Whether tokens come with those that they were drawn from, where `top_p`, `top_k` or `min_p` cut some."""
     name: str = "embedded engine"
 
 
