@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 from rich.console import Console
@@ -29,8 +30,6 @@ from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
 from .control.client import NOTE, ControlNote
-from .control.handlers import HANDLERS
-from .control.server import ControlServer, VerbContext
 from .first_failure import RunEnd
 from .frozen_code import freeze
 from .nodes.agent import Agent, AgentOptions
@@ -47,7 +46,9 @@ from .screen import Screen
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunSetup, RunSupervisor
 from .views.live import lasting
-from .web.dashboard import Dashboard
+
+if TYPE_CHECKING:
+    from .control.server import VerbContext
 
 CONTROL_SOCKET = "control.sock"
 
@@ -61,6 +62,10 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[st
     if not context.config.control.socket:
         yield ""
         return
+    from .control.handlers import HANDLERS
+    from .control.server import ControlServer
+    from .web.dashboard import Dashboard
+
     append = partial(append_audit, context.run_dir.path / AUDIT_FILE)
     note = ControlNote(
         run_dir=str(context.run_dir.path.resolve()), control=str(runtime / CONTROL_SOCKET), pid=os.getpid()
@@ -104,6 +109,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
             stack.push_async_callback(fork_server.close)
             fork_server.warm()
             await asyncio.sleep(0)
+        from .control.server import VerbContext  # a quarter of a second, while the fork server does its imports
+
         check_own(config, actors, options.program, 0)
         if options.run_dir is not None:  # refuse before anything there is changed
             freeze(config, options.run_dir.path)

@@ -17,7 +17,6 @@ from ...core.errors import ConfigError, TrainError
 from ...core.process import adopts_orphans, boot_id
 from ...core.timeouts import TIMEOUTS, LauncherTimeouts
 from ..actor_spec import ActorSpec
-from ..checks.all_checks import check_node
 from ..composition.weight_channels import choose_channel
 from ..contracts import NodeFacts
 from ..node_place import ALONE, NodePlace
@@ -54,6 +53,8 @@ class LaunchOptions:
 def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int) -> None:
     """Whether this node has what its actors need, by our own composition root. Raises as `check_node`."""
     if program == DEFAULT_PROGRAM:
+        from ..checks.all_checks import check_node  # while a fork server does its imports
+
         check_node(config, [actor for actor in actors if actor.node == node])
     else:
         _check_program(program)

@@ -35,7 +35,8 @@ def sockets_in(folder: Path) -> set[str]:
 def remove_and_wait(folder: Path) -> None:
     """As a cleaner of /tmp does; then everybody listens again."""
     before = sockets_in(folder)
-    shutil.rmtree(folder)
+    gone = folder.rename(folder.with_suffix(".gone"))  # at once: who listens again writes into a folder that is there
+    shutil.rmtree(gone)
     wait_until(lambda: before <= sockets_in(folder), "all sockets")
     assert folder.stat().st_mode & 0o777 == 0o700
 
