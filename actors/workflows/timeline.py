@@ -217,7 +217,7 @@ class Timeline:
         if stack[-1] is one:
             at_s = max(at_s, one.began_s)
             self._cut(one, at_s)
-            if len(stack) > 1:  # that goes on
+            if len(stack) > 1:  # which continues
                 stack[-2].began_s, stack[-2].turn = at_s, self._turns.get(one.branch, 0)
         stack.remove(one)
         self._num_agents -= one.kind == "agent"
