@@ -4,11 +4,13 @@ its limit, and its failure has a kind."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupLoad, Partial
 from myxa.actors.user_code import process
-from myxa.actors.workflows.episode import ModelAccess
+from myxa.actors.workflows.episode import ModelAccess, WorkflowContext
 from myxa.actors.workflows.pool import WorkflowPool
 from myxa.actors.workflows.timeline import Timeline
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
@@ -35,7 +37,7 @@ from myxa.core.config import RewardSettings
 from myxa.core.errors import FailureKind, MemberFailed, PromptTooLong, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
-from myxa.core.samples import Group, Message, Prompt
+from myxa.core.samples import Group, Message, Prompt, Sample
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -300,6 +302,29 @@ async def never_held() -> AsyncIterator[list[float]]:
         yield late
     finally:
         task.cancel()
+
+
+async def in_loop(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+    await ctx.episode.generate()
+    return ctx.episode.sample(reward=1.0)
+
+
+@pytest.mark.parametrize("where", ["loop", "worker"])
+async def test_a_finished_group_goes_with_its_last_user(where: str, flows: Path, model: Path) -> None:
+    """Its tokens are much memory; in a cycle they would wait for the collector."""
+    async with bench(flows, model, "plain") as made:
+        if where == "loop":
+            made.runner.workflow = in_loop
+        gc.collect()
+        gc.disable()
+        try:
+            group = await made.run(num=4)
+            kept = [weakref.ref(one.response_ids) for one in group.samples]
+            made.engine.requests.clear()
+            del group
+            await until(lambda: not any(ref() is not None for ref in kept), "the end of all tokens", timeout_s=5.0)
+        finally:
+            gc.enable()
 
 
 async def test_d01_an_async_workflow_runs_in_a_worker_and_gives_what_the_engine_drew(flows: Path, model: Path) -> None:
