@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.models.deepseek import DEEPSEEK_V3, FP8, MOONLIGHT
-from tests.plan.memory_cases import BENCHMARKS, CASES, NOT_BY_TORCH, SHAPES, measured, qwen3, run
+from tests.plan.memory_cases import BENCHMARKS, CASES, GLM45_AIR, NOT_BY_TORCH, SHAPES, measured, qwen3, run
 
 from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.megatron.layout import ParallelLayout
@@ -157,18 +157,6 @@ def test_stages_that_were_placed_by_hand_are_counted_as_they_are() -> None:
     heavy = sizes(pipeline_model_parallel_layout=text)
     assert heavy["gradients"] - even["gradients"] == 4 * (18 * sum(layers) - model.hidden_size), "no final norm there"
     assert heavy["activations"] > 3 * even["activations"]
-
-
-GLM45_AIR: dict[str, Any] = {
-    "model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-    "partial_rotary_factor": 0.5, "intermediate_size": 10944, "max_position_embeddings": 131072,
-    "moe_intermediate_size": 1408, "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1, "topk_group": 1,
-    "n_routed_experts": 128, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-    "rope_scaling": None, "rope_theta": 1000000, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_qk_norm": False, "vocab_size": 151552, "eos_token_id": [151329, 151336, 151338],
-}  # fmt: skip
-"""As published (106B, 12B of them for each token), without the layer for multi-token prediction."""
 
 
 def test_glm_4_5_air_at_its_true_size() -> None:
