@@ -21,7 +21,7 @@ from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
 from ..core.config.run import AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW
-from ..core.config.servers import GroupKind
+from ..core.config.servers import GroupKind, ServerShape
 from ..core.errors import ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
@@ -333,7 +333,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     shapes = config.engine.actors(config.sglang)
     servers, env = shapes[spec.index % len(shapes)], seen_by_servers(config, os.environ, spec.devices)
     if len(servers) == 1:
-        return _launched(spec, config.of_server(servers[0]), model, run_dir, senders, env=env)
+        return _launched(spec, config, servers[0], model, run_dir, senders, env=env)
     from ..actors.engines.sglang.paired import PairedSglang
 
     made: dict[GroupKind, list[LaunchedSglang]] = {"prefill": [], "decode": []}
@@ -341,8 +341,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     for one in servers:
         name = f"{spec.name}/{one.kind}.{len(made[one.kind])}"
         own = msgspec.structs.replace(spec, name=name, devices=spec.devices[first : first + one.num_gpus])
-        view = config.of_server(one)
-        made[one.kind].append(_launched(own, view, model, run_dir, senders, env=env, kind=one.kind, first_device=first))
+        made[one.kind].append(_launched(own, config, one, model, run_dir, senders, env=env, first_device=first))
         first += one.num_gpus if spec.devices else 0
     return PairedSglang(made["prefill"], made["decode"])
 
@@ -371,12 +370,13 @@ def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> S
 
 
 def _launched(
-    spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders, **where: Any
-) -> LaunchedSglang:
+    spec: ActorSpec, config: RunConfig, shape: ServerShape, model: ModelConfig, run_dir: Path, senders: TrainerSenders,
+    **where: Any,
+) -> LaunchedSglang:  # fmt: skip
     """A server of the run's own, on the GPUs of `spec`."""
     from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
 
-    engine = config.engine
+    config, engine = config.of_server(shape), config.engine
     launch = SglangLaunch(
         python=engine.python or sys.executable,
         model_path=config.served_path,
@@ -387,6 +387,8 @@ def _launched(
         num_devices=len(spec.devices),
         max_running=engine.max_running,
         context_length=engine.context_length,
+        kind=shape.kind,
+        key=f"models.{spec.model}.{shape.key}" if spec.model else shape.key,
         expects=sglang_plan(spec, config, model),
         **where,
     )

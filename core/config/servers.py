@@ -47,8 +47,11 @@ class ServerShape:
 
     @property
     def num_gpus(self) -> int:
-        """By its sizes; one that is left out, or no number, is 1."""
-        found = [self.table.get(size, 1) for size in ("tp_size", *self.outer_sizes)]
+        return self.size("tp_size", *self.outer_sizes)
+
+    def size(self, *names: str) -> int:
+        """The product of these sizes; one that is left out, or no number, is 1."""
+        found = [self.table.get(name, 1) for name in names]
         return math.prod(max(size, 1) for size in found if isinstance(size, int))
 
 

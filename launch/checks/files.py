@@ -341,7 +341,7 @@ def _servers_fit(config: RunConfig, model: ModelConfig, num_gpus: int) -> Iterat
     for shape in config.engine.shapes(config.sglang):
         own = shape.num_gpus if config.engine.groups and num_gpus else num_gpus
         num_experts = None if model.foreign else model.num_experts
-        yield from looked(shape.key, check_sizes, shape.table, own, num_experts, shape.key)
+        yield from looked(shape.key, check_sizes, shape, own, num_experts)
         yield from _guesses(config.of_server(shape), model, f"{shape.key}.speculative_algorithm")
 
 

@@ -93,23 +93,56 @@ async def test_requests_end_with_the_adapter_that_they_began_with_and_nothing_pa
     assert not asked & {"/pause_generation", "/update_weights_from_disk", "/continue_generation"}
 
 
-async def test_nothing_waits_for_requests_whose_end_the_server_never_hears_of(writer: DiskWeightWriter):
-    """SGLang 0.5.17 would wait for them before it unloads, and load nothing meanwhile."""
+def held(server: FakeSglang) -> set[str]:
+    return {name.split(".")[3] for name in server.adapters}
+
+
+async def test_requests_that_are_aborted_or_left_keep_no_adapter(writer: DiskWeightWriter):
     async with connected(folder=writer.model_folder) as (engine, server):
-        for version, is_aborted in ((1, True), (2, False)):
+        for version, is_aborted, every_s in ((1, True, 0.005), (2, False, 0.005), (3, False, 0.2)):
+            server.every_s = every_s
             await give(engine, writer.publish(version, adapters(version)))
             stream = later(engine, endless("left", 3, max_new_tokens=900))
             await until(lambda: bool(server.running))
             if is_aborted:
+                await asyncio.sleep(10 * every_s)
                 await engine.abort("left")
                 assert (await stream).finish == "abort"
-            else:
+            else:  # the last one leaves before a token was drawn
+                await asyncio.sleep(0.05)
                 stream.cancel()
                 await asyncio.gather(stream, return_exceptions=True)
-        for version in (3, 4, 5):
+            await until(lambda: not server.running)
+        for version in (4, 5):
             await give(engine, writer.publish(version, adapters(version)))
-        held = {name.split(".")[3] for name in server.adapters}
-        assert held == {"1", "2", "4", "5"}
+        assert held(server) == {"4", "5"} and not server.named
+
+
+async def test_nothing_waits_for_requests_whose_end_the_server_never_hears_of(writer: DiskWeightWriter):
+    """SGLang 0.5.17 would wait for one that was aborted in its queue before it unloads, and load nothing meanwhile."""
+    async with connected(folder=writer.model_folder) as (engine, server):
+        server.every_s = 0.2
+        await give(engine, writer.publish(1, adapters(1)))
+        stream = later(engine, endless("left", 3, max_new_tokens=900))
+        await until(lambda: bool(server.running))
+        await engine.abort("left")
+        assert (await stream).finish == "abort"
+        for version in (2, 3, 4):
+            await give(engine, writer.publish(version, adapters(version)))
+        assert held(server) == {"1", "3", "4"}
+
+
+async def test_a_client_that_closes_waits_for_no_request_that_was_left(writer: DiskWeightWriter):
+    async with connected(folder=writer.model_folder) as (engine, server):
+        await give(engine, writer.publish(1, adapters(1)))
+        server.every_s = 30
+        stream = later(engine, endless("left", 3, max_new_tokens=900))
+        await until(lambda: bool(server.running))
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        assert (await engine.info()).running == 1
+        async with asyncio.timeout(5):
+            await engine.close()
 
 
 async def test_a_version_whose_number_comes_again_has_other_weights_and_another_name(writer: DiskWeightWriter):
@@ -127,9 +160,8 @@ async def test_what_an_earlier_client_left_is_waited_for_by_no_one(writer: DiskW
         (left,) = set(server.adapters) - {"theirs"}
         stream = later(engine, endless("left", 3, max_new_tokens=900))
         await until(lambda: bool(server.running))
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
         await engine.close()
+        await asyncio.gather(stream, return_exceptions=True)
         async with client_of(server) as heir:
             for version in (2, 3, 4):
                 await give(heir, writer.publish(version, adapters(version)))

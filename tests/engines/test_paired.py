@@ -21,7 +21,7 @@ from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
 from myxa.actors.engines.sglang.paired import PairedSglang
 from myxa.core.config.servers import GroupKind
-from myxa.core.errors import EngineError, RequestRefused
+from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
 
 DEADLINE_S = 60
 
@@ -146,6 +146,25 @@ async def test_a_version_that_one_server_refuses_is_served_by_none(folders):
         assert (await them.engine.info()).version == -1
         with pytest.raises(EngineError, match="did not arrive whole"):
             await collect(them.engine, ask("r", 5, max_new_tokens=2))
+
+
+@pytest.mark.parametrize("at_fault", [0, 1, 2])
+async def test_a_pause_that_fails_leaves_the_old_version_in_every_server(at_fault: int, folders):
+    async with pair(1, 2) as them:
+        running = later(them.engine, ask("r0", 5, max_new_tokens=60, ignore_eos=True))
+        await until(lambda: any(one.met for one in them.decodes))
+        them.all[at_fault].fails_next = "/pause_generation"
+        await them.engine.prepare_weights(manifest_of(1, folders[1]))
+        with pytest.raises(WeightsRefused, match="/pause_generation answered 500"):
+            await them.engine.commit_weights(1)
+        assert not any(one.is_paused for one in them.all)
+        assert (await them.engine.info()).version == 0
+        got = await running
+        assert (got.ids.tolist(), set(got.versions.tolist())) == (whole(5, 60), {0})
+        await them.engine.prepare_weights(manifest_of(1, folders[1]))
+        await them.engine.commit_weights(1)
+        got = await collect(them.engine, ask("r1", 5, max_new_tokens=5, ignore_eos=True))
+        assert (got.ids.tolist(), got.versions.tolist()) == (whole(5, 5), [1] * 5)
 
 
 @pytest.mark.parametrize("meant", ["r1", None])

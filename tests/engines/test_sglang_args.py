@@ -7,6 +7,7 @@ import argparse
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engines.contract import ask
@@ -15,7 +16,7 @@ from tests.harness.fake_sglang import STAND_IN
 from myxa.actors.engines.sglang.engine import ServerSampling
 from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
 from myxa.actors.engines.sglang.server_args import SglangNeeds, check_sizes, command_line, stale_guesses
-from myxa.core.config.servers import OWNED
+from myxa.core.config.servers import OWNED, ServerShape
 from myxa.core.errors import ConfigError, RequestRefused
 from myxa.launch.composition.trainer_parts import BOUNDS
 
@@ -45,14 +46,22 @@ def test_the_command_line_means_the_table_to_the_servers_own_parser():
 
 
 def test_sizes_must_need_exactly_the_actors_gpus():
-    assert check_sizes({}, 0) == {}
-    assert check_sizes({}, 4) == {"tp_size": 4}
-    assert check_sizes({"dp_size": 2}, 4) == {"tp_size": 2}
-    assert check_sizes({"pp_size": 2, "dp_size": 2}, 8) == {"tp_size": 2}
-    assert check_sizes({"dp_size": 4, "enable_dp_attention": True}, 4) == {"tp_size": 4}
-    for values, num_devices in (({"tp_size": 2}, 4), ({"dp_size": 3}, 4), ({"tp_size": 4, "pp_size": 2}, 4)):
-        with pytest.raises(ConfigError, match=r"need \d+ GPUs, each rollout actor has 4"):
-            check_sizes(values, num_devices)
+    assert sizes({}, 0) == {}
+    assert sizes({}, 4) == {"tp_size": 4}
+    assert sizes({"dp_size": 2}, 4) == {"tp_size": 2}
+    assert sizes({"pp_size": 2, "dp_size": 2}, 8) == {"tp_size": 2}
+    assert sizes({"dp_size": 4, "enable_dp_attention": True}, 4) == {"tp_size": 4}
+    for values, needed in (
+        ({"tp_size": 2}, 2), ({"dp_size": 3}, 3), ({"tp_size": 4, "pp_size": 2}, 8), ({"pp_size": 8}, 8),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"^\[place\]: .* need {needed} GPUs, each server has 4"):
+            sizes(values, 4)
+        with pytest.raises(ConfigError, match=r"^\[engine.groups.wide.sglang\]: "):
+            server_values(launch(table=values, num_devices=4, key="engine.groups.wide.sglang"), 1)
+
+
+def sizes(table: dict[str, Any], num_devices: int, num_experts: int | None = None) -> dict[str, Any]:
+    return check_sizes(ServerShape("regular", "place", table), num_devices, num_experts)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +82,10 @@ def test_sizes_must_need_exactly_the_actors_gpus():
 )
 def test_ranks_share_attention_and_experts_only_where_that_divides(values, num_experts, cause):
     if not cause:
-        assert check_sizes(values, 4, num_experts) == {"tp_size": 4}
+        assert sizes(values, 4, num_experts) == {"tp_size": 4}
     else:
         with pytest.raises(ConfigError, match=cause):
-            check_sizes(values, 4, num_experts)
+            sizes(values, 4, num_experts)
 
 
 def test_what_is_myxas_own_is_always_said_and_the_users_word_counts_for_the_rest():

@@ -335,7 +335,7 @@ class FakeSglang(SglangRoutes):
             words = f"Got LoRA adapter that has never been loaded: {adapter}"
             await response.write(b'data: {"error": {"message": "%s", "code": 400}}\n\n' % words.encode())
             return
-        self.named.append(adapter)
+        self.named.append(adapter)  # of one whose connection is closed for ever
         stop = self.running[body["rid"]] = asyncio.Event()
         first, limit = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         try:
@@ -352,12 +352,15 @@ class FakeSglang(SglangRoutes):
                 new = [token(first + number - 1)]
                 finish = kind if is_last else None
                 spans = [{"version": self.version, "start": 0, "end": number}] if self.tells_spans else None
+                booked = is_last and not (stop.is_set() and number == 1)  # else it was aborted in the queue
                 more = self._routed(body, first + number - 1) if is_last else {}
+                more |= {"prompt_tokens": first} if booked else {}
                 await response.write(
                     chunk(new, number, finish, weight_version=self.version, weight_versions=spans, **more)
                 )
                 if is_last:
-                    self.named = [one for one in self.named if stop.is_set() or one != adapter]
+                    if booked:
+                        self.named.remove(adapter)
                     break
             await response.write(b"data: [DONE]\n\n")
         finally:

@@ -26,10 +26,10 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from msgspec.structs import replace
@@ -54,6 +54,8 @@ unique part is between them: two seconds after a stream SGLang 0.5.17 aborts wha
 request whose reader left it gives the last tokens to the next of that id.
 """
 _log = logging.getLogger("myxa.sglang")
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +191,7 @@ class SglangEngine:
         self._torn = ""
         """Why the server's weights are of no version; empty when they are."""
         self._open: list[_Open] = []
+        self._leaving: set[asyncio.Future[None]] = set()
         self._self_id = uuid.uuid4().hex[:8]
         """Distinguishes this client from others of the server, and from its earlier incarnations."""
         self._num_sent = 0
@@ -259,6 +262,9 @@ class SglangEngine:
     async def close(self) -> None:
         """Close all connections; the server frees the rows of requests that were running. Never raises."""
         self.cut()
+        for leaving in self._leaving:
+            leaving.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         for route in self._routes.values():
             await route.close()
         await self._http.close()
@@ -312,33 +318,39 @@ class SglangEngine:
         is_certain = self._adapters is not None
         tokens = HeldTokens(place, version, choices, span, is_paired=bool(pair), is_certain=is_certain)
         async with self._asked(request, version, tokens, pair) as (mine, answer):
-            async for data in answer.content.iter_any():
-                for delta in tokens.feed(data):
-                    if delta.finish is not None:
-                        self._usage += tokens.usage
-                    if pair and delta.finish == "abort" and not mine.is_aborted:
-                        raise EngineError(f"{place}: was given up: {tokens.why}", remedy="see the server's log")
-                    yield delta
-                    if delta.finish is not None:
-                        return
-                if mine.is_aborted:  # the abort came before the request was known to the scheduler
-                    await self._http.post("/abort_request", {"rid": mine.rid})
+            async for delta in self._parts(mine, answer, tokens, tokens.feed, is_half=bool(pair)):
+                if delta.finish is not None:
+                    self._usage += tokens.usage
+                yield delta
 
     async def read_prompt(self, request: GenerateRequest, version: int, pair: Mapping[str, Any]) -> None:
         """Have a prefill server read the prompt, draw the first token, and send both to the decode server; returns
         when that is done, or was aborted. Raises as `answer`."""
         tokens = HeldTokens(self._place_of(request), version)
         async with self._asked(request, version, tokens, pair) as (mine, answer):
-            async for data in answer.content.iter_any():
-                for _ in tokens.chunks(data):
-                    if tokens.finish == "abort" and not mine.is_aborted:
-                        raise EngineError(
-                            f"{self._place_of(request)}: was given up: {tokens.why}", remedy="see the server's log"
-                        )
-                    if tokens.finish:
-                        return
-                if mine.is_aborted:
-                    await self._http.post("/abort_request", {"rid": mine.rid})
+            async for _ in self._parts(mine, answer, tokens, tokens.chunks, is_half=True):
+                pass
+
+    async def _parts(
+        self,
+        mine: _Open,
+        answer: aiohttp.ClientResponse,
+        tokens: HeldTokens,
+        parsed: Callable[[bytes], Iterator[T]],
+        *,
+        is_half: bool,
+    ) -> AsyncGenerator[T]:
+        """What `parsed` makes of the stream, until `tokens` know its end. `is_half`: of a pair, whose servers give up
+        what does not come from the other one; that raises EngineError."""
+        async for data in answer.content.iter_any():
+            for part in parsed(data):
+                if is_half and tokens.finish == "abort" and not mine.is_aborted:
+                    raise EngineError(f"{tokens.place}: was given up: {tokens.why}", remedy="see the server's log")
+                yield part
+                if tokens.finish:
+                    return
+            if mine.is_aborted:  # the abort came before the request was known to the scheduler
+                await self._http.post("/abort_request", {"rid": mine.rid})
 
     def _place_of(self, request: GenerateRequest) -> str:
         return f"{self._place}: request {request.request_id!r}"
@@ -353,23 +365,31 @@ class SglangEngine:
         adapter = "" if self._adapters is None else self._adapters.begun()
         more = {**pair, "lora_path": adapter} if adapter else pair
         try:
-            with self._sent(request.request_id) as mine:
-                async with self._http.session.post(
-                    f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
-                    data=request_body(asked, mine.rid, version, tells_experts=choices is not None, more=more),
-                    headers=self._http.headers,
-                    timeout=stream_timeout(self._options.call_s, self._options.stall_s),
-                ) as answer:
-                    mine.answer = answer
-                    mine.has_arrived.set()
-                    if answer.status != 200:
-                        raise refusal(place, answer.status, await answer.content.read(2000))
+            async with AsyncExitStack() as stack:
+                mine = stack.enter_context(self._sent(request.request_id))
+                answer = await stack.enter_async_context(
+                    self._http.session.post(
+                        f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
+                        data=request_body(asked, mine.rid, version, tells_experts=choices is not None, more=more),
+                        headers=self._http.headers,
+                        timeout=stream_timeout(self._options.call_s, self._options.stall_s),
+                    )
+                )
+                mine.answer = answer
+                mine.has_arrived.set()
+                if answer.status != 200:
+                    raise refusal(place, answer.status, await answer.content.read(2000))
+                try:
                     yield mine, answer
-                    if not tokens.finish:
-                        raise EngineError(
-                            f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
-                            remedy="see the server's log; it may have been stopped",
-                        )
+                except (GeneratorExit, asyncio.CancelledError):
+                    if adapter and not tokens.finish:
+                        self._leave(self._read_out(stack.pop_all(), mine, answer, tokens, adapter))
+                    raise
+                if not tokens.finish:
+                    raise EngineError(
+                        f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
+                        remedy="see the server's log; it may have been stopped",
+                    )
         except RequestRefused as err:
             if adapter and await self._served_version() == NO_VERSION:
                 raise EngineError(
@@ -383,8 +403,29 @@ class SglangEngine:
                 remedy="see the server's log",
             ) from err
         finally:
-            if self._adapters is not None and tokens.finish not in ("", "abort"):
+            if self._adapters is not None and tokens.is_over:
                 self._adapters.ended(adapter)
+
+    def _leave(self, reading: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(reading)  # noqa: TID251 -- awaited in `close`
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _read_out(
+        self, stack: AsyncExitStack, mine: _Open, answer: aiohttp.ClientResponse, tokens: HeldTokens, adapter: str
+    ) -> None:
+        """Abort a request whose reader left once it runs, and read its end: with its connection closed, or aborted in
+        its queue, SGLang 0.5.17 keeps its adapter for ever."""
+        assert self._adapters is not None
+        mine.is_aborted = True
+        async with stack:
+            with suppress(EngineError, aiohttp.ClientError, TimeoutError):
+                if tokens.num_tokens:
+                    await self._http.post("/abort_request", {"rid": mine.rid})
+                async for _ in self._parts(mine, answer, tokens, tokens.chunks, is_half=False):
+                    pass
+        if tokens.is_over:
+            self._adapters.ended(adapter)
 
     async def until_whole(self, request: GenerateRequest) -> None:
         """Wait for a version that is being loaded. Raises EngineError if the server's weights are of none, or
@@ -457,9 +498,12 @@ class SglangEngine:
         async with self._committing:
             manifest = self._taken(version)
             await self._arrived(list(self._open))
-            await self._http.post("/pause_generation", {"mode": self.pause_mode})
-            before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
+            before = self._torn
             try:
+                try:
+                    await self._http.post("/pause_generation", {"mode": self.pause_mode})
+                except EngineError as err:  # nothing was loaded; perhaps it is paused
+                    raise WeightsRefused(err.message, remedy=err.remedy) from err
                 yield manifest
             except WeightsRefused as err:
                 self._torn = before
@@ -472,6 +516,7 @@ class SglangEngine:
 
     async def load(self, manifest: WeightManifest) -> None:
         """Bring it into the paused server. Raises EngineError if the server does not announce it then."""
+        self._torn = f"version {manifest.version} was being loaded and did not arrive whole"
         if not await self._route(manifest).load(manifest) and await self._served_version() != manifest.version:
             raise EngineError(
                 f"{self._place}: serves version {self.version} after version {manifest.version} was loaded",
@@ -541,8 +586,8 @@ class SglangEngine:
 
 async def commit_together(engines: Sequence[SglangEngine], version: int) -> None:
     """Have servers load the version that each has prepared: all are paused before any loads, and all have loaded before
-    any continues. WeightsRefused leaves the old version in a server that is alone; of several each other one has the
-    new version by then, so that is an EngineError too."""
+    any continues. WeightsRefused leaves the old version in every server: one of several refused the pause, or one that
+    is alone the weights. Of several that load, each other one has the new version by then: that is an EngineError."""
     async with AsyncExitStack() as stack:
         manifests = [await stack.enter_async_context(one.paused(version)) for one in engines]
         loads = (one.load(manifest) for one, manifest in zip(engines, manifests, strict=True))

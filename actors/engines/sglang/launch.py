@@ -30,7 +30,7 @@ from typing import Any
 import orjson
 import psutil
 
-from ....core.config.servers import GroupKind
+from ....core.config.servers import GroupKind, ServerShape
 from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError
 from ....core.protocols import EngineInfo
@@ -67,6 +67,8 @@ class ServerCommand:
     command: Sequence[str]
     env: Mapping[str, str]
     log_path: Path
+    key: str = "sglang"
+    """Of the run file: what its arguments are by."""
     log_start: int = 0
     """Where in its log its own words begin."""
 
@@ -123,7 +125,7 @@ class ServerProcess:
             f"{self.last_lines()}"
         )
         if how == REFUSED_ARGUMENTS:
-            return ConfigError(text, remedy="mend [sglang]")
+            return ConfigError(text, remedy=f"mend [{self._what.key}]")
         return EngineError(text, remedy=f"see {self._what.log_path}")
 
     async def close(self) -> None:
@@ -203,6 +205,8 @@ class SglangLaunch:
     context_length: int = 0
     """0: the model's own."""
     kind: GroupKind = "regular"
+    key: str = "sglang"
+    """Of the run file: where `table` is."""
     first_device: int = 0
     """Number of its first GPU among those of CUDA_VISIBLE_DEVICES: servers that send each other their cache see each
     other's."""
@@ -245,7 +249,7 @@ class LaunchedSglang(SglangEngine):
             words = command_line(server_values(launch, port, self._options.needs, self.bootstrap_port))
             command = (launch.python, "-m", MODULE, *words, "--config", str(_write_keys(key, place)))
             env = hide_megatron(self._env, place)
-            server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path))
+            server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path, launch.key))
             self._server = server
             _log.info("%s: its server is pid %d, log %s: %s", self._options.name, server.pid, launch.log_path, command)
             async with unwrapped_group() as group:
@@ -335,7 +339,7 @@ def server_values(
     values = {**DEFAULTS, **launch.table}
     if launch.expects is not None and guesses_by({**values, **own}) in ("layers", "model"):
         own["enable_draft_weights_cpu_backup"] = True  # no version brings all of them back
-    return values | check_sizes(values, launch.num_devices) | own
+    return values | check_sizes(ServerShape(launch.kind, launch.key, values), launch.num_devices) | own
 
 
 def server_env(base: Mapping[str, str], *, has_gpus: bool) -> dict[str, str]:

@@ -6,12 +6,13 @@ Names in `[sglang]` are those of ServerArgs. The preflight check compares them w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from ....core.config.servers import guesser, speculation_conflicts
+from ....core.config.servers import ServerShape, guesser, speculation_conflicts
 from ....core.errors import ConfigError
 from ....core.weight_channel import WRITTEN_CHANNELS
 
@@ -37,40 +38,38 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | dict | list | tuple) else str(value)
 
 
-def check_sizes(
-    values: Mapping[str, Any], num_devices: int, num_experts: int | None = None, place: str = "sglang"
-) -> dict[str, Any]:
-    """The parallel sizes to start with: `tp_size` is filled up to the actor's GPUs when it is left out. `num_experts`:
-    of each layer of the model, None: not known here. Raises ConfigError when the sizes do not need exactly the actor's
+def check_sizes(shape: ServerShape, num_devices: int, num_experts: int | None = None) -> dict[str, Any]:
+    """The parallel sizes to start with: `tp_size` is filled up to the server's GPUs when it is left out. `num_experts`:
+    of each layer of the model, None: not known here. Raises ConfigError when the sizes do not need exactly the server's
     GPUs, or divide what they cannot. Without GPUs nothing is checked."""
     if not num_devices:
         return {}
-    shards = max(values.get("pp_size", 1), 1)
-    replicas = 1 if values.get("enable_dp_attention") else max(values.get("dp_size", 1), 1)
-    tp_size = values.get("tp_size", num_devices // (shards * replicas))
-    needed = tp_size * shards * replicas
-    if needed != num_devices:
+    outer = {size: shape.size(size) for size in shape.outer_sizes}
+    filled = {"tp_size": num_devices // shape.size(*outer), **shape.table}
+    shape = dataclasses.replace(shape, table=filled)
+    tp_size, replicas = shape.size("tp_size"), shape.size("dp_size")
+    if shape.num_gpus != num_devices:
         raise ConfigError(
-            f"[{place}]: tp_size {tp_size} x pp_size {shards} x {replicas} replicas need {needed} GPUs, each rollout "
-            f"actor has {num_devices}",
+            f"[{shape.key}]: {' x '.join(f'{size} {shape.size(size)}' for size in ('tp_size', *outer))} need "
+            f"{shape.num_gpus} GPUs, each server has {num_devices}",
             remedy="change the sizes, or roles.rollout.devices and roles.rollout.count",
         )
-    if values.get("enable_dp_attention") and tp_size % max(values.get("dp_size", 1), 1):
+    if filled.get("enable_dp_attention") and tp_size % replicas:
         raise ConfigError(
-            f"[{place}]: dp_size {values['dp_size']} does not divide tp_size {tp_size}: with enable_dp_attention the "
+            f"[{shape.key}]: dp_size {replicas} does not divide tp_size {tp_size}: with enable_dp_attention the "
             f"replicas of attention share the {tp_size} tensor-parallel ranks",
             remedy="make tp_size a multiple of dp_size",
         )
-    _check_experts(values, tp_size, num_experts, place)
+    _check_experts(shape, num_experts)
     return {"tp_size": tp_size}
 
 
-def _check_experts(values: Mapping[str, Any], tp_size: int, num_experts: int | None, place: str) -> None:
+def _check_experts(shape: ServerShape, num_experts: int | None) -> None:
     """Ranks that share experts are among the tensor-parallel ones. Raises ConfigError."""
-    backend = str(values.get("moe_a2a_backend", "none"))
+    backend, tp_size = str(shape.table.get("moe_a2a_backend", "none")), shape.size("tp_size")
     spans_all = backend not in ("none", "ascend_tp")  # SGLang 0.5.17 sets ep_size to tp_size
-    ep_size = tp_size if spans_all else max(values.get("ep_size", 1), 1)
-    ways, spare = ep_size * max(values.get("moe_dp_size", 1), 1), values.get("ep_num_redundant_experts", 0)
+    ep_size = tp_size if spans_all else shape.size("ep_size")
+    ways, spare = ep_size * shape.size("moe_dp_size"), shape.table.get("ep_num_redundant_experts", 0)
     cause, remedy = "", f"set ep_size to a divisor of both tp_size and {num_experts or 'the number of experts'}"
     if num_experts == 0 and (ep_size > 1 or backend != "none"):
         cause, remedy = "the model has no experts", "leave ep_size and moe_a2a_backend out"
@@ -79,7 +78,7 @@ def _check_experts(values: Mapping[str, Any], tp_size: int, num_experts: int | N
     elif num_experts and isinstance(spare, int) and (num_experts + spare) % ep_size:
         cause = f"it does not divide the {num_experts + spare} experts of a layer"
     if cause:
-        raise ConfigError(f"[{place}]: ep_size {ep_size}: {cause}", remedy=remedy)
+        raise ConfigError(f"[{shape.key}]: ep_size {ep_size}: {cause}", remedy=remedy)
 
 
 BACKEND_MODULES: Mapping[str, Mapping[str, str]] = {

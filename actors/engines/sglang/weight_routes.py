@@ -142,8 +142,8 @@ class AdapterRoute(FolderRoute):
     its own, beside those that serve. A commit only says which one requests name from then on: SGLang cannot change that
     of a running request, which so ends with the version that it began with. What no request names any more is unloaded
     before the next one is loaded. SGLang waits for such requests, and loads nothing meanwhile; of those that were
-    aborted in its queue, or whose reader left, 0.5.17 waits for ever. So an adapter that one of these named is kept,
-    and so are those that an earlier client left: nothing tells which requests named them."""
+    aborted in its queue, or whose connection was closed, 0.5.17 waits for ever. So an adapter that one of these named
+    is kept, and so are those that an earlier client left: nothing tells which requests named them."""
 
     def __init__(self, server: SglangHttp) -> None:
         super().__init__(server)

@@ -138,7 +138,7 @@ class HeldTokens:
         experts are asked for. `is_paired`: another server drew the first token, not before `sent_version`.
         `is_certain`: the request names an adapter, so all its tokens are of that version, whatever the server says of
         its own weights."""
-        self._place = place
+        self.place = place
         self._choices = choices
         self._unrouted = unrouted
         self._sent_version = sent_version
@@ -152,6 +152,9 @@ class HeldTokens:
         """Once it has ended."""
         self.finish, self.why = "", ""
         """How it ended, and what the server said of that."""
+        self.is_over = False
+        """It has ended, and the server has booked that: SGLang 0.5.17 does not for what was aborted in its queue, and
+        tells no length of its prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -170,7 +173,7 @@ class HeldTokens:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             raise EngineError(
-                f"{self._place}: a line of the stream is longer than {MAX_LINE_BYTES} bytes",
+                f"{self.place}: a line of the stream is longer than {MAX_LINE_BYTES} bytes",
                 remedy="lower max_new_tokens, or start the server with incremental streaming output",
             )
         for line in lines:
@@ -179,6 +182,7 @@ class HeldTokens:
                 chunk = self._read(payload)
                 if reason := chunk.meta_info.finish_reason:
                     self.finish, self.why = reason.type, str(reason.message)
+                    self.is_over = reason.type != "abort" or bool(chunk.meta_info.prompt_tokens)
                 yield chunk
 
     def _read(self, payload: bytes) -> _Chunk:
@@ -188,7 +192,7 @@ class HeldTokens:
                 if error.get("code") == ABORTED:
                     return _ABORTED_CHUNK
                 kind = RequestRefused if error.get("code") == 400 else EngineError
-                raise kind(f"{self._place}: {error.get('message')}", remedy="see the server's log")
+                raise kind(f"{self.place}: {error.get('message')}", remedy="see the server's log")
         try:
             chunk = _chunks.decode(payload)
             pairs = chunk.meta_info.output_token_logprobs or []
@@ -197,7 +201,7 @@ class HeldTokens:
         except (msgspec.MsgspecError, ValueError, RecursionError) as err:
             shown = payload[:200].decode(errors="replace")
             raise EngineError(
-                f"{self._place}: not an answer of SGLang's /generate ({type(err).__name__}: {err}): {shown}",
+                f"{self.place}: not an answer of SGLang's /generate ({type(err).__name__}: {err}): {shown}",
                 remedy="engine.attach must name the address of an SGLang server (0.5.17 or later)",
             ) from err
         return chunk
@@ -216,7 +220,7 @@ class HeldTokens:
             versions = np.full(len(self._ids), self._sent_version, dtype=np.int32)
         elif meta.weight_versions is not None:
             first = [TokenSpan(version=str(self._sent_version), start=0, end=1)] if self._is_paired else []
-            versions = versions_of([*first, *meta.weight_versions], len(self._ids), self._place)
+            versions = versions_of([*first, *meta.weight_versions], len(self._ids), self.place)
             if self._is_paired:
                 versions[:1] = np.minimum(versions[:1], self._sent_version)
         elif reason is not None:
@@ -257,7 +261,7 @@ class HeldTokens:
             if reason.type == "abort":
                 return None
             raise EngineError(
-                f"{self._place}: routed_experts, of {len(self._ids)} tokens after {end} from token {first} on: {err}",
+                f"{self.place}: routed_experts, of {len(self._ids)} tokens after {end} from token {first} on: {err}",
                 remedy="start SGLang (0.5.17 or later) with --enable-return-routed-experts and the run's model, or set "
                 "megatron.routing_replay = true",
             ) from err
@@ -272,7 +276,7 @@ class HeldTokens:
         if len(values) == num_tokens - num_seen:
             return values
         raise EngineError(
-            f"{self._place}: a chunk has {len(values)} {what} after {num_seen} tokens and counts {num_tokens}",
+            f"{self.place}: a chunk has {len(values)} {what} after {num_seen} tokens and counts {num_tokens}",
             remedy="the server must return log-probs of every token; it may be of an unknown version",
         )
 
